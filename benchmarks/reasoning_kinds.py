@@ -33,7 +33,7 @@ RECIPE = ROOT / "recipes" / "smollm2.py"
 
 async def measure(run: Run, arguments: argparse.Namespace) -> dict[str, dict[str, Rate]]:
     """Success by tool and kind."""
-    await run.start_serving(run.base_version)
+    await run.start_serving(await run.base_version())
     runner = replace(run.groups, runner=replace(run.groups.runner, sampling=Sampling(temperature=arguments.temperature)))
     found: dict[str, dict[str, Rate]] = {}
     for tool in arguments.tools:

@@ -58,6 +58,7 @@ TOGETHER = {
 LONG = ("check/test_check.py", "task/test_harbor.py", "reward/test_cleanroom.py", "rollout/test_every_await.py")  # a minute or more each
 FIRST = ("runs", "servers", "sandboxes", "learner", "pretrained", *LONG, "gateway", "rewards")
 LAST_OF_ITS_GROUP = "sandbox/test_attacks.py"
+DRIVER = ("tests/evaluation/", "tests/gate/", "tests/run/", "tests/serving/")  # tests of what runs on its event loop
 CLONE_NEWNS = 0x20000  # mount_namespaces(7)
 
 
@@ -141,6 +142,20 @@ def forked_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.forking import tried
 
     monkeypatch.setattr("agentrl.agent.template._run_child", tried)
+
+
+@pytest.fixture(autouse=True)
+def blocking_calls(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test of the driver's parts in which one of them blocks its event loop. See `tests.off_loop`."""
+    if not request.node.nodeid.startswith(DRIVER):
+        yield
+        return
+    from tests.off_loop import BlockingCalls
+
+    with pytest.MonkeyPatch.context() as patch:
+        calls = BlockingCalls(patch)
+        yield
+    assert not calls.on_loop, "\n".join(dict.fromkeys(calls.on_loop))
 
 
 @pytest.fixture

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from agentrl.base import untrusted_files
 
 MANIFEST = "manifest.json"
 """File of a folder with the sha256 of each other file."""
+_RETRY_S = 0.01
 _MOST_OF_LINES = 4 << 30  # maximum bytes of a file of lines
 _OPENED = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
 
@@ -50,6 +53,19 @@ def replace_file(path: Path, *, tag: str = "", durable: bool = False) -> Iterato
         raise
     if durable:
         fsync_path(path.parent)
+
+
+def wait_for_lock(handle: int, how: int, *, within_s: float) -> bool:
+    """Locks an open file (flock). Returns False if another process has the lock for the next `within_s` seconds."""
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            fcntl.flock(handle, how | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_RETRY_S)
 
 
 def is_private(folder: Path) -> bool:

@@ -19,6 +19,9 @@ SOUND_S = 600.0
 """Seconds of work after which earlier failures of the part no longer count."""
 STOPPED_S = 8.0
 """Seconds after which a part with a stopped process counts as stuck."""
+LOCK_WAIT_S = 120.0
+"""Longest wait for a lock that another process holds. A part that a signal has stopped is detected and killed sooner, which releases its
+locks, so the wait ends and the run continues."""
 _STOPPED_LOOK_S = 2.0  # between two checks for stopped processes
 _HISTORY = 1024  # newest durations of one kind of work
 _LOOK_S = 20.0  # most seconds of silence that one check counts: a check may wait that long for an answer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import getpass
 import json
+import secrets
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,7 +32,10 @@ def score(
     part: Annotated[str | None, typer.Argument(help="Name of the pending part.")] = None,
     value: Annotated[float | None, typer.Argument(help="The score. Write -- before a negative number.")] = None,
     by: Annotated[str, typer.Option(help="Who scored it. Default: the user name.")] = "",
-    key: Annotated[str, typer.Option(help="Idempotency key: a repeated score with it counts once. Default: a hash of the score.")] = "",
+    key: Annotated[
+        str,
+        typer.Option(help="Idempotency key: a repeated score with it counts once. Default: a hash of the score; with --replace a new key."),
+    ] = "",
     replace: Annotated[
         bool, typer.Option("--replace", help="Replace an earlier score. Possible while the group waits for another score.")
     ] = False,
@@ -65,6 +69,7 @@ def score(
         elif any(one is None for one in single):
             raise UserError("EPISODE, PART and VALUE belong together", fix="agentrl score RUN EPISODE PART VALUE")
         else:
+            key = key or (secrets.token_hex(16) if replace else "")  # a person may correct a score back and forth
             sent = {"episode_id": episode, "part": part, "value": value, "key": key or None, "replace": replace}
             _send(store, sent, by or _user(), as_json=as_json)
 

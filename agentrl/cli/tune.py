@@ -166,7 +166,7 @@ def _groups(run: Path) -> Iterator[Group]:
     store = open_store(run, recipe.load(run / "recipe.json"))
     try:
         for entry in store.entries(first=0):
-            if not entry.is_residual:  # its scores are only the late parts
+            if entry.has_episodes and not entry.is_residual:  # its scores are only the late parts
                 yield from store.groups([entry.index])
     finally:
         store.close()

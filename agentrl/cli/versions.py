@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +19,9 @@ from agentrl.cli.terminal import outlasting_terminal
 from agentrl.errors import UserError
 
 if TYPE_CHECKING:
-    from agentrl.evaluation.versus import DifferenceSoFar, VersionComparison
+    from agentrl.evaluation.canary import CanaryResult
+    from agentrl.evaluation.versus import DifferenceSoFar, Result, Trial, VersionComparison
+    from agentrl.session.version_changes import RequestedRollback
     from agentrl.session.versions import EvaluationDifference, VersionRecord
     from agentrl.version.tensor_diff import TensorChange
 
@@ -174,41 +177,93 @@ def compare_versions(
     repeats: Annotated[int | None, typer.Option(min=1, help="Attempts per case and version. Default: as set in the case or suite.")] = None,
     alpha: Annotated[float, typer.Option(help="Probability of a wrong verdict `better` or `worse`.")] = 0.05,
     margin: Annotated[float, typer.Option(help="Difference of mean scores that counts as equal.")] = 0.05,
+    canary: Annotated[
+        float | None, typer.Option(help="Share of the attempts that AFTER gets, such as 0.2; then promote it, or return to BEFORE.")
+    ] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Folder of the comparison. Default: the first free runs/NAME-eval.")] = None,
     sandbox: SandboxChoice = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Run two versions on the same cases until it is clear which is better (A/B test, canary). Run this in the recipe's project.
+    """Run two versions on the same cases until it is clear which is better (A/B test). Run this in the recipe's project.
 
     One server switches between their weights. The comparison stops after a block of 16 cases if the 95% interval of the difference, which
     is valid at any number of cases, excludes 0 (better, worse) or is within --margin (same). Exits with 1 if AFTER is worse.
+
+    --canary: each attempt is run by one version. AFTER is promoted once it is clear that it is not worse by --margin or more, and the run
+    returns to BEFORE once it is clear that AFTER is worse. Exits with 1 unless AFTER is promoted.
     """
-    from agentrl.evaluation.comparison import ComparisonVerdict
+    with loading():
+        from agentrl.evaluation.canary import check_canary, run_canary
+        from agentrl.evaluation.comparison import ComparisonVerdict
+        from agentrl.evaluation.versus import prepare_comparison, try_blocks
+        from agentrl.failure.case import load_suite
 
     given = (*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else []))
-    with loading():
-        from agentrl.evaluation.versus import prepare_comparison, run_comparison
-        from agentrl.failure.case import load_suite
-        from agentrl.session.ending import ended_by_user, report_error
-
     loaded = None if suite is None else load_suite(suite)
+    if canary is not None:
+        check_canary(run, before, after)
     with prepare_comparison(
         run, (before, after), loaded, overrides=given, cases=cases, repeats=repeats, alpha=alpha, margin=margin, folder=run_dir
     ) as comparison:
-        try:
-            with outlasting_terminal():
-                done = asyncio.run(run_comparison(comparison, console=not as_json))
-        except BaseException as error:
-            if ended_by_user(error):
-                raise
-            raise typer.Exit(report_error(error, folder=comparison.given.start.folder)) from None
-        print(
-            json.dumps(asdict(done) | {"folders": [str(folder) for folder in comparison.folders]})
-            if as_json
-            else _comparison_text(done, comparison)
-        )
-    if done.verdict is ComparisonVerdict.WORSE:
+        if canary is None:
+            done = _try_versions(comparison, try_blocks, as_json=as_json, text=_comparison_text)
+            passed = done.verdict is not ComparisonVerdict.WORSE
+        else:
+            result = _try_versions(comparison, partial(run_canary, share=canary), as_json=as_json, text=_canary_text)
+            passed = _apply_canary(run, before, after, result, quiet=as_json)
+    if not passed:
         raise typer.Exit(1)
+
+
+def _try_versions(
+    comparison: VersionComparison, trial: Trial[Result], *, as_json: bool, text: Callable[[Result, VersionComparison], str]
+) -> Result:
+    """Serves both versions for `trial`, prints its result and returns it."""
+    from agentrl.evaluation.versus import run_comparison
+    from agentrl.session.ending import ended_by_user, report_error
+
+    try:
+        with outlasting_terminal():
+            done = asyncio.run(run_comparison(comparison, trial, console=not as_json))
+    except BaseException as error:
+        if ended_by_user(error):
+            raise
+        raise typer.Exit(report_error(error, folder=comparison.given.start.folder)) from None
+    folders = [str(folder) for folder in comparison.folders]
+    print(json.dumps(asdict(done) | {"folders": folders}) if as_json else text(done, comparison))  # type: ignore[call-overload]
+    return done
+
+
+def _canary_text(done: CanaryResult, comparison: VersionComparison) -> str:
+    interval = f"{1 - comparison.alpha:.0%} interval [{100 * done.interval.low:+.1f}, {100 * done.interval.high:+.1f}]"
+    lines = [
+        f"baseline  {done.baseline:.3f}  version {comparison.numbers[0]}, {done.attempts[0]} attempts",
+        f"candidate {done.candidate:.3f}  version {comparison.numbers[1]}, {done.attempts[1]} of at most {done.most} attempts",
+        f"effect    {100 * done.interval.value:+.1f} points  {interval}, valid at any number of attempts",
+        f"decision  {done.outcome}  (margin {100 * comparison.margin:g} points)",
+    ]
+    if done.unscored:
+        lines.append(f"excluded  {done.unscored} attempts of the candidate without a pair of scores")
+    return "\n".join([*lines, *(f"attempts  {folder}" for folder in comparison.folders)])
+
+
+def _apply_canary(run: Path, before: int, after: int, done: CanaryResult, *, quiet: bool) -> bool:
+    """Promotes the candidate, or returns to the baseline. Returns whether the candidate is promoted."""
+    from agentrl.evaluation.canary import CanaryOutcome
+    from agentrl.session.version_changes import is_driven, promote, request_rollback
+
+    lines = ["no decision, so nothing changes: raise --cases or --repeats, or widen --margin"]
+    if done.outcome is CanaryOutcome.PROMOTE:
+        promote(run, after)
+        lines = [f"version {after} is promoted"]
+    elif done.outcome is CanaryOutcome.ROLL_BACK:
+        lines = _rollback_lines(run, before, request_rollback(run, before))
+        if not is_driven(run):
+            promote(run, before)
+            lines = [f"version {before} is promoted and exported to {run / 'model'}", *lines]
+    if not quiet:
+        print("\n".join(lines))
+    return done.outcome is CanaryOutcome.PROMOTE
 
 
 def _comparison_text(done: DifferenceSoFar, comparison: VersionComparison) -> str:
@@ -255,7 +310,6 @@ def rollback_version(
     The versions in between are rolled back and never serve again. The groups of their steps stay consumed. The groups of the rollback's
     step, which these versions sampled, are excluded.
     """
-    from agentrl.session.folder import resume_command
     from agentrl.session.version_changes import cancel_rollback, request_rollback
 
     if cancel == (number is not None):
@@ -263,18 +317,20 @@ def rollback_version(
     if number is None:
         print(f"the rollback to version {cancel_rollback(run)} is withdrawn")
         return
-    done = request_rollback(run, number)
-    if done.replaced is not None and done.replaced != number:
-        print(f"replaces the requested rollback to version {done.replaced}")
-    print(f"requested: back to version {number}, undoing {', '.join(map(str, done.undone))}")
+    print("\n".join(_rollback_lines(run, number, request_rollback(run, number))))
+
+
+def _rollback_lines(run: Path, number: int, done: RequestedRollback) -> list[str]:
+    from agentrl.session.folder import resume_command
+
+    replaced = done.replaced is not None and done.replaced != number
+    lines = [f"replaces the requested rollback to version {done.replaced}"] if replaced else []
+    lines.append(f"requested: back to version {number}, undoing {', '.join(map(str, done.undone))}")
     if done.live and not done.needs_steps:
-        print("the learner performs it with its next step")
-    else:
-        print(
-            f"{'when the run has ended, ' if done.live else ''}continue with: {resume_command(run)}{' steps=N' if done.needs_steps else ''}"
-        )
-    if done.needs_steps:
-        print("the run has completed its steps: set a larger steps=N")
+        return [*lines, "the learner performs it with its next step"]
+    command = f"{resume_command(run)}{' steps=N' if done.needs_steps else ''}"
+    lines.append(f"{'when the run has ended, ' if done.live else ''}continue with: {command}")
+    return [*lines, "the run has completed its steps: set a larger steps=N"] if done.needs_steps else lines
 
 
 @versions_app.command("pin", epilog="Example: agentrl versions pin runs/quickstart 4")

@@ -103,7 +103,8 @@ class Recipe(Section):
     cluster: ClusterConfig = resumable(ClusterConfig())
     store: parts.Store = Part("sqlite")
     """Store of scored groups between rollouts and learner. sqlite: a file in the run folder. redis: the same file, to which
-    a Redis stream carries the groups of rollout workers."""
+    a Redis stream carries the groups of rollout workers. With the option keep_steps=N both delete episodes of older steps; the
+    ledger stays."""
     trackers: tuple[parts.Tracker, ...] = resumable((Part("terminal"), Part("tensorboard")))
     """Receivers of metrics, in addition to `metrics.jsonl`. terminal: progress. tensorboard: event files in logs/tensorboard."""
     sandbox: SandboxConfig = resumable(SandboxConfig())
@@ -178,6 +179,8 @@ class Recipe(Section):
     def _resources(self) -> Iterator[str]:
         if self.store.ref == "redis" and not self.rollout.workers:
             yield "store=redis carries the groups of rollout workers: set rollout.workers, or store=sqlite"
+        if self.store.ref in parts.STORE.shipped:
+            yield from self._store_options()
         if self.serving.replicas > self.rollout.concurrency:
             yield "serving.replicas exceeds rollout.concurrency: an episode uses one server, so some would stay idle; lower replicas"
         if self.serving.weight_transfer.ref == "nccl" and self.device == "cpu":
@@ -196,6 +199,20 @@ class Recipe(Section):
 
     def _parts_are_started(self) -> Iterator[str]:
         yield from resource_errors(self.cluster.resources, list(self.part_counts), ranks=self.learner.ranks)
+
+    def _store_options(self) -> Iterator[str]:
+        options = self.store.options
+        if self.store.ref == "sqlite" and set(options) - {"keep_steps"}:
+            yield f"store.options of store=sqlite: unknown {', '.join(sorted(set(options) - {'keep_steps'}))}; use keep_steps, or none"
+        least = self.max_staleness + self.learner.keep_checkpoints + 2
+        keep = options.get("keep_steps", least)
+        if not isinstance(keep, int) or isinstance(keep, bool) or keep < least:
+            yield (
+                f"store.options.keep_steps must be an integer of at least max_staleness + learner.keep_checkpoints + 2 = {least}: the"
+                " driver still reads the episodes of these steps, and the learner repeats steps after a fault"
+            )
+        if "keep_steps" in options and self.tasks.weighting:
+            yield "tasks.weighting needs all episodes after a resume: remove store.options.keep_steps, or set it to false"
 
     def _every_key_acts(self) -> Iterator[str]:
         yield from section.keys_without_effect(self)

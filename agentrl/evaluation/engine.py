@@ -119,7 +119,7 @@ class SuiteAttempt:
 async def run_cases(
     runner: GroupRunner,
     cases: Sequence[Case],
-    numbers: Callable[[Case], range],
+    numbers: Callable[[Case], Iterable[int]],
     *,
     phase: str,
     version: int,

@@ -18,7 +18,7 @@ from agentrl.failure import Capture
 from agentrl.failure.digest import write_digest
 from agentrl.memory.run_memory import EvaluationNotes, record_answer_leaks
 from agentrl.protocols import PolicyServer, TaskFamily, Tracker, VersionRegistry
-from agentrl.records import ScoredEpisode, Split, Task
+from agentrl.records import PolicyVersion, ScoredEpisode, Split, Task
 from agentrl.rollout import GroupRunner
 from agentrl.session import measure
 from agentrl.session.ending import warn_on_error
@@ -98,6 +98,12 @@ class HeldOutEvaluation:
             raise InfrastructureError(f"the evaluation has no rate, because no episode was scored: {'; '.join(alerts)}")
         return await self._register({split: rate.value for split, rate in rates.items()})
 
+    async def continue_after(self, version: PolicyVersion) -> None:
+        """Makes the evaluation `after` of a session that ended with `version` that of its step; removes it if this step has none."""
+        due = self.config.every and version.number and version.number % self.config.every == 0
+        key = measure.evaluation_key(self.config, version.sha256)
+        await asyncio.to_thread(measure.rename_evaluation, self.folder, "after", f"step{version.number}" if due else None, of=key)
+
     async def _evaluate(self, split: Split, count: int, phase: str, *, step: int, thinking_tokens: int | None = None) -> SplitEvaluation:
         if split == next(iter(self._counts())):
             await self.stored.begin(phase)
@@ -152,7 +158,7 @@ async def evaluate_held_out(
     """
     async with open_run(recipe, start, checked, root=root, console=console) as run:
         run.tracker.stage("start", "server and sandbox image")
-        await run.start_serving(run.base_version)
+        await run.start_serving(await run.base_version())
         async with asyncio.TaskGroup() as parts:
             watcher = parts.create_task(run.served.watch(on_loss=run.learner.kill))
             await HeldOutEvaluation.of(run).evaluate("eval", step=0)

@@ -160,7 +160,7 @@ async def _served(given: PreparedEvaluation, *, console: bool) -> AsyncIterator[
     assert given.checked is not None, "a served policy was checked"
     async with open_run(given.recipe, given.start, given.checked, root=given.root, console=console) as run:
         run.tracker.stage("start", "server and sandbox images")
-        base = run.base_version
+        base = await run.base_version()
         if starts_mid_episode(given.suites):
             chat = preflight.open_chat(given.start.folder / "versions" / "000000", policy=given.recipe.policy)
             check_start_tokens(given.suites, chat, run.groups.runner.tools, given.recipe.rollout)

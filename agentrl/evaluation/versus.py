@@ -13,10 +13,11 @@ import asyncio
 import dataclasses
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from agentrl.config.recipe import load
 from agentrl.errors import UserError
@@ -30,12 +31,14 @@ from agentrl.evaluation.statistics import Interval, anytime_interval
 from agentrl.failure.case import Case, Suite
 from agentrl.failure.digest import write_digest
 from agentrl.plugins.references import project_root
+from agentrl.protocols import VersionRegistry
 from agentrl.records import PolicyVersion, ScoredEpisode, Task, VersionState
 from agentrl.session.ending import warn_on_error
 from agentrl.session.models import copy_version
 from agentrl.session.version_changes import known_version
 from agentrl.session.versions import open_registry
 
+Result = TypeVar("Result")
 _PHASES = ("before", "after")
 _BLOCK = 16  # cases between two verdicts
 
@@ -120,6 +123,14 @@ class VersionComparison:
         before, after = (self.given.start.folder / name for name in _PHASES)
         return before, after
 
+    def repeats_of(self, case: Case) -> int:
+        """Returns the number of attempts at a case."""
+        return self.given.repeats_of(self.suite, case)
+
+
+Trial = Callable[[VersionComparison, OpenPolicy, tuple[PolicyVersion, PolicyVersion]], Awaitable[Result]]
+"""Runs attempts by both versions of an open policy."""
+
 
 @contextmanager
 def prepare_comparison(
@@ -165,30 +176,30 @@ def prepare_comparison(
         yield VersionComparison(run=run, numbers=numbers, given=given, alpha=alpha, margin=margin)
 
 
-async def run_comparison(
-    comparison: VersionComparison, *, console: bool = True, on_block: Callable[[DifferenceSoFar], None] = lambda so_far: None
-) -> DifferenceSoFar:
-    """Runs attempts by both versions until the verdict is clear or no case is left, and stores them in the folder of the comparison.
-
-    Args:
-        on_block: called with the difference after each block of cases.
+async def run_comparison(comparison: VersionComparison, trial: Trial[Result], *, console: bool = True) -> Result:
+    """Serves both versions, and returns what `trial` returns: `try_blocks`, or `agentrl.evaluation.canary.run_canary`.
 
     Raises `InfrastructureError` if the server is lost for good, and `SwapError` if it rejects a version.
     """
     async with open_policy(comparison.given, console=console) as policy:
         assert policy.run is not None, "versions are served here"
-        registry, folder = policy.run.registry, comparison.given.start.folder
-        pair = []
-        for place, number in enumerate(comparison.numbers, 1):
-            source = known_version(open_registry(comparison.run), number)
-            target = f"versions/{place:06d}"
-            copy_version(comparison.run / source.folder, folder / target, weights=source.weights)
-            pair.append(dataclasses.replace(source, number=place, parent=0, folder=target, state=VersionState.CANDIDATE))
-            registry.add(pair[-1])
-        decided = await try_blocks(comparison, policy, (pair[0], pair[1]))
+        before, after = await asyncio.to_thread(_copy_versions, comparison, policy.run.registry)
+        result = await trial(comparison, policy, (before, after))
     with warn_on_error(comparison.given.start.folder, "the digest of failures"):
         write_digest(comparison.given.start.folder)
-    return decided
+    return result
+
+
+def _copy_versions(comparison: VersionComparison, registry: VersionRegistry) -> list[PolicyVersion]:
+    """Copies both versions into the folder of the comparison and registers them there."""
+    pair = []
+    for number, compared in enumerate(comparison.numbers, 1):
+        source = known_version(open_registry(comparison.run), compared)
+        target = f"versions/{number:06d}"
+        copy_version(comparison.run / source.folder, comparison.given.start.folder / target, weights=source.weights)
+        pair.append(dataclasses.replace(source, number=number, parent=0, folder=target, state=VersionState.CANDIDATE))
+        registry.add(pair[-1])
+    return pair
 
 
 async def try_blocks(
@@ -203,24 +214,25 @@ async def try_blocks(
     Args:
         on_block: called with the difference after each block.
     """
-    began = time.monotonic()
+    began, numbers = time.monotonic(), (lambda case: range(comparison.repeats_of(case)))
     cases = list(comparison.suite.cases)
     attempts: tuple[list[SuiteAttempt], list[SuiteAttempt]] = [], []
     random.Random(comparison.given.recipe.seed).shuffle(cases)
     decided = difference_so_far((), (), alpha=comparison.alpha, margin=comparison.margin, most=len(cases))
     for block in range(0, len(cases), _BLOCK):
         for side in (0, 1) if block // _BLOCK % 2 == 0 else (1, 0):
-            attempts[side].extend(await _attempts(comparison, policy, pair[side], cases[block : block + _BLOCK], side))
+            attempts[side].extend(await run_attempts_of(comparison, policy, pair[side], cases[block : block + _BLOCK], side, numbers))
         decided = difference_so_far(attempts[0], attempts[1], alpha=comparison.alpha, margin=comparison.margin, most=len(cases))
         on_block(decided)
         if decided.verdict is not ComparisonVerdict.NOT_ENOUGH:
             break
     for side in (0, 1):
-        _save(comparison, side, pair[side], attempts[side], began)
+        await asyncio.to_thread(save_attempts, comparison, side, pair[side], attempts[side], began)
     return decided
 
 
-def _save(comparison: VersionComparison, side: int, version: PolicyVersion, attempts: Sequence[SuiteAttempt], began: float) -> None:
+def save_attempts(comparison: VersionComparison, side: int, version: PolicyVersion, attempts: Sequence[SuiteAttempt], began: float) -> None:
+    """Writes the attempts by one version to its folder of the comparison. `began`: monotonic seconds."""
     given, number = comparison.given, comparison.numbers[side]
     repeats = given.repeats or comparison.suite.repeats
     info = evaluation_info(given.recipe, comparison.suite, version, repeats=repeats, threshold=given.threshold, began=began)
@@ -229,9 +241,15 @@ def _save(comparison: VersionComparison, side: int, version: PolicyVersion, atte
     results.save_results(comparison.folders[side], evaluation, [one.transcript for one in attempts])
 
 
-async def _attempts(
-    comparison: VersionComparison, policy: OpenPolicy, version: PolicyVersion, cases: Sequence[Case], side: int
+async def run_attempts_of(
+    comparison: VersionComparison,
+    policy: OpenPolicy,
+    version: PolicyVersion,
+    cases: Sequence[Case],
+    side: int,
+    numbers: Callable[[Case], Iterable[int]],
 ) -> tuple[SuiteAttempt, ...]:
+    """Loads a version if another one is served, and runs the attempts at each case that `numbers` returns."""
     assert policy.run is not None, "versions are served here"
     if (policy.run.served.version, policy.run.served.sha256) != (version.number, version.sha256):
         await policy.run.served.swap(version)
@@ -244,7 +262,7 @@ async def _attempts(
     return await run_cases(
         policy.groups,
         cases,
-        lambda case: range(comparison.given.repeats_of(comparison.suite, case)),
+        numbers,
         phase=phase,
         version=version.number,
         broken=policy.broken,

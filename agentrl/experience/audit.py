@@ -100,8 +100,8 @@ def count(entries: Iterable[LedgerEntry]) -> LedgerCounts:
 def verify(run_dir: Path, store: ExperienceStore, *, progress: Progress = lambda done, total: None) -> Iterator[str]:
     """Yields a description of each inconsistency in the ledger of a run.
 
-    Compares each entry with the group's episodes, the entries with the newest checkpoint, and the trained tokens of each step with
-    `metrics.jsonl`. The run may be training: a step that completes in the meantime is not reported.
+    Compares each entry with the group's episodes if they are stored, the entries with the newest checkpoint, and the trained tokens of
+    each step with `metrics.jsonl`. The run may be training: a step that completes in the meantime is not reported.
     """
     checkpoint = _newest_checkpoint(run_dir)  # before the entries, which then have all of its steps but the last
     entries = store.entries()
@@ -115,6 +115,9 @@ def verify(run_dir: Path, store: ExperienceStore, *, progress: Progress = lambda
 
 
 def _entry_problems(entry: LedgerEntry, store: ExperienceStore) -> list[str]:
+    if not entry.has_episodes:
+        lost = [] if entry.use is not None else [f"group {entry.index}: its episodes were deleted, and no step has used it"]
+        return [*lost, *_use_problems(entry)]
     try:
         (group,) = store.groups([entry.index])
         problems = list(_differences(entry, group))
@@ -132,6 +135,10 @@ def _differences(entry: LedgerEntry, group: Group) -> Iterator[str]:
     for name, value in actual.items():
         if name not in ("step", "use", "late_parts", *later) and stored[name] != value:
             yield f"group {entry.index}: the ledger has {name}={_brief(stored[name])}, but its episodes have {_brief(value)}"
+    yield from _use_problems(entry)
+
+
+def _use_problems(entry: LedgerEntry) -> Iterator[str]:
     if entry.use is not None and not 0 <= entry.use.tokens_trained <= entry.tokens_sampled:
         yield f"group {entry.index}: {entry.use.tokens_trained} tokens were trained, but only {entry.tokens_sampled} were sampled"
 

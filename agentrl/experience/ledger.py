@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 from agentrl.base.numbers import all_equal
 from agentrl.config.recipe import Recipe, RolloutConfig
-from agentrl.experience.residuals import why_not_linear
+from agentrl.experience.residuals import why_no_residuals
 from agentrl.records import Group, LedgerEntry, sampled_index, sampled_tokens
 
 _FAR = 1 << 30  # schedule position of the first extra group, beyond all other groups of a run
@@ -48,7 +48,7 @@ class GroupOrder:
         replay: whether a step trains the groups of the step before again.
         depth: blocks of groups in flight at once.
         accepts_late: whether scores may arrive late; only with `oldest_first` and a staleness above 0.
-        nonlinear: why late parts cannot be applied as residuals; empty if they can.
+        no_residuals: why late parts cannot be applied as residuals; empty if they can.
     """
 
     per_step: int
@@ -58,7 +58,7 @@ class GroupOrder:
     replay: bool = False
     depth: int = 2
     accepts_late: bool = True
-    nonlinear: str = ""
+    no_residuals: str = ""
 
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> GroupOrder:
@@ -72,7 +72,7 @@ class GroupOrder:
             replay=recipe.order == "replay",
             depth=recipe.depth,
             accepts_late=recipe.order != "in_order" and recipe.max_staleness > 0,
-            nonlinear=why_not_linear(recipe),
+            no_residuals=why_no_residuals(recipe),
         )
 
     @classmethod

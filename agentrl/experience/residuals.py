@@ -44,8 +44,19 @@ def _late_score(score: Score) -> Score:
     return Score(value=None, reason=score.reason or "no part of the score is late", blame=score.blame)
 
 
-def why_not_linear(recipe: Recipe) -> str:
-    """Returns why advantages are not linear in the scores of a group, so that residuals are invalid; empty if they are linear."""
+def why_no_residuals(recipe: Recipe) -> str:
+    """Returns the setting with which late parts cannot be applied as residuals, and why not; empty if they can.
+
+    The advantages must be linear in the scores. What chooses groups and tasks by their scores would see the early parts only.
+    """
+    if recipe.rollout.extra_groups or recipe.tasks.weighting:
+        setting = "rollout.extra_groups" if recipe.rollout.extra_groups else "tasks.weighting"
+        return f"{setting}, which would see the scores without them"
+    nonlinear = _why_not_linear(recipe)
+    return f"{nonlinear}: advantages must be linear in the score" if nonlinear else ""
+
+
+def _why_not_linear(recipe: Recipe) -> str:
     objective = recipe.objective
     if objective.advantage.ref not in ("grpo", "rloo"):
         return f"objective.advantage={objective.advantage.ref}"

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from agentrl.base.database import (
     require_schema,
     transaction,
 )
+from agentrl.base.liveness import LOCK_WAIT_S
 from agentrl.config.recipe import Recipe
 from agentrl.errors import StoreError
 from agentrl.experience import episode_rows, late_parts
@@ -56,9 +58,12 @@ SCHEMA = (
 _ENTRIES = (
     "SELECT groups.idx, task_id, attempts, counted, has_spread, oldest_version, tokens_sampled, step, checkpoint, tokens_trained, reason,"
     " (SELECT count(*) FROM late_parts WHERE idx = groups.idx),"
-    " (SELECT count(*) FROM late_parts WHERE idx = groups.idx AND closed_at IS NULL)"
+    " (SELECT count(*) FROM late_parts WHERE idx = groups.idx AND closed_at IS NULL),"
+    " NOT (length(body) = 39 AND substr(body, 1, 7) = x'7368613235363a')"  # see `_DELETED`
     " FROM groups LEFT JOIN taken ON groups.idx = taken.idx"
 )
+_DELETED = b"sha256:"
+"""Starts what replaces a deleted body: then follows the hash of the body, 32 bytes."""
 _LEAST = -(1 << 62)  # below every index
 _QUERY_S = 300.0
 _NAMED = 8  # maximum number of indices in an error message
@@ -70,13 +75,16 @@ class SqliteStore:
     Args:
         path: the database file. The file and its folder are created if absent.
         busy_timeout_s: maximum wait for another process's write, in seconds.
+        keep_steps: steps whose episodes are kept; None keeps all. `commit` deletes those of older steps: the ledger keeps their entries and
+            hashes, and the file reuses their space.
 
     Every method raises `StoreError` if the file is damaged, its schema version is another, the disk is full or the wait exceeds
     `busy_timeout_s`.
     """
 
-    def __init__(self, path: Path | str, *, busy_timeout_s: float = 30.0) -> None:
+    def __init__(self, path: Path | str, *, busy_timeout_s: float = LOCK_WAIT_S, keep_steps: int | None = None) -> None:
         self.path = Path(path)
+        self._keep_steps, self._deleted = keep_steps, 0  # steps whose episodes this object has deleted
         self._busy_timeout_s = busy_timeout_s
         self._lock = threading.Lock()  # one connection, used by one thread at a time
         with translated_errors(self.path):
@@ -182,6 +190,9 @@ class SqliteStore:
             self._take(db, step, tuple(uses))
             rows = ((checkpoint, use.tokens_trained, use.reason, index) for index, use in uses.items())
             db.executemany("UPDATE taken SET checkpoint = ?, tokens_trained = ?, reason = ? WHERE idx = ?", rows)
+        while self._keep_steps is not None and self._deleted <= step - self._keep_steps:
+            self._delete_episodes(self._deleted)
+            self._deleted += 1
 
     def reconcile(self, consumed: Mapping[int, Mapping[int, GroupUse]]) -> None:
         """Sets assignments and uses to those of a checkpoint: step -> index -> use. Groups of later steps stay assigned to them."""
@@ -230,7 +241,21 @@ class SqliteStore:
     def _bodies(self, db: sqlite3.Connection, indices: Sequence[int]) -> dict[int, bytes]:
         return dict(db.execute("SELECT idx, body FROM groups WHERE idx IN (SELECT value FROM json_each(?))", (json.dumps(indices),)))
 
+    def _delete_episodes(self, step: int) -> None:
+        """Replaces the bodies of the groups that a step has consumed by their hashes."""
+        query = (
+            "SELECT idx, body FROM taken JOIN groups USING (idx) WHERE step = ? AND checkpoint IS NOT NULL"
+            " AND NOT (length(body) = 39 AND substr(body, 1, 7) = ?)"
+        )
+        with self._reading() as db:
+            hashes = [(_DELETED + sha256(body).digest(), index) for index, body in db.execute(query, (step, _DELETED))]
+        if hashes:
+            with self._transaction() as db:
+                db.executemany("UPDATE groups SET body = ? WHERE idx = ?", hashes)
+
     def _decode(self, index: int, body: bytes) -> Group:
+        if body.startswith(_DELETED):
+            raise StoreError(f"the episodes of group {index} in {self.path} were deleted, because of store.options.keep_steps")
         try:
             return codec.from_json(Group, decompress(body))
         except ValueError as error:
@@ -282,7 +307,7 @@ def _row(group: Group) -> tuple[Any, ...]:
 
 def _entry(row: Sequence[Any]) -> LedgerEntry:
     index, task_id, attempts, counted, has_spread, oldest_version, tokens_sampled, *rest = row
-    step, checkpoint, tokens_trained, reason, parts, pending = rest
+    step, checkpoint, tokens_trained, reason, parts, pending, has_episodes = rest
     return LedgerEntry(
         index=index,
         task_id=task_id,
@@ -295,6 +320,7 @@ def _entry(row: Sequence[Any]) -> LedgerEntry:
         pending=pending,
         step=step,
         use=None if checkpoint is None else GroupUse(tokens_trained=tokens_trained, reason=reason),
+        has_episodes=bool(has_episodes),
     )
 
 
@@ -322,7 +348,8 @@ def open_store(run_dir: Path, recipe: Recipe) -> ExperienceStore:
 
 def open_sqlite(run_dir: Path, recipe: Recipe) -> SqliteStore:
     """Opens the stores `sqlite` and `redis`: `experience.sqlite` in the run folder."""
-    return SqliteStore(run_dir / "experience.sqlite")
+    keep = recipe.store.options.get("keep_steps")
+    return SqliteStore(run_dir / "experience.sqlite", keep_steps=keep if isinstance(keep, int) else None)
 
 
 def _name(indices: Sequence[int]) -> str:

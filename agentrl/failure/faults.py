@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import Counter, deque
 from pathlib import Path
 from typing import NoReturn
@@ -17,7 +18,8 @@ log = logging.getLogger(__name__)
 
 QUARANTINE_FILE = "quarantine.jsonl"
 MAX_QUARANTINED = 8
-"""Tasks that may be quarantined per start of a run. More mean a broken family or verifier, on which more steps are wasted."""
+"""Tasks that may be quarantined within `QUARANTINE_GROUPS` groups. More mean a broken family or verifier, on which steps are wasted."""
+QUARANTINE_GROUPS = 1024
 MIN_WINDOW = 64
 MAX_FAULT_SHARE = 0.5
 """Share of faults among the newest attempts above which the run pauses: then a part is broken, and most work is lost."""
@@ -131,7 +133,9 @@ class Quarantine:
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / QUARANTINE_FILE
         self._faults = {line["task_key"]: line["message"] for line in read_json_lines(self._path)}
-        self._added: list[str] = []
+        self._added = list[tuple[int, str]]()  # group, counted since the start, and message
+        self._groups = 0  # since the start
+        self._lock = threading.Lock()  # held by `add`
 
     def __len__(self) -> int:
         return len(self._faults)
@@ -142,11 +146,16 @@ class Quarantine:
         return None if message is None else Failure(stage="task", blame=Blame.TASK, kind="quarantined", message=message)
 
     def add(self, group: Group) -> None:
-        """Quarantines the task of a group with a fault, once; does nothing for other groups.
+        """Quarantines the task of a group with a fault, once; does nothing for other groups. Writes to the disk, so call it in a thread.
 
         Raises:
-            TaskError: more than `MAX_QUARANTINED` were added since the start. The message lists the tasks.
+            TaskError: more than `MAX_QUARANTINED` were added within `QUARANTINE_GROUPS` groups. The message lists the tasks.
         """
+        with self._lock:
+            self._groups += 1
+            self._add(group)
+
+    def _add(self, group: Group) -> None:
         fault = group.fault
         if fault is None or group.task_key in self._faults:
             return
@@ -154,13 +163,13 @@ class Quarantine:
         line = {"task_id": group.task_id, "task_key": group.task_key, "group": group.index, "message": fault.message}
         append_lines(self._path, [json_line(line)])
         log.warning("task %s is quarantined and its group %d excluded: %s", group.task_id, group.index, fault.message)
-        self._added.append(f"{group.task_id}: {fault.message.partition(chr(10))[0]}")
+        self._added = [one for one in self._added if one[0] > self._groups - QUARANTINE_GROUPS]
+        self._added.append((self._groups, f"{group.task_id}: {fault.message.partition(chr(10))[0]}"))
         if len(self._added) > MAX_QUARANTINED:
             more = f"\n  and {len(self._added) - _MAX_NAMED} more" if len(self._added) > _MAX_NAMED else ""
             raise TaskError(
-                f"{len(self._added)} tasks are broken, {MAX_QUARANTINED} are allowed; all are in {self._path}\n  "
-                + "\n  ".join(self._added[:_MAX_NAMED])
-                + more,
+                f"{len(self._added)} tasks are broken, {MAX_QUARANTINED} are allowed within {QUARANTINE_GROUPS} groups; all are in"
+                f" {self._path}\n  " + "\n  ".join(text for _, text in self._added[:_MAX_NAMED]) + more,
                 fix="repair them (`agentrl check` finds more), then continue with --resume, which allows as many again",
             )
 

@@ -45,7 +45,6 @@ from agentrl.gate.verdict import (
     case_regressions,
     evaluation_folder,
     read_verdict,
-    read_verdicts,
 )
 from agentrl.observe import Rate
 from agentrl.protocols import PolicyServer, SandboxBackend, Tracker, VersionRegistry
@@ -61,12 +60,12 @@ if TYPE_CHECKING:
     from agentrl.session.opening import Progress, Run
 
 MAX_ROLLBACKS = 2
-"""Rollbacks by the gate over a run. A policy that declines a third time needs other settings, not the same steps again."""
+"""Rollbacks by the gate within `rollback.BUDGET_STEPS` versions. A policy that declines a third time needs other settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """Decides which versions of one run are promoted."""
+    """Decides which versions of one run are promoted. Its synchronous methods read the registry and files, so they run in threads."""
 
     config: GateConfig
     suite: Suite
@@ -106,9 +105,9 @@ class Gate:
 
     async def decide(self, version: PolicyVersion) -> None:
         """Evaluates a due version, unless it has a verdict, and applies the consequences, also those that an earlier driver left undone."""
-        verdict = self.verdict_for(version)
+        verdict = await asyncio.to_thread(self.verdict_for, version)
         if verdict is None:
-            if self.is_rejected(version):
+            if await asyncio.to_thread(self.is_rejected, version):
                 return
             verdict = await self._evaluate(version)
         if verdict is not None:
@@ -147,7 +146,6 @@ class Gate:
                     break
         return versions[::-1]
 
-    @property
     def is_concluded(self) -> bool:
         """Whether the gate has decided about the last version of the run, so that training is finished."""
         last = self._last_version()
@@ -167,7 +165,7 @@ class Gate:
         rule = gate_rule(config, self.suite)
         attempt = await self._attempts(version)
         first = await attempt(self.suite.cases, lambda case: range(case_repeats(case, config.repeats)))
-        baseline, result = self._baseline(version), None
+        baseline, result = await asyncio.to_thread(self._baseline, version), None
         retries: tuple[SuiteAttempt, ...] = ()
         if baseline is not None:
             before, scores = baseline.scores(), _scores(first)
@@ -177,13 +175,13 @@ class Gate:
                 suspicious, lambda case: range(done := case_repeats(case, config.repeats), done + rule.confirm), again=True
             )
             result = apply_rule(rule, before, scores, _scores(retries))
-        current = self.registry.get(version.number)
+        current = await asyncio.to_thread(self.registry.get, version.number)
         if current is None or current.sha256 != version.sha256 or current.state is VersionState.ROLLED_BACK:
             return None
         info = evaluation_info(self.recipe, self.suite, version, repeats=config.repeats, threshold=rule.threshold, began=began)
         attempts = (*first, *retries)
         evaluation = SuiteResults(about=info, attempts=tuple(one.attempt for one in attempts))
-        verdict = self._verdict(version, baseline, evaluation, result, attempts)
+        verdict = await asyncio.to_thread(self._verdict, version, baseline, evaluation, result, attempts)
         record = {FILE: codec.to_json(verdict) + b"\n"}
         folder, transcripts = evaluation_folder(self.folder, version.number), [one.transcript for one in attempts]
         await asyncio.to_thread(results.save_results, folder, evaluation, transcripts, more=record)
@@ -246,7 +244,7 @@ class Gate:
         outcome, reason = GateOutcome.REFERENCE, "there is no promoted version to compare with"
         regressions: tuple[CaseRegression, ...] = ()
         if baseline is not None and result is not None:
-            outcome, reason = self._outcome(result)
+            outcome, reason = self._outcome(result, version.number)
             if result.blocked:
                 regressions = case_regressions(self.folder, baseline, evaluation, result, attempts)
         elif evaluation.figures().pass_at_1 is None:
@@ -263,7 +261,7 @@ class Gate:
             regressions=regressions,
         )
 
-    def _outcome(self, result: RuleResult) -> tuple[GateOutcome, str]:
+    def _outcome(self, result: RuleResult, number: int) -> tuple[GateOutcome, str]:
         if not result.enough:
             return GateOutcome.UNJUDGED, result.reason
         if not result.blocked:
@@ -271,9 +269,11 @@ class Gate:
             return GateOutcome.PROMOTED, f"no worse: {effect} (p = {result.p_value:.2g})"
         if not self.config.rolls_back or self._last_version() is not None:  # the learner has ended and cannot roll back
             return GateOutcome.BLOCKED, result.reason
-        rollbacks = sum(one.outcome is GateOutcome.ROLLED_BACK for one in read_verdicts(self.folder))
+        verdicts = (read_verdict(self.folder, one) for one in range(max(0, number - rollback.BUDGET_STEPS + 1), number))
+        rollbacks = sum(one is not None and one.outcome is GateOutcome.ROLLED_BACK for one in verdicts)
         if rollbacks >= MAX_ROLLBACKS:
-            return GateOutcome.BLOCKED, f"{result.reason}; after {rollbacks} rollbacks the gate only blocks"
+            within = f"after {rollbacks} rollbacks within {rollback.BUDGET_STEPS} versions the gate only blocks"
+            return GateOutcome.BLOCKED, f"{result.reason}; {within}"
         return GateOutcome.ROLLED_BACK, result.reason
 
     def _apply(self, version: PolicyVersion, verdict: GateVerdict) -> bool:
@@ -335,7 +335,7 @@ def first_version_to_serve(registry: VersionRegistry, gate: Gate | None) -> Poli
     successor has not served yet.
     """
     newest = version_to_serve(registry)
-    if gate is not None and not gate.is_concluded:
+    if gate is not None and not gate.is_concluded():
         states = [state for state in VersionState if state is not VersionState.ROLLED_BACK]
         newest = registry.latest(VersionState.SERVING) or registry.latest(*states)
     assert newest is not None, "version 0 was registered"
@@ -355,7 +355,7 @@ def promoted_result(registry: VersionRegistry, folder: Path) -> PolicyVersion | 
 
 async def serve_result(registry: VersionRegistry, served: PolicyServer, alert: Callable[[str], None]) -> None:
     """Serves the result of a run with a gate: the last promoted version, if the newest one was not promoted."""
-    promoted = registry.latest(VersionState.PROMOTED)
+    promoted = await asyncio.to_thread(registry.latest, VersionState.PROMOTED)
     if promoted is not None and promoted.number != served.version:
         alert(f"version {served.version} is not promoted; the result of the run is version {promoted.number}")
         await served.fall_back(promoted)

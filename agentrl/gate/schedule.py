@@ -55,14 +55,14 @@ class GateServer:
         if (self.policy.version, self.policy.sha256) != (version.number, version.sha256):
             await self.policy.load_with_retries(version)
 
-    def _newest(self) -> PolicyVersion | None:
+    async def _newest(self) -> PolicyVersion | None:
         """Returns the version of a restarted server: the latest requested one, or version 0 if that version's weights are gone."""
         version = self._version
         if version is None or version.number == 0:
             return version
-        known = self._registry.get(version.number)
+        known = await asyncio.to_thread(self._registry.get, version.number)
         exists = known is not None and known.sha256 == version.sha256 and (self._run_dir / version.folder / "probe.json").exists()
-        return version if exists else self._registry.get(0)
+        return version if exists else await asyncio.to_thread(self._registry.get, 0)
 
 
 @asynccontextmanager
@@ -102,13 +102,18 @@ class GateSchedule:
             return
         # A retracted version may be published again with the same weights, so versions that are not served yet are forgotten.
         self._started = {one for one in self._started if one[0] < gate.served.version}
-        while new := [version for version in gate.due_versions() if (version.number, version.sha256) not in self._started]:
+        while (new := await self._next_due(gate)) is not None:
             await self._wait_idle()
             if self._progress.interrupted:
                 return
-            self._started.add((new[0].number, new[0].sha256))
-            await asyncio.to_thread(gate.registry.hold, new[0].number)
-            self._running = self._evaluations.create_task(self._evaluate(gate, gate.server, new[0]))
+            self._started.add((new.number, new.sha256))
+            await asyncio.to_thread(gate.registry.hold, new.number)
+            self._running = self._evaluations.create_task(self._evaluate(gate, gate.server, new))
+
+    async def _next_due(self, gate: Gate) -> PolicyVersion | None:
+        """Returns the oldest due version whose evaluation has not started."""
+        due = await asyncio.to_thread(gate.due_versions)
+        return next((version for version in due if (version.number, version.sha256) not in self._started), None)
 
     async def finish(self) -> None:
         """Waits for the running evaluation, unless the run is interrupted."""
@@ -123,36 +128,36 @@ class GateSchedule:
             await asyncio.wait([self._running], timeout=_POLL_S)
 
     async def _evaluate_serving(self, gate: Gate) -> None:
-        version = gate.due(gate.served.version)
+        version = await asyncio.to_thread(gate.due, gate.served.version)
         if version is None:
             return
-        is_new = gate.verdict_for(version) is None
+        is_new = await asyncio.to_thread(gate.verdict_for, version) is None
         await gate.decide(version)
         if is_new:
             gate.tracker.stage("train", self._progress.plan)
             self._progress.timeline.restart()
 
     async def _evaluate(self, gate: Gate, server: GateServer, version: PolicyVersion) -> None:
-        if gate.verdict_for(version) is None:
-            if not _is_wanted(gate, version):
+        if await asyncio.to_thread(gate.verdict_for, version) is None:
+            if not await _is_wanted(gate, version):
                 return
             try:
                 await asyncio.to_thread(gate.registry.verify, version)
                 await server.serve(version)
             except StoreError as error:
-                if _is_wanted(gate, version):
+                if await _is_wanted(gate, version):
                     gate.tracker.alert(f"version {version.number} is not evaluated: {error}")
                 return
             except SwapError:
-                if _is_wanted(gate, version):
+                if await _is_wanted(gate, version):
                     raise
                 return
-        current = gate.registry.get(version.number)
+        current = await asyncio.to_thread(gate.registry.get, version.number)
         if current is not None and current.sha256 == version.sha256:
             await gate.decide(current)
 
 
-def _is_wanted(gate: Gate, version: PolicyVersion) -> bool:
+async def _is_wanted(gate: Gate, version: PolicyVersion) -> bool:
     """Whether the version must still be evaluated. If it was retracted, a new version with its number is evaluated when it serves."""
-    current = gate.registry.get(version.number)
-    return current is not None and current.sha256 == version.sha256 and not gate.is_rejected(current)
+    current = await asyncio.to_thread(gate.registry.get, version.number)
+    return current is not None and current.sha256 == version.sha256 and not await asyncio.to_thread(gate.is_rejected, current)

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.base.database import connect, enter_wal, make_tables, query_deadline
+from agentrl.base.liveness import LOCK_WAIT_S
 from agentrl.errors import JudgeError, StoreError, UserError
 
 FILE = "judges.sqlite"  # file name in a run folder
 
-_BUSY_S = 20.0
 _QUERY_S = 60.0
 _LONGEST = 1 << 28  # maximum size of a value in bytes
 _SCHEMA = (
@@ -182,10 +182,10 @@ class JudgeLedger:
     def _connected(self) -> sqlite3.Connection:
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-        db = connect(self.path, _SCHEMA, timeout_s=_BUSY_S, longest=_LONGEST)
+        db = connect(self.path, _SCHEMA, timeout_s=LOCK_WAIT_S, longest=_LONGEST)
         try:
             if self.path is not None:
-                enter_wal(db, timeout_s=_BUSY_S)
+                enter_wal(db, timeout_s=LOCK_WAIT_S)
                 db.execute("PRAGMA synchronous=NORMAL")
             make_tables(db, _SCHEMA)
         except BaseException:

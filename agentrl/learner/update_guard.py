@@ -13,12 +13,13 @@ from agentrl.config.recipe import LearnerConfig
 from agentrl.errors import LearnerHalted
 from agentrl.records import Batch, Group
 from agentrl.records.fields import Record, Text
+from agentrl.version.rollback import BUDGET_STEPS, recent_steps
 
 SKIP, ROLLBACK, HALT = "skip", "rollback", "halt"
 _SEVERITY = (SKIP, ROLLBACK, HALT)
 MAX_BAD_UPDATES = 3  # optimizer steps skipped in a row: one may be bad luck, three are damaged weights or experience
-MAX_ROLLBACKS = 2  # over the run: a third would repeat what failed twice; the step halts instead
-MAX_BAD_GROUPS = 16  # excluded over the run: finite scores and logprobs are the rule, so more are a fault of verifier or server
+MAX_ROLLBACKS = 2  # within `BUDGET_STEPS`: a third would repeat what failed twice; the step halts instead
+MAX_BAD_GROUPS = 16  # excluded within `BUDGET_STEPS`: finite scores and logprobs are the rule, so more are a fault of verifier or server
 REFUSE_ALL = -1.0  # as the largest accepted gradient norm
 
 
@@ -28,8 +29,8 @@ class FailureCounts(Record):
 
     bad_in_a_row: int = 0  # optimizer steps of the policy skipped since the last applied one
     critic_bad_in_a_row: int = 0
-    bad_groups: int = 0  # in the whole run
-    rollbacks: int = 0  # in the whole run
+    bad_groups: tuple[int, ...] = ()  # steps of the groups that were excluded within the last `BUDGET_STEPS` steps
+    rollbacks: tuple[int, ...] = ()  # steps that were rolled back within the last `BUDGET_STEPS` steps
     undone: int = 0  # steps by which rollbacks have set back the learning rate's schedule
 
 
@@ -72,7 +73,7 @@ class UpdateGuard:
     def exclude_groups(self, step: int, groups: Sequence[Group], dropped: Mapping[int, str]) -> int:
         """Records the groups that `assemble` dropped because a number was not finite; returns their number.
 
-        Raises `LearnerHalted` once the run has `MAX_BAD_GROUPS` of them.
+        Raises `LearnerHalted` once there are `MAX_BAD_GROUPS` of them within `BUDGET_STEPS` steps.
         """
         bad = [group for group in groups if dropped.get(group.index, "").startswith("non_finite")]
         for group in bad:
@@ -87,10 +88,11 @@ class UpdateGuard:
                     metrics={},
                 )
             )
-        self.counts = replace(self.counts, bad_groups=self.counts.bad_groups + len(bad))
-        if bad and self.counts.bad_groups >= MAX_BAD_GROUPS:
+        excluded = (*recent_steps(self.counts.bad_groups, step), *[step] * len(bad))
+        self.counts = replace(self.counts, bad_groups=excluded)
+        if bad and len(excluded) >= MAX_BAD_GROUPS:
             raise LearnerHalted(
-                f"step {step}: {self.counts.bad_groups} groups were excluded because a number was not finite;"
+                f"step {step}: {len(excluded)} groups were excluded within {BUDGET_STEPS} steps because a number was not finite;"
                 " failures/updates.jsonl lists them. Look for a verifier that returns infinity, or a server with wrong logprobs"
             )
         return len(bad)
@@ -115,9 +117,10 @@ class UpdateGuard:
         violations = self._violations(metrics)
         action = max((action for _, action in violations), key=_SEVERITY.index)
         reasons = tuple(reason for reason, _ in violations)
-        if action == ROLLBACK and self.counts.rollbacks >= MAX_ROLLBACKS:
+        rollbacks = recent_steps(self.counts.rollbacks, part.step)
+        if action == ROLLBACK and len(rollbacks) >= MAX_ROLLBACKS:
             action = HALT
-            reasons += (f"{self.counts.rollbacks} rollbacks were made, and a run has at most {MAX_ROLLBACKS}",)
+            reasons += (f"{len(rollbacks)} rollbacks were made within {BUDGET_STEPS} steps, and {MAX_ROLLBACKS} are allowed",)
         self._setbacks.append(_setback(part, action, "policy", reasons, metrics))
         if action == HALT:
             raise LearnerHalted(
@@ -126,7 +129,7 @@ class UpdateGuard:
             )
         if action == ROLLBACK:
             self.rolling_back = True
-            self.counts = replace(self.counts, rollbacks=self.counts.rollbacks + 1, bad_in_a_row=0)
+            self.counts = replace(self.counts, rollbacks=(*rollbacks, part.step), bad_in_a_row=0)
             return
         self.counts = replace(self.counts, bad_in_a_row=self.counts.bad_in_a_row + 1)
         self._stop_at(self.counts.bad_in_a_row, part, "optimizer steps", reasons)

@@ -80,7 +80,7 @@ def audit_memory(run: Path, *, on_progress: Callable[[int, int], None] = lambda 
     if (run / "experience.sqlite").is_file() or recipe.store.ref not in STORE.shipped:
         store = open_store(run, recipe)
         try:
-            entries = [entry for entry in store.entries() if not entry.is_residual]
+            entries = [entry for entry in store.entries() if entry.has_episodes and not entry.is_residual]
             for done, entry in enumerate(entries):
                 on_progress(done, len(entries))
                 reads.group(store.groups([entry.index])[0], step=entry.step)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.base.database import ForeignDatabase, connect, enter_wal, is_damaged, make_tables, query_deadline, read_pragma, transaction
+from agentrl.base.liveness import LOCK_WAIT_S
 from agentrl.config.tools import MemoryConfig
 from agentrl.errors import StoreError
 from agentrl.records import ScoredEpisode
@@ -99,7 +100,7 @@ class NoteStore:
         with self._translate_errors():
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
-            self._db = connect(path, _SCHEMA, timeout_s=30.0, longest=_LONGEST)
+            self._db = connect(path, _SCHEMA, timeout_s=LOCK_WAIT_S, longest=_LONGEST)
         try:
             with self._access():
                 self._prepare()
@@ -193,7 +194,7 @@ class NoteStore:
 
     def _prepare(self) -> None:
         db = self._db
-        if self.path is not None and (mode := enter_wal(db, timeout_s=30.0)) != "wal":
+        if self.path is not None and (mode := enter_wal(db, timeout_s=LOCK_WAIT_S)) != "wal":
             raise StoreError(f"{self._name} is on a file system without shared memory for SQLite ({mode})\n  fix: use a local disk")
         db.execute("PRAGMA synchronous = FULL")
         make_tables(db, _SCHEMA)

@@ -101,7 +101,7 @@ STORE = PartKind(
     shipped=dict.fromkeys(("sqlite", "redis"), "agentrl.experience.store:open_sqlite"),
     protocol="agentrl.protocols:ExperienceStore",
     given=("run_dir", "recipe"),
-    with_options=frozenset({"redis"}),  # of the transport, see `agentrl.run.group_stream`
+    with_options=frozenset({"sqlite", "redis"}),  # `Recipe` and `agentrl.run.group_stream` check them
 )
 TRACKER = PartKind(
     key="trackers",

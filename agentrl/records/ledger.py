@@ -33,6 +33,7 @@ class LedgerEntry(Record):
     pending: int = 0  # those that are still to come
     step: int | None = None  # learner step that the group is assigned to; None if it is ready
     use: GroupUse | None = None  # recorded after the checkpoint of that step; None until then
+    has_episodes: bool = True  # False: the store has deleted the episodes and keeps the entry
 
     @property
     def is_residual(self) -> bool:

@@ -105,7 +105,8 @@ class GroupStream:
             if server is not None:
                 await server.start()
                 await asyncio.to_thread(server.wait_ready)
-            options, run = self._options or {"url": server.shared_url if server else ""}, {"run": self._prefix()}
+            options = self._options or {"url": server.shared_url if server else ""}
+            run = {"run": await asyncio.to_thread(self._prefix)}
             transport = open_transport(options | run | ({"url": server.url} if server else {}))
             try:
                 await asyncio.to_thread(transport.check_server)
@@ -194,7 +195,7 @@ def _resolve(sent: asyncio.Future[bool], result: bool) -> None:
 
 def _options(recipe: Recipe) -> dict[str, Any]:
     """Returns `url` and `password` of a server that the run does not start; empty if it starts one. Raises `UserError`."""
-    options = secrets.resolve_options(recipe.store.options)
+    options = secrets.resolve_options({name: value for name, value in recipe.store.options.items() if name != "keep_steps"})
     unknown = sorted(set(options) - {"url", "password"})
     if unknown or not all(isinstance(value, str) for value in options.values()) or ("password" in options and "url" not in options):
         raise UserError(

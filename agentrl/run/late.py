@@ -34,10 +34,10 @@ def check_order(order: GroupOrder, *late: str) -> None:
 
 
 def check_residuals(order: GroupOrder, *late: str) -> None:
-    """Raises `UserError` if there are late scores to apply as residuals, which the arguments name, and advantages are not linear."""
-    if late and order.nonlinear:
+    """Raises `UserError` if there are late scores to apply as residuals, which the arguments name, and the recipe does not allow them."""
+    if late and order.no_residuals:
         raise UserError(
-            f"{late[0]}: residual scores need advantages that are linear in the score; they are not linear with {order.nonlinear}",
+            f"{late[0]}: residual scores cannot be applied with {order.no_residuals}",
             fix="change this setting, or let the groups wait for their scores: residual=false in the verifier",
         )
 

@@ -73,8 +73,8 @@ async def train(recipe: Recipe, start: RunStart, checked: PreflightResult, *, ro
 async def _pipeline(run: Run) -> None:
     run.tracker.stage("start", "server, learner and sandbox image")
     gate, evaluation, records = Gate.of(run), HeldOutEvaluation.of(run), StepRecords.of(run)
-    concluded = gate is not None and gate.is_concluded
-    newest = first_version_to_serve(run.registry, gate)
+    concluded = gate is not None and await asyncio.to_thread(gate.is_concluded)
+    newest = await asyncio.to_thread(first_version_to_serve, run.registry, gate)
     async with asyncio.TaskGroup() as parts:
         needed = newest.number < run.progress.end and not concluded
         learning = None
@@ -102,10 +102,10 @@ async def _pipeline(run: Run) -> None:
         if newest.number == 0 and not concluded:
             await evaluation.evaluate_once("before", step=0)
         if needed:
-            measure.remove_evaluation(run.folder, "after")  # from an earlier session with fewer steps
+            await evaluation.continue_after(newest)
         if not concluded:
             await _learn(run, learning)
-        if gate is not None and gate.is_concluded:
+        if gate is not None and await asyncio.to_thread(gate.is_concluded):
             await serve_result(run.registry, run.served, run.tracker.alert)
             await evaluation.evaluate_once("after", step=run.served.version)
         elif gate is None and run.served.version >= run.progress.end:
@@ -113,7 +113,7 @@ async def _pipeline(run: Run) -> None:
             await asyncio.to_thread(run.registry.set_state, run.served.version, VersionState.PROMOTED)
         for watcher in watchers:
             watcher.cancel()
-    _export_result(run)
+    await asyncio.to_thread(_export_result, run)
 
 
 def _export_result(run: Run) -> None:
@@ -197,7 +197,7 @@ async def _swap_versions(run: Run) -> None:
         await gate.evaluate_due()
         number = served.version + 1
         while served.version < run.progress.stop_at:
-            if is_retracted(registry, served):
+            if await asyncio.to_thread(is_retracted, registry, served):
                 await fall_back(registry, served, run.tracker.alert)
                 number = served.version + 1
             version = await asyncio.to_thread(registry.get, number)
@@ -209,7 +209,7 @@ async def _swap_versions(run: Run) -> None:
                 try:
                     report = await served.swap(version)
                 except SwapError:
-                    if registry.get(number) == version:
+                    if await asyncio.to_thread(registry.get, number) == version:
                         raise
                     continue  # it was retracted or rolled back meanwhile, so its files may be gone
             if report is not None:

@@ -84,7 +84,7 @@ class Rollouts:
         if not late:
             self.tracker.progress(index, group)
         try:
-            self.quarantine.add(group)
+            await asyncio.to_thread(self.quarantine.add, group)
         finally:
             async with self.late.recording:
                 alert = await asyncio.to_thread(self._record, task, group, step, late=late, scored=not late and not residual)

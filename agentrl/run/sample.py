@@ -129,7 +129,7 @@ def _requested_groups(folder: Path, groups: int | None) -> int:
 
 async def _served(run: Run, indices: Sequence[int]) -> None:
     run.tracker.stage("start", "server and sandbox image")
-    await run.start_serving(run.base_version)
+    await run.start_serving(await run.base_version())
     async with asyncio.TaskGroup() as parts:
         watching = [run.served.watch(on_loss=run.learner.kill), run.fault_rate.watch()]
         if run.sandboxes.name == "docker":

@@ -22,7 +22,7 @@ async def watch_learner(learner: LearnerProcess, registry: VersionRegistry, aler
 
     The count of restarts returns to 0 when a version is published that is newer than all earlier ones.
     """
-    restarts, reached = Restarts(sound_s=0.0), _newest(registry)
+    restarts, reached = Restarts(sound_s=0.0), await asyncio.to_thread(_newest, registry)
     while True:
         await learner.start()
         try:
@@ -32,7 +32,7 @@ async def watch_learner(learner: LearnerProcess, registry: VersionRegistry, aler
             alert(f"halted: {error}")
             raise
         except LearnerError as error:
-            if (newest := _newest(registry)) > reached:
+            if (newest := await asyncio.to_thread(_newest, registry)) > reached:
                 reached = newest
                 restarts.progress()
             if (failures := restarts.failed()) > _RESTARTS:

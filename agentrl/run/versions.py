@@ -32,14 +32,14 @@ _OPEN_BLOCKS = 64
 
 
 def is_retracted(registry: VersionRegistry, served: PolicyServer) -> bool:
-    """Whether the learner returned to an older checkpoint, because the newest was damaged, and retracted the serving version."""
+    """Whether the learner returned to an older checkpoint, because the newest was damaged, and retracted the serving version. Blocks."""
     version = registry.get(served.version)
     return version is None or version.sha256 != served.sha256
 
 
 async def fall_back(registry: VersionRegistry, served: PolicyServer, alert: Callable[[str], None]) -> None:
     """Serves the newest remaining version in place of a retracted one."""
-    version = version_to_serve(registry)
+    version = await asyncio.to_thread(version_to_serve, registry)
     assert version is not None, "version 0 is never retracted"
     alert(f"version {served.version} was retracted by the learner; serving version {version.number}")
     await served.fall_back(version)
@@ -94,21 +94,20 @@ class StepRecords:
 
     async def finish_serving(self) -> None:
         """Finishes the step of the serving version if an earlier driver died before that."""
-        version = self.registry.get(self.served.version)
-        if version is not None and version.number and version.number not in measure.recorded_steps(self.folder):
+        version = await asyncio.to_thread(self.registry.get, self.served.version)
+        if version is not None and version.number and version.number not in await asyncio.to_thread(measure.recorded_steps, self.folder):
             await self.finish(version, None)
 
     async def record_missing(self) -> None:
         """Records the steps up to the serving version that are not recorded, because the driver died."""
-        known = measure.recorded_steps(self.folder)
+        known = await asyncio.to_thread(measure.recorded_steps, self.folder)
         for number in range(1, self.served.version + 1):
-            version = self.registry.get(number)
-            if version is not None and number not in known:
+            if number not in known and (version := await asyncio.to_thread(self.registry.get, number)) is not None:
                 await self._record(version, await self._metrics(version, None))
 
     async def unfinished_groups(self) -> tuple[Group, ...]:
         """Returns the scored groups of steps that are not recorded, and those that no step has taken."""
-        known, entries = measure.recorded_steps(self.folder), await self.store.entries()
+        known, entries = await asyncio.to_thread(measure.recorded_steps, self.folder), await self.store.entries()
         unfinished = (entry for entry in entries if entry.step is None or entry.step + 1 not in known)
         return await self.store.groups(entry.index for entry in unfinished if not entry.pending and not entry.is_residual)
 

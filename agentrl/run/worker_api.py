@@ -100,8 +100,8 @@ class WorkerApi:
         async with AsyncExitStack() as stack:
             if not self.service.url:
                 await stack.enter_async_context(self.service.serving())
-            address = {"url": self.service.url, "key": self.service.new_key(WORKER)}
-            write_atomically(self.folder / ADDRESS_FILE, json.dumps(address), private=True)
+            address = json.dumps({"url": self.service.url, "key": self.service.new_key(WORKER)})
+            await asyncio.to_thread(write_atomically, self.folder / ADDRESS_FILE, address, private=True)
             try:
                 yield
             finally:

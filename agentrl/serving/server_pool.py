@@ -219,7 +219,7 @@ class ServerPool:
         the largest difference. Raises `SwapError` if the first server rejects the version three times; then all serve the old version.
         """
         async with self._moving:
-            start, former = time.perf_counter(), self._registry.get(self.version)
+            start, former = time.perf_counter(), await asyncio.to_thread(self._registry.get, self.version)
             try:
                 reports = await self._move(version, SupervisedServer.load_version)
             except SwapError:
@@ -319,7 +319,7 @@ class ServerPool:
         except ServerLost:
             return None  # it catches up later
         except SwapError as error:
-            if self._registry.get(version.number) != version:
+            if await asyncio.to_thread(self._registry.get, version.number) != version:
                 raise
             log.warning("%s is replaced: it rejects version %d, which another server serves: %s", replica.title, version.number, error)
             replica.request_replacement(f"it rejects version {version.number}")
@@ -347,7 +347,7 @@ class ServerPool:
             if self._moving.locked():
                 continue
             async with self._moving:
-                version = self._registry.get(self.version)
+                version = await asyncio.to_thread(self._registry.get, self.version)
                 if version is None or version.sha256 != self.sha256:
                     continue  # it was retracted, and the run falls back to another one
                 for replica in self._late(version):
@@ -368,12 +368,12 @@ class ServerPool:
                 raise
             self._alert(f"{replica.title} is abandoned, and the run continues without it: {error}")
 
-    def _newest(self) -> PolicyVersion | None:
+    async def _newest(self) -> PolicyVersion | None:
         """Returns the version that a restarted server loads: what the others serve, or if none answers, what a single server would load."""
-        current = self._registry.get(self.version)
+        current = await asyncio.to_thread(self._registry.get, self.version)
         if any(replica.accepts_requests for replica in self._replicas) and current is not None and current.sha256 == self.sha256:
             return current
-        version = version_to_serve(self._registry)
+        version = await asyncio.to_thread(version_to_serve, self._registry)
         if version is not None and version.number < self.version and not any(replica.accepts_requests for replica in self._replicas):
             self.version, self.sha256, self._floor = version.number, version.sha256, version.number
         return version

@@ -7,6 +7,7 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -61,7 +62,7 @@ class SupervisedServer:
         registry: VersionRegistry,
         *,
         name: str = "",
-        newest: Callable[[], PolicyVersion | None] | None = None,
+        newest: Callable[[], Awaitable[PolicyVersion | None]] | None = None,
         launcher: Launcher | None = None,
         alert: Callable[[str], None] = log.warning,
     ) -> None:
@@ -73,7 +74,7 @@ class SupervisedServer:
         self._restarts = Restarts()
         self.cache_use: CacheUse | None = None
         self._recipe, self._run_dir, self._registry = recipe, run_dir, registry
-        self._name, self._newest, self._alert = name, newest or (lambda: version_to_serve(registry)), alert
+        self._name, self._newest, self._alert = name, newest or partial(asyncio.to_thread, version_to_serve, registry), alert
         self.title, self._launcher = server_title(name), launcher
         self._nccl = recipe.serving.weight_transfer.ref == "nccl"
         self._server: VLLMServer | None = None
@@ -92,7 +93,7 @@ class SupervisedServer:
 
         Raises `ServingError` if the server does not start or the probe disagrees, and `SwapError` if the adapter is rejected.
         """
-        base = version if version.weights == WHOLE_MODEL else self._registry.get(0)
+        base = version if version.weights == WHOLE_MODEL else await asyncio.to_thread(self._registry.get, 0)
         assert base is not None, "version 0 was registered"
         model = self._run_dir / base.folder
         try:
@@ -335,7 +336,7 @@ class SupervisedServer:
             await self._stop()
             if self._nccl:
                 await on_loss()
-            version = self._newest()
+            version = await self._newest()
             if version is None:
                 raise ServingError("no policy version to serve")
             try:

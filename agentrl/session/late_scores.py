@@ -3,7 +3,7 @@
     {"episode_id": "g12-3", "part": "review", "value": 0.5, "scored_by": "anna", "key": "review-812"}
 
 `scored_by` and `key` are optional. The default key is a hash of the other fields, so a repeated sending of the same score is recognized.
-`"replace": true` corrects an earlier value.
+`"replace": true` corrects an earlier value. A correction that was sent before, and itself corrected, needs another key.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ _SHOWN = 300  # characters of a text in an error
 _MAX_REPORTED = 1000  # rejected lines with their reason in a report
 
 
-def read_score(data: Any, *, scored_by: str = "") -> LateScore:
+def read_score(data: Any, *, scored_by: str = "", sent: Counter[str] | None = None) -> LateScore:
     """Returns the score in a JSON value. Raises `ScoreRejected` with the cause `malformed` or `not_finite`.
 
     Args:
         scored_by: the sender of a score that names none.
+        sent: default keys of the corrections before it in a file; a repeated one gets another key. None for a score that stands alone.
     """
     fix = f"send an object with episode_id, part and value, such as {_EXAMPLE}"
     if not isinstance(data, dict):
@@ -58,7 +59,7 @@ def read_score(data: Any, *, scored_by: str = "") -> LateScore:
     if wrong := [name for name, text in names.items() if not isinstance(text, str)]:
         raise ScoreRejected(f"{wrong[0]} must be a string", cause="malformed", fix=fix)
     names.setdefault("scored_by", scored_by or ANONYMOUS)
-    names.setdefault("key", _default_key(names, value, replace=replace))
+    names.setdefault("key", _default_key(names, value, replace=replace, sent=sent))
     try:
         return LateScore(value=float(value), replace=replace, **names)
     except ValueError as error:
@@ -75,8 +76,11 @@ def _is_finite(value: float) -> bool:
         return False
 
 
-def _default_key(names: Mapping[str, str], value: float, *, replace: bool) -> str:
+def _default_key(names: Mapping[str, str], value: float, *, replace: bool, sent: Counter[str] | None) -> str:
     content = json.dumps([names["episode_id"], names["part"], float(value), names["scored_by"], *(["replace"] if replace else [])])
+    if replace and sent is not None:
+        sent[content] += 1
+        content += f" {sent[content]}" * (sent[content] > 1)
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
@@ -122,10 +126,10 @@ class ImportReport:
 def import_scores(store: ExperienceStore, path: Path, *, scored_by: str = "") -> ImportReport:
     """Sends the scores of a file of JSON lines to a store, in order. A rejected line does not stop the import.
 
-    An interrupted import can be repeated: its first lines are then counted as repeated. Raises `UserError` for a file that cannot be read
-    or has more than `MAX_LINES` lines, and `StoreError`.
+    An interrupted import can be repeated: its first lines are then counted as repeated, or rejected if later lines corrected them.
+    Raises `UserError` for a file that cannot be read or has more than `MAX_LINES` lines, and `StoreError`.
     """
-    report, clock = ImportReport(), Clock()
+    report, clock, sent = ImportReport(), Clock(), Counter[str]()
     try:
         with open_file(path) as file:
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), 1):
@@ -135,7 +139,7 @@ def import_scores(store: ExperienceStore, path: Path, *, scored_by: str = "") ->
                     if len(line) > MAX_LINE:
                         raise UserError(f"longer than {MAX_LINE >> 10} KiB", fix="write one score per line")
                     if line.strip():
-                        report.accept(store.add_score(read_score(parse(line), scored_by=scored_by), now=clock.now()))
+                        report.accept(store.add_score(read_score(parse(line), scored_by=scored_by, sent=sent), now=clock.now()))
                 except UserError as error:
                     report.reject(number, error)
                 while len(line) > MAX_LINE and not line.endswith(b"\n") and (line := file.readline(MAX_LINE + 1)):

@@ -132,10 +132,9 @@ class Run:
     gate_server: GateServer | None = None  # with gate.server=own
     workers: WorkerPool | None = None  # with rollout.workers
 
-    @property
-    def base_version(self) -> PolicyVersion:
-        """Version 0."""
-        base = self.registry.get(0)
+    async def base_version(self) -> PolicyVersion:
+        """Returns version 0."""
+        base = await asyncio.to_thread(self.registry.get, 0)
         assert base is not None, "version 0 was registered"
         return base
 
@@ -184,7 +183,7 @@ async def open_run(
         sandboxes = await open_sandboxes(recipe.sandbox, run_label=start.folder.name, root=root)
         stack.push_async_callback(sandboxes.close)
         chat, tools = await _check_slowly(recipe, start.folder, checked, sandboxes, root=root)
-        _write_folder(recipe, start, checked, tools, root=root)
+        await asyncio.to_thread(_write_folder, recipe, start, checked, tools, root=root)
         yield await _open_parts(stack, recipe, start, checked, launcher, sandboxes, chat, tools, root, console, order)
 
 
@@ -394,7 +393,7 @@ async def _open_experience(
         if await store.has(index):  # the driver died after storing it
             await asyncio.to_thread(checkpoints.remove_group, index)
     starts = BlockStarts(order, await store.call(lambda store: store.block_versions()))
-    memory = open_memory(recipe, folder, store, order, starts)
+    memory = await asyncio.to_thread(open_memory, recipe, folder, store, order, starts)
     if memory is not None:
         stack.callback(memory.close)
     return store, starts, checkpoints, memory
@@ -404,11 +403,8 @@ async def _open_servers(
     stack: AsyncExitStack, recipe: Recipe, folder: Path, checked: PreflightResult, launcher: Launcher, *, alert: Callable[[str], None]
 ) -> tuple[FolderRegistry, PolicyServer, GateServer | None, JudgeServers]:
     """Opens the registry, in which version 0 is registered, and the servers. Only the judges' servers start here."""
-    registry = FolderRegistry(folder / "versions")
+    registry = await asyncio.to_thread(_open_registry, folder)
     stack.callback(registry.close)
-    if registry.get(0) is None:
-        weights = folder / "versions" / "000000" / "model.safetensors"
-        registry.add(PolicyVersion(number=0, parent=None, folder="versions/000000", sha256=sha256_file(weights)))
     served = open_policy_server(recipe, folder, registry, launcher=launcher, alert=alert)
     stack.push_async_callback(served.close)
     gate_server = None
@@ -417,6 +413,14 @@ async def _open_servers(
         stack.push_async_callback(gate_server.policy.close)
     starting = running_judge_servers(recipe, checked.judges, folder=folder, launcher=launcher, alert=alert)
     return registry, served, gate_server, await stack.enter_async_context(starting)
+
+
+def _open_registry(folder: Path) -> FolderRegistry:
+    registry = FolderRegistry(folder / "versions")
+    if registry.get(0) is None:
+        weights = folder / "versions" / "000000" / "model.safetensors"
+        registry.add(PolicyVersion(number=0, parent=None, folder="versions/000000", sha256=sha256_file(weights)))
+    return registry
 
 
 def fault_rate(recipe: Recipe) -> FaultRate:

@@ -22,7 +22,8 @@ from fractions import Fraction
 from itertools import zip_longest
 from pathlib import Path
 
-from agentrl.base.files import append_lines, complete_lines
+from agentrl.base.files import append_lines, complete_lines, wait_for_lock
+from agentrl.base.liveness import LOCK_WAIT_S
 from agentrl.errors import StoreError, UserError
 from agentrl.protocols import TaskFamily
 from agentrl.records import Task, codec
@@ -263,10 +264,14 @@ def read_changes(folder: Path) -> list[LoggedChange]:
 
 @contextmanager
 def changing(folder: Path) -> Iterator[Callable[[TaskChange], None]]:
-    """Context that yields a function which appends a change durably. No other process appends one meanwhile."""
+    """Context that yields a function which appends a change durably. No other process appends one meanwhile.
+
+    Raises `UserError` if another process prevents it for too long.
+    """
     handle = os.open(folder / CHANGES_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        if not wait_for_lock(handle, fcntl.LOCK_EX, within_s=LOCK_WAIT_S):
+            raise UserError(f"another process changes the tasks of {folder}", fix=f"end it (see lsof {folder / CHANGES_FILE}), then retry")
         yield lambda change: append_lines(folder / CHANGES_FILE, [codec.to_json(change) + b"\n"], durable=True)
     finally:
         os.close(handle)

@@ -22,18 +22,20 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from agentrl.base.files import fsync_path, sha256_file, write_atomically
+from agentrl.base.files import fsync_path, sha256_file, wait_for_lock, write_atomically
+from agentrl.base.liveness import LOCK_WAIT_S
 from agentrl.base.untrusted_files import read_bytes
 from agentrl.errors import StoreError
 from agentrl.records import ADAPTER, PolicyVersion, VersionState, codec
 from agentrl.version import deltas, rollback
 
+MAX_RECORDS = 10_000
+"""Records of versions that a run keeps, in addition to those with weights: an endless run would have a folder for each version."""
 _RECORD = "version.json"
 _HELD, _PINNED = "held", "pinned"
 _LARGEST = 1 << 20  # bytes of a record
@@ -50,13 +52,14 @@ _LEGAL = {
 class FolderRegistry:
     """A `VersionRegistry` kept as files in `folder` (the `versions/` of a run folder).
 
-    Writes hold an exclusive file lock and reads a shared one, so no process sees a half-done change of SERVING. The kernel releases the
-    lock when a process dies. Each record is replaced atomically.
+    Writes hold an exclusive file lock and reads of several records a shared one, so no process sees a half-done change of SERVING. The
+    kernel releases the lock when a process dies. Each record is replaced atomically, so `get` needs no lock. Methods block: call them in a
+    thread from an event loop.
 
     Raises `StoreError` if a record is damaged, a change is illegal, or the lock is not free within `lock_timeout_s`.
     """
 
-    def __init__(self, folder: Path, *, lock_timeout_s: float = 30.0) -> None:
+    def __init__(self, folder: Path, *, lock_timeout_s: float = LOCK_WAIT_S) -> None:
         self.folder = folder
         self._lock_timeout_s = lock_timeout_s
         self._closed = False
@@ -74,9 +77,9 @@ class FolderRegistry:
                 raise StoreError(f"version {version.number} is already registered with other weights in {self.folder}")
 
     def get(self, number: int) -> PolicyVersion | None:
-        """Returns a version; None if it is not registered."""
-        with self._locked(fcntl.LOCK_SH):
-            return self._read(number)
+        """Returns a version; None if it is not registered. Waits for no other process."""
+        self._check_open()
+        return self._read(number)
 
     def versions(self) -> tuple[PolicyVersion, ...]:
         """Returns all registered versions, oldest first."""
@@ -85,8 +88,9 @@ class FolderRegistry:
 
     def latest(self, *states: VersionState) -> PolicyVersion | None:
         """Returns the newest version in one of these states, or in any state; None if there is none."""
-        matching = [version for version in self.versions() if not states or version.state in states]
-        return matching[-1] if matching else None
+        with self._locked(fcntl.LOCK_SH):
+            newest_first = (self._read(number) for number in reversed(self._numbers()))
+            return next((version for version in newest_first if version is not None and (not states or version.state in states)), None)
 
     def set_state(self, number: int, state: VersionState, *, sha256: str | None = None) -> None:
         """Changes a version's state as the table above allows. Setting its current state does nothing.
@@ -140,9 +144,7 @@ class FolderRegistry:
             if (pins := self._read_numbers(_PINNED)) & set(lost):  # other weights get these numbers
                 self._write_numbers(_PINNED, pins - set(lost))
             for number in lost:
-                with _translated(self._home(number)):
-                    (self._home(number) / _RECORD).unlink(missing_ok=True)  # first, because without it the folder is not a version
-                    shutil.rmtree(self._home(number))
+                self._remove(number)
             left = [version for version in self._scan() if version.state is not VersionState.ROLLED_BACK]
             if lost and left and not any(version.state is VersionState.SERVING for version in left):
                 self._serve(left[-1])
@@ -169,7 +171,7 @@ class FolderRegistry:
             return frozenset(self._read_numbers(_PINNED))
 
     def prune(self, keep: int) -> tuple[int, ...]:
-        """Deletes the weights of old versions and returns their numbers. The records stay as history.
+        """Deletes the weights of old versions and returns their numbers. The newest `MAX_RECORDS` records stay as history.
 
         It keeps the `keep` newest versions, the `keep` newest promoted ones, version 0, the serving one, the held one, the pinned ones, the
         target of a rollback request, and those that a kept version is a delta of. Folders outside `versions/` are never touched.
@@ -187,7 +189,11 @@ class FolderRegistry:
             needed = {link for number in kept for link in deltas.base_folders(self._home(number))}
             old = [version.number for version in versions if version.number not in spared and self._home(version.number) not in needed]
             self._kept = {version.number for version in versions} - {*old}
-            return tuple(number for number in old if self._drop_weights(number))
+            dropped = tuple(number for number in old if self._drop_weights(number))
+            for number in numbers[: max(0, len(numbers) - MAX_RECORDS)]:
+                if number not in self._kept:
+                    self._remove(number)
+            return dropped
 
     def close(self) -> None:
         """Forbids further use. Nothing is open between calls."""
@@ -279,6 +285,11 @@ class FolderRegistry:
             write_atomically(home / _RECORD, codec.to_json(version), durable=True)
             fsync_path(self.folder)
 
+    def _remove(self, number: int) -> None:
+        with _translated(self._home(number)):
+            (self._home(number) / _RECORD).unlink(missing_ok=True)  # first, because without it the folder is not a version
+            shutil.rmtree(self._home(number))
+
     def _drop_weights(self, number: int) -> bool:
         home = self._home(number)
         with _translated(home):
@@ -290,29 +301,25 @@ class FolderRegistry:
                     entry.unlink()
         return bool(extra)
 
-    @contextmanager
-    def _locked(self, how: int) -> Iterator[None]:
+    def _check_open(self) -> None:
         if self._closed:
             raise StoreError(f"the registry of {self.folder} is closed")
+
+    @contextmanager
+    def _locked(self, how: int) -> Iterator[None]:
+        self._check_open()
         path = self.folder / ".lock"
         with _translated(path):
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            self._acquire(handle, how)
+            if not wait_for_lock(handle, how, within_s=self._lock_timeout_s):
+                raise StoreError(
+                    f"{self.folder} was locked by another process for {self._lock_timeout_s:g} s\n  fix: end that process (see"
+                    f" lsof {path}), then continue with --resume"
+                )
             yield
         finally:
             os.close(handle)
-
-    def _acquire(self, handle: int, how: int) -> None:
-        deadline = time.monotonic() + self._lock_timeout_s
-        while True:
-            try:
-                fcntl.flock(handle, how | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise StoreError(f"{self.folder} was locked by another process for {self._lock_timeout_s:g} s") from None
-                time.sleep(0.01)
 
 
 @contextmanager

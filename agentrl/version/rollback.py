@@ -9,6 +9,7 @@ of times, even after a crash. A request of a person replaces any other, and the 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,13 @@ from agentrl.records.fields import Record, Text
 
 _LARGEST = 1 << 20  # bytes
 ROLLBACK_FILE = "rollback.json"
+BUDGET_STEPS = 256
+"""Steps after which a setback counts against no budget any more, so that rare setbacks do not end an endless run."""
+
+
+def recent_steps(steps: Iterable[int], now: int) -> tuple[int, ...]:
+    """Returns the steps of setbacks that still count in step `now`."""
+    return tuple(step for step in steps if step > now - BUDGET_STEPS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

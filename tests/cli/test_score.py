@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from agentrl.session.late_scores import import_scores
 from tests.commands import agentrl
 from tests.late import REVIEW, late_group, opened_store, write_run
 
@@ -67,6 +68,23 @@ def test_a_mistyped_score_is_replaced_and_both_values_are_shown(run: Path) -> No
     assert "is stored and replaces 1: attempt 0" in score(run, "g0-0", "review", "0.25", "--replace").stdout
     with opened_store(run) as store:
         assert store.groups([0])[0].episodes[0].score.value == 0.25
+
+
+def test_a_score_can_be_corrected_back_and_forth(run: Path) -> None:
+    """By command and in a file, with the default keys, also if the file is imported twice."""
+    assert score(run, "g0-0", "review", "1").returncode == 0
+    for value in ("0.25", "1", "0.25"):
+        done = score(run, "g0-0", "review", value, "--replace")
+        assert done.returncode == 0 and "replaces" in done.stdout, done
+    file = run.parent / "scores.jsonl"
+    values = (1.0, 0.5, 1.0, 0.5, 1.0, 0.25, 0.5)
+    lines = [json.dumps({"episode_id": "g0-0", "part": "review", "value": value, "replace": True}) for value in values]
+    file.write_text("\n".join(lines))
+    with opened_store(run) as store:
+        assert import_scores(store, file, scored_by="anna").counts == {"accepted": 7, "repeated": 0, "rejected": 0}
+        assert store.groups([0])[0].episodes[0].score.value == 0.5
+        assert import_scores(store, file, scored_by="anna").counts["accepted"] == 0
+        assert store.groups([0])[0].episodes[0].score.value == 0.5
 
 
 REJECTED = {

@@ -71,6 +71,17 @@ def test_a_sound_ledger_has_no_problems_and_is_counted(run: tuple[Path, SqliteSt
     assert token_balance(counts.tokens) == "8 tokens sampled = 2 trained + 2 excluded + 4 open"
 
 
+def test_deleted_episodes_are_not_compared_and_the_rest_adds_up(run: tuple[Path, SqliteStore]) -> None:
+    folder, store = run
+    before = count(store.entries())
+    store._delete_episodes(0)
+    assert list(verify(folder, store)) == [] and count(store.entries()) == before
+    store._connection.execute("UPDATE taken SET tokens_trained = 9 WHERE idx = 0")
+    store._connection.execute("UPDATE groups SET body = CAST('sha256:' || hex(randomblob(16)) AS BLOB) WHERE idx = 3")
+    problems = "\n".join(verify(folder, store))
+    assert "group 0: 9 tokens were trained, but only 2" in problems and "group 3: its episodes were deleted, and no step" in problems
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [

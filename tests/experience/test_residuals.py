@@ -15,7 +15,7 @@ from agentrl.config import build
 from agentrl.errors import UserError
 from agentrl.experience import GroupOrder, SqliteStore
 from agentrl.experience.audit import count, verify
-from agentrl.experience.residuals import split_group, why_not_linear
+from agentrl.experience.residuals import split_group, why_no_residuals
 from agentrl.learner.packing import split_minibatches
 from agentrl.objective import assemble, scale_beside_residuals
 from agentrl.objective.advantages import batch_advantages
@@ -161,20 +161,23 @@ def test_residuals_do_not_dilute_the_other_groups_of_their_step(aggregation: str
 @pytest.mark.parametrize(
     "changes",
     [
-        {"normalize_std": True},
-        {"advantage": "reinforce++"},
-        {"turn_coef": 0.5},
-        {"credit": "branches"},
-        {"kl": "k1_reward", "kl_coef": 0.1},
+        {"objective.normalize_std": True},
+        {"objective.advantage": "reinforce++"},
+        {"objective.turn_coef": 0.5},
+        {"objective.credit": "branches"},
+        {"objective.kl": "k1_reward", "objective.kl_coef": 0.1},
+        {"rollout.extra_groups": 2},
+        {"tasks.weighting": True},
     ],
     ids=str,
 )
 def test_settings_under_which_the_parts_do_not_add_up_are_reported(changes: dict[str, object]) -> None:
-    assert not why_not_linear(build(LINEAR))
-    recipe = build(LINEAR | {"objective": {"normalize_std": False} | changes})
-    assert next(iter(changes)) in why_not_linear(recipe)
+    """Also those that choose groups or tasks by their scores: they would see the early part only."""
+    assert not why_no_residuals(build(LINEAR))
+    recipe = build(LINEAR).but(changes)
+    assert next(iter(changes)).rpartition(".")[2] in why_no_residuals(recipe)
     order = GroupOrder.from_recipe(recipe)
-    with pytest.raises(UserError, match="linear in the score"):
+    with pytest.raises(UserError, match="residual scores cannot be applied with"):
         check_residuals(order, "verifier v")
     check_residuals(order)
 

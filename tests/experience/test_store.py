@@ -9,11 +9,13 @@ import sqlite3
 import threading
 import time
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agentrl.base.liveness import LOCK_WAIT_S
 from agentrl.errors import StoreError
 from agentrl.experience import GroupOrder, SqliteStore
 from agentrl.experience import store as store_module
@@ -95,8 +97,8 @@ def test_stored_groups_survive_a_power_cut(tmp_path: Path, monkeypatch: pytest.M
     assert (synchronous, journal) == (2, "wal"), "2 is FULL, the only mode that syncs a write-ahead commit before it returns"
 
 
-def test_another_process_may_write_for_half_a_minute(store: SqliteStore) -> None:
-    assert store._connection.execute("PRAGMA busy_timeout").fetchone() == (30_000,)
+def test_the_file_is_locked_for_longer_than_the_death_of_a_stopped_process_takes(store: SqliteStore) -> None:
+    assert store._connection.execute("PRAGMA busy_timeout").fetchone() == (1000 * LOCK_WAIT_S,)
 
 
 @pytest.mark.parametrize("ending", ["close", "failed start"])
@@ -295,3 +297,31 @@ def test_a_lock_held_too_long_ends_the_wait(tmp_path: Path) -> None:
     holder.close()
     assert store.put(make_group(0))
     store.close()
+
+
+def test_old_episodes_are_deleted_and_the_ledger_and_its_hashes_stay(tmp_path: Path) -> None:
+    """After more steps the file is not larger. A group that no step has used, or a step of another process, keeps its episodes."""
+    store, everything = SqliteStore(tmp_path / "bounded.sqlite", keep_steps=4), SqliteStore(tmp_path / "all.sqlite")
+    sizes = []
+    for step in range(30):
+        text = random.Random(step).randbytes(20_000).hex()
+        for one in (store, everything):
+            one.put_all([make_group(2 * step, text), make_group(2 * step + 1, text)])
+            one.commit(step, {2 * step: GroupUse(tokens_trained=2)} | ({2 * step + 1: GroupUse(reason="x")} if step else {}), "c")
+        sizes.append([one._connection.execute("PRAGMA page_count").fetchone()[0] for one in (store, everything)])
+    (early, early_all), (last, last_all) = sizes[10], sizes[-1]
+    assert last - early < 0.05 * (last_all - early_all), "only the ledger grows"
+    entries = store.entries()
+    assert [replace(entry, has_episodes=True) for entry in entries] == list(everything.entries())
+    assert [entry.index for entry in entries if entry.has_episodes] == [1, *range(2 * 26, 60)], "no step has used group 1"
+    with pytest.raises(StoreError, match=r"episodes of group 4 .* were deleted, because of store.options.keep_steps"):
+        store.groups([4])
+    assert store.groups([52]) == everything.groups([52])
+    query = "SELECT idx, body FROM groups WHERE idx = 4"
+    (_, kept), (_, body) = (one._connection.execute(query).fetchone() for one in (store, everything))
+    assert kept == b"sha256:" + sha256(body).digest()
+    again = SqliteStore(tmp_path / "all.sqlite", keep_steps=4)  # a run that continues with the option
+    again.commit(30, {1: GroupUse()}, "c")
+    assert [entry.index for entry in again.entries() if entry.has_episodes] == [1, *range(2 * 27, 60)]
+    for one in (store, everything, again):
+        one.close()

@@ -42,3 +42,15 @@ def test_too_many_broken_tasks_stop_the_run_with_a_list(tmp_path: Path, monkeypa
         tasks.add(group(2, "c"))
     assert count_quarantined(tmp_path) == 3, "it is on the list"
     Quarantine(tmp_path).add(group(3, "d"))
+
+
+def test_rare_broken_tasks_never_stop_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.failure.faults.MAX_QUARANTINED", 2)
+    monkeypatch.setattr("agentrl.failure.faults.QUARANTINE_GROUPS", 9)
+    tasks = Quarantine(tmp_path)
+    for index in range(100):  # every fifth group: two within nine
+        tasks.add(group(index, f"t{index}", Blame.INFRASTRUCTURE if index % 5 else Blame.TASK))
+    assert len(tasks) == 20
+    with pytest.raises(TaskError, match="3 tasks are broken, 2 are allowed within 9 groups"):
+        for index in range(100, 103):
+            tasks.add(group(index, f"t{index}"))

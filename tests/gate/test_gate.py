@@ -29,10 +29,11 @@ from agentrl.failure.case import Case, Suite
 from agentrl.failure.collection import Collection
 from agentrl.gate import gate
 from agentrl.gate.gate import Gate, first_version_to_serve, promoted_result, serve_result
+from agentrl.gate.rule import RuleResult
 from agentrl.gate.schedule import schedule_gate
-from agentrl.gate.verdict import GateOutcome, first_different_turn, read_verdict, read_verdicts
+from agentrl.gate.verdict import GateOutcome, GateVerdict, evaluation_folder, first_different_turn, read_verdict, read_verdicts
 from agentrl.observe import write_report
-from agentrl.records import ADAPTER, Episode, Message, SandboxSpec, Score, Split, Task, VersionState
+from agentrl.records import ADAPTER, Episode, Message, SandboxSpec, Score, Split, Task, VersionState, codec
 from agentrl.records.sampling import Sampling
 from agentrl.reward import TaskScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner
@@ -43,6 +44,7 @@ from agentrl.session.opening import Progress, Run
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from agentrl.version import FolderRegistry, rollback
+from agentrl.version.rollback import BUDGET_STEPS
 from tests.chats import chat_of, shared_tokenizer
 from tests.gate import test_rolled_back as plain
 
@@ -177,9 +179,9 @@ async def test_the_gate_decides_on_the_version_at_which_a_run_without_a_last_ste
     gate = Gate.of(run)
     assert gate is not None and gate.due(3) is None
     Run.stop_after_step(run)
-    assert run.progress.end == run.progress.stop_at == 3 and not run.progress.interrupted and not gate.is_concluded
+    assert run.progress.end == run.progress.stop_at == 3 and not run.progress.interrupted and not gate.is_concluded()
     await served_through(run, 3)
-    assert gate.is_concluded and states(run)[3] == "promoted"
+    assert gate.is_concluded() and states(run)[3] == "promoted"
 
 
 @pytest.mark.slow
@@ -211,7 +213,7 @@ async def test_a_version_that_fails_a_case_is_rolled_back_and_reported_with_both
     assert (request.version, request.to) == (4, 2) and "case c03: 4 of 4 before, 0 of 28 now" in request.reason
     await served_through(run, 6)
     assert states(run) == ["promoted", "served", "promoted", "rolled_back", "rolled_back", "rolled_back", "promoted"]
-    assert Gate.of(run).is_concluded and promoted_result(run.registry, run.folder).number == 6
+    assert Gate.of(run).is_concluded() and promoted_result(run.registry, run.folder).number == 6
     assert any(said.startswith("version 4 is rolled back: case c03") and "at turn 1" in said for said in run.tracker.said)
     await plain.close(run)
     with Collection(tmp_path) as collection:
@@ -328,7 +330,7 @@ async def test_the_result_is_the_last_promoted_version_if_the_newest_is_blocked(
     await served_through(run, 4)
     assert [one.outcome for one in read_verdicts(tmp_path)] == [GateOutcome.REFERENCE, GateOutcome.PROMOTED, GateOutcome.BLOCKED]
     assert rollback.pending_request(tmp_path / "versions", run.registry) is None
-    assert Gate.of(run).is_concluded and promoted_result(run.registry, run.folder).number == 2
+    assert Gate.of(run).is_concluded() and promoted_result(run.registry, run.folder).number == 2
     await serve_result(run.registry, run.served, run.tracker.alert)
     assert "version 4 is not promoted; the result of the run is version 2" in run.tracker.said
     assert run.served.version == 2 and states(run) == ["promoted", "served", "promoted", "served", "served"]
@@ -376,6 +378,20 @@ async def test_a_run_whose_gate_promoted_nothing_says_so(tmp_path: Path) -> None
     await plain.close(run)
 
 
+@pytest.mark.usefixtures("scripted")
+async def test_old_rollbacks_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "MAX_ROLLBACKS", 1)
+    run = await opened(tmp_path)
+    old = GateVerdict(version=5, sha256="0" * 64, outcome=GateOutcome.ROLLED_BACK, reason="worse", at="now", reference=0)
+    evaluation_folder(tmp_path, 5).mkdir(parents=True)
+    (evaluation_folder(tmp_path, 5) / "verdict.json").write_bytes(codec.to_json(old))
+    worse, decided = RuleResult(enough=True, blocked=True, cases=9, unscored=0), Gate.of(run)
+    assert decided is not None
+    outcomes = [decided._outcome(worse, number)[0] for number in (4, 6, 4 + BUDGET_STEPS, 5 + BUDGET_STEPS)]
+    assert outcomes == [GateOutcome.ROLLED_BACK, GateOutcome.BLOCKED, GateOutcome.BLOCKED, GateOutcome.ROLLED_BACK]
+    await plain.close(run)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("scripted")
 async def test_rollbacks_end_at_their_limit_and_other_weights_are_evaluated_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,7 +405,11 @@ async def test_rollbacks_end_at_their_limit_and_other_weights_are_evaluated_agai
     publish(run, 3, 2, "bad c02")
     await served_through(run, 3)
     blocked = read_verdict(tmp_path, 3)
-    assert blocked is not None and blocked.outcome is GateOutcome.BLOCKED and "after 1 rollbacks the gate only blocks" in blocked.reason
+    assert (
+        blocked is not None
+        and blocked.outcome is GateOutcome.BLOCKED
+        and "after 1 rollbacks within 256 versions the gate only blocks" in blocked.reason
+    )
     run.registry.reconcile(2)
     await run.served.fall_back(run.registry.get(2))
     publish(run, 3, 2, "good 3")

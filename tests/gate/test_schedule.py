@@ -125,7 +125,7 @@ async def test_a_version_rejected_after_newer_ones_serve_is_rolled_back_with_the
         (4, GateOutcome.PROMOTED),
         (6, GateOutcome.PROMOTED),
     ]
-    assert Gate.of(run).is_concluded and held == [0, 2, 4, 6]
+    assert Gate.of(run).is_concluded() and held == [0, 2, 4, 6]
     await plain.close(run)
 
 
@@ -183,11 +183,11 @@ async def test_an_interrupt_ends_the_wait_for_the_last_evaluation(tmp_path: Path
         run.progress.interrupted = True
 
     await swapped(run, 1, interrupt)
-    assert read_verdict(tmp_path, 1) is None and not Gate.of(run).is_concluded
+    assert read_verdict(tmp_path, 1) is None and not Gate.of(run).is_concluded()
     run.progress.interrupted = False
     run.held_up.clear()
     await swapped(run, 1)
-    assert Gate.of(run).is_concluded
+    assert Gate.of(run).is_concluded()
     await plain.close(run)
 
 

@@ -22,6 +22,7 @@ from agentrl.learner.publish import FULL_EVERY
 from agentrl.learner.update_guard import MAX_BAD_GROUPS, MAX_BAD_UPDATES, MAX_ROLLBACKS, FailureCounts, UpdateFailure, UpdateGuard
 from agentrl.records import Batch, Group, Sample, VersionState
 from agentrl.version import FolderRegistry, deltas
+from agentrl.version.rollback import BUDGET_STEPS
 from tests.learner import preloaded
 from tests.learner.building import episode, random_group, recipe, scored, turn, write_run
 from tests.ledgers import consumed
@@ -147,13 +148,32 @@ def test_the_strictest_action_wins_and_rollbacks_are_limited() -> None:
     for made in range(MAX_ROLLBACKS):
         guard.begin_step()
         guard.record_policy_step(_part(), bad, applied=False)
-        assert guard.rolling_back and not guard.start_weights_passed and guard.counts.rollbacks == made + 1
+        assert guard.rolling_back and not guard.start_weights_passed and len(guard.counts.rollbacks) == made + 1
     guard.begin_step()
     guard.record_policy_step(_part(4), FINE, applied=True)
     assert guard.start_weights_passed and not guard.rolling_back
     with pytest.raises(LearnerHalted, match=f"{MAX_ROLLBACKS} rollbacks were made"):
         guard.record_policy_step(_part(5), bad, applied=False)
     assert [setback.action for setback in guard.take_failures()] == [*["rollback"] * MAX_ROLLBACKS, "halt"]
+
+
+def test_setbacks_count_against_a_budget_for_some_steps_only() -> None:
+    """So rare ones never halt a run, and frequent ones do, also after any number of good steps."""
+    guard = UpdateGuard(LearnerConfig(limits=(Limit(metric="entropy", at=0.5, action="rollback"),)))
+    bad, broken = FINE | {"entropy": 0.1}, [random_group(0)]
+    every = BUDGET_STEPS // MAX_ROLLBACKS + 1
+    for step in range(0, 40 * every, every):
+        guard.begin_step()
+        guard.record_policy_step(_part(step), bad, applied=False)
+        assert guard.rolling_back and len(guard.counts.rollbacks) <= MAX_ROLLBACKS
+        for _ in range(MAX_BAD_GROUPS // MAX_ROLLBACKS - 1):
+            guard.exclude_groups(step, broken, {0: "non_finite_score"})
+    with pytest.raises(LearnerHalted, match=f"within {BUDGET_STEPS} steps"):
+        for _ in range(2):
+            guard.record_policy_step(_part(step + 1), bad, applied=False)
+    with pytest.raises(LearnerHalted, match=f"{MAX_BAD_GROUPS} groups were excluded within {BUDGET_STEPS} steps"):
+        for _ in range(MAX_BAD_GROUPS):
+            guard.exclude_groups(step + 1, broken, {0: "non_finite_score"})
 
 
 def test_a_working_critic_does_not_reset_the_policys_skipped_steps() -> None:

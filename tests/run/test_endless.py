@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from agentrl.base.run_lock import drive_folder
 from agentrl.cli import app
+from agentrl.config import Recipe
 from agentrl.errors import RecipeError, UserError
 from agentrl.observe.summary import Summary, record_start
 from agentrl.protocols import TaskFamily
@@ -23,9 +24,14 @@ from tests.driving import make_recipe
 from tests.run.endless import Numbered, endless_recipe, endless_run, steps_done
 
 
+def evaluated_recipe() -> Recipe:
+    """Evaluates each step on a task."""
+    return endless_recipe(**{"evaluation.every": 1, "evaluation.heldout": 1})
+
+
 async def run_until(folder: Path, steps: int) -> tuple[int, Summary]:
     """Runs the pipeline, stops it after some steps, and returns the version that serves then, and the summary."""
-    recipe = endless_recipe()
+    recipe = evaluated_recipe()
     (folder / "recipe.json").write_text(recipe.model_dump_json())
     record_start(folder)
     async with endless_run(folder, recipe) as run:
@@ -48,11 +54,12 @@ async def test_a_stopped_run_has_its_last_evaluation_and_a_resumed_one_continues
         version, summary = await run_until(folder, steps)
         assert version in (steps, steps + 1) and version > last, "the step in progress was finished"
         assert summary.finished and not summary.interrupted and summary.steps == version
-        assert "after" in json.loads((folder / "evaluations.json").read_text())
-        async with endless_run(folder, endless_recipe()) as run:
+        evaluated = {"before", *(f"step{number}" for number in range(1, version)), "after"}
+        assert set(json.loads((folder / "evaluations.json").read_text())) == evaluated, "also the step at which the first session ended"
+        async with endless_run(folder, evaluated_recipe()) as run:
             promoted = run.registry.get(version)
             assert promoted is not None and promoted.state is VersionState.PROMOTED
-        assert finished_summary(folder, endless_recipe()) is None, "--resume trains further"
+        assert finished_summary(folder, evaluated_recipe()) is None, "--resume trains further"
         last = version
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import threading
@@ -132,3 +133,14 @@ def test_two_interrupts_stop_a_run_whose_event_loop_is_blocked(handlers: None, m
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(run())
     assert time.monotonic() - began < 30 and [type(error) for error in ended] == [KeyboardInterrupt]
+
+
+@pytest.mark.parametrize(("to", "of", "renamed"), [("step4", "weights", True), (None, "weights", False), ("step4", "other", False)])
+def test_the_last_evaluation_of_a_run_with_more_steps_belongs_to_its_step(tmp_path: Path, to: str | None, of: str, renamed: bool) -> None:
+    (tmp_path / "evaluations.json").write_text(json.dumps({"before": {}, "after": {"heldout": {"of": "weights", "value": 0.5}}}))
+    (tmp_path / "episodes").mkdir()
+    (tmp_path / "episodes" / "after.jsonl").write_text("{}\n")
+    for _ in range(2):
+        measure.rename_evaluation(tmp_path, "after", to, of=of)
+        assert set(json.loads((tmp_path / "evaluations.json").read_text())) == ({"before", "step4"} if renamed else {"before"})
+    assert (tmp_path / "episodes" / "step4.jsonl").exists() == renamed

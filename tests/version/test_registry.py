@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import itertools
 import json
@@ -25,6 +26,7 @@ from agentrl.protocols import VersionRegistry
 from agentrl.records import ADAPTER, WHOLE_MODEL, PolicyVersion, VersionState
 from agentrl.version import FolderRegistry, rollback
 from tests.forking import FORKS
+from tests.off_loop import PACKAGE, BlockingCalls
 from tests.strategies import examples
 
 CANDIDATE, SERVING, SERVED = VersionState.CANDIDATE, VersionState.SERVING, VersionState.SERVED
@@ -306,6 +308,31 @@ def test_several_processes_never_see_two_serving_and_lose_no_eval(registry: Fold
     assert [len(version.evals) for version in registry.versions()] == [len(orders)] * 6
 
 
+def test_an_endless_run_has_a_bounded_number_of_folders(registry: FolderRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.version.registry.MAX_RECORDS", 6)
+    for number in range(40):
+        publish(registry, number)
+        if number in (9, 20):
+            registry.set_state(number, PROMOTED)
+            registry.pin(number, pinned=number == 9)
+        registry.prune(2)
+    assert list(states(registry)) == [0, 9, 20, *range(34, 40)], "version 0, the pinned one, the last promoted ones and the newest"
+    assert registry.get(21) is None and registry.latest(PROMOTED).number == 20  # type: ignore[union-attr]
+
+
+def test_the_newest_version_is_found_without_reading_all_of_them(registry: FolderRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(40):
+        publish(registry, number)
+    registry.set_state(37, PROMOTED)
+    read: list[int] = []
+    monkeypatch.setattr(
+        FolderRegistry, "_read", lambda self, number, real=FolderRegistry._read: (read.append(number), real(self, number))[1]
+    )
+    newest, promoted = registry.latest(), registry.latest(PROMOTED)
+    assert newest is not None and promoted is not None and (newest.number, promoted.number, read) == (39, 37, [39, 39, 38, 37])
+    assert registry.latest(ROLLED_BACK) is None
+
+
 _CHANGER = """
 import sys
 from pathlib import Path
@@ -399,3 +426,29 @@ def test_a_long_lived_process_that_reads_only_recent_versions_prunes_as_a_new_on
             spared = {0, *registry.pinned(), *[version.number for version in registry.versions()][-2:]}
             assert not spared & {*registry.prune(keep=2)}
             assert FolderRegistry(registry.folder).prune(keep=2) == (), operation
+
+
+_WAITING = """
+import asyncio
+async def blocks(registry):
+    return registry.latest()
+async def threaded(registry):
+    return await asyncio.to_thread(registry.latest)
+def called(registry):
+    return registry.latest()
+"""
+
+
+async def test_a_call_that_blocks_an_event_loop_is_detected(registry: FolderRegistry) -> None:
+    """`tests.off_loop`, which watches all tests of the driver, reports what a coroutine of agentrl calls, unless a thread executes it."""
+    publish(registry, 0)
+    functions: dict[str, Any] = {}
+    exec(compile(_WAITING, f"{PACKAGE}/waiting.py", "exec"), functions)
+    with pytest.MonkeyPatch.context() as patch:
+        calls = BlockingCalls(patch)
+        assert await functions["threaded"](registry) == functions["called"](registry) and not calls.on_loop
+        await functions["blocks"](registry)
+        asyncio.get_running_loop().call_soon(functions["called"], registry)
+        await asyncio.sleep(0)
+    assert calls.calls["version"] == calls.calls["lock"] == 4
+    assert sorted(stack.partition(":")[0] for stack in calls.on_loop) == ["lock", "lock", "version", "version"], calls.on_loop

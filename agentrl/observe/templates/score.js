@@ -86,7 +86,8 @@ async function replace() {
 
 async function store(scored, value, replace) {
   const { episode_id, part } = scored;
-  const answer = await post("/scores", { episode_id, part, value, replace, scored_by: localStorage.getItem("who") || undefined });
+  const key = Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) => byte.toString(16).padStart(2, "0")).join("");
+  const answer = await post("/scores", { episode_id, part, value, replace, key, scored_by: localStorage.getItem("who") || undefined });
   if (!answer.ok) {
     const { cause, message, fix } = await problem(answer);
     say(`${message}. ${fix}`, true);

@@ -1,0 +1,192 @@
+"""A canary: a candidate version gets a share of the attempts, and a sequential test decides whether it is promoted or rolled back.
+
+    1 / share attempts -> one of them, at random, by the candidate, the others by the baseline -> next ones, or the decision
+
+Each attempt is made once, by one version: with an agent of your own, an attempt is one session of the gateway. The score of the candidate's
+attempt minus the mean of the others is one observation within [-1, 1]. If both versions are equally good, its expected value is 0, because
+the candidate's attempt is chosen at random. Two sequential tests, which may look after every block (`statistics.e_value`), decide:
+
+    promote    the mean difference is above -margin. A candidate that is worse by the margin or more is promoted with a probability of at
+               most alpha / 2
+    roll back  the mean difference is below 0. A candidate that is no worse is rolled back with a probability of at most alpha / 2
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+
+from agentrl.errors import UserError
+from agentrl.evaluation.engine import SuiteAttempt
+from agentrl.evaluation.open_policy import OpenPolicy
+from agentrl.evaluation.statistics import Interval, anytime_interval, e_value
+from agentrl.evaluation.versus import VersionComparison, run_attempts_of, save_attempts
+from agentrl.failure.case import Case
+from agentrl.records import PolicyVersion, VersionState
+from agentrl.session.version_changes import has_checkpoint, is_driven, known_version, run_recipe
+from agentrl.session.versions import open_registry
+
+_BLOCK = 16  # the candidate's attempts between two looks
+_LEAST_SCORED = Fraction(4, 5)  # share of the observations without which there is no decision
+_SIDES = BASELINE, CANDIDATE = 0, 1
+
+Slot = tuple[str, int]
+"""A case and the number of an attempt at it."""
+
+
+class CanaryOutcome(StrEnum):
+    """The result of a canary."""
+
+    PROMOTE = "promote"
+    ROLL_BACK = "roll back"
+    UNDECIDED = "undecided"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryUnit:
+    """Consecutive attempts, of which the candidate makes one."""
+
+    candidate: Slot
+    baseline: tuple[Slot, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryResult:
+    """The attempts so far, and what they decide."""
+
+    outcome: CanaryOutcome
+    interval: Interval  # of the mean difference; valid at any number of attempts
+    baseline: float  # mean scores
+    candidate: float
+    attempts: tuple[int, int]  # of baseline and candidate
+    unscored: int  # observations without a score of the candidate, or of all its neighbours
+    most: int  # observations that were possible
+
+
+def check_canary(run: Path, before: int, after: int) -> None:
+    """Raises `UserError` if a canary's decision about version `after` could not be carried out."""
+    registry = open_registry(run)
+    baseline, candidate = known_version(registry, before), known_version(registry, after)
+    if before >= after or VersionState.ROLLED_BACK in (baseline.state, candidate.state):
+        raise UserError(
+            f"version {after} of {run} cannot be a canary next to version {before}: the candidate must be newer, and neither rolled back",
+            fix=f"choose others: agentrl versions list {run}",
+        )
+    if not has_checkpoint(run, before):
+        raise UserError(f"version {before} of {run} has no intact checkpoint to return to", fix="pin versions to keep, before a canary")
+    if run_recipe(run).gate is None and is_driven(run):
+        raise UserError(f"{run} is running without a gate, so its last version is its result", fix="wait until it ends, or add a gate")
+
+
+def plan_units(cases: Sequence[Case], repeats_of: Callable[[Case], int], *, share: float, seed: int) -> tuple[CanaryUnit, ...]:
+    """Returns the attempts of a canary in random order, split into units of 1 / `share` attempts; an incomplete unit is dropped.
+
+    Raises `UserError` if a share is not 1 / 2, 1 / 3, ..., or there are too few attempts.
+    """
+    size = round(1 / share) if 0 < share <= 0.5 else 0
+    if not size or abs(share * size - 1) > 0.01:
+        raise UserError(f"the canary's share {share:g} is not one of 1/2, 1/3, 1/4, ...", fix="use for example --canary 0.2")
+    rng, slots = random.Random(seed), list[Slot]()
+    for number in range(max(map(repeats_of, cases), default=0)):
+        turn = [(case.id, number) for case in cases if number < repeats_of(case)]
+        rng.shuffle(turn)
+        slots += turn
+    units = []
+    for start in range(0, len(slots) - size + 1, size):
+        chosen, *others = rng.sample(slots[start : start + size], size)
+        units.append(CanaryUnit(candidate=chosen, baseline=tuple(others)))
+    if not units:
+        raise UserError(f"a canary with share {share:g} needs {size} attempts, not {len(slots)}", fix="raise --cases or --repeats")
+    return tuple(units)
+
+
+def decide(differences: Sequence[float], *, planned: int, alpha: float, margin: float) -> CanaryOutcome:
+    """Returns the decision after these observations, in order, of `planned` ones. Raises `ValueError` for one outside [-1, 1]."""
+    if len(differences) < _LEAST_SCORED * planned:
+        return CanaryOutcome.UNDECIDED
+    if e_value([-difference for difference in differences], null=margin) >= 2 / alpha:
+        return CanaryOutcome.PROMOTE
+    return CanaryOutcome.ROLL_BACK if e_value(differences) >= 2 / alpha else CanaryOutcome.UNDECIDED
+
+
+async def run_canary(
+    comparison: VersionComparison,
+    policy: OpenPolicy,
+    pair: tuple[PolicyVersion, PolicyVersion],
+    *,
+    share: float,
+    on_block: Callable[[CanaryResult], None] = lambda so_far: None,
+) -> CanaryResult:
+    """Runs blocks of units with both versions of an open policy until a decision is clear or no attempt is left, and stores the attempts.
+
+    Args:
+        pair: baseline and candidate.
+        share: of the attempts that the candidate makes.
+        on_block: called after each block.
+    """
+    began, by_id = time.monotonic(), {case.id: case for case in comparison.suite.cases}
+    units = plan_units(comparison.suite.cases, comparison.repeats_of, share=share, seed=comparison.given.recipe.seed)
+    attempts: tuple[list[SuiteAttempt], list[SuiteAttempt]] = [], []
+    result = _result(comparison, units[:0], attempts, most=len(units))
+    for start in range(0, len(units), _BLOCK):
+        block = units[start : start + _BLOCK]
+        wanted = [slot for unit in block for slot in unit.baseline], [unit.candidate for unit in block]
+        for side in _SIDES if start // _BLOCK % 2 == 0 else _SIDES[::-1]:  # every second block starts with the loaded weights
+            numbers = _by_case(wanted[side])
+            cases = [by_id[case] for case in numbers]
+            done = await run_attempts_of(comparison, policy, pair[side], cases, side, partial(_numbers, numbers))
+            attempts[side].extend(done)
+        result = _result(comparison, units[: start + len(block)], attempts, most=len(units))
+        on_block(result)
+        if result.outcome is not CanaryOutcome.UNDECIDED:
+            break
+    for side in _SIDES:
+        await asyncio.to_thread(save_attempts, comparison, side, pair[side], attempts[side], began)
+    return result
+
+
+def _numbers(by_case: Mapping[str, list[int]], case: Case) -> list[int]:
+    return by_case[case.id]
+
+
+def _by_case(slots: Iterable[Slot]) -> dict[str, list[int]]:
+    numbers = defaultdict[str, list[int]](list)
+    for case, number in slots:
+        numbers[case].append(number)
+    return dict(numbers)
+
+
+def _result(
+    comparison: VersionComparison, units: Sequence[CanaryUnit], attempts: tuple[list[SuiteAttempt], list[SuiteAttempt]], *, most: int
+) -> CanaryResult:
+    scores = [{(one.attempt.case, one.attempt.number): one.attempt.score for one in side} for side in attempts]
+    differences = list[float]()
+    for unit in units:
+        score = scores[CANDIDATE][unit.candidate]
+        others = [other for slot in unit.baseline if (other := scores[BASELINE][slot]) is not None]
+        if score is not None and others:
+            differences.append(score - statistics.fmean(others))
+    try:
+        outcome = decide(differences, planned=len(units), alpha=comparison.alpha, margin=comparison.margin)
+        interval = anytime_interval(differences, level=1 - comparison.alpha)
+    except ValueError:
+        raise UserError("a canary needs scores from 0 to 1", fix="use agentrl eval for both versions, then agentrl compare") from None
+    baseline, candidate = ([score for score in side.values() if score is not None] for side in scores)
+    return CanaryResult(
+        outcome=outcome,
+        interval=interval,
+        baseline=statistics.fmean(baseline or [0.0]),
+        candidate=statistics.fmean(candidate or [0.0]),
+        attempts=(len(attempts[BASELINE]), len(attempts[CANDIDATE])),
+        unscored=len(units) - len(differences),
+        most=most,
+    )
