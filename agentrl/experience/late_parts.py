@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from agentrl.errors import ScoreRejected
+from agentrl.experience.episode_rows import update_scores
 from agentrl.experience.ledger import new_entry
 from agentrl.records import Group, LateScore, PendingScore, ScoreReceipt
 
@@ -191,8 +192,9 @@ def update_counts(db: sqlite3.Connection, groups: Iterable[int], *, read: Callab
     """Computes the counts of groups again that wait for no further part."""
     for index in groups:
         if not _open_parts(db, index):
-            entry = new_entry(read(index))
+            entry = new_entry(group := read(index))
             db.execute("UPDATE groups SET counted = ?, has_spread = ? WHERE idx = ?", (entry.counted, entry.has_spread, index))
+            update_scores(db, group)
 
 
 def closed_parts(db: sqlite3.Connection, groups: Sequence[int]) -> dict[int, dict[tuple[str, str], float | None]]:

@@ -28,16 +28,16 @@ from agentrl.base.database import (
 )
 from agentrl.config.recipe import Recipe
 from agentrl.errors import StoreError
-from agentrl.experience import late_parts
+from agentrl.experience import episode_rows, late_parts
 from agentrl.experience.ledger import new_entry
 from agentrl.experience.residuals import split_group
 from agentrl.plugins import parts
 from agentrl.protocols import ExperienceStore
 from agentrl.records import Group, GroupUse, LateScore, LedgerEntry, PendingScore, ScoreReceipt, codec
 
-_APPLICATION_ID = 0x41475258  # "AGRX", distinguishes these files from other SQLite files
-_SCHEMA_VERSION = 4
-_SCHEMA = (
+APPLICATION_ID = 0x41475258  # "AGRX", distinguishes these files from other SQLite files
+_SCHEMA_VERSION = 5
+SCHEMA = (
     "CREATE TABLE groups (idx INTEGER PRIMARY KEY, task_id TEXT NOT NULL, stored_at REAL NOT NULL, attempts INTEGER NOT NULL,"
     " counted INTEGER NOT NULL, has_spread INTEGER NOT NULL, oldest_version INTEGER, tokens_sampled INTEGER NOT NULL, body BLOB NOT NULL)",
     # A row per assigned or consumed group. The checkpoint is NULL until the step completes. No foreign key: after a restore, the
@@ -46,9 +46,10 @@ _SCHEMA = (
     " reason TEXT NOT NULL)",
     "CREATE INDEX taken_by_step ON taken (step)",
     *late_parts.SCHEMA,
+    *episode_rows.SCHEMA,
     # The policy version from which each block of groups started.
     "CREATE TABLE blocks (block INTEGER PRIMARY KEY, version INTEGER NOT NULL)",
-    f"PRAGMA application_id = {_APPLICATION_ID}",
+    f"PRAGMA application_id = {APPLICATION_ID}",
     f"PRAGMA user_version = {_SCHEMA_VERSION}",
 )
 _ENTRIES = (
@@ -77,11 +78,11 @@ class SqliteStore:
         self.path = Path(path)
         self._busy_timeout_s = busy_timeout_s
         self._lock = threading.Lock()  # one connection, used by one thread at a time
-        with _translated(self.path):
+        with translated_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._connection = connect(self.path, _SCHEMA, timeout_s=busy_timeout_s)
+            self._connection = connect(self.path, SCHEMA, timeout_s=busy_timeout_s)
         try:
-            with _translated(self.path):
+            with translated_errors(self.path):
                 self._prepare()
         except BaseException:
             self._connection.close()
@@ -102,6 +103,7 @@ class SqliteStore:
                 for group, row in parts if stored[-1] else ():
                     db.execute(query, row)
                     late_parts.insert_parts(db, group)
+                    episode_rows.insert_episodes(db, group)
             return tuple(stored)
 
     def has(self, index: int) -> bool:
@@ -231,12 +233,12 @@ class SqliteStore:
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
-        with self._lock, _translated(self.path), query_deadline(self._connection, _QUERY_S):
+        with self._lock, translated_errors(self.path), query_deadline(self._connection, _QUERY_S):
             yield self._connection
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._lock, _translated(self.path), transaction(self._connection) as db:
+        with self._lock, translated_errors(self.path), transaction(self._connection) as db:
             yield db
 
     def _prepare(self) -> None:
@@ -246,15 +248,15 @@ class SqliteStore:
                 f"{self.path} is on a file system without shared memory for SQLite ({mode})\n  fix: use a local disk for --run-dir"
             )
         db.execute("PRAGMA synchronous = FULL")
-        make_tables(db, _SCHEMA)
-        if read_pragma(db, "application_id") != _APPLICATION_ID:
+        make_tables(db, SCHEMA)
+        if read_pragma(db, "application_id") != APPLICATION_ID:
             raise StoreError(f"{self.path} is an SQLite file but not an experience store")
         if (version := read_pragma(db, "user_version")) != _SCHEMA_VERSION:
             raise StoreError(
                 f"{self.path} has store schema {version}; this agentrl reads {_SCHEMA_VERSION}\n"
                 "  fix: continue with the agentrl version that started this run, or start a new run folder"
             )
-        require_schema(db, _SCHEMA)  # without its primary keys, a group could have millions of rows
+        require_schema(db, SCHEMA)  # without its primary keys, a group could have millions of rows
 
 
 def _row(group: Group) -> tuple[Any, ...]:
@@ -318,7 +320,7 @@ def _code(error: sqlite3.Error) -> int:
 
 
 @contextmanager
-def _translated(path: Path) -> Iterator[None]:
+def translated_errors(path: Path) -> Iterator[None]:
     """Converts errors of SQLite or the file system to a `StoreError` with the file and the fix."""
     try:
         yield

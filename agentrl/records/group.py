@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from agentrl.records.chat import Message
 from agentrl.records.episode import Episode
 from agentrl.records.failure import Blame, Failure
 from agentrl.records.fields import Record
 from agentrl.records.late_score import PendingPart
 from agentrl.records.score import Score
+from agentrl.records.task import Split, Task
 from agentrl.records.trajectory import TurnKey, turn_key
 
 
@@ -54,6 +56,13 @@ class Group(Record):
     task_key: str
     episodes: tuple[ScoredEpisode, ...]
     cancelled: tuple[Cancelled, ...] = ()
+    kind: str = ""  # of the task
+    split: str = Split.TRAIN
+    prompt: tuple[Message, ...] = ()  # of the task; empty if it is not known
+
+    def with_task(self, task: Task) -> Group:
+        """Returns the group with what a reader must know about its task."""
+        return replace(self, kind=task.kind, split=str(task.split), prompt=task.prompt)
 
     @property
     def scored(self) -> tuple[ScoredEpisode, ...]:

@@ -1,0 +1,200 @@
+"""A filter and an order of episodes, and the SQL for it."""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from agentrl.errors import UserError
+from agentrl.experience.episode_rows import NAME_CHARS, NO_SCORE
+
+MAX_WORDS = 16
+QUERY_CHARS = 400
+Sort = Literal["newest", "score", "tokens", "turns", "seconds"]
+Outcome = Literal["solved", "partial", "failed", "pending", "excluded"]
+
+_ORDERS = {"newest": "number", "score": "score_order", "tokens": "tokens", "turns": "turns", "seconds": "seconds"}
+_INDEX = {"newest": "NOT INDEXED"} | {sort: f"INDEXED BY episodes_by_{sort}" for sort in ("score", "tokens", "turns", "seconds")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeQuery:
+    """A filter and an order of episodes. Empty fields and None match all."""
+
+    text: str = ""  # words that the episode contains, all of them; a word that ends in * is a prefix
+    phase: str = ""  # train, before, step8, after, gate
+    kind: str = ""  # of task
+    split: str = ""  # train, heldout or heldout_real
+    outcome: Outcome | Literal[""] = ""
+    stop_reason: str = ""
+    tool: str = ""  # name of a tool that it called
+    exclusion: str = ""  # kind of the failure that excludes it
+    blame: str = ""
+    min_score: float | None = None
+    max_score: float | None = None
+    version: int | None = None  # policy version between the oldest and the newest that sampled its tokens
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    step: int | None = None  # learner step of its group, counted from 1
+    group: int | None = None
+    sort: Sort = "newest"
+    descending: bool = True
+    after: str = ""  # `EpisodePage.next` of the page before
+    limit: int = 50
+
+    @property
+    def is_all(self) -> bool:
+        """Whether every episode matches."""
+        return self == EpisodeQuery(sort=self.sort, descending=self.descending, after=self.after, limit=self.limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """The last row of a page: its number, and its value in the order."""
+
+    number: int
+    value: float
+
+    def encode(self) -> str:
+        """Returns the position as text without spaces."""
+        return f"{self.number}:{float(self.value).hex()}"
+
+    @classmethod
+    def decode(cls, text: str) -> Position:
+        """Reads a position. Raises `UserError`."""
+        number, _, value = text[:100].partition(":")
+        try:
+            position = cls(int(number), float.fromhex(value))
+        except (ValueError, OverflowError):
+            position = cls(-1, math.nan)
+        if not 0 <= position.number < 1 << 63 or math.isnan(position.value):
+            raise UserError(f"after={text[:40]!r} is not the end of a page", fix="use `next` of the page before")
+        return position
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statement:
+    """An SQL query and its parameters."""
+
+    sql: str
+    values: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryPlan:
+    """The statements for a query. Each page has rows of (number, value in the order)."""
+
+    matches: Statement  # numbers of all matching episodes, without an order
+    walk: Statement  # a page, in the order of an index: fast if many episodes match
+    scan: Statement  # a page, compared with all matching episodes
+    chosen: Statement  # a page of the numbers in the JSON list that is its first parameter
+
+
+def plan_query(db: sqlite3.Connection, query: EpisodeQuery) -> QueryPlan | None:
+    """Returns the statements for a query; None if a filter has a name that no episode has. Raises `UserError` for an invalid query."""
+    if query.sort not in _ORDERS:
+        raise UserError(f"unknown order {query.sort[:40]!r}", fix=f"use {', '.join(_ORDERS)}")
+    names = {"phase": query.phase, "kind": query.kind, "split": query.split, "outcome": query.outcome, "stop": query.stop_reason}
+    labels = _labels(db, names | {"exclusion": query.exclusion, "blame": query.blame, "tool": query.tool})
+    if labels is None:
+        return None
+    tool = labels.pop("tool", None)
+    ranges = (
+        ("score_order >= ?", query.min_score),
+        ("score_order <= ?", query.max_score),
+        ("score_order > ?", NO_SCORE if query.max_score is not None and query.min_score is None else None),
+        ("oldest <= ?", query.version),
+        ("newest >= ?", query.version),
+        ("tokens >= ?", query.min_tokens),
+        ("tokens <= ?", query.max_tokens),
+        ("idx = ?", query.group),
+        ("idx IN (SELECT idx FROM taken WHERE step = ?)", None if query.step is None else query.step - 1),
+    )
+    terms = [f"{name} = ?" for name in labels] + [term for term, value in ranges if value is not None]
+    values: list[Any] = [*labels.values(), *(value for _, value in ranges if value is not None)]
+    if any(isinstance(value, int) and not -(1 << 62) < value < 1 << 62 for value in values):
+        raise UserError("a number of the query has more than 62 bits", fix="use a smaller number")
+    few = query.group is not None or query.step is not None
+    return _plan(query, _sources(query, tool, few=few), terms, values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sources:
+    """What follows FROM, the condition on it, and the column of the number."""
+
+    walk: str
+    scan: str
+    term: str = ""
+    value: Any = None
+    number: str = "number"
+
+
+def _sources(query: EpisodeQuery, tool: int | None, *, few: bool) -> _Sources:
+    if query.text.strip():
+        table, term, value = "episode_text", "episode_text MATCH ?", full_text_query(query.text)
+        joined = f"{table} CROSS JOIN episodes ON number = {table}.rowid"
+        if tool is not None:
+            joined += f" AND EXISTS (SELECT 1 FROM episode_tools WHERE tool = {tool} AND episode_tools.number = episodes.number)"
+        return _Sources(walk=joined, scan=joined, term=term, value=value, number=f"{table}.rowid")
+    if tool is not None:
+        joined = "episode_tools CROSS JOIN episodes ON episodes.number = episode_tools.number"
+        return _Sources(walk=joined, scan=joined, term="tool = ?", value=tool, number="episode_tools.number")
+    if few:
+        return _Sources(walk="episodes INDEXED BY episodes_by_group", scan="episodes INDEXED BY episodes_by_group")
+    return _Sources(walk=f"episodes {_INDEX[query.sort]}", scan="episodes INDEXED BY episodes_scan")
+
+
+def _plan(query: EpisodeQuery, sources: _Sources, terms: list[str], values: list[Any]) -> QueryPlan:
+    if sources.term:
+        terms, values = [sources.term, *terms], [sources.value, *values]
+    column, way = _ORDERS[query.sort], "DESC" if query.descending else "ASC"
+    sign = "<" if query.descending else ">"
+    number = sources.number
+    column = number if column == "number" else column
+    order = f" ORDER BY {number} {way}" if column == number else f" ORDER BY {column} {way}, {number} {way}"
+    later, more = list[str](), list[Any]()
+    if query.after:
+        position = Position.decode(query.after)
+        alone = column == number
+        later = [f"{number} {sign} ?"] if alone else [f"({column}, {number}) {sign} (?, ?)"]
+        more = [position.number] if alone else [position.value, position.number]
+    where, paged = _where(terms), _where([*terms, *later])
+    chosen = _where(["number IN (SELECT value FROM json_each(?))", *(term.replace(number, "number") for term in later)])
+    picked = f"SELECT number, {column.replace(number, 'number')} FROM episodes{chosen}{order.replace(number, 'number')}"
+    return QueryPlan(
+        matches=Statement(sql=f"SELECT {number} FROM {sources.scan}{where}", values=tuple(values)),
+        walk=Statement(sql=f"SELECT {number}, {column} FROM {sources.walk}{paged}{order}", values=(*values, *more)),
+        scan=Statement(sql=f"SELECT {number}, {column} FROM {sources.scan}{paged}{order}", values=(*values, *more)),
+        chosen=Statement(sql=picked, values=tuple(more)),
+    )
+
+
+def _where(terms: list[str]) -> str:
+    return f" WHERE {' AND '.join(terms)}" if terms else ""
+
+
+def full_text_query(text: str) -> str:
+    """Returns a query of SQLite's full-text search for episodes with all words of a text. A word that ends in * is a prefix.
+
+    Raises `UserError` for a text without words.
+    """
+    words = [(word.rstrip("*"), word.endswith("*")) for word in text[:QUERY_CHARS].replace("\0", " ").split()][:MAX_WORDS]
+    quoted = ['"' + word.replace('"', '""') + '"' + "*" * prefix for word, prefix in words if any(map(str.isalnum, word))]
+    if not quoted:
+        raise UserError(f"the text {text[:40]!r} has no word to search for", fix="use letters or digits")
+    return " ".join(word.encode("utf-8", "replace").decode() for word in quoted)
+
+
+def _labels(db: sqlite3.Connection, names: dict[str, str]) -> dict[str, int] | None:
+    """Returns the ids of the names that are set; None if one is unknown."""
+    labels = dict[str, int]()
+    for sort, name in names.items():
+        if name:
+            known = name[:NAME_CHARS].encode("utf-8", "replace").decode()
+            row = db.execute("SELECT id FROM labels WHERE sort = ? AND name = ?", (sort, known)).fetchone()
+            if row is None:
+                return None
+            labels[sort] = int(row[0])
+    return labels

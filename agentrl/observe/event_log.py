@@ -1,0 +1,255 @@
+"""Writes and reads the stream of events of a run (`agentrl.observe.events`)."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from io import FileIO
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO
+
+from agentrl.base.error_text import one_line_error
+from agentrl.base.files import remove_torn_line
+from agentrl.base.untrusted_files import open_file
+from agentrl.observe.events import MAX_LINE, Event, EventsDropped, decode, encode
+
+log = logging.getLogger(__name__)
+
+FOLDER = "events"
+"""Folder in a run folder."""
+SEGMENT_BYTES = 8 << 20
+SEGMENTS = 32
+"""Newest segments that are kept."""
+MAX_WAITING = 16384
+"""Events in memory that are not written. Further ones are dropped and counted."""
+MAX_PAGE = 10_000
+"""Largest number of events of one page."""
+_PAGE_BYTES = 4 << 20  # that one call reads
+_FLUSH_S = 0.2
+_RETRY_S = 5.0  # after a failed write
+_CLOSE_S = 10.0
+_MOST_FILES = 4096  # in the folder
+_NAME = re.compile(r"([0-9]{15})\.jsonl\Z")
+
+
+class EventLog:
+    """Appends the events of one run. `record` only adds to a queue; a thread encodes and writes at least every 0.2 s.
+
+    A failing disk never fails the run: `on_fault` is called once, from the thread, and events are dropped until writing works again.
+
+    Args:
+        run_dir: the run folder. One driver writes to it.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        on_fault: Callable[[str], None] = log.warning,
+        segment_bytes: int = SEGMENT_BYTES,
+        segments: int = SEGMENTS,
+        max_waiting: int = MAX_WAITING,
+    ) -> None:
+        self._folder, self._on_fault = run_dir / FOLDER, on_fault
+        self._segment_bytes, self._segments, self._max_waiting = segment_bytes, segments, max_waiting
+        self._waiting = deque[Event]()
+        self._dropped = 0  # not recorded yet
+        self._file: FileIO | None = None
+        self._start = self._size = 0  # offset of the open segment, and its bytes
+        self._failed_at = -_RETRY_S
+        self._reported = False
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="event log", daemon=True)
+        self._thread.start()
+
+    def record(self, event: Event) -> None:
+        """Adds an event. Returns at once and never raises; drops the event if too many wait. Any thread may call it."""
+        if len(self._waiting) >= self._max_waiting or self._closing.is_set():
+            self._dropped += 1
+        else:
+            self._waiting.append(event)
+
+    def close(self) -> None:
+        """Writes the events that wait, at most 10 s, and closes the file. Idempotent."""
+        self._closing.set()
+        self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        while not self._closing.wait(_FLUSH_S):
+            self._flush()
+        self._failed_at = -_RETRY_S
+        self._flush()
+        if self._file is not None:
+            self._file.close()
+
+    def _flush(self) -> None:
+        """Writes what waits. Every fault ends here."""
+        if time.monotonic() - self._failed_at < _RETRY_S:
+            return
+        batch: list[Event] = []
+        try:
+            while self._waiting or self._dropped:
+                if dropped := self._dropped:
+                    self._write([EventsDropped(count=dropped)])
+                    self._dropped -= dropped
+                batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), 128))]
+                self._write(batch)
+                batch = []
+        except Exception as error:  # a full disk, or an event that cannot be encoded
+            self._dropped += len(batch)
+            self._failed_at = time.monotonic()
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+            if not self._reported:
+                self._reported = True
+                self._on_fault(f"{self._folder}: events are not recorded: {one_line_error(error)}\n  fix: check the disk")
+
+    def _write(self, events: Iterable[Event]) -> None:
+        content = b"".join(map(encode, events))
+        file = self._file or self._open()
+        if self._size and self._size + len(content) > self._segment_bytes:
+            file = self._next_segment()
+        try:
+            if (written := file.write(content)) != len(content):
+                raise OSError(errno.ENOSPC, f"{written} of {len(content)} bytes written")
+        except OSError:
+            os.ftruncate(file.fileno(), self._size)
+            raise
+        self._size += len(content)
+
+    def _open(self) -> FileIO:
+        """Opens the newest segment; a new folder gets the first one."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._start = max((start for start, _ in _segments(self._folder)), default=0)
+        path = self._path(self._start)
+        remove_torn_line(path)
+        self._file = FileIO(path, "ab")
+        self._size = self._file.seek(0, os.SEEK_END)
+        return self._file
+
+    def _next_segment(self) -> FileIO:
+        assert self._file is not None, "a full segment is open"
+        self._file.close()
+        self._file, self._start, self._size = None, self._start + self._size, 0
+        self._file = FileIO(self._path(self._start), "ab")
+        for _, path in _segments(self._folder)[: -self._segments]:
+            path.unlink(missing_ok=True)
+        return self._file
+
+    def _path(self, start: int) -> Path:
+        return self._folder / f"{start:015d}.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventPage:
+    """Events that follow an offset."""
+
+    events: tuple[Event, ...]
+    offset: int  # where the next page starts
+    skipped: int = 0  # lines that are no known event: damaged, too long, or of another version
+    missed: int = 0  # bytes between the requested offset and the first event that are no longer there
+
+
+def read_events(run_dir: Path, *, after: int = 0, limit: int = 1000) -> EventPage:
+    """Returns at most `limit` events that follow offset `after`, in order. A last line that is being written is left for the next call.
+
+    An empty page with the same offset means that nothing new has happened. A run without events has an empty page. Reads at most 4 MiB.
+
+    Raises `OSError` if the folder cannot be read, and `ValueError` if a segment is not a regular file in it.
+    """
+    events, skipped, missed = list[Event](), 0, 0
+    segments = _segments(run_dir / FOLDER)
+    offset = min(max(after, 0), _end(segments))
+    budget = _PAGE_BYTES
+    for number, (start, path) in enumerate(segments):
+        end = segments[number + 1][0] if number + 1 < len(segments) else None
+        if end is not None and end <= offset:
+            continue
+        missed, offset = missed + max(0, start - offset), max(start, offset)
+        for size, line in _lines(run_dir, path, seek=offset - start, most=budget if end is None else min(budget, end - offset)):
+            offset, budget = offset + size, budget - size
+            event = _decoded(line)
+            skipped += event is None
+            events += [] if event is None else [event]
+            if len(events) >= min(limit, MAX_PAGE):
+                return EventPage(events=tuple(events), offset=offset, skipped=skipped, missed=missed)
+        if budget <= MAX_LINE or end is None:
+            break
+    return EventPage(events=tuple(events), offset=offset, skipped=skipped, missed=missed)
+
+
+def newest_offset(run_dir: Path, *, back: int = 256 << 10) -> int:
+    """Returns the offset of a line start about `back` bytes before the end of the stream: a reader of the newest events starts there."""
+    segments = _segments(run_dir / FOLDER)
+    if not segments:
+        return 0
+    wanted = max(_end(segments) - back, segments[0][0])
+    start, path = max((one for one in segments if one[0] <= wanted), default=segments[0])
+    if wanted == start:
+        return start
+    with open_file(path, inside=run_dir) as file:
+        file.seek(wanted - start - 1)
+        return min(wanted - 1 + len(file.readline(MAX_LINE)), _end(segments))
+
+
+def _segments(folder: Path) -> list[tuple[int, Path]]:
+    """Returns the segments with their offsets, in order."""
+    try:
+        with os.scandir(folder) as entries:
+            names = [match for entry in islice(entries, _MOST_FILES) if (match := _NAME.match(entry.name))]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted((int(match[1]), folder / match[0]) for match in names)
+
+
+def _end(segments: list[tuple[int, Path]]) -> int:
+    """Returns the offset after the last byte."""
+    if not segments:
+        return 0
+    start, path = segments[-1]
+    try:
+        return start + path.lstat().st_size
+    except FileNotFoundError:  # deleted with the run
+        return start
+
+
+def _lines(run_dir: Path, path: Path, *, seek: int, most: int) -> Iterator[tuple[int, bytes]]:
+    """Yields complete lines with their sizes, `most` bytes in all. The content of one that is too long is empty. A segment that was deleted
+    meanwhile has no lines."""
+    try:
+        with open_file(path, inside=run_dir) as file:
+            file.seek(seek)
+            yield from _bounded_lines(file, most=most)
+    except FileNotFoundError:
+        return
+
+
+def _bounded_lines(file: BinaryIO, *, most: int) -> Iterator[tuple[int, bytes]]:
+    left = most
+    while left > 0 and (line := file.readline(min(MAX_LINE + 1, left))):
+        size, complete = len(line), line.endswith(b"\n")
+        while not complete and size > MAX_LINE and size < left:
+            part = file.readline(min(MAX_LINE + 1, left - size))
+            if not part:
+                break
+            size, complete, line = size + len(part), part.endswith(b"\n"), b""
+        if not complete and not (size >= left and size > MAX_LINE):
+            return
+        left -= size
+        yield size, line if len(line) <= MAX_LINE else b""
+
+
+def _decoded(line: bytes) -> Event | None:
+    try:
+        return decode(line)
+    except (ValueError, RecursionError):
+        return None

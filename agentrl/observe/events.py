@@ -1,0 +1,278 @@
+"""The events of a run: what happened, in order, as typed records in `events/` of the run folder.
+
+One driver writes, any number of readers follow. The stream is split into segments, `events/000000000000000.jsonl`, whose names are the
+offsets of their first bytes; only the newest segments are kept. An offset is a position in the whole stream, so it stays valid after a
+segment was deleted and after a run is resumed. Texts of agents are clipped: the complete episode is in the store.
+
+    page = read_events(run_dir, after=0)
+    page = read_events(run_dir, after=page.offset)   # what happened since
+
+A run folder may come from a third party, so lines have a bounded length, and what is no known event is counted and skipped.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter
+from pydantic_core import from_json, to_json
+
+MAX_LINE = 16 << 10
+"""Longest line in bytes. Longer ones are skipped."""
+NAME_CHARS = 200
+"""Longest name, id or kind in an event, in characters."""
+PREVIEW_CHARS = 400
+"""Longest text of an agent or tool in an event, in characters."""
+TEXT_CHARS = 2000
+"""Longest text of an alert or reason in an event, in characters."""
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=-(1 << 62), le=1 << 62)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that happened in a run."""
+
+    at: Number = field(default_factory=time.time)  # Unix time in seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStarted(Event):
+    """A driver has opened the run. A resumed run has several of these."""
+
+    name: str  # of the run folder
+    recipe: str
+    steps: Count  # learner steps of the recipe; 0 means until it is stopped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageStarted(Event):
+    """The run has entered a stage, such as "train"."""
+
+    stage: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeStarted(Event):
+    """An attempt at a task has started, or continues from its saved state."""
+
+    episode: str
+    task_id: str
+    kind: str  # of task
+    split: str  # train, heldout or heldout_real
+    group: Count | None = None  # None outside of training
+    attempt: Count = 0  # retries before this one
+    turns: Count = 0  # finished in an earlier process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnEnded(Event):
+    """The policy has finished a turn."""
+
+    episode: str
+    trajectory: Count  # index in the episode's tree
+    turn: Count  # index in the trajectory
+    agent: str
+    prompt_tokens: Count  # new ones
+    sampled_tokens: Count
+    version: Count | None  # newest that sampled a token; None without one
+    seconds: Number
+    finish_reason: str
+    text: str = ""  # the start of the message
+    calls: tuple[str, ...] = ()  # names of the called tools
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolEnded(Event):
+    """A tool call has a result."""
+
+    episode: str
+    trajectory: Count
+    turn: Count
+    call: Count  # index of the call in its turn
+    tool: str
+    ok: bool
+    seconds: Number
+    arguments: str = ""  # the start of their JSON
+    output: str = ""  # its start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeEnded(Event):
+    """An attempt has ended. It may have failed, and may be retried under another id."""
+
+    episode: str
+    stop_reason: str  # "cancelled" if its group did not need it
+    turns: Count
+    tokens: Count  # sampled
+    seconds: Number
+    failure: str = ""  # kind of the failure that excludes it
+    blame: str = ""  # policy, task or infrastructure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeScored(Event):
+    """An attempt has a score, is excluded, or waits for late parts of its score."""
+
+    episode: str
+    score: Number | None
+    pending: bool = False
+    reason: str = ""  # why it has no score
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupStored(Event):
+    """All attempts of a group have ended, and the group is in the store with its scores."""
+
+    group: Count
+    task_id: str
+    kind: str
+    scores: tuple[Number | None, ...]  # by attempt; None for an excluded one
+    tokens: Count  # sampled
+    cancelled: Count = 0  # attempts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionServed(Event):
+    """The servers have swapped to a version, and the probe agrees."""
+
+    version: Count
+    seconds: Number
+    stall_s: Number  # in which no request made progress
+    probe_max_abs_diff: Number | None = None  # nats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFinished(Event):
+    """A learner step is recorded; its metrics are in `metrics.jsonl`."""
+
+    step: Count  # from 1: the version that it produced
+    metrics: Mapping[str, Number | None]  # those in `STEP_METRICS`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationFinished(Event):
+    """An evaluation has ended."""
+
+    phase: str  # before, step8, after
+    rates: Mapping[str, tuple[Number, Number, Number, Count]]  # split -> mean, 95% interval, number of tasks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionJudged(Event):
+    """The gate has decided about a version."""
+
+    version: Count
+    outcome: str  # reference, promoted, blocked, rolled back or not judged
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlertRaised(Event):
+    """A problem needs attention."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartRestarted(Event):
+    """A part of the run has failed and is restarted."""
+
+    part: str  # server, learner, worker, judge or redis
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventsDropped(Event):
+    """Events are missing here, because they came faster than they were written, or writing failed."""
+
+    count: Count
+
+
+KINDS: Mapping[str, type[Event]] = {
+    "run_started": RunStarted,
+    "stage": StageStarted,
+    "episode_started": EpisodeStarted,
+    "turn": TurnEnded,
+    "tool": ToolEnded,
+    "episode_ended": EpisodeEnded,
+    "episode_scored": EpisodeScored,
+    "group": GroupStored,
+    "version_served": VersionServed,
+    "step": StepFinished,
+    "evaluation": EvaluationFinished,
+    "version_judged": VersionJudged,
+    "alert": AlertRaised,
+    "part_restarted": PartRestarted,
+    "dropped": EventsDropped,
+}
+"""Name of an event in the stream -> its class."""
+STEP_METRICS = ("reward_mean", "reward_std", "loss", "grad_norm", "kl", "entropy", "tokens_trained", "tokens_captured", "step_s", "wall_s")
+"""Metrics of `StepFinished`, if the step has them."""
+_NAMES = {kind: name for name, kind in KINDS.items()}
+_LIMITS = {"text": TEXT_CHARS, "reason": TEXT_CHARS, "detail": TEXT_CHARS, "arguments": PREVIEW_CHARS, "output": PREVIEW_CHARS}
+_MOST = 256  # entries of a list or object
+
+
+def kind_of(event: Event) -> str:
+    """Returns the name of an event in the stream."""
+    return _NAMES[type(event)]
+
+
+def encode(event: Event) -> bytes:
+    """Returns an event as one line of JSON, at most `MAX_LINE` bytes. Texts are clipped, and numbers that are not finite become null."""
+    limits = _limits(type(event))
+    data = {name: _plain(getattr(event, name), most) for name, most in limits.items()}
+    line = to_json({"kind": kind_of(event), **data}) + b"\n"
+    while len(line) > MAX_LINE:  # texts of many bytes per character, or many entries
+        limits = {name: most // 2 for name, most in limits.items()}
+        data = {name: _plain(getattr(event, name), most) for name, most in limits.items()}
+        line = to_json({"kind": kind_of(event), **data}) + b"\n"
+    return line
+
+
+def decode(line: bytes) -> Event | None:
+    """Returns the event of a line; None for an unknown kind. Raises `ValueError` for a line that is no event."""
+    if len(line) > MAX_LINE:
+        raise ValueError(f"a line of {len(line)} bytes; an event has at most {MAX_LINE}")
+    data = from_json(line, allow_inf_nan=False, cache_strings="keys")
+    name = data.get("kind") if isinstance(data, dict) else None
+    if not isinstance(name, str):
+        raise ValueError("a line without a kind")
+    kind = KINDS.get(name)
+    if kind is None:
+        return None
+    event: Event = _adapter(kind).validate_python(data)
+    return event
+
+
+@cache
+def _adapter(kind: type[Event]) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+@cache
+def _limits(kind: type[Event]) -> dict[str, int]:
+    """Field -> longest text, in characters."""
+    limits = {one.name: _LIMITS.get(one.name, NAME_CHARS) for one in fields(kind)}
+    return limits | {"text": PREVIEW_CHARS} if kind is TurnEnded else limits
+
+
+def _plain(value: Any, most: int) -> Any:
+    if isinstance(value, str):
+        short = value[:most]
+        return short if short.isascii() else short.encode("utf-8", "replace").decode()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, tuple | list):
+        return [_plain(item, most) for item in value[: min(_MOST, most)]]
+    if isinstance(value, Mapping):
+        return {_plain(str(key), most): _plain(item, most) for key, item in list(value.items())[: min(_MOST, most)]}
+    return value
