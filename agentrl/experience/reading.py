@@ -9,7 +9,7 @@ from pathlib import Path
 
 from agentrl.base.database import check_files, decompress, is_read_only, read_pragma, require_schema, restrict_connection
 from agentrl.errors import StoreError
-from agentrl.experience.store import _APPLICATION_ID, _ENTRIES, _SCHEMA, _SCHEMA_VERSION, SqliteStore, _entry, _translated
+from agentrl.experience.store import _ENTRIES, _SCHEMA_VERSION, APPLICATION_ID, SCHEMA, SqliteStore, _entry, translated_errors
 from agentrl.records import Group, LedgerEntry, codec
 
 MAX_GROUP_BYTES = 16 << 20
@@ -30,13 +30,13 @@ class StoreReader(SqliteStore):
         self._lock = threading.Lock()
         if not path.exists():
             raise StoreError(f"{path} does not exist: no group was stored yet")
-        with _translated(path):
+        with translated_errors(path):
             check_files(path)
             mode = "mode=ro&immutable=1" if is_read_only(path) else "mode=ro"
             uri = f"{path.absolute().as_uri()}?{mode}"
             self._connection = sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
         try:
-            with _translated(path):
+            with translated_errors(path):
                 self._check()
         except BaseException:
             self._connection.close()
@@ -82,12 +82,12 @@ class StoreReader(SqliteStore):
 
     def _check(self) -> None:
         db = self._connection
-        restrict_connection(db, _SCHEMA, longest=_MAX_ROW)
-        if read_pragma(db, "application_id") != _APPLICATION_ID:
+        restrict_connection(db, SCHEMA, longest=_MAX_ROW)
+        if read_pragma(db, "application_id") != APPLICATION_ID:
             raise StoreError(f"{self.path} is an SQLite file but not an experience store")
         if (version := read_pragma(db, "user_version")) != _SCHEMA_VERSION:
             raise StoreError(
                 f"{self.path} has store schema {version}; this agentrl reads {_SCHEMA_VERSION}\n"
                 "  fix: read it with the agentrl version that wrote this run"
             )
-        require_schema(db, _SCHEMA)
+        require_schema(db, SCHEMA)

@@ -35,6 +35,7 @@ from agentrl.learner.driver_reports import SILENT, ProgressReporter, UpdateFailu
 from agentrl.learner.engine import PolicyEngine
 from agentrl.learner.publish import publish_version, select_probe_rows, version_folder, write_base_probe
 from agentrl.learner.ranks import Ranks
+from agentrl.learner.token_recorder import TokenRecorder
 from agentrl.learner.ulysses import form_teams
 from agentrl.learner.update import Updater
 from agentrl.learner.update_guard import ROLLBACK, UpdateFailure
@@ -64,6 +65,8 @@ class Worker:
         separate = recipe.critic is not None and not recipe.critic.shared
         self.critic = Critic(version_folder(run_dir, 0), recipe, ranks) if separate else None
         self.updater = Updater(self.engine, critic=self.critic)
+        if ranks.team is None or ranks.team.rank == 0:
+            self.updater.recorder = TokenRecorder(run_dir, ranks.data_parallel_rank)
         self.broadcaster = Broadcaster(run_dir, recipe, self.engine) if recipe.serving.weight_transfer.ref == "nccl" else None
         self.failures = UpdateFailureLog(run_dir)
         self.order = GroupOrder.from_recipe(recipe)
@@ -174,6 +177,8 @@ class Worker:
         try:
             excluded = guard.exclude_groups(step, trained, assembled.drop_reasons)
             metrics = self.updater.update(assembled.batch)
+            if self.updater.recorder is not None:
+                self.updater.recorder.save(step + 1)
         finally:
             setbacks = guard.take_failures()
             for setback in setbacks:

@@ -3,7 +3,7 @@
 `library` finds runs, `source` reads one of them, the modules `*_data` compute the JSON of one subject, and `server` answers requests.
 """
 
-# from agentrl.view.library import RunLibrary
-# from agentrl.view.server import ViewServer
+from agentrl.view.library import RunLibrary
+from agentrl.view.server import ViewServer
 
-
+__all__ = ["RunLibrary", "ViewServer"]

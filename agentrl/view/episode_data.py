@@ -6,10 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from agentrl.experience.token_records import TokenRecord
 from agentrl.records import Episode, Group, Message, Sample, ScoredEpisode, Trajectory, Turn
-from agentrl.view.group_data import Data, failures_data, finite, score_data
+from agentrl.view.group_data import Data, failures_data, finite, question_of, score_data
 from agentrl.view.source import Missing, RunSource
-from agentrl.view.training import GroupTraining, explain, sample_of, train_group
+from agentrl.view.training import GroupTraining, explain, recorded_tokens, sample_of, train_group
 from agentrl.view.vocabulary import Vocabulary
 
 MAX_TURNS = 200
@@ -31,17 +32,8 @@ def episode_data(source: RunSource, index: int, attempt: int, *, offset: int = 0
     assert entry is not None, "the group was read"
     training = train_group(source, entry, group)
     vocabulary, why = source.vocabulary()
-    episode, budget = scored.episode, _Budget(_ALL_TEXT)
-    first, trajectories = 0, []
-    for number, trajectory in enumerate(episode.trajectories):
-        start, end = max(0, offset - first), max(0, offset + MAX_TURNS - first)
-        sample = sample_of(training, episode.id, trajectory, episode.trajectories)
-        turns = [
-            _turn(place, trajectory.turns[place], _trained(sample, trajectory, place), budget, vocabulary, first=place == 0)
-            for place in range(len(trajectory.turns))[start:end]
-        ]
-        trajectories.append(_trajectory(number, trajectory, turns, budget))
-        first += len(trajectory.turns)
+    episode, budget = scored.episode, Budget(_ALL_TEXT)
+    samples = [sample_of(training, episode.id, trajectory, episode.trajectories) for trajectory in episode.trajectories]
     reason = entry.use.reason if entry.use is not None else training.reason
     return {
         "run": source.id,
@@ -51,29 +43,62 @@ def episode_data(source: RunSource, index: int, attempt: int, *, offset: int = 0
         "step": None if entry.step is None else entry.step + 1,
         "state": entry.state,
         "reason": explain(reason)[:400] if reason else "",
-        "episode": episode.id[:200],
         "task": group.task_id[:400],
         "kind": source.tasks.kind(max(index, -1 - index)),
-        "score": score_data(scored, chars=_TEXT),
         "group_scores": [finite(one.score.value) for one in group.episodes],
         "advantage": finite(training.advantages[attempt]),
-        "excluded": episode.left_out,
-        "failures": failures_data(scored, chars=4000),
-        "stop": episode.stop_reason,
-        "answer": None if episode.answer is None else budget.cut(episode.answer),
-        "wall_s": finite(episode.wall_s),
-        "sandbox_s": finite(episode.sandbox_s),
-        "tokens": episode.completion_tokens,
-        "retries": episode.attempt,
-        "trajectories": trajectories,
-        "turns": first,
+        "trajectories": episode_tree(episode, budget, vocabulary, samples=samples, offset=offset),
+        "turns": sum(len(trajectory.turns) for trajectory in episode.trajectories),
         "offset": offset,
-        "files": _files(episode, budget),
-        "more_files": max(0, len(episode.outputs) - _FILES),
-        "removed": [path[:300] for path in episode.removed[:200]],
-        "memory": _memory(episode, budget),
+        **_facts(scored, budget),
         "notes": [*notes, *training.notes, *([why] if vocabulary is None else [])],
     }
+
+
+def evaluated_data(source: RunSource, episode_id: str) -> Data:
+    """Returns an episode of an evaluation. Nothing of it was trained. Raises `Missing`, `UserError` and `StoreError`."""
+    notes = source.refresh()
+    record = source.index().episode(episode_id)
+    if record is None:
+        raise Missing("there is no such episode, or a later evaluation replaced it", fix="return to the list of episodes")
+    scored, budget = record.scored, Budget(_ALL_TEXT)
+    vocabulary, _ = source.vocabulary()
+    return {
+        "run": source.id,
+        "step": record.row.step,
+        "phase": record.row.phase,
+        "question": question_of(source, record.group)[:_TEXT],
+        "task": record.group.task_id[:400],
+        "kind": record.row.kind,
+        "reason": f"An episode of the evaluation {record.row.phase}: nothing of it is trained.",
+        "advantage": None,
+        "trajectories": episode_tree(scored.episode, budget, vocabulary),
+        "turns": sum(len(trajectory.turns) for trajectory in scored.episode.trajectories),
+        "offset": 0,
+        **_facts(scored, budget),
+        "notes": notes,
+    }
+
+
+def episode_tree(
+    episode: Episode, budget: Budget, vocabulary: Vocabulary | None, *, samples: Sequence[Sample | None] = (), offset: int = 0
+) -> list[Data]:
+    """Returns the trajectories of an episode, with the `MAX_TURNS` turns from number `offset` on.
+
+    Args:
+        samples: the sample of each trajectory, or none if the episode is not from training.
+    """
+    first, trajectories = 0, []
+    for number, trajectory in enumerate(episode.trajectories):
+        start, end = max(0, offset - first), max(0, offset + MAX_TURNS - first)
+        sample = samples[number] if samples else None
+        turns = [
+            _turn(place, trajectory.turns[place], _trained(sample, trajectory, place), budget, vocabulary, first=place == 0)
+            for place in range(len(trajectory.turns))[start:end]
+        ]
+        trajectories.append(_trajectory(number, trajectory, turns, budget))
+        first += len(trajectory.turns)
+    return trajectories
 
 
 def tokens_data(source: RunSource, index: int, attempt: int, trajectory: int, turn: int, *, offset: int = 0) -> Data:
@@ -95,6 +120,8 @@ def tokens_data(source: RunSource, index: int, attempt: int, trajectory: int, tu
     end = min(len(shown.completion_ids), offset + MAX_TOKENS)
     ids = shown.completion_ids[offset:end]
     trained = entry.use is not None and entry.use.tokens_trained > 0
+    step = entry.step + 1 if entry.step is not None and trained else None
+    record, unknown = recorded_tokens(source, step, training, sample)
     return {
         "run": source.id,
         "group": index,
@@ -117,13 +144,14 @@ def tokens_data(source: RunSource, index: int, attempt: int, trajectory: int, tu
         "supports": None if shown.supports is None else [len(row) for row in shown.supports.rows[offset:end]],
         "forced": [number - offset for number in shown.forced if offset <= number < end],
         **_columns(sample, line, turn, offset, end),
+        **_learned(record, sample, line, turn, offset, end),
         "prompt": _prompt(shown, vocabulary),
         "finish": shown.finish_reason,
-        "notes": [*notes, *training.notes, *([why] if vocabulary is None else [])],
+        "notes": [*notes, *training.notes, *([unknown] if unknown else []), *([why] if vocabulary is None else [])],
     }
 
 
-class _Budget:
+class Budget:
     """Characters that one answer may still contain."""
 
     def __init__(self, left: int) -> None:
@@ -143,7 +171,28 @@ def _scored(source: RunSource, index: int, attempt: int) -> tuple[Group, ScoredE
     return group, group.episodes[attempt]
 
 
-def _trajectory(number: int, trajectory: Trajectory, turns: list[Data], budget: _Budget) -> Data:
+def _facts(scored: ScoredEpisode, budget: Budget) -> Data:
+    """Returns the outcome of an episode: score, failures, answer, files, notes and timings."""
+    episode = scored.episode
+    return {
+        "episode": episode.id[:200],
+        "score": score_data(scored, chars=_TEXT),
+        "excluded": episode.left_out,
+        "failures": failures_data(scored, chars=4000),
+        "stop": episode.stop_reason,
+        "answer": None if episode.answer is None else budget.cut(episode.answer),
+        "wall_s": finite(episode.wall_s),
+        "sandbox_s": finite(episode.sandbox_s),
+        "tokens": episode.completion_tokens,
+        "retries": episode.attempt,
+        "files": _files(episode, budget),
+        "more_files": max(0, len(episode.outputs) - _FILES),
+        "removed": [path[:300] for path in episode.removed[:200]],
+        "memory": _memory(episode, budget),
+    }
+
+
+def _trajectory(number: int, trajectory: Trajectory, turns: list[Data], budget: Budget) -> Data:
     parent = trajectory.parent
     return {
         "trajectory": number,
@@ -157,11 +206,11 @@ def _trajectory(number: int, trajectory: Trajectory, turns: list[Data], budget: 
     }
 
 
-def _message(message: Message, budget: _Budget) -> Data:
+def _message(message: Message, budget: Budget) -> Data:
     return {"role": message.role[:40], "content": budget.cut(message.content)}
 
 
-def _turn(number: int, turn: Turn, trained: Data, budget: _Budget, vocabulary: Vocabulary | None, *, first: bool) -> Data:
+def _turn(number: int, turn: Turn, trained: Data, budget: Budget, vocabulary: Vocabulary | None, *, first: bool) -> Data:
     calls = [{"name": call.name[:200], "arguments": _arguments(call.arguments, budget)} for call in turn.message.tool_calls[:64]]
     results = [
         {"name": result.name[:200], "output": budget.cut(result.output), "ok": result.ok, "wall_s": finite(result.wall_s)}
@@ -187,7 +236,7 @@ def _turn(number: int, turn: Turn, trained: Data, budget: _Budget, vocabulary: V
     }
 
 
-def _arguments(arguments: Any, budget: _Budget) -> list[Data]:
+def _arguments(arguments: Any, budget: Budget) -> list[Data]:
     """Returns the arguments of a call, in order: texts as they are, other values as JSON."""
     rows = []
     for name, value in list(arguments.items())[:64]:
@@ -224,6 +273,24 @@ def _columns(sample: Sample | None, trajectory: Trajectory, turn: int, offset: i
     }
 
 
+def _learned(record: TokenRecord | None, sample: Sample | None, trajectory: Trajectory, turn: int, offset: int, end: int) -> Data:
+    """Returns what the learner computed for the tokens; None where a token is masked, or for all if nothing is recorded."""
+    names = {"new_logprobs": "logprobs", "entropies": "entropies", "weights": "weights", "clipped": "clipped"}
+    if record is None or sample is None:
+        return dict.fromkeys(names)
+    start, _ = _bounds(trajectory, turn)
+    first = sum(sample.loss_mask[: start + offset])
+    columns: Data = {}
+    for name, field in names.items():
+        values = iter(getattr(record, field)[first:])
+        columns[name] = [_number(next(values)) if on else None for on in sample.loss_mask[start + offset : start + end]]
+    return columns
+
+
+def _number(value: float | bool) -> float | bool | None:
+    return value if isinstance(value, bool) else finite(value)
+
+
 def _why_not(training: GroupTraining, sample: Sample | None, reason: str, *, consumed: bool) -> str:
     """Returns why the tokens of a turn were not trained; empty if they were."""
     if reason:
@@ -246,7 +313,7 @@ def _prompt(turn: Turn, vocabulary: Vocabulary | None) -> Data:
     return {"tokens": len(turn.prompt_ids), "text": None if vocabulary is None else vocabulary.decode(ids)[-_TEXT:]}
 
 
-def _files(episode: Episode, budget: _Budget) -> list[Data]:
+def _files(episode: Episode, budget: Budget) -> list[Data]:
     files = []
     for path, content in list(episode.outputs.items())[:_FILES]:
         is_text = b"\0" not in content[:4096]
@@ -255,8 +322,12 @@ def _files(episode: Episode, budget: _Budget) -> list[Data]:
     return files
 
 
-def _memory(episode: Episode, budget: _Budget) -> Data | None:
+def _memory(episode: Episode, budget: Budget) -> Data | None:
     if episode.memory is None:
         return None
     memo = episode.memory
-    return {"scope": memo.scope[:200], "notes": [budget.cut(note) for note in memo.notes[:50]], "read": [one[:200] for one in memo.read[:100]]}
+    return {
+        "scope": memo.scope[:200],
+        "notes": [budget.cut(note) for note in memo.notes[:50]],
+        "read": [one[:200] for one in memo.read[:100]],
+    }

@@ -116,7 +116,9 @@ def group_data(source: RunSource, index: int) -> Data:
 
 
 def question_of(source: RunSource, group: Group) -> str:
-    """Returns the text that the first attempt's first turn was prompted with; empty if it cannot be decoded."""
+    """Returns the prompt of a group's task, or what its first turn read; empty if neither is known."""
+    if group.prompt:
+        return "\n\n".join(message.content for message in group.prompt)
     vocabulary, _ = source.vocabulary()
     for scored in group.episodes:
         for trajectory in scored.episode.trajectories[:1]:
@@ -185,7 +187,7 @@ def _score(scored: ScoredEpisode) -> Data:
 
 
 def _attempt(number: int, scored: ScoredEpisode, advantage: float | None, *, trained: bool) -> Data:
-    episode, score = scored.episode, scored.score
+    episode = scored.episode
     turns = [turn for trajectory in episode.trajectories for turn in trajectory.own_turns]
     tools = Counter(call.name[:60] for turn in turns for call in turn.message.tool_calls)
     return {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.gateway.request import RequestError
-from agentrl.view import compare_data, episode_data, failure_data, group_data, run_data
+from agentrl.view import compare_data, episode_data, failure_data, group_data, run_data, search_data
 from agentrl.view.library import RunLibrary, list_run
 from agentrl.view.source import Missing, RunSource
 
@@ -97,8 +97,11 @@ ROUTES: Mapping[str, Callable[[RunLibrary, Query], Any] | Read] = {
         query.count("turn"),
         offset=query.count("offset"),
     ),
-    "runs/{run}/failures": lambda source, query: failure_data.failures_data(source, query),
-    "runs/{run}/failures/clusters": lambda source, query: failure_data.clusters_data(source, query),
+    "runs/{run}/episodes": search_data.search_data,
+    "runs/{run}/evaluated/{episode}": lambda source, query: episode_data.evaluated_data(source, query.path["episode"]),
+    "runs/{run}/facets": lambda source, query: search_data.facets_data(source),
+    "runs/{run}/failures": failure_data.failures_data,
+    "runs/{run}/failures/clusters": failure_data.clusters_data,
     "runs/{run}/failures/{trace}": lambda source, query: failure_data.trace_data(source, query.path["trace"]),
 }
 """Path below `/api/` -> function of the library, or of one run."""

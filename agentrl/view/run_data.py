@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
 from agentrl.errors import StoreError
@@ -45,7 +46,7 @@ def run_data(source: RunSource) -> dict[str, Any]:
         "first_step": steps[0] if steps else None,
         "steps": recipe.get("steps") if is_finite(recipe.get("steps")) else None,
         "left_s": _time_left(source, recipe) if state == "running" else None,
-        "reward": _curve(source, "reward_mean"),
+        "reward": curve(source, "reward_mean"),
         "heldout": [_held_out(source, summary, key, label) for key, label in (("heldout", "held-out"), ("heldout_real", "held-out, real"))],
         "drops": reward_drops(metrics.series("reward_mean")),
         "charts": _charts(source),
@@ -69,12 +70,12 @@ def ledger_data(source: RunSource) -> dict[str, Any]:
 def curves_data(source: RunSource, keys: Sequence[str]) -> dict[str, Any]:
     """Returns the curves of some metrics, and the names of all."""
     notes = source.refresh()
-    return {"notes": notes, "keys": source.metrics.keys, "curves": {key: _curve(source, key) for key in keys}}
+    return {"notes": notes, "keys": source.metrics.keys, "curves": {key: curve(source, key) for key in keys}}
 
 
 def reward_drops(points: Sequence[tuple[int, float]]) -> list[dict[str, float]]:
     """Returns the steps at which the reward fell most: by at least one standard deviation of its changes, the largest fall first."""
-    changes = [(step, value, value - before) for (_, before), (step, value) in zip(points, points[1:], strict=False)]
+    changes = [(step, value, value - before) for (_, before), (step, value) in pairwise(points)]
     if len(changes) < 2:
         return []
     spread = statistics.pstdev(change for _, _, change in changes)
@@ -83,7 +84,8 @@ def reward_drops(points: Sequence[tuple[int, float]]) -> list[dict[str, float]]:
     return [{"step": step, "value": value, "before": value - change} for step, value, change in fell]
 
 
-def _curve(source: RunSource, key: str) -> list[tuple[int, float]]:
+def curve(source: RunSource, key: str) -> list[tuple[int, float]]:
+    """Returns the points of a metric, at most about `MAX_POINTS`."""
     points = source.metrics.series(key)
     if len(points) <= MAX_POINTS:
         return points
@@ -106,7 +108,7 @@ def _charts(source: RunSource) -> list[dict[str, Any]]:
         charts.insert(0, ("Reward and audit", "the audit is not trained on", labels, "plain"))
     drawn = []
     for title, note, metrics, form in charts:
-        series = [{"key": key, "label": label, "points": points} for key, label in metrics.items() if (points := _curve(source, key))]
+        series = [{"key": key, "label": label, "points": points} for key, label in metrics.items() if (points := curve(source, key))]
         if series:
             drawn.append({"title": title, "note": note, "form": form, "series": series})
     return drawn
@@ -119,7 +121,7 @@ def _held_out(source: RunSource, summary: Line, key: str, label: str) -> dict[st
         rate = summary.get(f"{key}_{phase}")
         if isinstance(rate, dict) and all(is_finite(rate.get(name)) for name in ("value", "ci_low", "ci_high", "n")):
             rates[phase] = {"step": step, **{name: rate[name] for name in ("value", "ci_low", "ci_high", "n")}}
-    return {"label": label, "points": _curve(source, key), **rates}
+    return {"label": label, "points": curve(source, key), **rates}
 
 
 def _alerts(source: RunSource) -> list[dict[str, Any]]:

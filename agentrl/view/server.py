@@ -1,7 +1,7 @@
 """The HTTP server of `agentrl view`: static pages, JSON, and a stream of changes. Loopback by default.
 
 The address that the command prints contains a random token. The first page turns it into a cookie that no script can read. Every other
-request needs the cookie, or `Authorization: Bearer TOKEN`. A strict content security policy forbids scripts and requests of any other origin.
+request needs the cookie, or `Authorization: Bearer TOKEN`. The content security policy forbids scripts and requests of any other origin.
 """
 
 from __future__ import annotations

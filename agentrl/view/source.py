@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from agentrl.config.recipe import Recipe, build
 from agentrl.errors import StoreError, UserError
+from agentrl.experience.episode_index import EpisodeIndex
 from agentrl.experience.reading import StoreReader
 from agentrl.observe.rundata import Line, read_object
 from agentrl.records import Group
@@ -49,6 +50,7 @@ class RunSource:
         self.metrics = MetricsTable(path / "metrics.jsonl")
         self.tasks = TaskTable(path / "tasks.jsonl")
         self._store: _OpenStore | None = None
+        self._index: EpisodeIndex | None = None
         self._recipe: tuple[object, Line, Recipe | None, str] | None = None
 
     def refresh(self) -> list[str]:
@@ -87,6 +89,13 @@ class RunSource:
         self._store = _OpenStore(StoreReader(path), file)
         return self._store.reader
 
+    def index(self) -> EpisodeIndex:
+        """Returns the open index of episodes. Raises `StoreError`, and `UserError` if the run has none."""
+        self.store()  # closes the index if the file was replaced
+        if self._index is None:
+            self._index = EpisodeIndex(self.path)
+        return self._index
+
     def group(self, index: int) -> Group:
         """Returns a group. Raises `Missing` if it is not stored, and `StoreError`."""
         store = self.store()
@@ -124,10 +133,13 @@ class RunSource:
         return None, why
 
     def close(self) -> None:
-        """Closes the store."""
+        """Closes the store and its index."""
         if self._store is not None:
             self._store.reader.close()
             self._store = None
+        if self._index is not None:
+            self._index.close()
+            self._index = None
 
     def _read_recipe(self) -> tuple[object, Line, Recipe | None, str]:
         path = self.path / "recipe.json"

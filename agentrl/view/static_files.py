@@ -1,4 +1,4 @@
-"""The files of the pages, which the wheel carries: plain JavaScript modules and CSS, without a build step. They load nothing from elsewhere."""
+"""The files of the pages, which the wheel carries: plain JavaScript modules and CSS. They load nothing from elsewhere."""
 
 from __future__ import annotations
 

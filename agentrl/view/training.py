@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from agentrl.config.recipe import Recipe
 from agentrl.errors import AgentRLError
+from agentrl.experience.token_records import TokenRecord, read_records
 from agentrl.objective import assemble, batch_advantages
 from agentrl.plugins import parts
 from agentrl.records import Group, LedgerEntry, Message, Sample, Trajectory, Turn, VersionSpan
@@ -133,3 +134,20 @@ def sample_of(training: GroupTraining, episode_id: str, trajectory: Trajectory, 
     alike = [one for one in trajectories if tuple(t for turn in one.turns for t in (*turn.prompt_ids, *turn.completion_ids)) == ids]
     place = next(number for number, one in enumerate(alike) if one is trajectory)
     return same[place] if place < len(same) else None
+
+
+def recorded_tokens(source: RunSource, step: int | None, training: GroupTraining, sample: Sample | None) -> tuple[TokenRecord | None, str]:
+    """Returns what the learner computed for the trained tokens of a sample, or None and why that is not known."""
+    if step is None or sample is None:
+        return None, ""
+    part = next(number for number, one in enumerate(training.samples[sample.episode_id]) if one is sample)
+    try:
+        records = read_records(source.path, step, sample.group_index)
+    except (OSError, ValueError) as error:
+        return None, f"The record of the trained tokens of step {step} cannot be read: {str(error)[:200]}."
+    record = next((one for one in records if one.episode_id == sample.episode_id and one.part == part), None)
+    if record is None:
+        return None, f"Ratios and entropies of step {step} are not recorded, or were removed: the newest records are kept."
+    if len(record.logprobs) != sum(sample.loss_mask):
+        return None, f"The record of the trained tokens of step {step} does not fit the stored episode."
+    return record, ""
