@@ -58,8 +58,12 @@ class StoreReader(SqliteStore):
 
     def change_mark(self) -> tuple[int, ...]:
         """Returns numbers that differ after the store changed: groups, assignments, consumed groups, late scores."""
-        queries = ("SELECT max(idx) FROM groups", "SELECT count(*) FROM taken", "SELECT max(step) FROM taken WHERE checkpoint IS NOT NULL")
-        queries += ("SELECT count(*) FROM late_parts WHERE closed_at IS NOT NULL",)
+        queries = (
+            "SELECT max(idx) FROM groups",
+            "SELECT count(*) FROM taken",
+            "SELECT max(step) FROM taken WHERE checkpoint IS NOT NULL",
+            "SELECT count(*) FROM late_parts WHERE closed_at IS NOT NULL",
+        )
         with self._reading() as db:
             return tuple(int(db.execute(query).fetchone()[0] or 0) for query in queries)
 

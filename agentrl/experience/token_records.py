@@ -14,7 +14,7 @@ import json
 import struct
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,8 +107,8 @@ def _records(data: bytes, group: int) -> list[TokenRecord]:
         raise ValueError(f"is not a record of trained tokens: {error}") from None
 
 
-def _floats(values: object) -> bytes:
-    column = array("f", values)  # type: ignore[arg-type]
+def _floats(values: Iterable[float]) -> bytes:
+    column = array("f", values)
     if sys.byteorder == "big":
         column.byteswap()
     return column.tobytes()

@@ -65,7 +65,7 @@ def _records(samples: Sequence[Sample], sequence: Tensor, columns: Tensor) -> li
         seen[key] += 1
     numbers, counts = torch.unique_consecutive(sequence.cpu(), return_counts=True)
     records = []
-    for number, own in zip(numbers.tolist(), columns.cpu().split(counts.tolist(), dim=1), strict=True):
+    for number, own in zip(numbers.tolist(), torch.split(columns.cpu(), counts.tolist(), dim=1), strict=True):
         group, episode, part = places[number]
         logprobs, entropies, weights, clipped = own.tolist()
         records.append(

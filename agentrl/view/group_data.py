@@ -51,9 +51,10 @@ def step_data(source: RunSource, step: int, *, offset: int = 0) -> Data:
     Raises `Missing` if there is neither a metric nor a group of it.
     """
     notes = source.refresh()
-    metrics, entries = source.metrics.row(step), ()
+    metrics = source.metrics.row(step)
+    entries: tuple[LedgerEntry, ...] = ()
     try:
-        entries = tuple(entry for entry in source.store().entries(step=step - 1))
+        entries = source.store().entries(step=step - 1)
     except StoreError as error:
         notes.append(str(error)[:600])
     if not metrics and not entries:

@@ -186,4 +186,5 @@ def _text(value: Any) -> str:
 
 def _rate(value: Any) -> dict[str, float] | None:
     fields = {name: _mapping(value).get(name) for name in ("value", "ci_low", "ci_high", "n")}
-    return {name: float(number) for name, number in fields.items()} if all(map(is_finite, fields.values())) else None
+    numbers = {name: float(number) for name, number in fields.items() if is_finite(number)}
+    return numbers if len(numbers) == len(fields) else None

@@ -170,7 +170,7 @@ def _recipe_facts(recipe: Line) -> dict[str, str]:
 
 def _summary_facts(summary: Line) -> Line:
     """Returns the figures of summary.json, without texts that may be large."""
-    facts = {key: value for key, value in summary.items() if is_finite(value) or isinstance(value, bool)}
+    facts: Line = {key: value for key, value in summary.items() if is_finite(value) or isinstance(value, bool)}
     for key in ("wall_s", "failures", "left_out_reasons", "tokens", "by_kind", "versions", "judges"):
         if isinstance(summary.get(key), dict):
             facts[key] = dict(list(summary[key].items())[:200])
@@ -200,10 +200,15 @@ def _gate(source: RunSource, notes: list[str]) -> list[Line]:
         verdict = read_object(folder / f"{number:06d}" / "verdict.json", notes, most=_MAX_FILE)
         if verdict:
             fields = {name: verdict.get(name) for name in ("outcome", "reason", "compared_with")}
-            figures = verdict.get("figures") if isinstance(verdict.get("figures"), dict) else {}
+            figures = as_mapping(verdict.get("figures"))
             kept = {name: figures.get(name) for name in ("pass_at_1", "low", "high", "attempts", "tokens") if is_finite(figures.get(name))}
             rows.append({"version": number, **{name: str(value)[:600] for name, value in fields.items() if value is not None}, **kept})
     return rows
+
+
+def as_mapping(value: Any) -> Line:
+    """Returns the value if it is a JSON object, else an empty one."""
+    return value if isinstance(value, dict) else {}
 
 
 def _sessions(source: RunSource) -> list[Line]:

@@ -22,10 +22,10 @@ _LIMIT = 50
 def search_data(source: RunSource, query: Query) -> dict[str, Any]:
     """Returns a page of the matching episodes. Raises `RequestError`, `UserError` and `StoreError`."""
     notes = source.refresh()
-    texts = {name: value for name in TEXTS if (value := query.text(name))}
-    numbers = {name: value for name in NUMBERS if (value := query.number(name)) is not None}
-    scores = {name: value for name in ("min_score", "max_score") if (value := _score(query, name)) is not None}
-    wanted = EpisodeQuery(**texts, **numbers, **scores, descending=query.text("ascending") != "1", limit=_LIMIT)  # type: ignore[arg-type]
+    fields: dict[str, Any] = {name: text for name in TEXTS if (text := query.text(name))}
+    fields |= {name: number for name in NUMBERS if (number := query.number(name)) is not None}
+    fields |= {name: score for name in ("min_score", "max_score") if (score := _score(query, name)) is not None}
+    wanted = EpisodeQuery(**fields, descending=query.text("ascending") != "1", limit=_LIMIT)
     page = source.index().search(wanted)
     return {
         "run": source.id,

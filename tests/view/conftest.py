@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,9 +72,9 @@ def view(runs: Path) -> Iterator[ServedView]:
         yield served
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Headless Chromium. Root needs --no-sandbox; the pages are ours."""
+    """Headless Chromium. Root needs --no-sandbox; the pages are ours. It ends with the file: its loop would disturb asynchronous tests."""
     from playwright.sync_api import sync_playwright
 
     path = shutil.which(CHROMIUM)
@@ -114,9 +115,21 @@ class Watched:
         base = url.partition("?")[0]
         assert [one for one in self.requests if not one.startswith(base)] == [], "a page asked another address"
 
+    def until(self, expression: str) -> None:
+        """Waits until an expression is true. Playwright's own function for that needs `eval`, which the pages forbid."""
+        deadline = time.monotonic() + 20
+        while not self.page.evaluate(expression):
+            assert time.monotonic() < deadline, f"never true: {expression}; {self.page.evaluate('location.href')} {self.problems}"
+            self.page.wait_for_timeout(20)
+
     def settle(self) -> None:
         """Waits until the page has drawn itself."""
-        self.page.wait_for_function("!document.querySelector('main').hasAttribute('aria-busy') && !document.querySelector('main > .wait')")
+        self.until("!document.querySelector('main').hasAttribute('aria-busy') && !document.querySelector('main > .wait')")
+
+    def end(self, url: str) -> None:
+        """Checks the page, and leaves it before its server stops."""
+        self.check(url)
+        self.page.goto("about:blank")
 
     def open(self, address: str) -> None:
         """Opens a page of the view and waits until it is drawn."""

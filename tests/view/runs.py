@@ -11,6 +11,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,8 @@ class RunMaker:
 
         task = task_of(index)
         runner = GroupRunner(runner=self._runner, scorer=score, slots=asyncio.Semaphore(4), group_size=4, max_retries=0)
-        group = asyncio.run(runner.run_group(index, task)).with_task(task)
+        with ThreadPoolExecutor(1) as thread:  # the thread of a test may have a running loop
+            group = thread.submit(asyncio.run, runner.run_group(index, task)).result().with_task(task)
         self.store.put_all([group])
         self.capture.capture_group(task, group, step=self.done)
         append_lines(self.folder / "tasks.jsonl", [json_line(asdict(GroupOutcome.from_group(task, group)))])

@@ -87,6 +87,7 @@ def test_a_hostile_transcript_runs_no_script_and_loads_nothing(hostile: Path, wa
         assert page.evaluate("document.querySelector('main').innerText.length") < 400_000
         page.evaluate("document.querySelectorAll('main *').forEach((e) => e.click && !e.closest('a') && e.click())")
         assert page.evaluate("window.owned") is None
+        opened.end(view.url)
 
 
 def test_the_policy_of_the_pages_blocks_what_a_defect_would_let_through(hostile: Path, browser: object) -> None:

@@ -60,12 +60,12 @@ def test_a_click_on_the_curve_opens_its_step_and_arrow_keys_do_too(view: ServedV
     chart = opened.page.locator("svg.chart.picks").first
     box = chart.bounding_box()
     chart.click(position={"x": box["width"] - 25, "y": box["height"] / 2})
-    opened.page.wait_for_function("location.hash === '#/run/demo/steps/5'")
+    opened.until("location.hash === '#/run/demo/steps/5'")
     opened.open("#/run/demo")
     chart.focus()
     for key in ("ArrowLeft", "ArrowLeft", "Enter"):
         chart.press(key)
-    opened.page.wait_for_function("location.hash === '#/run/demo/steps/4'")
+    opened.until("location.hash === '#/run/demo/steps/4'")
 
 
 def test_every_page_is_reached_and_left_by_keyboard(view: ServedView, watch: Opener) -> None:
@@ -82,11 +82,11 @@ def test_every_page_is_reached_and_left_by_keyboard(view: ServedView, watch: Ope
         ("u", "groups/5"),
     ):
         page.keyboard.press(key)
-        page.wait_for_function(f"location.hash.split('?')[0] === '#/run/demo/{hash_}'")
+        opened.until(f"location.hash.split('?')[0] === '#/run/demo/{hash_}'")
         opened.settle()
     for hash_ in (f"steps/{FALL}", ""):
         page.keyboard.press("u")
-        page.wait_for_function(f"location.hash === '#/run/demo{hash_ and '/' + hash_}'")
+        opened.until(f"location.hash === '#/run/demo{hash_ and '/' + hash_}'")
         opened.settle()
     page.keyboard.press("?")
     assert "episodes" in page.locator("dialog[open]").inner_text()
