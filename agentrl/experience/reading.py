@@ -12,14 +12,14 @@ from agentrl.errors import StoreError
 from agentrl.experience.store import _ENTRIES, _SCHEMA_VERSION, APPLICATION_ID, SCHEMA, SqliteStore, _entry, translated_errors
 from agentrl.records import Group, LedgerEntry, codec
 
-MAX_GROUP_BYTES = 16 << 20
-"""Bytes of JSON of a group that a reader decodes. The objects in memory take up to ten times as much."""
+MAX_GROUP_BYTES = 24 << 20
+"""Bytes of JSON of a group that a reader decodes. The objects in memory take about four times as much."""
 _MAX_ROW = 64 << 20  # bytes of a value
 _BUSY_S = 2.0
 
 
 class StoreReader(SqliteStore):
-    """The read methods of a run's SQLite store. It creates no file, takes no write lock, and decodes no group of more than 16 MiB.
+    """The read methods of a run's SQLite store. It creates no file, takes no write lock, and decodes no group of more than 24 MiB.
 
     Raises `StoreError` if the file is missing, damaged or not a store, or if its schema version is another.
     """

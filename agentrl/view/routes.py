@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.gateway.request import RequestError
-from agentrl.view import compare_data, episode_data, failure_data, group_data, run_data, search_data
+from agentrl.view import compare_data, episode_data, event_data, failure_data, group_data, run_data, search_data
 from agentrl.view.library import RunLibrary, list_run
 from agentrl.view.source import Missing, RunSource
 
@@ -99,6 +99,7 @@ ROUTES: Mapping[str, Callable[[RunLibrary, Query], Any] | Read] = {
     ),
     "runs/{run}/episodes": search_data.search_data,
     "runs/{run}/evaluated/{episode}": lambda source, query: episode_data.evaluated_data(source, query.path["episode"]),
+    "runs/{run}/events": lambda source, query: event_data.events_data(source),
     "runs/{run}/facets": lambda source, query: search_data.facets_data(source),
     "runs/{run}/failures": failure_data.failures_data,
     "runs/{run}/failures/clusters": failure_data.clusters_data,

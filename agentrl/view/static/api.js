@@ -49,8 +49,8 @@ export async function post(path, body) {
   return answer(response);
 }
 
-// Calls `changed` whenever the run has changed, and returns a function that stops it.
-export function follow(run, changed) {
+// Calls `changed` whenever the run has changed and `active` with new events, and returns a function that stops it.
+export function follow(run, changed, active) {
   const source = new EventSource(`/api/runs/${part(run)}/live`);
   let first = true;
   source.addEventListener("change", (event) => {
@@ -59,5 +59,6 @@ export function follow(run, changed) {
     first = false;
     if (mark.gone) source.close();
   });
+  source.addEventListener("activity", (event) => active && active(JSON.parse(event.data)));
   return () => source.close();
 }

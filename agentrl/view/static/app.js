@@ -92,8 +92,8 @@ class Visit {
     replace(crumbs, parts.map((part, n) => [n ? h("span", { class: "slash", "aria-hidden": "true" }, "/") : null, part]));
   }
 
-  // Reads and draws now, and again when the run changes.
-  async follow(run, draw) {
+  // Reads and draws now, and again when the run changes. `active` gets new events.
+  async follow(run, draw, active) {
     await draw(null);
     if (this.stale) return;
     let waiting = false, again = false;
@@ -121,7 +121,7 @@ class Visit {
       }
       waiting = false;
     };
-    this.onLeave(follow(run, update));
+    this.onLeave(follow(run, update, (lines) => !this.stale && active && active(lines)));
   }
 
   fail(error) {

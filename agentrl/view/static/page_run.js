@@ -5,6 +5,7 @@ import { get } from "./api.js";
 import { lineChart, stackedBar } from "./chart.js";
 import { chip, h, link, notes, section, table } from "./dom.js";
 import { count, duration, number, percent } from "./format.js";
+import { Activity } from "./activity.js";
 import { bind } from "./keys.js";
 import { state } from "./page_runs.js";
 
@@ -17,7 +18,7 @@ export function runTabs(run, here) {
 }
 
 export async function render(visit) {
-  const run = visit.params.run;
+  const run = visit.params.run, activity = new Activity();
   await visit.follow(run, async () => {
     const data = await get(["runs", run]);
     if (visit.stale) return;
@@ -27,7 +28,8 @@ export async function render(visit) {
       const slot = document.getElementById("ledger");
       if (slot && !visit.stale) slot.replaceChildren(ledgerTable(ledger));
     }).catch(() => {});
-  });
+    get(["runs", run, "events"]).then((events) => !visit.stale && activity.load(run, events)).catch(() => {});
+  }, (lines) => activity.add(run, lines));
   bind({
     e: ["episodes", () => go(address("run", run, "episodes"))],
     f: ["failures", () => go(address("run", run, "failures"))],
@@ -44,6 +46,7 @@ function page(visit, data) {
     tiles(data),
     rewardSection(data, open),
     data.alerts.length ? section("Alerts", null, h("ul", { class: "plain" }, data.alerts.slice(0, 12).map((alert) => h("li", null, link(address("run", data.id, "steps", alert.step), { class: "chip part" }, `step ${alert.step}`), " ", alert.text)))) : null,
+    h("div", { id: "activity" }),
     partsSection(data),
     data.charts.length ? section("Curves", "A click opens the step.", h("div", { class: "multiples" }, data.charts.map((chart) => card(chart, open)))) : null,
     section("Ledger", "Every sampled token is trained, excluded or open.", h("div", { id: "ledger" }, h("p", { class: "wait" }, "Counting…"))),
