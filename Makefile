@@ -65,7 +65,7 @@ test: setup-models ## runs the full test suite: vLLM, DeepSpeed, Docker, bubblew
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) --durations=20 --durations-min=10 $(PYTEST_ARGS)
 
 test-unit: setup-unit ## runs the unmarked tests: a minute on two cores, no vLLM, Docker or network
-	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) --hypothesis-profile=quick -m "not (slow or vllm or deepspeed or docker or bubblewrap or e2e or models)" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) --hypothesis-profile=quick -m "not (slow or vllm or deepspeed or docker or bubblewrap or e2e or models or browser)" $(PYTEST_ARGS)
 
 collect: setup-unit
 	@$(BIN)/python -m pytest --collect-only -qqq

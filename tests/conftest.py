@@ -52,6 +52,7 @@ TOGETHER = {
     **dict.fromkeys(("session/test_chat_template.py", "sandboxes/test_tables_base_model.py", "benchmarks/test_learner.py"), "learner"),
     **dict.fromkeys(("test_architecture.py", "base/test_unpickled.py"), "sources"),
     **dict.fromkeys(("experience/test_store.py", "version/test_registry.py"), "learner"),  # use the same fork server
+    "view": "view",  # use the same browser and the same runs
     "gateway": "gateway",  # importing the providers' SDKs takes two seconds
     **dict.fromkeys(("rewards", "reward/test_configured.py"), "rewards"),  # use the same preloaded verifier processes
 }

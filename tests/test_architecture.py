@@ -55,7 +55,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     **dict.fromkeys(RUN, LOW | BELOW_RUN | RUN),
     "check": LOW | BELOW_RUN | RUN,
     "chaos": LOW | BELOW_RUN | RUN,
-    "cli": LOW | BELOW_RUN | RUN | {"chaos", "check", "testing"},
+    "view": LOW | BELOW_RUN | RUN,
+    "cli": LOW | BELOW_RUN | RUN | {"chaos", "check", "testing", "view"},
     "__main__": frozenset({"cli"}),
 }
 FACE = "__init__"  # agentrl/__init__.py: may import the rooms of LOW

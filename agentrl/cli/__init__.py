@@ -54,8 +54,8 @@ COMMANDS: dict[str, dict[str, Command]] = {
         ),
         "compare": Command(
             "suites:compare_evaluations",
-            "Compare two evaluations of a suite case by case.",
-            "compare runs/quickstart-eval runs/quickstart-eval-2 --difference 0.05",
+            "Compare two evaluations of a suite case by case, or two training runs.",
+            "compare runs/quickstart-eval runs/quickstart-eval-2 --difference 0.05; agentrl compare runs/quickstart runs/quickstart-2",
         ),
         "history": Command(
             "history:history",
@@ -74,7 +74,8 @@ COMMANDS: dict[str, dict[str, Command]] = {
         "failures": Command("failures:failures_app", "List, read, tag, cluster, promote, import and export captured failures."),
     },
     "Inspect": {
-        "report": Command("runs:report", "Write report.html from the files of a run folder.", "report runs/quickstart"),
+        "view": Command("view:view", "Show runs in a web page, live, down to the token.", "view runs; agentrl view runs/quickstart --open"),
+        "report": Command("runs:report", "Write report.html from the files of a run folder.", "report runs/quickstart --follow"),
         "tasks": Command("tasks:tasks_app", "List, add, remove and re-weight the tasks of a run, also while it trains."),
         "versions": Command("versions:versions_app", "List, compare, promote and pin the policy versions of a run, or return to one."),
         "store": Command("store:store", "List, count and verify the sampled groups of a run.", "store runs/quickstart --verify"),

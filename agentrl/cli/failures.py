@@ -36,7 +36,6 @@ from agentrl.errors import UserError
 
 if TYPE_CHECKING:
     from agentrl.failure.collection import Collection, TraceFilter
-    from agentrl.failure.trace import Tag
     from agentrl.failure.triage import TriageRule
 
 failures_app = typer.Typer(no_args_is_help=True, add_completion=False, context_settings=HELP_OPTIONS)
@@ -128,6 +127,7 @@ def tag_failures(
 ) -> None:
     """Tag failures with rules, a judge, or by hand. Tags set by hand are kept and take precedence."""
     from agentrl.failure.digest import write_digest
+    from agentrl.failure.triage import manual_tag
 
     if name and (rules or judge):
         raise UserError("--as sets a tag by hand and cannot be combined with --rules or --judge", fix="omit one of them")
@@ -135,7 +135,7 @@ def tag_failures(
         raise UserError("--turn, --trajectory and --note need --as", fix="add --as NAME")
     if name and not traces:
         raise UserError("--as needs ids of traces", fix="give their ids")
-    by_hand = _manual_tag(name, turn, trajectory, note) if name else None
+    by_hand = manual_tag(name, by=user_name(), turn=turn, trajectory=trajectory, note=note) if name else None
     wanted = trace_filter(tag=tag, kind=kind, phase=phase, ids=traces)
     try:
         with open_collection(run) as collection:
@@ -153,18 +153,6 @@ def tag_failures(
         return
     counts = {one: list(changed.values()).count(one) for one in dict.fromkeys(changed.values())}
     print("\n".join(f"{times:6}  {one}" for one, times in sorted(counts.items(), key=lambda item: -item[1])) or "no trace to tag")
-
-
-def _manual_tag(name: str, turn: int | None, trajectory: int, note: str) -> Tag:
-    """Returns the tag of the options --as, --turn, --trajectory and --note. Raises `UserError` for an invalid name."""
-    from agentrl.failure.trace import Tag
-    from agentrl.failure.triage import check_tag_name
-
-    index = None if turn is None else turn - 1
-    try:
-        return Tag(name=check_tag_name(name), by=f"person:{user_name()}", trajectory=trajectory, turn=index, note=note)
-    except ValueError as error:
-        raise UserError(str(error), fix="write it as wrong_unit") from None
 
 
 async def _named(collection: Collection, wanted: TraceFilter, rules: Sequence[TriageRule], reference: str) -> dict[str, str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -16,20 +18,59 @@ from agentrl.errors import StoreError, UserError
 _RUN_FILES = ("recipe.json", "run.json", "metrics.jsonl", "evaluations.json", "summary.json", "episodes", "failures/traces.sqlite")
 
 
-def report(run_dir: Annotated[Path, typer.Argument(help="Run folder.")]) -> None:
-    """Write report.html from the files of a run folder."""
-    from agentrl.failure.digest import write_digest
-    from agentrl.observe import write_report
+_FOLLOW_S = 5.0  # between two looks at a run
 
+
+def report(
+    run_dir: Annotated[Path, typer.Argument(help="Run folder.")],
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Write it again whenever the run changes, until it ends.")
+    ] = False,
+) -> None:
+    """Write report.html from the files of a run folder."""
     if not run_dir.is_dir():
         raise UserError(f"there is no run folder {run_dir}", fix="give the folder of a run, such as runs/quickstart")
     if not any((run_dir / name).exists() for name in _RUN_FILES):
         raise UserError(f"{run_dir} has no run, evaluation or captured failures", fix="give the folder of a run, such as runs/quickstart")
+    print(_write(run_dir), flush=True)
+    while follow and (changed := _wait_for_change(run_dir)):
+        _write(run_dir)
+        print(f"{changed}: written again", file=sys.stderr, flush=True)
+
+
+def _write(run_dir: Path) -> Path:
+    from agentrl.failure.digest import write_digest
+    from agentrl.observe import write_report
+
     try:
         write_digest(run_dir)
     except StoreError as error:
         print(f"the failures section may be out of date: {error}", file=sys.stderr)
-    print(write_report(run_dir))
+    return write_report(run_dir)
+
+
+def _wait_for_change(run_dir: Path) -> str:
+    """Waits until a file of the report's run has changed, and returns its name; empty if no process drives the run and nothing changes."""
+    from agentrl.view.library import run_state
+
+    before, running = _marks(run_dir), True
+    while True:
+        time.sleep(_FOLLOW_S)
+        after = _marks(run_dir)
+        if changed := [name for name, mark in after.items() if before.get(name) != mark]:
+            return changed[0]
+        if not running:
+            return ""
+        running = run_state(run_dir) == "running"  # after the end, one more look
+
+
+def _marks(run_dir: Path) -> dict[str, tuple[int, int]]:
+    marks = {}
+    for name in (*_RUN_FILES, "sessions.jsonl"):
+        with contextlib.suppress(OSError):
+            status = (run_dir / name).stat()
+            marks[name] = (status.st_mtime_ns, status.st_size)
+    return marks
 
 
 _CLAIM = "no episode read notes of its own group, of a later version, of another split, or of an attempt at the same task"

@@ -70,9 +70,10 @@ def evaluate_suite(
 
 def compare_evaluations(
     before: Annotated[
-        str | None, typer.Argument(help="Folder of an evaluation or of its run, or RUN@VERSION for an evaluation of the gate.")
+        str | None,
+        typer.Argument(help="Folder of an evaluation or its run, RUN@VERSION for one of the gate, or a training run."),
     ] = None,
-    after: Annotated[str | None, typer.Argument(help="The second evaluation. Without it, plan a comparison.")] = None,
+    after: Annotated[str | None, typer.Argument(help="The second evaluation or run. Without it, plan a comparison.")] = None,
     alpha: Annotated[float, typer.Option(help="Significance level.")] = ALPHA,
     margin: Annotated[float, typer.Option(help="Difference of mean scores that counts as equal.")] = MARGIN,
     difference: Annotated[float, typer.Option(help="Print how many cases are needed to detect this difference of mean scores.")] = 0.1,
@@ -85,6 +86,8 @@ def compare_evaluations(
     as_json: JsonFlag = False,
 ) -> None:
     """Compare two evaluations of a suite case by case: effect with interval, verdict, and the cases whose result changed.
+
+    Two training runs are compared by what differs in their recipes, success before and after training, by kind, and cost.
 
     The verdict is better or worse if the difference is significant, same if it is smaller than --margin in either direction, and otherwise
     not enough data. Evaluations with different temperature, top_k, top_p or min_p get no verdict without --across-sampling.
@@ -104,6 +107,12 @@ def compare_evaluations(
         known = results.load_results(evaluation(before)) if before is not None else None
         plan = planned(known, rate, difference, alpha=alpha)
         print(json.dumps(dataclasses.asdict(plan)) if as_json else plan.render())
+        return
+    if is_training_run(before) and is_training_run(after):
+        from agentrl.observe.run_comparison import compare_folders
+
+        runs = compare_folders([Path(before), Path(after)])
+        print(json.dumps(runs.to_data()) if as_json else runs.render())
         return
     first, second = (results.load_results(evaluation(one)) for one in (before, after))
     ones, others, changed = results.same_cases(first, second)
@@ -178,6 +187,12 @@ def evaluation(named: str) -> Path:
         return evaluation_folder(Path(run), int(number))
     folder = Path(named)
     return folder if (folder / results.ABOUT).is_file() or not (folder / "suite").is_dir() else folder / "suite"
+
+
+def is_training_run(named: str) -> bool:
+    """Whether an argument is the folder of a training run, and not that of an evaluation of a suite."""
+    folder = Path(named)
+    return (folder / "metrics.jsonl").is_file() and not (folder / results.ABOUT).is_file() and not (folder / "suite").is_dir()
 
 
 def summary(found: SuiteResults) -> dict[str, Any]:

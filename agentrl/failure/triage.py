@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from agentrl.base import user_code
-from agentrl.errors import PluginError
+from agentrl.errors import PluginError, UserError
 from agentrl.failure.timeline import render_trace, timeline_of
 from agentrl.failure.trace import BY_JUDGE, BY_PERSON, Tag, Trace
 from agentrl.plugins.references import resolve
@@ -126,6 +126,20 @@ def check_tag_name(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise ValueError(f"{user_code.printable(name, 60)!r} is not a tag: use lower-case letters, digits and underscores, at most 40")
     return name
+
+
+def manual_tag(name: str, *, by: str, turn: int | None = None, trajectory: int = 0, note: str = "") -> Tag:
+    """Returns a tag that a person sets. Raises `UserError` for an invalid name.
+
+    Args:
+        by: the name of the person.
+        turn: where the failure starts, counted from 1; None means no single turn.
+    """
+    index = None if turn is None else turn - 1
+    try:
+        return Tag(name=check_tag_name(name), by=f"{BY_PERSON}{by}", trajectory=trajectory, turn=index, note=note)
+    except ValueError as error:
+        raise UserError(str(error), fix="write it as wrong_unit") from None
 
 
 def _apply(rule: TriageRule, trace: Trace) -> Tag | None:

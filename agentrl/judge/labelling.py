@@ -78,7 +78,7 @@ class LabellingSession:
             if key == UNDO:
                 show(self._undo())
             elif key in KEYS:
-                self._keep(item, KEYS[key])
+                self.save(item, KEYS[key])
                 show(f"-> {KEYS[key]}")
             else:
                 show(f"unknown key {printable(key, 1)!r}")
@@ -94,7 +94,8 @@ class LabellingSession:
         title = f"{number} of {len(self.items)}: {printable(item.task_id, 120)}"
         return "\n".join([f"\n=== {title}", *(f"--- {name}\n{_safe(text)}" for name, text in parts)])
 
-    def _keep(self, item: AnswerItem, label: str) -> None:
+    def save(self, item: AnswerItem, label: str) -> None:
+        """Appends the label of an answer to the labeller's file, durably."""
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         append_lines(self.path, [json_line({**item.to_line(), "label": label, "by": self.by, "at": at})], durable=True)
         if label == WITHDRAWN:
@@ -108,7 +109,7 @@ class LabellingSession:
             last = self._order.pop()
             item = next((candidate for candidate in self.items if candidate.id == last), None)
             if item is not None and last in self.done:
-                self._keep(item, WITHDRAWN)
+                self.save(item, WITHDRAWN)
                 return "-> withdrawn"
         return "nothing to undo"
 

@@ -19,6 +19,7 @@ from agentrl.learner.critic import Critic, SharedCritic, advantage_moments, crit
 from agentrl.learner.engine import PolicyEngine, kl_reference_for
 from agentrl.learner.optimizer import learning_rate
 from agentrl.learner.packing import MicroBatch, build_micro_batch, check_vocabulary, plan_micro_batches, split_minibatches
+from agentrl.learner.token_recorder import TokenRecorder
 from agentrl.learner.update_guard import UpdateGuard
 from agentrl.objective import scale_beside_residuals
 from agentrl.objective.aggregate import loss_denominator
@@ -34,6 +35,7 @@ class PreparedMicroBatch:
     """A micro-batch with its tokens' logprobs [N] under the objective's other policies, and the critic's results."""
 
     batch: MicroBatch
+    samples: tuple[Sample, ...]  # those that `batch.sequence` counts
     critic_step: int  # index of the critic's optimizer step that it belongs to
     critic_tokens: int  # trained tokens of that step, on all ranks
     proximal: Tensor | None
@@ -61,13 +63,17 @@ Plan = list[tuple[Batch, list[PreparedMicroBatch]]]  # the micro-batches of each
 
 
 class Updater:
-    """Applies batches to an engine. Its `guard` checks each optimizer step and records the skipped ones."""
+    """Applies batches to an engine. Its `guard` checks each optimizer step and records the skipped ones.
+
+    `recorder` records the tokens of each step; None records nothing.
+    """
 
     def __init__(self, engine: PolicyEngine, *, critic: Critic | None = None) -> None:
         self.engine = engine
         config = engine.recipe.critic
         self.critic: Critic | SharedCritic | None = SharedCritic(engine) if config is not None and config.shared else critic
         self.guard = UpdateGuard(engine.recipe.learner)
+        self.recorder: TokenRecorder | None = None
         self._objective = engine.recipe.objective
         self._loss = load_loss(self._objective)
         self._learner = engine.recipe.learner
@@ -147,7 +153,7 @@ class Updater:
             (
                 minibatch,
                 [
-                    self._before(batch, number, piece.denominator, recomputes)
+                    self._before(batch, number, piece, recomputes)
                     for number, piece in enumerate(split_minibatches(minibatch, critic_steps))
                     for batch in self._micro_batches(piece.samples)
                 ],
@@ -156,8 +162,8 @@ class Updater:
         ]
 
     @torch.no_grad()
-    def _before(self, batch: MicroBatch, critic_step: int, critic_tokens: int, recomputes: bool) -> PreparedMicroBatch:
-        """A micro-batch with the results of policy, critic and KL reference model; a shared trunk runs once for both."""
+    def _before(self, batch: MicroBatch, critic_step: int, piece: Batch, recomputes: bool) -> PreparedMicroBatch:
+        """A micro-batch of `piece` with the results of policy, critic and KL reference model; a shared trunk runs once for both."""
         self.engine.ranks.report_progress("computing reference logprobs", batch.layout.length)
         in_loss = self._reference if self._objective.kl != "k1_reward" else None
         proximal, values = None, None
@@ -168,8 +174,9 @@ class Updater:
             values = None if self.critic is None else self.critic.values(batch)
         return PreparedMicroBatch(
             batch=batch,
+            samples=piece.samples,
             critic_step=critic_step,
-            critic_tokens=critic_tokens,
+            critic_tokens=piece.denominator,
             proximal=proximal,
             reference=None if in_loss is None else in_loss.logprobs(batch),
             values=values,
@@ -234,6 +241,8 @@ class Updater:
                 surrogate=self._loss,
                 reach=reach,
             )
+            if self.recorder is not None:
+                self.recorder.add(micro.samples, micro.batch.sequence, logprobs, entropy, result)
             loss = result.loss
             if values is not None:
                 value = micro.value_loss(values) / minibatch.denominator

@@ -38,6 +38,7 @@ from agentrl.learner.home import FolderHome, RunHome
 from agentrl.learner.publish import publish_version, select_probe_rows, version_folder, write_base_probe
 from agentrl.learner.ranks import Ranks
 from agentrl.learner.remote_home import DriverHome
+from agentrl.learner.token_recorder import TokenRecorder
 from agentrl.learner.ulysses import form_teams
 from agentrl.learner.update import Updater
 from agentrl.learner.update_guard import ROLLBACK, UpdateFailure
@@ -65,6 +66,8 @@ class Worker:
         separate = recipe.critic is not None and not recipe.critic.shared
         self.critic = Critic(version_folder(run_dir, 0), recipe, ranks) if separate else None
         self.updater = Updater(self.engine, critic=self.critic)
+        if ranks.team is None or ranks.team.rank == 0:
+            self.updater.recorder = TokenRecorder(run_dir, ranks.data_parallel_rank)
         self.broadcaster = Broadcaster(run_dir, recipe, self.engine) if recipe.serving.weight_transfer.ref == "nccl" else None
         self.order = GroupOrder.from_recipe(recipe)
         self.consumed_sha256 = step_uses.NO_STEPS
@@ -172,6 +175,8 @@ class Worker:
         try:
             excluded = guard.exclude_groups(step, trained, assembled.drop_reasons)
             metrics = self.updater.update(assembled.batch)
+            if self.updater.recorder is not None:
+                self.updater.recorder.save(step + 1)
         finally:
             setbacks = guard.take_failures()
             for setback in setbacks:

@@ -39,6 +39,8 @@ class PolicyLoss:
     loss: Tensor  # [] this micro-batch's share of the loss; differentiable
     sums: Tensor  # [len(metrics.SUM_NAMES)] float64, to add over micro-batches and ranks
     maxima: Tensor  # [len(metrics.MAX_NAMES)] float64, to maximize over micro-batches and ranks
+    clipped: Tensor  # [N] bool: where the surrogate's bound is active
+    weight: Tensor  # [N] w, without gradient
 
 
 def policy_loss(
@@ -86,7 +88,7 @@ def policy_loss(
             kl_reference=None if tokens.kl_reference is None else k3(tokens.logprobs, tokens.kl_reference.to(dtype)),
             weight=weight * side.double().exp().clamp(max=min(objective.ratio_cap, LARGEST_WEIGHT)),
         )
-    return PolicyLoss(loss=loss, sums=sums, maxima=maxima)
+    return PolicyLoss(loss=loss, sums=sums, maxima=maxima, clipped=clipped, weight=weight.detach())
 
 
 def load_loss(objective: ObjectiveConfig) -> Loss:

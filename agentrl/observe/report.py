@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.base.files import write_atomically
+from agentrl.observe.charts import CHARTS, FORMATS
 from agentrl.observe.drift import HISTORY, drift_alerts
 from agentrl.observe.evaluations import read_gate_section
 from agentrl.observe.exclusions import printable_text
@@ -18,7 +19,6 @@ from agentrl.observe.markup import Chart, Series, line_chart, render
 from agentrl.observe.rundata import Curves, RunData, is_finite, read_run
 from agentrl.observe.sections import failures_section, learning_tables
 from agentrl.observe.stats import (
-    Format,
     Rate,
     format_count,
     format_duration,
@@ -28,7 +28,7 @@ from agentrl.observe.stats import (
     rate_difference,
 )
 from agentrl.observe.summary import Summary
-from agentrl.observe.timeline import BUSY, PARTS, UTILIZATION, time_by_state
+from agentrl.observe.timeline import BUSY, time_by_state
 from agentrl.observe.transcripts import ShownEpisode, choose_pairs, show_episode
 
 _EPISODES_SHOWN = 6
@@ -312,76 +312,33 @@ def _decimals(value: float) -> str:
     return f"{value:.2f}"
 
 
-def _exponent(value: float) -> str:
-    return f"{value:.0e}" if value else "0"
-
-
-# Title, note, metric -> label of its line, and optionally the format of the y axis; `int` keeps its marks at whole numbers.
-_CHARTS: tuple[tuple[str, str, Mapping[str, str], Format | type[int] | None], ...] = (
-    ("Staleness", "versions between sampling and learning", {"staleness_mean": "mean", "staleness_max": "max"}, None),
-    ("Swap stall", "ms during which requests waited", {"swap_stall_ms": "stall"}, lambda value: f"{value:.0f}"),
-    ("Swap probe", "largest |server - learner| logprob, nats", {"swap_probe_max_abs_diff": "difference"}, _exponent),
-    ("Throughput", "sampled tokens per second", {"tokens_per_s": "tokens/s"}, format_count),
-    ("Step time", "seconds from swap to swap", {"step_s": "seconds"}, None),
-    ("Utilization", "share of a step in which a part was busy", {f"{UTILIZATION}{part}": part for part in PARTS[:4]}, None),
-    (
-        "Loop latency",
-        "seconds from a turn to the version trained on it",
-        {"loop_latency_s_mean": "mean", "loop_latency_s_max": "max"},
-        None,
-    ),
-    (
-        "Queues",
-        "groups, and requests in the server, at the end of a step",
-        {"groups_running": "running", "groups_ready": "ready", "groups_assigned": "assigned", "requests_waiting": "requests waiting"},
-        int,
-    ),
-    ("Sandbox time", "seconds per episode to open, run and close, with waiting", {"sandbox_s_per_episode": "seconds"}, None),
-    ("Loss", "", {"loss": "loss"}, None),
-    ("Gradient norm", "before clipping", {"grad_norm": "norm"}, None),
-    ("Entropy", "nats per token", {"entropy": "entropy"}, None),
-    ("KL", "behaviour policy to learner, nats per token", {"kl_behaviour": "KL"}, None),
-    ("KL to the reference model", "learner to version 0, nats per token", {"kl_reference": "KL"}, None),
-    ("Server against learner", "KL with the same weights, nats per token", {"mismatch_kl": "KL"}, _exponent),
-    ("Ratio extremes", "learner to behaviour policy", {"ratio_max": "largest", "ratio_min": "smallest"}, None),
-    ("Effective sample size", "share of tokens, after truncated importance sampling", {"ess": "share"}, None),
-    ("Faults", "failed attempts and tool calls", {"attempts_failed": "attempts", "tool_failures": "tool calls"}, int),
-    ("Updates skipped", "not finite, or beyond a limit", {"updates_left_out": "updates", "rollbacks": "rollbacks"}, int),
-    ("Clipped ratios", "share of tokens", {"clip_fraction_high": "from above", "clip_fraction_low": "from below"}, None),
-    ("Groups without signal", "all attempts have equal scores", {"groups_without_signal": "groups"}, int),
-    ("Episodes excluded", "for task or infrastructure faults", {"episodes_left_out": "episodes"}, int),
-    ("Judges' disagreement", "mean over the episodes with several judges", {"judge_disagreement": "disagreement"}, None),
-)
-
-
 def _machinery(run: RunData) -> Iterator[Card]:
     """Small charts of the metrics that the run recorded."""
-    charts = [*_CHARTS]
+    charts = [*CHARTS]
     if run.series("attempts_cancelled"):
         names = {"attempts_cancelled": "cancelled", "attempts_not_begun": "not started"}
-        charts.append(("Spare attempts", "attempts that their group did not need", names, int))
+        charts.append(("Spare attempts", "attempts that their group did not need", names, "whole"))
     if run.series("cancelled_tokens_mean"):
         names = {"cancelled_tokens_mean": "cancelled", "completion_tokens_mean": "episodes"}
-        charts.append(("Length of cancelled attempts", "sampled tokens until then", names, None))
+        charts.append(("Length of cancelled attempts", "sampled tokens until then", names, "plain"))
     if run.series("audit_mean"):
-        charts.append(("Reward and audit", _drift_note(run), {"reward_mean": "reward", "audit_mean": "audit"}, None))
+        charts.append(("Reward and audit", _drift_note(run), {"reward_mean": "reward", "audit_mean": "audit"}, "plain"))
     if any(value for _, value in run.series("excluded_policy_reachable")):
         note = "share of attempts with a fault that the policy can have provoked"
-        charts.append(("Policy-reachable faults", note, {"excluded_policy_reachable": "share"}, None))
-    charts.append(("Tokens by server", "sampled in a step", _by_server(run, "tokens"), format_count))
+        charts.append(("Policy-reachable faults", note, {"excluded_policy_reachable": "share"}, "plain"))
+    charts.append(("Tokens by server", "sampled in a step", _by_server(run, "tokens"), "count"))
     restarts = _by_server(run, "restarts")
     if any(value for key in restarts for _, value in run.series(key)):
-        charts.append(("Restarts by server", "since the run was started or resumed", restarts, int))
+        charts.append(("Restarts by server", "since the run was started or resumed", restarts, "whole"))
     parts = sorted({key for line in run.metrics for key in line if key.startswith("part/")})
     if len(parts) > 1:
         names = {key: printable_text(key.removeprefix("part/"))[:60] for key in parts[:_MAX_SERIES]}
-        charts.append(("Parts of the score", "means over the episodes that have them", names, None))
-    for title, note, metrics, y_format in charts:
+        charts.append(("Parts of the score", "means over the episodes that have them", names, "plain"))
+    for title, note, metrics, form in charts:
         series = [Series(label=label, color=f"c{1 + n}", points=run.series(key)) for n, (key, label) in enumerate(metrics.items())]
         series = [one for one in series if one.points]
         if series:
-            form: Format = (lambda value: f"{value:g}") if y_format in (None, int) else y_format  # type: ignore[assignment]
-            chart = line_chart(series, title=title, size=_SMALL, y_format=form, whole=y_format is int)
+            chart = line_chart(series, title=title, size=_SMALL, y_format=FORMATS[form], whole=form == "whole")
             yield Card(title=title, note=note, chart=chart)
 
 

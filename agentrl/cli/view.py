@@ -1,0 +1,57 @@
+"""`agentrl view`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import webbrowser
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentrl.cli.traces import user_name
+from agentrl.errors import UserError
+
+if TYPE_CHECKING:
+    from agentrl.view import ViewServer
+
+
+def view(
+    runs: Annotated[Path, typer.Argument(help="Folder with runs, or one run.")] = Path("runs"),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free port.")] = 8420,
+    host: Annotated[str, typer.Option(help="Address to listen on. Others than 127.0.0.1 show the runs to your network.")] = "127.0.0.1",
+    read_only: Annotated[bool, typer.Option("--read-only", help="Show runs only: no tags, labels, cases or scores.")] = False,
+    browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+) -> None:
+    """Show runs in a web page, also while they train: from a curve to the step, the group, the episode and the token.
+
+    The address that is printed contains a token, which the page needs. Press ctrl-C to stop.
+    """
+    from agentrl.base.installation import install_command
+
+    if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
+        raise UserError(f"agentrl view needs {' and '.join(missing)}", fix=install_command("gateway"))
+    from agentrl.view import RunLibrary, ViewServer
+
+    server = ViewServer(library=RunLibrary(runs), host=host, port=port, user=user_name(), read_only=read_only)
+    asyncio.run(_serve(server, browser=browser))
+
+
+async def _serve(server: ViewServer, *, browser: bool) -> None:
+    await server.start()
+    try:
+        print(server.url, flush=True)
+        if browser and not await asyncio.to_thread(_open, server.url):
+            print("no browser was found: open the address yourself", file=sys.stderr)
+        await server.wait()
+    finally:
+        await server.stop()
+
+
+def _open(address: str) -> bool:
+    with contextlib.suppress(webbrowser.Error):
+        return webbrowser.open(address)
+    return False

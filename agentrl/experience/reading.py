@@ -1,0 +1,97 @@
+"""Opens the experience store of any run folder without changing it: for the pages of `agentrl view`, also while the run writes."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+from agentrl.base.database import check_files, decompress, is_read_only, read_pragma, require_schema, restrict_connection
+from agentrl.errors import StoreError
+from agentrl.experience.store import _ENTRIES, _SCHEMA_VERSION, APPLICATION_ID, SCHEMA, SqliteStore, _entry, translated_errors
+from agentrl.records import Group, LedgerEntry, codec
+
+MAX_GROUP_BYTES = 24 << 20
+"""Bytes of JSON of a group that a reader decodes. The objects in memory take about four times as much."""
+_MAX_ROW = 64 << 20  # bytes of a value
+_BUSY_S = 2.0
+
+
+class StoreReader(SqliteStore):
+    """The read methods of a run's SQLite store. It creates no file, takes no write lock, and decodes no group of more than 24 MiB.
+
+    Raises `StoreError` if the file is missing, damaged or not a store, or if its schema version is another.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._busy_timeout_s = _BUSY_S
+        self._lock = threading.Lock()
+        if not path.exists():
+            raise StoreError(f"{path} does not exist: no group was stored yet")
+        with translated_errors(path):
+            check_files(path)
+            mode = "mode=ro&immutable=1" if is_read_only(path) else "mode=ro"
+            uri = f"{path.absolute().as_uri()}?{mode}"
+            self._connection = sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+        try:
+            with translated_errors(path):
+                self._check()
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def entry(self, index: int) -> LedgerEntry | None:
+        """Returns the ledger entry of one group; None if it is not stored."""
+        return next(iter(self._select("WHERE groups.idx = ?", index)), None)
+
+    def newest_entries(self, *, before: int | None, limit: int) -> tuple[LedgerEntry, ...]:
+        """Returns the entries of up to `limit` groups with the largest indices below `before`, in descending order."""
+        return self._select("WHERE groups.idx < ? ORDER BY groups.idx DESC LIMIT ?", 1 << 62 if before is None else before, limit)
+
+    def last_index(self) -> int | None:
+        """Returns the largest index of a group; None without groups."""
+        with self._reading() as db:
+            value = db.execute("SELECT max(idx) FROM groups").fetchone()[0]
+            return value if isinstance(value, int) else None
+
+    def change_mark(self) -> tuple[int, ...]:
+        """Returns numbers that differ after the store changed: groups, assignments, consumed groups, late scores."""
+        queries = (
+            "SELECT max(idx) FROM groups",
+            "SELECT count(*) FROM taken",
+            "SELECT max(step) FROM taken WHERE checkpoint IS NOT NULL",
+            "SELECT count(*) FROM late_parts WHERE closed_at IS NOT NULL",
+        )
+        with self._reading() as db:
+            return tuple(int(db.execute(query).fetchone()[0] or 0) for query in queries)
+
+    def groups(self, indices: Iterable[int]) -> tuple[Group, ...]:
+        """Returns the groups in the given order. Raises `StoreError` if one is absent, damaged or too large to be shown."""
+        return tuple(group for index in indices for group in super(StoreReader, self).groups((index,)))
+
+    def _select(self, tail: str, *values: int) -> tuple[LedgerEntry, ...]:
+        try:
+            with self._reading() as db:
+                return tuple(map(_entry, db.execute(f"{_ENTRIES} {tail}", values)))
+        except ValueError as error:
+            raise StoreError(f"a row of the ledger in {self.path} is damaged: {error}") from error
+
+    def _decode(self, index: int, body: bytes) -> Group:
+        try:
+            return codec.from_json(Group, decompress(body, most=MAX_GROUP_BYTES))
+        except ValueError as error:
+            raise StoreError(f"group {index} in {self.path.name} cannot be shown: {str(error)[:300]}") from error
+
+    def _check(self) -> None:
+        db = self._connection
+        restrict_connection(db, SCHEMA, longest=_MAX_ROW)
+        if read_pragma(db, "application_id") != APPLICATION_ID:
+            raise StoreError(f"{self.path} is an SQLite file but not an experience store")
+        if (version := read_pragma(db, "user_version")) != _SCHEMA_VERSION:
+            raise StoreError(
+                f"{self.path} has store schema {version}; this agentrl reads {_SCHEMA_VERSION}\n"
+                "  fix: read it with the agentrl version that wrote this run"
+            )
+        require_schema(db, SCHEMA)

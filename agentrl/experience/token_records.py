@@ -1,0 +1,122 @@
+"""What a learner step computed for each trained token: `updates/000014.0.tokens` in the run folder has those of step 14 on rank 0.
+
+The store has what was sampled; ratios, clips and entropies depend on the learner's weights and exist only during its step. A record is a
+help for readers, never part of the run's state: the oldest are removed beyond `MAX_TOTAL_BYTES`, and a step whose record cannot be written
+is trained all the same.
+
+A file is one zstd frame: the length of a JSON header (uint32, little-endian), the header, and columns of N tokens: logprobs, entropies and
+importance weights as float32, then one byte each that is 1 if the token was clipped. The tokens of a sample are adjacent and in order.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentrl.base.database import compress, decompress
+from agentrl.base.files import write_atomically
+from agentrl.base.untrusted_files import read_bytes
+
+FOLDER = "updates"
+MAX_TOTAL_BYTES = 256 << 20
+"""Bytes of all records of a run."""
+_MAX_FILE, _MAX_CONTENT = 32 << 20, 64 << 20
+_MAX_RANKS = 512
+_COLUMNS = 3  # of float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRecord:
+    """The trained tokens of one sample, N of them, as the loss of its step had them. Logs are natural."""
+
+    group: int
+    episode_id: str
+    part: int  # index among the samples of the episode in its step
+    logprobs: Sequence[float]  # [N] of the learner's weights before the optimizer step
+    entropies: Sequence[float]  # [N] nats
+    weights: Sequence[float]  # [N] importance weight of the off-policy correction
+    clipped: Sequence[bool]  # [N] whether the surrogate's bound removed the gradient
+
+
+def write_records(run_dir: Path, step: int, rank: int, records: Sequence[TokenRecord]) -> None:
+    """Writes the records of a rank, and removes the oldest files beyond `MAX_TOTAL_BYTES`. Raises `OSError`.
+
+    Args:
+        step: number of the version that the step produces, from 1.
+    """
+    header = json.dumps([[one.group, one.episode_id, one.part, len(one.logprobs)] for one in records], separators=(",", ":")).encode()
+    columns = b"".join(_floats(value for one in records for value in getattr(one, name)) for name in ("logprobs", "entropies", "weights"))
+    flags = bytes(bool(value) for one in records for value in one.clipped)
+    folder = run_dir / FOLDER
+    folder.mkdir(exist_ok=True)
+    write_atomically(folder / f"{step:06d}.{rank}.tokens", compress(struct.pack("<I", len(header)) + header + columns + flags))
+    sizes = [(path, path.stat().st_size) for path in sorted(folder.glob("*.tokens"))]
+    total = sum(size for _, size in sizes)
+    for path, size in sizes[:-1]:
+        if total <= MAX_TOTAL_BYTES:
+            break
+        path.unlink(missing_ok=True)
+        total -= size
+
+
+def read_records(run_dir: Path, step: int, group: int) -> list[TokenRecord]:
+    """Returns the records of one group in a step, from 1; empty without any. Raises `OSError`, and `ValueError` for a damaged file."""
+    found: list[TokenRecord] = []
+    for rank in range(_MAX_RANKS):
+        path = run_dir / FOLDER / f"{step:06d}.{rank}.tokens"
+        try:
+            data = decompress(read_bytes(path, most=_MAX_FILE, inside=run_dir), most=_MAX_CONTENT)
+        except FileNotFoundError:
+            break
+        found += _records(data, group)
+    return found
+
+
+def _records(data: bytes, group: int) -> list[TokenRecord]:
+    try:
+        (length,) = struct.unpack_from("<I", data)
+        header = json.loads(data[4 : 4 + length])
+        sizes = [int(size) for *_, size in header]
+        total = sum(sizes)
+        if min(sizes, default=0) < 0 or len(data) != 4 + length + total * (4 * _COLUMNS + 1):
+            raise ValueError("its length does not fit")
+        found, start, base = [], 0, 4 + length
+        for index, episode_id, part, size in header:
+            if index == group:
+                columns = [_column(data, base + 4 * (number * total + start), size) for number in range(_COLUMNS)]
+                flags = data[base + 4 * _COLUMNS * total + start :][:size]
+                found.append(
+                    TokenRecord(
+                        group=index,
+                        episode_id=str(episode_id),
+                        part=int(part),
+                        logprobs=columns[0],
+                        entropies=columns[1],
+                        weights=columns[2],
+                        clipped=[flag == 1 for flag in flags],
+                    )
+                )
+            start += size
+        return found
+    except (struct.error, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"is not a record of trained tokens: {error}") from None
+
+
+def _floats(values: Iterable[float]) -> bytes:
+    column = array("f", values)
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column.tobytes()
+
+
+def _column(data: bytes, start: int, size: int) -> array[float]:
+    column = array("f")
+    column.frombytes(data[start : start + 4 * size])
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column

@@ -1,0 +1,196 @@
+"""Compares runs: what differs in their recipes, success before and after training, by kind with intervals, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from agentrl.errors import StoreError, UserError
+from agentrl.observe.rundata import Line, is_finite, read_lines, read_object
+from agentrl.observe.stats import Rate, format_count, format_duration, format_interval, format_optional, format_rate, rate_difference
+from agentrl.observe.summary import Summary
+
+_LEAST_RUNS = 2
+_MAX_METRICS = 128 << 20  # bytes of a metrics.jsonl
+_MAX_TEXT = 60
+MISSING = "(not set)"
+_RATES = ("heldout_before", "heldout_after", "heldout_real_before", "heldout_real_after")
+_TITLES = {"heldout_before": "held-out, before", "heldout_after": "held-out, after"}
+_TITLES |= {"heldout_real_before": "held-out on real data, before", "heldout_real_after": "held-out on real data, after"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateRow:
+    """One success rate of each run, and the difference of the last run to the first with its 95% interval."""
+
+    name: str
+    rates: tuple[Rate | None, ...]
+
+    @property
+    def difference(self) -> tuple[float, float, float] | None:
+        """Difference, low and high; None if one is unknown. The intervals treat the runs as independent."""
+        first, last = self.rates[0], self.rates[-1]
+        return None if first is None or last is None else (last.value - first.value, *rate_difference(first, last))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunComparison:
+    """What differs between runs. Every tuple of values has one entry per run, in their order."""
+
+    names: tuple[str, ...]
+    settings: tuple[tuple[str, tuple[Any, ...]], ...]  # dotted key of the recipe, and its values; only those that differ
+    rates: tuple[RateRow, ...]  # on held-out tasks
+    kinds: tuple[RateRow, ...]  # after training, by kind of task
+    costs: tuple[tuple[str, tuple[float | None, ...]], ...]
+    notes: tuple[str, ...]
+
+    def to_data(self) -> dict[str, Any]:
+        """Returns the comparison as JSON data."""
+        return {
+            "names": list(self.names),
+            "settings": [{"key": key, "values": list(values)} for key, values in self.settings],
+            "rates": [_row_data(row) for row in self.rates],
+            "kinds": [_row_data(row) for row in self.kinds],
+            "costs": [{"name": name, "values": list(values)} for name, values in self.costs],
+            "comparison_notes": list(self.notes),
+        }
+
+    def render(self) -> str:
+        """Returns the comparison as a text table."""
+        lines: list[tuple[str, ...]] = [("", *self.names)]
+        lines += [(row.name, *map(_shown_rate, row.rates), _shown_difference(row)) for row in self.rates]
+        lines += [(name, *(format_optional(value, _FORMATS[name]) for value in values)) for name, values in self.costs]
+        tables = [_table(lines)]
+        if self.settings:
+            tables.append(_table([("settings that differ", *self.names), *((key, *map(_shown, values)) for key, values in self.settings)]))
+        if self.kinds:
+            rows = [(row.name, *map(_shown_rate, row.rates), _shown_difference(row)) for row in self.kinds]
+            tables.append(_table([("success by kind, after", *self.names, "last - first, 95% interval"), *rows]))
+        return "\n\n".join([*tables, *(f"note: {note}" for note in self.notes)])
+
+
+def compare_folders(folders: Sequence[Path]) -> RunComparison:
+    """Compares run folders. Raises `UserError` for fewer than two, and `StoreError` if one does not exist."""
+    if len(folders) < _LEAST_RUNS:
+        raise UserError("a comparison needs at least two runs", fix="agentrl compare RUN RUN")
+    runs = [_read(folder) for folder in folders]
+    rates = [RateRow(name=_TITLES[key], rates=tuple(getattr(run.summary, key, None) for run in runs)) for key in _RATES]
+    kinds = sorted({kind for run in runs for kind in _kinds(run)})
+    return RunComparison(
+        names=tuple(run.name for run in runs),
+        settings=tuple(_settings([run.recipe for run in runs])),
+        rates=tuple(row for row in rates if any(row.rates)),
+        kinds=tuple(RateRow(name=kind, rates=tuple(_kinds(run).get(kind) for run in runs)) for kind in kinds),
+        costs=tuple(_costs(runs)),
+        notes=tuple(f"{run.name}: {note}" for run in runs for note in run.notes),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """What is compared of a run."""
+
+    name: str
+    recipe: Line
+    summary: Summary | None
+    steps: dict[int, Line]
+    notes: tuple[str, ...]
+
+    def series(self, key: str) -> list[float]:
+        """The finite values of a metric, in the order of the steps."""
+        values = (self.steps[step].get(key) for step in sorted(self.steps))
+        return [value for value in values if is_finite(value)]
+
+
+def _read(folder: Path) -> _Run:
+    if not folder.is_dir():
+        raise StoreError(f"no run folder {folder}")
+    notes: list[str] = []
+    lines = read_lines(folder / "metrics.jsonl", {"step": int}, notes, most=_MAX_METRICS)
+    try:
+        summary = Summary.read(folder)
+    except FileNotFoundError:
+        summary = None
+        notes.append("the run has no summary yet")
+    except (StoreError, OSError):
+        summary = None
+        notes.append("summary.json cannot be read")
+    recipe = read_object(folder / "recipe.json", notes)
+    return _Run(name=folder.name, recipe=recipe, summary=summary, steps={line["step"]: line for line in lines}, notes=tuple(notes))
+
+
+def _kinds(run: _Run) -> Mapping[str, Rate]:
+    return run.summary.by_kind.get("after", {}) if run.summary else {}
+
+
+def _settings(recipes: Sequence[Line]) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    flat = [dict(flatten(recipe)) for recipe in recipes]
+    for key in sorted({key for one in flat for key in one}):
+        values = tuple(one.get(key, MISSING) for one in flat)
+        if any(value != values[0] for value in values[1:]):
+            yield key, values
+
+
+def flatten(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the dotted keys and values of nested settings, as in overrides."""
+    for key, value in data.items():
+        if isinstance(value, dict) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+_FORMATS = {
+    "steps": lambda value: f"{value:,.0f}",
+    "episodes": lambda value: f"{value:,.0f}",
+    "tokens trained": format_count,
+    "wall time": format_duration,
+    "median step": lambda value: f"{value:.2f} s",
+    "last reward": lambda value: f"{value:.3f}",
+    "best reward": lambda value: f"{value:.3f}",
+}
+
+
+def _costs(runs: Sequence[_Run]) -> Iterator[tuple[str, tuple[float | None, ...]]]:
+    yield "steps", tuple(float(max(run.steps)) if run.steps else None for run in runs)
+    yield "episodes", tuple(float(run.summary.episodes) if run.summary else None for run in runs)
+    yield "tokens trained", tuple(sum(run.series("tokens_trained")) or None for run in runs)
+    yield "wall time", tuple((sum(run.summary.wall_s.values()) or None) if run.summary else None for run in runs)
+    yield "median step", tuple(_median(run.series("step_s")) for run in runs)
+    rewards = [run.series("reward_mean") for run in runs]
+    yield "last reward", tuple(values[-1] if values else None for values in rewards)
+    yield "best reward", tuple(max(values, default=None) for values in rewards)
+
+
+def _median(values: Sequence[float]) -> float | None:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2] if ordered else None
+
+
+def _row_data(row: RateRow) -> dict[str, Any]:
+    return {"name": row.name, "rates": [None if rate is None else asdict(rate) for rate in row.rates], "difference": row.difference}
+
+
+def _shown_rate(rate: Rate | None) -> str:
+    return "-" if rate is None else f"{format_rate(rate)} [{format_interval(rate)}]"
+
+
+def _shown_difference(row: RateRow) -> str:
+    if row.difference is None:
+        return ""
+    value, low, high = (100 * number for number in row.difference)
+    return f"{value:+.1f} [{low:+.1f}, {high:+.1f}]"
+
+
+def _shown(value: Any) -> str:
+    text = " ".join("".join(char if char.isprintable() else "?" for char in str(value)).split())
+    return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}..."
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    columns = max(map(len, rows))
+    full = [[*row, *[""] * (columns - len(row))] for row in rows]
+    widths = [max(len(row[place]) for row in full) for place in range(columns)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in full)

@@ -1,0 +1,190 @@
+"""Finds the run folders below a folder, which may come from a third party: ids never become paths, and links that leave it are skipped."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from agentrl.base.run_lock import DRIVER
+from agentrl.base.untrusted_files import open_file
+from agentrl.errors import UserError
+from agentrl.observe.rundata import Line, as_list, is_finite, parse_object, read_object
+from agentrl.observe.summary import SUMMARY_FILE, read_sessions
+from agentrl.view.source import RunSource
+
+RUN_FILES = ("recipe.json", "run.json", "metrics.jsonl", "evaluations.json", "summary.json", "experience.sqlite", "failures/traces.sqlite")
+MAX_RUNS = 2000
+"""Runs that a folder shows; the newest are kept."""
+MAX_OPEN = 8
+"""Runs whose metrics stay in memory."""
+_MAX_SUMMARY = 4 << 20
+_LAST = 256 << 10  # bytes at the end of metrics.jsonl that are searched for the newest step
+_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEntry:
+    """A run folder: its id in addresses of pages, its name as text, and its path."""
+
+    id: str
+    name: str
+    path: Path
+
+
+class RunLibrary:
+    """The runs of a folder, or one run.
+
+    Raises `UserError` if the folder does not exist.
+    """
+
+    def __init__(self, root: Path) -> None:
+        if not root.is_dir():
+            raise UserError(f"there is no folder {root}", fix="give a run, such as runs/quickstart, or the folder of your runs")
+        self.root = root.resolve()
+        self.is_single = _is_run(self.root)
+        self._sources: OrderedDict[str, RunSource] = OrderedDict()
+        self._lock = Lock()
+
+    def entries(self) -> list[RunEntry]:
+        """Returns the runs, by name. Links to folders elsewhere are not followed."""
+        if self.is_single:
+            return [RunEntry(id=_run_id(self.root.name), name=_shown(self.root.name), path=self.root)]
+        return sorted(self._children(), key=lambda run: run.name)
+
+    def open(self, run_id: str) -> RunSource | None:
+        """Returns the reader of a run; None if there is no run with this id."""
+        entry = next((entry for entry in self.entries() if entry.id == run_id), None)
+        with self._lock:
+            if entry is None:
+                self._sources.pop(run_id, None)
+                return None
+            source = self._sources.pop(run_id, None) or RunSource(entry.path, run_id=entry.id, name=entry.name)
+            self._sources[run_id] = source
+            while len(self._sources) > MAX_OPEN:
+                self._sources.popitem(last=False)[1].close()
+            return source
+
+    def close(self) -> None:
+        """Closes all stores."""
+        with self._lock:
+            for source in self._sources.values():
+                source.close()
+            self._sources.clear()
+
+    def _children(self) -> Iterator[RunEntry]:
+        folders = []
+        with os.scandir(self.root) as entries:
+            for entry in entries:
+                try:
+                    path = Path(entry.path)
+                    if entry.is_dir() and path.resolve().is_relative_to(self.root) and _is_run(path):
+                        folders.append((entry.stat().st_mtime, path))
+                except OSError:  # removed meanwhile, or not readable
+                    continue
+        folders.sort(reverse=True)
+        for _, path in folders[:MAX_RUNS]:
+            yield RunEntry(id=_run_id(path.name), name=_shown(path.name), path=path)
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / name).is_file() for name in RUN_FILES)
+
+
+def _run_id(name: str) -> str:
+    """Returns a plain name unchanged, and any other name as `~` and its bytes in hexadecimal."""
+    return name if _PLAIN.fullmatch(name) else f"~{os.fsencode(name).hex()}"
+
+
+def _shown(name: str) -> str:
+    return os.fsencode(name).decode("utf-8", "replace")[:200]
+
+
+def list_run(entry: RunEntry) -> dict[str, Any]:
+    """Returns the line of a run in the list of runs, as JSON data."""
+    notes: list[str] = []
+    summary = read_object(entry.path / SUMMARY_FILE, notes, most=_MAX_SUMMARY)
+    recipe = read_object(entry.path / "recipe.json", notes, most=_MAX_SUMMARY)
+    last = _last_step(entry.path)
+    steps = recipe.get("steps")
+    return {
+        "id": entry.id,
+        "name": entry.name,
+        "recipe": _text(recipe.get("name")),
+        "model": _text(_mapping(recipe.get("policy")).get("model")),
+        "state": run_state(entry.path),
+        "step": last.get("step") if is_finite(last.get("step")) else None,
+        "steps": steps if is_finite(steps) else None,
+        "reward": last.get("reward_mean") if is_finite(last.get("reward_mean")) else None,
+        "before": _rate(summary.get("heldout_before")),
+        "after": _rate(summary.get("heldout_after")),
+        "episodes": summary.get("episodes") if is_finite(summary.get("episodes")) else None,
+        "tokens": summary.get("tokens_trained") if is_finite(summary.get("tokens_trained")) else None,
+        "wall_s": sum(value for value in _mapping(summary.get("wall_s")).values() if is_finite(value)) or None,
+        "problems": [_text(problem)[:500] for problem in as_list(summary.get("problems"))[:20]],
+        "changed_at": _changed_at(entry.path),
+        "notes": notes,
+    }
+
+
+def run_state(path: Path) -> str:
+    """Returns running, finished, interrupted, failed, killed, or unknown for a folder without sessions."""
+    if _is_locked(path / DRIVER):
+        return "running"
+    try:
+        sessions = read_sessions(path)
+    except (OSError, ValueError):
+        return "unknown"
+    return sessions[-1].ended if sessions else "unknown"
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a process of this machine holds the driver's lock. Reads the kernel's list, because taking the lock could stop a driver."""
+    try:
+        number = os.lstat(path).st_ino
+        with open("/proc/locks", encoding="ascii") as file:
+            return any(f":{number} " in line and " FLOCK " in line for line in file)
+    except OSError:
+        return False
+
+
+def _last_step(path: Path) -> Line:
+    """Returns the newest line of metrics.jsonl; empty if there is none."""
+    try:
+        with open_file(path / "metrics.jsonl", inside=path) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _LAST))
+            lines = file.read(_LAST).split(b"\n")[:-1]
+    except (OSError, ValueError):
+        return {}
+    return next((data for line in reversed(lines) if (data := parse_object(line.decode("utf-8", "replace")))), {})
+
+
+def _changed_at(path: Path) -> float | None:
+    times = []
+    for name in ("metrics.jsonl", SUMMARY_FILE, "recipe.json"):
+        try:
+            times.append(min((path / name).stat().st_mtime, time.time()))
+        except OSError:
+            continue
+    return max(times, default=None)
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _text(value: Any) -> str:
+    return value[:500] if isinstance(value, str) else ""
+
+
+def _rate(value: Any) -> dict[str, float] | None:
+    fields = {name: _mapping(value).get(name) for name in ("value", "ci_low", "ci_high", "n")}
+    numbers = {name: float(number) for name, number in fields.items() if is_finite(number)}
+    return numbers if len(numbers) == len(fields) else None

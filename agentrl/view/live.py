@@ -1,0 +1,107 @@
+"""Server-sent events: pages learn that a run has changed, and read again what they show. All viewers of a run share one look at it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from agentrl.errors import StoreError
+from agentrl.observe.event_log import newest_offset, read_events
+from agentrl.view.event_data import event_line
+from agentrl.view.library import run_state
+from agentrl.view.source import Missing
+
+if TYPE_CHECKING:
+    from agentrl.view.library import RunLibrary
+
+MAX_STREAMS = 32
+"""Pages that are updated live at a time."""
+MAX_ACTIVITY = 60
+"""Events that a page gets at a time; the older ones are left out."""
+LOOK_S = 1.0
+"""Seconds between two looks at a run."""
+_SILENCE_S = 15.0  # after which a comment keeps the connection open
+GONE = {"gone": True}
+
+
+@dataclass(slots=True, eq=False)
+class Live:
+    """The streams of a server."""
+
+    library: RunLibrary
+    streams: int = 0
+    _stopped: asyncio.Event = field(default_factory=asyncio.Event)
+    _looks: dict[str, tuple[float, asyncio.Task[dict[str, Any]]]] = field(default_factory=dict)
+
+    def stop(self) -> None:
+        """Ends all streams."""
+        self._stopped.set()
+
+    async def events(self, run: str) -> AsyncIterator[bytes]:
+        """Yields an event when the run has changed: its newest step, its groups, its state. The last one says that the run is gone."""
+        self.streams += 1
+        loop, last, spoke = asyncio.get_running_loop(), None, 0.0
+        offset: int | None = None
+        try:
+            while not self._stopped.is_set():
+                mark = await self._look(run)
+                if mark != last:
+                    last, spoke = mark, loop.time()
+                    yield f"event: change\ndata: {json.dumps(mark)}\n\n".encode()
+                    if mark == GONE:
+                        return
+                elif loop.time() - spoke > _SILENCE_S:
+                    spoke = loop.time()
+                    yield b": open\n\n"
+                lines, offset = await asyncio.to_thread(self._activity, run, offset)
+                if lines:
+                    spoke = loop.time()
+                    yield f"event: activity\ndata: {json.dumps(lines)}\n\n".encode("utf-8", "replace")
+                try:
+                    async with asyncio.timeout(LOOK_S):
+                        await self._stopped.wait()
+                except TimeoutError:
+                    continue
+        finally:
+            self.streams -= 1
+
+    async def _look(self, run: str) -> dict[str, Any]:
+        """Returns the newest mark of a run, which is at most `LOOK_S` old."""
+        now = asyncio.get_running_loop().time()
+        known = self._looks.get(run)
+        if known is None or now - known[0] > 0.9 * LOOK_S:
+            known = (now, asyncio.create_task(asyncio.to_thread(self._mark, run)))
+            self._looks = {name: look for name, look in self._looks.items() if now - look[0] < 60} | {run: known}
+        return await asyncio.shield(known[1])
+
+    def _activity(self, run: str, offset: int | None) -> tuple[list[dict[str, Any]], int | None]:
+        """Returns the newest events since an offset, and the next offset. None starts at the end of the stream."""
+        source = self.library.open(run)
+        if source is None:
+            return [], offset
+        try:
+            if offset is None:
+                return [], newest_offset(source.path, back=0)
+            page = read_events(source.path, after=offset)
+            return [event_line(event) for event in page.events[-MAX_ACTIVITY:]], page.offset
+        except (OSError, ValueError):
+            return [], offset
+
+    def _mark(self, run: str) -> dict[str, Any]:
+        source = self.library.open(run)
+        if source is None:
+            return GONE
+        with source.lock:
+            try:
+                source.refresh()
+                steps = source.metrics.steps
+                mark: dict[str, Any] = {"state": run_state(source.path), "step": steps[-1] if steps else None, "steps": len(steps)}
+                mark["store"] = source.store().change_mark()
+            except Missing:
+                return GONE
+            except StoreError:
+                mark["store"] = None
+            return mark

@@ -1,0 +1,137 @@
+"""The operations that change a run: the functions behind `agentrl failures tag`, `failures promote`, `label` and `score`.
+
+A page asks for a confirmation before it sends one. Each is recorded in `operations.jsonl` of the run folder, with its sender and result.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from agentrl.base.files import append_lines, json_line
+from agentrl.errors import UserError
+from agentrl.experience.late_parts import Clock
+from agentrl.experience.store import SqliteStore
+from agentrl.failure.collection import FILE, Collection
+from agentrl.failure.digest import write_digest
+from agentrl.failure.promote import promote
+from agentrl.failure.trace import Trace
+from agentrl.failure.triage import manual_tag
+from agentrl.judge.labelling import LabellingSession, labels_file
+from agentrl.judge.labels import RIGHT, SKIP, WRONG, parse_item
+from agentrl.records import ScoredEpisode, codec
+from agentrl.session.late_scores import read_score
+from agentrl.session.transcript import transcript
+from agentrl.view.source import Missing, RunSource
+
+LOG_FILE = "operations.jsonl"
+MAX_NOTE = 2000
+
+log = logging.getLogger(__name__)
+
+Body = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """An operation of a page: the fields of its request, and the function that runs it for a user."""
+
+    name: str
+    fields: tuple[str, ...]
+    work: Callable[[RunSource, Body, str], dict[str, Any]]
+
+    def run(self, source: RunSource, body: Body, user: str) -> dict[str, Any]:
+        """Runs the operation and records it. Raises `UserError` and `StoreError`."""
+        with source.lock:
+            result = self.work(source, body, user)
+            at = datetime.now(UTC).isoformat(timespec="seconds")
+            append_lines(source.path / LOG_FILE, [json_line({"at": at, "by": user, "operation": self.name, **body, "result": result})])
+        log.info("%s of run %s by %s", self.name, source.name, user)
+        return result
+
+
+def _tag(source: RunSource, body: Body, user: str) -> dict[str, Any]:
+    turn = body.get("turn")
+    if turn is not None and (isinstance(turn, bool) or not isinstance(turn, int) or turn < 1):
+        raise UserError("turn must be a number from 1", fix="leave it empty if the failure has no single turn")
+    tag = manual_tag(_text(body, "tag"), by=user, turn=turn, note=_text(body, "note", optional=True))
+    with Collection(source.path) as collection:
+        trace = _trace(collection, body)
+        collection.tag(trace.id, (*trace.tags, tag))
+    write_digest(source.path)
+    return {"message": f"{trace.id} is tagged {tag.name}"}
+
+
+def _label(source: RunSource, body: Body, user: str) -> dict[str, Any]:
+    label = _text(body, "label")
+    if label not in (RIGHT, WRONG, SKIP):
+        raise UserError(f"a label is {RIGHT}, {WRONG} or {SKIP}", fix="press one of the buttons")
+    with Collection(source.path) as collection:
+        trace = _trace(collection, body)
+    if trace.task is None or trace.episode is None or trace.score is None:
+        raise UserError(f"trace {trace.id} comes from another agent and has no task", fix="label an episode of a run")
+    line = transcript(trace.task, ScoredEpisode(episode=trace.episode, score=trace.score), phase=trace.phase, step=trace.step)
+    try:
+        item = parse_item({key: line[key] for key in ("task_id", "question", "answer", "truth", "messages")})
+    except ValueError as error:
+        raise UserError(f"trace {trace.id} has no answer to label: {error}", fix="label an episode that submitted an answer") from None
+    path = labels_file(source.path, user)
+    LabellingSession(items=[item], path=path, by=user).save(item, label)
+    return {"message": f"the answer of {trace.id} is labelled {label} in {path.relative_to(source.path)}"}
+
+
+def _promote(source: RunSource, body: Body, user: str) -> dict[str, Any]:
+    with Collection(source.path) as collection:
+        trace = _trace(collection, body)
+    suite = _suite(_text(body, "suite"))
+    (done,) = promote([trace], suite, note=_text(body, "note", optional=True), by=user)
+    return {"message": done.summary, "case": done.case, "new": done.path is not None}
+
+
+def _score(source: RunSource, body: Body, user: str) -> dict[str, Any]:
+    source.store()  # raises StoreError for a file that is not a store of this version
+    store = SqliteStore(source.path / "experience.sqlite", busy_timeout_s=5.0)
+    try:
+        receipt = store.add_score(read_score(dict(body), scored_by=user), now=Clock().now())
+    finally:
+        store.close()
+    return {"message": "the score is stored", **codec.to_data(receipt)}
+
+
+OPERATIONS: Mapping[str, Operation] = {
+    operation.name: operation
+    for operation in (
+        Operation(name="tag", fields=("trace", "tag", "turn", "note"), work=_tag),
+        Operation(name="label", fields=("trace", "label"), work=_label),
+        Operation(name="promote", fields=("trace", "suite", "note"), work=_promote),
+        Operation(name="score", fields=("episode_id", "part", "value"), work=_score),
+    )
+}
+"""Name in the address -> operation."""
+
+
+def _text(body: Body, name: str, *, optional: bool = False) -> str:
+    value = body.get(name, "" if optional else None)
+    if not isinstance(value, str) or len(value) > MAX_NOTE or not (value or optional):
+        raise UserError(f"{name} must be a text of at most {MAX_NOTE} characters", fix="fill in the field")
+    return value
+
+
+def _trace(collection: Collection, body: Body) -> Trace:
+    name = _text(body, "trace")
+    trace = collection.get(name)
+    if trace is None:
+        raise Missing(f"{FILE} has no trace {name[:100]!r}, or no longer", fix="return to the list of failures")
+    return trace
+
+
+def _suite(text: str) -> Path:
+    """Returns the folder of a suite, relative to the folder in which the command was started."""
+    path = Path(text)
+    if path.is_absolute() or ".." in path.parts or not (Path.cwd() / path).resolve().is_relative_to(Path.cwd()):
+        raise UserError("the suite must be a folder below the one where agentrl view was started", fix="write it as evals/regressions")
+    return path

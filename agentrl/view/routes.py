@@ -1,0 +1,119 @@
+"""The addresses of the JSON, and the function that computes each. They only read; `operations` has those that change a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.gateway.request import RequestError
+from agentrl.view import compare_data, episode_data, event_data, failure_data, group_data, run_data, search_data
+from agentrl.view.library import RunLibrary, list_run
+from agentrl.view.source import Missing, RunSource
+
+MAX_COMPARED = 8
+MAX_CURVES = 40
+_PAGE = 200  # runs of one answer
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """The parameters of a request: those of its path, and those after the question mark."""
+
+    path: Mapping[str, str]
+    pairs: Sequence[tuple[str, str]]
+
+    def text(self, name: str, *, most: int = 400) -> str:
+        """Returns the first value of a parameter; empty if it is missing. Raises `RequestError` if it is too long."""
+        value = next((value for key, value in self.pairs if key == name), "")
+        if len(value) > most:
+            raise RequestError("invalid", f"{name} has more than {most} characters.")
+        return value
+
+    def texts(self, name: str, *, most: int) -> list[str]:
+        """Returns all values of a parameter. Raises `RequestError` if there are more than `most`."""
+        values = [value for key, value in self.pairs if key == name]
+        if len(values) > most:
+            raise RequestError("invalid", f"{name} has more than {most} values.")
+        return values
+
+    def number(self, name: str, default: int | None = None) -> int | None:
+        """Returns an integer of the path or the query. Raises `RequestError` if it is not one."""
+        value = self.path.get(name) or self.text(name)
+        if not value:
+            return default
+        if not (value.removeprefix("-").isascii() and value.removeprefix("-").isdigit() and len(value) < 16):
+            raise RequestError("invalid", f"{name} must be a whole number.")
+        return int(value)
+
+    def count(self, name: str) -> int:
+        """Returns a number from 0 on; 0 if it is missing. Raises `RequestError`."""
+        value = self.number(name, 0)
+        if value is None or value < 0:
+            raise RequestError("invalid", f"{name} must not be negative.")
+        return value
+
+
+Read = Callable[[RunSource, Query], Any]
+
+
+def _runs(library: RunLibrary, query: Query) -> Any:
+    """The runs whose name, recipe or model contains the search text, the newest first."""
+    search, entries = query.text("search").casefold(), library.entries()
+    runs = [list_run(entry) for entry in entries]
+    matching = [run for run in runs if search in f"{run['name']}\n{run['recipe']}\n{run['model']}".casefold()]
+    matching.sort(key=lambda run: (run["state"] != "running", -(run["changed_at"] or 0.0)))
+    offset = query.count("offset")
+    return {"runs": matching[offset : offset + _PAGE], "total": len(matching), "single": entries[0].id if library.is_single else None}
+
+
+def _compare(library: RunLibrary, query: Query) -> Any:
+    sources = []
+    for name in query.texts("run", most=MAX_COMPARED):
+        source = library.open(name)
+        if source is None:
+            raise Missing("one of the runs does not exist, or no longer", fix="select runs in the list")
+        sources.append(source)
+    return compare_data.compare_runs(sources)
+
+
+ROUTES: Mapping[str, Callable[[RunLibrary, Query], Any] | Read] = {
+    "runs": _runs,
+    "compare": _compare,
+    "runs/{run}": lambda source, query: run_data.run_data(source),
+    "runs/{run}/ledger": lambda source, query: run_data.ledger_data(source),
+    "runs/{run}/curves": lambda source, query: run_data.curves_data(source, query.texts("key", most=MAX_CURVES)),
+    "runs/{run}/steps/{step}": lambda source, query: group_data.step_data(source, query.number("step") or 0, offset=query.count("offset")),
+    "runs/{run}/groups": lambda source, query: group_data.newest_groups(source, before=query.number("before")),
+    "runs/{run}/groups/{group}": lambda source, query: group_data.group_data(source, query.number("group") or 0),
+    "runs/{run}/groups/{group}/{attempt}": lambda source, query: episode_data.episode_data(
+        source, query.number("group") or 0, query.count("attempt"), offset=query.count("offset")
+    ),
+    "runs/{run}/groups/{group}/{attempt}/{trajectory}/{turn}": lambda source, query: episode_data.tokens_data(
+        source,
+        query.number("group") or 0,
+        query.count("attempt"),
+        query.count("trajectory"),
+        query.count("turn"),
+        offset=query.count("offset"),
+    ),
+    "runs/{run}/episodes": search_data.search_data,
+    "runs/{run}/evaluated/{episode}": lambda source, query: episode_data.evaluated_data(source, query.path["episode"]),
+    "runs/{run}/events": lambda source, query: event_data.events_data(source),
+    "runs/{run}/facets": lambda source, query: search_data.facets_data(source),
+    "runs/{run}/failures": failure_data.failures_data,
+    "runs/{run}/failures/clusters": failure_data.clusters_data,
+    "runs/{run}/failures/{trace}": lambda source, query: failure_data.trace_data(source, query.path["trace"]),
+}
+"""Path below `/api/` -> function of the library, or of one run."""
+
+
+def read_route(library: RunLibrary, read: Any, query: Query) -> Any:
+    """Returns the JSON of a route. Raises `Missing` if the run does not exist, and the errors of its function."""
+    if "run" not in query.path:
+        return read(library, query)
+    source = library.open(query.path["run"])
+    if source is None:
+        raise Missing("there is no such run, or it was removed", fix="return to the list of runs")
+    with source.lock:
+        return read(source, query)

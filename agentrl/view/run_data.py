@@ -1,0 +1,218 @@
+"""The JSON of a run as a whole: its curves, alerts, parts, gate history and ledger counts."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from typing import Any
+
+from agentrl.errors import StoreError
+from agentrl.experience.audit import count
+from agentrl.observe.charts import CHARTS
+from agentrl.observe.drift import HISTORY, drift_alerts, limit_alerts
+from agentrl.observe.exclusions import printable_text
+from agentrl.observe.rundata import Line, as_list, is_finite, read_lines, read_object
+from agentrl.observe.summary import SUMMARY_FILE, read_sessions
+from agentrl.observe.timeline import PREFIX, time_by_state
+from agentrl.view.library import run_state
+from agentrl.view.source import RunSource
+
+MAX_POINTS = 1500
+"""Points of a curve. A longer one keeps the smallest and the largest value of each interval."""
+_ALERTED = 400  # newest steps whose alerts are computed
+_DROPS = 8
+_NEWEST = 10  # steps that the remaining time is estimated from
+_MAX_FILE = 16 << 20
+_SETBACK: Mapping[str, type] = {"step": int, "action": str, "reasons": list, "groups": list, "episodes": list}
+
+
+def run_data(source: RunSource) -> dict[str, Any]:
+    """Returns what the page of a run shows first."""
+    notes = source.refresh()
+    recipe, metrics = source.recipe_data(), source.metrics
+    steps = metrics.steps
+    summary = read_object(source.path / SUMMARY_FILE, notes, most=_MAX_FILE)
+    state = run_state(source.path)
+    return {
+        "id": source.id,
+        "name": source.name,
+        "state": state,
+        "notes": notes,
+        "recipe": _recipe_facts(recipe),
+        "step": steps[-1] if steps else None,
+        "first_step": steps[0] if steps else None,
+        "steps": recipe.get("steps") if is_finite(recipe.get("steps")) else None,
+        "left_s": _time_left(source, recipe) if state == "running" else None,
+        "reward": curve(source, "reward_mean"),
+        "heldout": [_held_out(source, summary, key, label) for key, label in (("heldout", "held-out"), ("heldout_real", "held-out, real"))],
+        "drops": reward_drops(metrics.series("reward_mean")),
+        "charts": _charts(source),
+        "alerts": _alerts(source),
+        "parts": _parts(source),
+        "summary": _summary_facts(summary),
+        "setbacks": _setbacks(source, notes),
+        "gate": _gate(source, notes),
+        "sessions": _sessions(source),
+    }
+
+
+def ledger_data(source: RunSource) -> dict[str, Any]:
+    """Returns the ledger's counts, or why there are none."""
+    try:
+        return {"counts": asdict(count(source.store().entries())), "problem": None}
+    except StoreError as error:
+        return {"counts": None, "problem": str(error)[:600]}
+
+
+def curves_data(source: RunSource, keys: Sequence[str]) -> dict[str, Any]:
+    """Returns the curves of some metrics, and the names of all."""
+    notes = source.refresh()
+    return {"notes": notes, "keys": source.metrics.keys, "curves": {key: curve(source, key) for key in keys}}
+
+
+def reward_drops(points: Sequence[tuple[int, float]]) -> list[dict[str, float]]:
+    """Returns the steps at which the reward fell most: by at least one standard deviation of its changes, the largest fall first."""
+    changes = [(step, value, value - before) for (_, before), (step, value) in pairwise(points)]
+    if len(changes) < 2:
+        return []
+    spread = statistics.pstdev(change for _, _, change in changes)
+    largest = sorted(changes, key=lambda item: item[2])[:_DROPS]
+    fell = [drop for drop in largest if -drop[2] >= max(spread, 1e-9)]
+    return [{"step": step, "value": value, "before": value - change} for step, value, change in fell]
+
+
+def curve(source: RunSource, key: str) -> list[tuple[int, float]]:
+    """Returns the points of a metric, at most about `MAX_POINTS`."""
+    points = source.metrics.series(key)
+    if len(points) <= MAX_POINTS:
+        return points
+    size = math.ceil(2 * len(points) / MAX_POINTS)
+    kept: set[tuple[int, float]] = {points[0], points[-1]}
+    for start in range(0, len(points), size):
+        piece = points[start : start + size]
+        kept |= {min(piece, key=lambda point: point[1]), max(piece, key=lambda point: point[1])}
+    return sorted(kept)
+
+
+def _charts(source: RunSource) -> list[dict[str, Any]]:
+    charts = [*CHARTS]
+    parts = [key for key in source.metrics.keys if key.startswith("part/")][:4]
+    if len(parts) > 1:
+        labels = {key: printable_text(key.removeprefix("part/"))[:60] for key in parts}
+        charts.insert(0, ("Parts of the score", "means over the episodes that have them", labels, "plain"))
+    if source.metrics.series("audit_mean"):
+        labels = {"reward_mean": "reward", "audit_mean": "audit"}
+        charts.insert(0, ("Reward and audit", "the audit is not trained on", labels, "plain"))
+    drawn = []
+    for title, note, metrics, form in charts:
+        series = [{"key": key, "label": label, "points": points} for key, label in metrics.items() if (points := curve(source, key))]
+        if series:
+            drawn.append({"title": title, "note": note, "form": form, "series": series})
+    return drawn
+
+
+def _held_out(source: RunSource, summary: Line, key: str, label: str) -> dict[str, Any]:
+    """Success on a held-out split: during training, and before and after it with intervals."""
+    rates = {}
+    for phase, step in (("before", 0), ("after", source.metrics.steps[-1] if source.metrics.steps else 0)):
+        rate = summary.get(f"{key}_{phase}")
+        if isinstance(rate, dict) and all(is_finite(rate.get(name)) for name in ("value", "ci_low", "ci_high", "n")):
+            rates[phase] = {"step": step, **{name: rate[name] for name in ("value", "ci_low", "ci_high", "n")}}
+    return {"label": label, "points": curve(source, key), **rates}
+
+
+def _alerts(source: RunSource) -> list[dict[str, Any]]:
+    """Returns the drift and limit alerts of the newest steps, the newest first."""
+    numbers = source.metrics.steps
+    recipe, _ = source.recipe()
+    first = max(0, len(numbers) - _ALERTED)
+    rows = source.metrics.rows(numbers[max(0, first - HISTORY) :])
+    alerts = []
+    for place in range(first, len(numbers)):
+        at = place - max(0, first - HISTORY)
+        window = rows[max(0, at + 1 - HISTORY) : at + 1]
+        texts = drift_alerts(window) + (limit_alerts(window, recipe.learner.limits) if recipe is not None else [])
+        alerts += [{"step": numbers[place], "text": text} for text in texts]
+    return alerts[::-1]
+
+
+def _parts(source: RunSource) -> list[dict[str, Any]]:
+    """Returns what each part did: in the newest step, and over all steps with a timeline."""
+    numbers = [step for step, _ in source.metrics.series(f"{PREFIX}server/busy")] or source.metrics.steps[-1:]
+    newest = time_by_state(source.metrics.rows(numbers[-1:]))
+    total = time_by_state(source.metrics.rows(numbers[-2000:]))
+    return [{"part": part, "newest": newest.get(part, {}), "total": states} for part, states in total.items()]
+
+
+def _time_left(source: RunSource, recipe: Line) -> float | None:
+    steps, times = recipe.get("steps"), [value for _, value in source.metrics.series("step_s")[-_NEWEST:]]
+    if not is_finite(steps) or not times:
+        return None
+    return max(0.0, steps - source.metrics.steps[-1]) * statistics.median(times)
+
+
+def _recipe_facts(recipe: Line) -> dict[str, str]:
+    def text(*path: str) -> str:
+        value: Any = recipe
+        for key in path:
+            value = value.get(key) if isinstance(value, dict) else None
+        value = value.get("ref") if isinstance(value, dict) else value
+        return "" if value is None else str(value)[:200]
+
+    facts = {"model": text("policy", "model"), "tasks": text("tasks", "family"), "advantage": text("objective", "advantage")}
+    facts |= {"loss": text("objective", "loss"), "learning rate": text("learner", "lr"), "staleness": text("max_staleness")}
+    facts |= {"temperature": text("rollout", "sampling", "temperature"), "seed": text("seed")}
+    return {name: value for name, value in facts.items() if value}
+
+
+def _summary_facts(summary: Line) -> Line:
+    """Returns the figures of summary.json, without texts that may be large."""
+    facts: Line = {key: value for key, value in summary.items() if is_finite(value) or isinstance(value, bool)}
+    for key in ("wall_s", "failures", "left_out_reasons", "tokens", "by_kind", "versions", "judges"):
+        if isinstance(summary.get(key), dict):
+            facts[key] = dict(list(summary[key].items())[:200])
+    return facts | {"problems": [str(problem)[:500] for problem in as_list(summary.get("problems"))[:20]]}
+
+
+def _setbacks(source: RunSource, notes: list[str]) -> list[Line]:
+    """Returns the newest updates and groups that were not trained on, with reasons."""
+    lines = read_lines(source.path / "failures" / "updates.jsonl", _SETBACK, notes, most=_MAX_FILE)
+    names = ("step", "what", "action")
+    return [
+        {name: line.get(name) for name in names if isinstance(line.get(name), int | str)}
+        | {"reasons": [str(reason)[:300] for reason in line["reasons"][:8]], "groups": line["groups"][:50]}
+        for line in lines[-50:][::-1]
+    ]
+
+
+def _gate(source: RunSource, notes: list[str]) -> list[Line]:
+    """Returns the verdicts of the gate, the newest first."""
+    folder = source.path / "gate"
+    try:
+        numbers = sorted((int(path.name) for path in folder.iterdir() if path.name.isdecimal() and len(path.name) < 12), reverse=True)
+    except OSError:
+        return []
+    rows = []
+    for number in numbers[:200]:
+        verdict = read_object(folder / f"{number:06d}" / "verdict.json", notes, most=_MAX_FILE)
+        if verdict:
+            fields = {name: verdict.get(name) for name in ("outcome", "reason", "compared_with")}
+            figures = as_mapping(verdict.get("figures"))
+            kept = {name: figures.get(name) for name in ("pass_at_1", "low", "high", "attempts", "tokens") if is_finite(figures.get(name))}
+            rows.append({"version": number, **{name: str(value)[:600] for name, value in fields.items() if value is not None}, **kept})
+    return rows
+
+
+def as_mapping(value: Any) -> Line:
+    """Returns the value if it is a JSON object, else an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
+def _sessions(source: RunSource) -> list[Line]:
+    try:
+        return [session.model_dump() for session in read_sessions(source.path)[-50:]]
+    except (OSError, ValueError):
+        return []

@@ -1,0 +1,245 @@
+"""The HTTP server of `agentrl view`: static pages, JSON, and a stream of changes. Loopback by default.
+
+The address that the command prints contains a random token. The first page turns it into a cookie that no script can read. Every other
+request needs the cookie, or `Authorization: Bearer TOKEN`. The content security policy forbids scripts and requests of any other origin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+from agentrl.base.secrets import register
+from agentrl.base.user_code import log_unexpected
+from agentrl.errors import StoreError, UserError
+from agentrl.gateway.checks import known_fields, mapping
+from agentrl.gateway.http_server import HttpServer
+from agentrl.gateway.request import RequestError
+from agentrl.gateway.wire import Identified, body_of, check_source, key_of
+from agentrl.view import static_files
+from agentrl.view.live import MAX_STREAMS, Live
+from agentrl.view.routes import ROUTES, Query, read_route
+from agentrl.view.source import Missing
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    from agentrl.view.library import RunLibrary
+
+AT_ONCE, WAITING = 2, 64
+"""Requests that read runs at a time, and requests in progress."""
+ANSWER_S = 60.0
+BODY_S = 10.0
+_STATUS = {"wrong_key": 401, "wrong_host": 403, "not_found": 404, "too_large": 413, "encoding": 415, "too_many": 429}
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self';"
+    " base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ViewServer:
+    """Serves the pages of a library of runs, from `start` to `stop`.
+
+    Args:
+        port: 0 means any free port.
+        user: the name under which operations are recorded.
+        read_only: reject the operations that change a run.
+    """
+
+    library: RunLibrary
+    host: str = "127.0.0.1"
+    port: int = 0
+    user: str = "unknown"
+    read_only: bool = False
+    token: str = field(default_factory=lambda: register(secrets.token_urlsafe(32)))
+    _server: HttpServer | None = None
+    _live: Live | None = None
+    _in_progress: int = 0
+    _turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
+
+    @property
+    def url(self) -> str:
+        """The address of the started server, with its token. Raises `RuntimeError` before `start`."""
+        if self._server is None:
+            raise RuntimeError("the view is not started")
+        return f"{self._server.url}/?token={self.token}"
+
+    async def start(self) -> None:
+        """Listens and serves. Raises `InfrastructureError` if the address is not available."""
+        self._live = Live(self.library)
+        server = HttpServer(app=self.app(), name="view", host=self.host, port=self.port, connections=2 * MAX_STREAMS + WAITING)
+        await server.start()
+        self._server, self.port = server, server.port
+
+    async def wait(self) -> None:
+        """Returns when the server ends without `stop`, and raises its error."""
+        if self._server is not None:
+            await self._server.wait()
+
+    async def stop(self) -> None:
+        """Stops serving and closes all runs."""
+        server, self._server = self._server, None
+        if self._live is not None:
+            self._live.stop()
+        if server is not None:
+            await server.stop()
+        self.library.close()
+
+    def app(self) -> Any:
+        """Returns the ASGI application."""
+        from starlette.applications import Starlette
+        from starlette.routing import Route
+
+        routes = [Route("/", self._guarded(self._page), methods=["GET"])]
+        routes += [Route(f"/static/{name}", _static(name), methods=["GET"]) for name in static_files.NAMES]
+        routes += [Route(f"/api/{path}", self._guarded(self._reader(path)), methods=["GET"]) for path in ROUTES]
+        routes += [
+            Route("/api/runs/{run}/live", self._guarded(self._stream), methods=["GET"]),
+            Route("/api/runs/{run}/operations/{operation}", self._guarded(self._operate), methods=["POST"]),
+        ]
+        app = Starlette(routes=routes, exception_handlers={404: _no_route, 405: _no_route})
+        app.router.redirect_slashes = False
+        return Identified(app)
+
+    def _guarded(self, answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Any]:
+        """Returns a route that requires the token, and describes errors as JSON."""
+
+        async def guarded(request: Request) -> Response:
+            try:
+                check_source(request.headers)
+                self._check_token(request)
+                if self._in_progress >= WAITING:
+                    raise RequestError("too_many", "The server is busy.")
+                self._in_progress += 1
+                try:
+                    async with asyncio.timeout(ANSWER_S):
+                        return _protected(await answer(request))
+                finally:
+                    self._in_progress -= 1
+            except RequestError as refused:
+                return _refusal(refused.message, _STATUS.get(refused.kind, 400))
+            except Missing as error:
+                return _refusal(error.message, 404, error.fix)
+            except (UserError, StoreError) as error:
+                return _refusal(*_message_and_fix(error))
+            except TimeoutError:
+                return _refusal("The answer took too long.", 503, "wait, then load the page again")
+            except Exception as error:
+                log_unexpected("a request to the view", error)
+                return _refusal("The server failed to answer; its terminal shows the reason.", 500, "load the page again")
+
+        return guarded
+
+    def _check_token(self, request: Request) -> None:
+        given = request.query_params.get("token") if request.url.path == "/" else None
+        given = given or key_of(request.headers) or request.cookies.get(self._cookie, "")
+        if not hmac.compare_digest(_hash(given), _hash(self.token)):
+            raise RequestError("wrong_key", "The token is missing or wrong: open the address that agentrl view printed.")
+
+    @property
+    def _cookie(self) -> str:
+        return f"agentrl_view_{self.port}"
+
+    async def _page(self, request: Request) -> Response:
+        from starlette.responses import Response
+
+        response = Response(static_files.read("index.html"), media_type="text/html")
+        response.set_cookie(self._cookie, self.token, httponly=True, samesite="strict", path="/")
+        return response
+
+    def _reader(self, path: str) -> Callable[[Request], Awaitable[Response]]:
+        read = ROUTES[path]
+
+        async def answer(request: Request) -> Response:
+            query = Query(dict(request.path_params), request.query_params.multi_items())
+            return json_response(await self._in_thread(lambda: read_route(self.library, read, query)))
+
+        return answer
+
+    async def _stream(self, request: Request) -> Response:
+        from starlette.responses import StreamingResponse
+
+        assert self._live is not None, "the server is started"
+        if self._live.streams >= MAX_STREAMS:
+            raise RequestError("too_many", f"At most {MAX_STREAMS} pages are updated live.")
+        if self.library.open(request.path_params["run"]) is None:
+            raise Missing("there is no such run", fix="return to the list of runs")
+        return StreamingResponse(self._live.events(request.path_params["run"]), media_type="text/event-stream")
+
+    async def _operate(self, request: Request) -> Response:
+        from agentrl.view.operations import OPERATIONS
+
+        operation, origin = OPERATIONS.get(request.path_params["operation"]), request.headers.get("origin")
+        if operation is None:
+            raise RequestError("not_found", "There is no such operation.")
+        if origin is None or origin.partition("://")[2] != request.headers.get("host"):
+            raise RequestError("wrong_host", "An operation must come from a page of this server.")
+        if self.read_only:
+            raise UserError("this view is read-only", fix="start it without --read-only, or use the command line")
+        body = known_fields(mapping(await body_of(request, BODY_S), "the body"), operation.fields)
+        source = self.library.open(request.path_params["run"])
+        if source is None:
+            raise Missing("there is no such run", fix="return to the list of runs")
+        return json_response(await self._in_thread(lambda: operation.run(source, body, self.user)))
+
+    async def _in_thread(self, work: Callable[[], Any]) -> Any:
+        async with self._turns:
+            return await asyncio.to_thread(work)
+
+
+def json_response(body: Any) -> Response:
+    """Returns a response with JSON. Raises `ValueError` for NaN, which browsers cannot read."""
+    from starlette.responses import Response
+
+    text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return Response(text.encode("utf-8", "replace"), media_type="application/json")
+
+
+def _static(name: str) -> Callable[[Request], Any]:
+    async def answer(request: Request) -> Response:
+        from starlette.responses import Response
+
+        return _protected(Response(static_files.read(name), media_type=static_files.media_type(name)))
+
+    return answer
+
+
+def _protected(response: Response) -> Response:
+    response.headers.update(HEADERS)
+    return response
+
+
+def _message_and_fix(error: UserError | StoreError) -> tuple[str, int, str]:
+    if isinstance(error, UserError):
+        return error.message[:2000], 422, error.fix[:500]
+    message, _, fix = str(error)[:2000].partition("\n  fix: ")
+    return message, 409, fix
+
+
+def _refusal(message: str, status: int, fix: str = "") -> Response:
+    from starlette.responses import Response
+
+    body = json.dumps({"error": {"message": message, "fix": fix}}, ensure_ascii=False).encode("utf-8", "replace")
+    return _protected(Response(body, status, media_type="application/json"))
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    return _refusal("There is no such page.", 404)
+
+
+def _hash(key: str) -> bytes:
+    return sha256(key.encode("utf-8", "replace")).digest()

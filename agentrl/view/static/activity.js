@@ -1,0 +1,64 @@
+// What happens in a run, newest first: notable events, and the last episodes while it trains.
+
+import { address } from "./app.js";
+import { chip, h, link, notes, replace, section } from "./dom.js";
+import { duration, number, percent } from "./format.js";
+
+const MOST = 40;
+
+function episodeLink(run, id) {
+  const found = /^g(\d+)-(\d+)-a\d+$/.exec(id);
+  return found ? link(address("run", run, "groups", Number(found[1]), Number(found[2])), null, id) : id;
+}
+
+const LINES = {
+  run_started: (run, one) => [chip("start"), ` ${one.recipe}, ${one.steps || "no limit of"} steps`],
+  stage: (run, one) => [chip("stage"), ` ${one.stage} ${one.detail}`],
+  episode_started: (run, one) => [episodeLink(run, one.episode), ` starts: ${one.kind} ${one.task_id}`],
+  turn: (run, one) => [episodeLink(run, one.episode), ` turn ${one.turn}: ${one.sampled_tokens} tokens in ${duration(one.seconds)}`, one.calls.length ? `, calls ${one.calls.join(", ")}` : "", one.text ? h("span", { class: "quiet" }, ` ${one.text.slice(0, 120)}`) : null],
+  tool: (run, one) => [episodeLink(run, one.episode), ` ${one.tool} `, one.ok ? "" : chip("failed", "bad"), ` ${duration(one.seconds)}`, h("span", { class: "quiet" }, ` ${one.output.slice(0, 120)}`)],
+  episode_ended: (run, one) => [episodeLink(run, one.episode), ` ended: ${one.stop_reason}, ${one.turns} turns, ${one.tokens} tokens`, one.failure ? [" ", chip(`${one.blame}: ${one.failure}`, "bad")] : null],
+  episode_scored: (run, one) => [episodeLink(run, one.episode), " ", one.score === null ? chip(one.pending ? "waits for a score" : one.reason || "no score") : chip(`score ${number(one.score, 3)}`, one.score >= 1 ? "good" : one.score <= 0 ? "bad" : "part")],
+  group: (run, one) => [link(address("run", run, "groups", one.group), null, `group ${one.group}`), ` ${one.kind}: ${one.scores.map((score) => (score === null ? "–" : number(score, 2))).join(" ")}`],
+  version_served: (run, one) => [chip(`version ${one.version}`, "good"), ` serves, after a stall of ${duration(one.stall_s)}`],
+  step: (run, one) => [link(address("run", run, "steps", one.step), { class: "chip good" }, `step ${one.step}`), ` reward ${number(one.metrics.reward_mean ?? null, 3)}`],
+  evaluation: (run, one) => [chip("evaluation"), ` ${one.phase}: ${Object.entries(one.rates).map(([split, rate]) => `${split} ${percent(rate[0])} [${percent(rate[1])} – ${percent(rate[2])}]`).join(", ")}`],
+  version_judged: (run, one) => [chip(`gate: ${one.outcome}`, one.outcome === "promoted" ? "good" : "bad"), ` version ${one.version} ${one.reason}`],
+  alert: (run, one) => [chip("alert", "bad"), ` ${one.text}`],
+  part_restarted: (run, one) => [chip(`${one.part} restarted`, "bad"), ` ${one.text}`],
+  dropped: (run, one) => [chip("gap", "part"), ` ${number(one.count)} events are missing`],
+};
+
+function row(run, one) {
+  const line = LINES[one.kind];
+  return h("li", null, h("time", null, new Date(1000 * one.at).toLocaleTimeString()), " ", line ? line(run, one) : one.kind);
+}
+
+export class Activity {
+  constructor() {
+    this.newest = [];
+    this.notable = [];
+  }
+
+  load(run, data) {
+    [this.newest, this.notable] = [data.newest, data.notable];
+    this.draw(run, data.notes);
+  }
+
+  add(run, lines) {
+    this.newest = [...lines].reverse().concat(this.newest).slice(0, MOST);
+    this.draw(run, []);
+  }
+
+  draw(run, problems) {
+    const slot = document.getElementById("activity");
+    if (!slot || (!this.newest.length && !problems.length)) return;
+    const alerts = this.notable.filter((one) => ["alert", "part_restarted", "version_judged", "evaluation"].includes(one.kind)).slice(0, 12);
+    replace(slot, notes(problems),
+      alerts.length ? section("Reported", "Alerts, restarts, evaluations and verdicts, the newest first.", h("ul", { class: "plain events" }, alerts.map((one) => row(run, one)))) : null,
+      section("Activity", null, h("details", { class: "card" }, h("summary", null, "The newest events"), h("ul", { class: "plain events" }, this.newest.map((one) => row(run, one))))));
+    const details = slot.querySelector("details");
+    details.open = this.open ?? false;
+    details.addEventListener("toggle", () => { this.open = details.open; });
+  }
+}

@@ -1,0 +1,183 @@
+// The router: an address after # is a page, so every view has a permalink. Each page reads its data and draws itself.
+
+import { Problem, follow } from "./api.js";
+import { chip, h, link, replace } from "./dom.js";
+import { bind, showKeys } from "./keys.js";
+import * as comparePage from "./page_compare.js";
+import * as episodePage from "./page_episode.js";
+import * as episodesPage from "./page_episodes.js";
+import * as failurePage from "./page_failures.js";
+import * as groupPage from "./page_group.js";
+import * as runPage from "./page_run.js";
+import * as runsPage from "./page_runs.js";
+import * as stepPage from "./page_step.js";
+import * as tokensPage from "./page_tokens.js";
+
+const PAGES = [
+  [/^$/, [], runsPage.render],
+  [/^compare$/, [], comparePage.render],
+  [/^run\/([^/]+)$/, ["run"], runPage.render],
+  [/^run\/([^/]+)\/episodes$/, ["run"], episodesPage.render],
+  [/^run\/([^/]+)\/steps\/(\d+)$/, ["run", "step"], stepPage.render],
+  [/^run\/([^/]+)\/groups$/, ["run"], groupPage.renderList],
+  [/^run\/([^/]+)\/groups\/(-?\d+)$/, ["run", "group"], groupPage.render],
+  [/^run\/([^/]+)\/groups\/(-?\d+)\/(\d+)$/, ["run", "group", "attempt"], episodePage.render],
+  [/^run\/([^/]+)\/groups\/(-?\d+)\/(\d+)\/(\d+)\/(\d+)$/, ["run", "group", "attempt", "trajectory", "turn"], tokensPage.render],
+  [/^run\/([^/]+)\/evaluated\/([^/]+)$/, ["run", "episode"], episodePage.renderEvaluated],
+  [/^run\/([^/]+)\/failures$/, ["run"], failurePage.render],
+  [/^run\/([^/]+)\/failures\/([^/]+)$/, ["run", "trace"], failurePage.renderTrace],
+];
+
+const main = document.getElementById("main"), crumbs = document.getElementById("crumbs"), live = document.getElementById("live");
+let current = null, visits = 0;
+
+export const address = (...parts) => `#/${parts.map((part) => encodeURIComponent(part)).join("/")}`;
+
+function parse() {
+  const [path, search] = location.hash.replace(/^#\/?/, "").split("?");
+  for (const [pattern, names, render] of PAGES) {
+    const match = pattern.exec(path);
+    if (!match) continue;
+    try {
+      const params = Object.fromEntries(names.map((name, n) => [name, decodeURIComponent(match[n + 1])]));
+      return { params, query: new URLSearchParams(search || ""), render };
+    } catch {
+      return null;
+    }
+  }
+  return null;
+}
+
+export function problem(error) {
+  const gone = error instanceof Problem && error.status === 404;
+  return h("div", { class: "problem", role: "alert" },
+    h("h1", null, gone ? "Not there" : "This cannot be shown"),
+    h("p", null, error instanceof Problem ? error.message : "The page has an error; the console shows it."),
+    error instanceof Problem && error.fix && h("p", { class: "sub" }, `What to do: ${error.fix}`),
+    h("p", null, link("#/", { class: "button" }, "All runs")));
+}
+
+class Visit {
+  constructor(found) {
+    Object.assign(this, found);
+    this.leaving = [];
+    this.id = visits += 1;
+    this.stale = false;
+  }
+
+  onLeave(action) {
+    this.leaving.push(action);
+  }
+
+  end() {
+    this.stale = true;
+    for (const action of this.leaving) action();
+  }
+
+  // Draws the page. The first element with `data-focus` or the heading gets the focus, so that keys and screen readers start there.
+  show(...children) {
+    if (this.stale) return;
+    const kept = document.activeElement && main.contains(document.activeElement) ? document.activeElement.getAttribute("data-key") : null;
+    replace(main, ...children);
+    if (kept) {
+      const same = main.querySelector(`[data-key="${CSS.escape(kept)}"]`);
+      if (same) same.focus();
+    }
+  }
+
+  title(text, trail) {
+    if (this.stale) return;
+    document.title = `${text} · agentrl`;
+    const parts = [link("#/", null, "Runs"), ...trail.map(([name, to]) => (to ? link(to, null, name) : h("span", { "aria-current": "page" }, name)))];
+    replace(crumbs, parts.map((part, n) => [n ? h("span", { class: "slash", "aria-hidden": "true" }, "/") : null, part]));
+  }
+
+  // Reads and draws now, and again when the run changes. `active` gets new events.
+  async follow(run, draw, active) {
+    await draw(null);
+    if (this.stale) return;
+    let waiting = false, again = false;
+    const update = async (mark, first) => {
+      if (this.stale) return;
+      if (mark.gone) {
+        live.textContent = "";
+        this.show(problem(new Problem("the run was removed while you were looking at it", "return to the list of runs", 404)));
+        return;
+      }
+      replace(live, mark.state === "running" ? [chip("live", "good"), ` step ${mark.step ?? 0}`] : "");
+      if (first) return;
+      if (waiting) {
+        again = true;
+        return;
+      }
+      waiting = true;
+      try {
+        do {
+          again = false;
+          await draw(mark);
+        } while (again && !this.stale);
+      } catch (error) {
+        this.fail(error);
+      }
+      waiting = false;
+    };
+    this.onLeave(follow(run, update, (lines) => !this.stale && active && active(lines)));
+  }
+
+  fail(error) {
+    if (this.stale) return;
+    if (!(error instanceof Problem)) console.error(error);
+    this.show(problem(error));
+  }
+}
+
+export function go(to) {
+  if (location.hash === to) return;
+  location.hash = to;
+}
+
+async function navigate() {
+  if (current) current.end();
+  bind({});
+  live.textContent = "";
+  const found = parse();
+  const visit = (current = new Visit(found || { params: {}, query: new URLSearchParams() }));
+  if (!found) {
+    visit.title("Not there", [["Not there", null]]);
+    visit.fail(new Problem("there is no page with this address", "start at the list of runs", 404));
+    return;
+  }
+  main.setAttribute("aria-busy", "true");
+  try {
+    await found.render(visit);
+  } catch (error) {
+    visit.fail(error);
+  }
+  if (!visit.stale) {
+    main.removeAttribute("aria-busy");
+    const start = main.querySelector("[data-focus]") || main;
+    start.focus({ preventScroll: true });
+    window.scrollTo(0, 0);
+  }
+}
+
+const THEMES = ["auto", "light", "dark"];
+function theme(name) {
+  if (name === "auto") document.documentElement.removeAttribute("data-theme");
+  else document.documentElement.setAttribute("data-theme", name);
+  const button = document.getElementById("theme"), label = `Colours: ${name === "auto" ? "automatic" : name}`;
+  button.setAttribute("aria-label", label);
+  button.title = label;
+  localStorage.setItem("agentrl-theme", name);
+}
+
+theme(THEMES.includes(localStorage.getItem("agentrl-theme")) ? localStorage.getItem("agentrl-theme") : "auto");
+document.getElementById("theme").addEventListener("click", () => theme(THEMES[(THEMES.indexOf(localStorage.getItem("agentrl-theme")) + 1) % THEMES.length]));
+document.getElementById("help").addEventListener("click", showKeys);
+document.getElementById("skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  main.focus();
+});
+if (location.search) history.replaceState(null, "", `/${location.hash}`);
+window.addEventListener("hashchange", navigate);
+navigate();

@@ -1,0 +1,196 @@
+"""Reads growing JSON-lines files of a run piece by piece: each refresh reads what was added since the last one."""
+
+from __future__ import annotations
+
+import math
+import os
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentrl.base.untrusted_files import open_file
+from agentrl.observe.rundata import is_finite, parse_object
+
+MAX_LINE = 1 << 20
+"""Bytes of a line; longer ones are skipped."""
+MAX_CELLS = 4_000_000
+"""Numbers of a run's metrics in memory, 8 bytes each. Later steps of a longer run are not shown."""
+MAX_KEYS = 2000
+_PIECE = 4 << 20
+
+
+class JsonTail:
+    """Calls `on_line` for each complete line of a file that is a JSON object, once.
+
+    A file that was replaced or truncated is read from its start, after `on_restart`.
+    """
+
+    def __init__(self, path: Path, on_line: Callable[[dict[str, Any]], None], on_restart: Callable[[], None]) -> None:
+        self.path = path
+        self.bad_lines = 0
+        self._on_line, self._on_restart = on_line, on_restart
+        self._file: tuple[int, int] | None = None
+        self._offset = 0
+        self._rest = b""
+        self._skipping = False
+
+    def refresh(self) -> bool:
+        """Reads what was added. Returns whether there was anything. Raises `OSError` and `ValueError`; a missing file is empty."""
+        try:
+            with open_file(self.path, inside=self.path.parent) as file:
+                status = os.fstat(file.fileno())
+                if (status.st_dev, status.st_ino) != self._file or status.st_size < self._offset:
+                    self._restart((status.st_dev, status.st_ino))
+                if status.st_size == self._offset:
+                    return False
+                file.seek(self._offset)
+                while piece := file.read(min(_PIECE, status.st_size - self._offset)):
+                    self._offset += len(piece)
+                    self._take(piece)
+                return True
+        except FileNotFoundError:
+            had = self._file is not None
+            self._restart(None)
+            return had
+
+    def _restart(self, file: tuple[int, int] | None) -> None:
+        self._file, self._offset, self._rest, self._skipping, self.bad_lines = file, 0, b"", False, 0
+        self._on_restart()
+
+    def _take(self, piece: bytes) -> None:
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        for line in lines:
+            if self._skipping:
+                self._skipping = False
+            elif len(line) > MAX_LINE:
+                self.bad_lines += 1
+            elif line.strip():
+                data = parse_object(line.decode("utf-8", "replace"))
+                if data is None:
+                    self.bad_lines += 1
+                else:
+                    self._on_line(data)
+        if len(self._rest) > MAX_LINE:
+            self.bad_lines += not self._skipping
+            self._rest, self._skipping = b"", True
+
+
+class MetricsTable:
+    """The metrics of a run's steps, as columns of numbers. A step that a resumed run repeated has its newest values."""
+
+    def __init__(self, path: Path) -> None:
+        self._tail = JsonTail(path, self._add, self._clear)
+        self._clear()
+
+    def refresh(self) -> bool:
+        """Reads new lines. Returns whether there were any. Raises `OSError` and `ValueError`."""
+        return self._tail.refresh()
+
+    @property
+    def notes(self) -> list[str]:
+        """What could not be read."""
+        notes = [f"metrics.jsonl: {self._tail.bad_lines} unreadable lines ignored"] if self._tail.bad_lines else []
+        return notes + ([f"metrics.jsonl has more than {MAX_CELLS:,} numbers; the later steps are not shown"] if self._full else [])
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps, in ascending order."""
+        return sorted(self._rows)
+
+    @property
+    def keys(self) -> list[str]:
+        """The names of the metrics."""
+        return sorted(self._columns)
+
+    @property
+    def cells(self) -> int:
+        """Numbers in memory."""
+        return len(self._rows) * len(self._columns)
+
+    def series(self, key: str) -> list[tuple[int, float]]:
+        """Returns (step, value) of the steps with a finite number under `key`, in order."""
+        column = self._columns.get(key)
+        if column is None:
+            return []
+        return [(step, value) for step in self.steps if not math.isnan(value := _at(column, self._rows[step]))]
+
+    def row(self, step: int) -> dict[str, float]:
+        """Returns the metrics of a step; empty if it is unknown."""
+        if (row := self._rows.get(step)) is None:
+            return {}
+        values = ((key, _at(column, row)) for key, column in self._columns.items())
+        return {"step": float(step)} | {key: value for key, value in sorted(values) if not math.isnan(value)}
+
+    def rows(self, steps: Sequence[int]) -> list[dict[str, float]]:
+        """Returns the metrics of steps."""
+        return [self.row(step) for step in steps]
+
+    def _clear(self) -> None:
+        self._rows: dict[int, int] = {}
+        self._columns: dict[str, array[float]] = {}
+        self._full = False
+
+    def _add(self, line: Mapping[str, Any]) -> None:
+        step = line.get("step")
+        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 53:
+            return
+        if step not in self._rows and (len(self._rows) + 1) * max(1, len(self._columns)) > MAX_CELLS:
+            self._full = True
+            return
+        row = self._rows.setdefault(step, len(self._rows))
+        for column in self._columns.values():
+            if row < len(column):
+                column[row] = math.nan
+        for key, value in line.items():
+            if key != "step" and is_finite(value) and (key in self._columns or len(self._columns) < MAX_KEYS):
+                column = self._columns.setdefault(key[:200], array("d"))
+                while len(column) <= row:
+                    column.append(math.nan)
+                column[row] = value
+
+
+def _at(column: array[float], row: int) -> float:
+    return column[row] if row < len(column) else math.nan
+
+
+class TaskTable:
+    """The task, kind and mean score of each group, from `tasks.jsonl`. Names are stored once."""
+
+    MAX_GROUPS = 500_000
+
+    def __init__(self, path: Path) -> None:
+        self._tail = JsonTail(path, self._add, self._clear)
+        self._clear()
+
+    def refresh(self) -> bool:
+        """Reads new lines. Returns whether there were any. Raises `OSError` and `ValueError`."""
+        return self._tail.refresh()
+
+    def kind(self, group: int) -> str:
+        """Returns the kind of a group's task; empty if it is unknown."""
+        place = self._groups.get(group)
+        return "" if place is None else self._names[self._kinds[place]]
+
+    def mean(self, group: int) -> float | None:
+        """Returns the mean score of a group; None if it is unknown."""
+        place = self._groups.get(group)
+        return None if place is None or math.isnan(self._means[place]) else self._means[place]
+
+    def _clear(self) -> None:
+        self._groups: dict[int, int] = {}
+        self._names: list[str] = []
+        self._numbers: dict[str, int] = {}
+        self._kinds, self._means = array("H"), array("d")
+
+    def _add(self, line: Mapping[str, Any]) -> None:
+        group, kind, mean = line.get("group"), line.get("kind"), line.get("mean")
+        if not isinstance(group, int) or isinstance(group, bool) or not isinstance(kind, str) or len(self._groups) >= self.MAX_GROUPS:
+            return
+        name = kind[:80] if len(self._names) < 1000 or kind[:80] in self._numbers else "others"
+        if name not in self._numbers:
+            self._numbers[name] = len(self._names)
+            self._names.append(name)
+        self._groups[group] = len(self._kinds)
+        self._kinds.append(self._numbers[name])
+        self._means.append(mean if is_finite(mean) else math.nan)

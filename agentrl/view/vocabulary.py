@@ -1,0 +1,134 @@
+"""The text of token ids, from the `tokenizer.json` of a run's model. It is read as data: no tokenizer is loaded, and no code of it runs."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+from array import array
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from agentrl.base.untrusted_files import read_bytes
+
+MAX_BYTES = 48 << 20
+"""Bytes of a `tokenizer.json`."""
+_MAX_TOKENS = 1 << 20
+_MAX_TOKEN_CHARS = 1024
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_MARK = "\u2581"  # a space in SentencePiece vocabularies
+
+
+class Vocabulary:
+    """Token id -> bytes. Ids without an entry have no text.
+
+    The tokens lie in one byte string, because a million Python objects would need 80 MiB.
+    """
+
+    def __init__(self, tokens: dict[int, bytes], special: frozenset[int]) -> None:
+        size = max(tokens, default=-1) + 1
+        self._ends = array("I", bytes(4 * size))
+        pieces, end = [], 0
+        for number in range(size):
+            piece = tokens.get(number, b"")
+            pieces.append(piece)
+            end += len(piece)
+            self._ends[number] = end
+        self._data = b"".join(pieces)
+        self.special = special
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def token(self, number: int) -> bytes:
+        """Returns the bytes of a token; empty for an unknown id."""
+        if not 0 <= number < len(self._ends):
+            return b""
+        return self._data[self._ends[number - 1] if number else 0 : self._ends[number]]
+
+    def texts(self, ids: Sequence[int]) -> list[str]:
+        """Returns one text per token. A character that several tokens spell appears at the last of them; the others are empty."""
+        texts, rest = [], b""
+        for position, number in enumerate(ids):
+            data = rest + self.token(number)
+            text, rest = _decoded(data, last=position == len(ids) - 1)
+            texts.append(text)
+        return texts
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of a sequence of tokens."""
+        return b"".join(map(self.token, ids)).decode("utf-8", "replace")
+
+
+def _decoded(data: bytes, *, last: bool) -> tuple[str, bytes]:
+    """Splits bytes into complete text and the start of a character that the next token continues."""
+    if not last:
+        for length in (1, 2, 3):
+            tail = data[-length:]
+            if len(tail) == length and tail[0] >= 0xC0 and length < _character_size(tail[0]):
+                return data[:-length].decode("utf-8", "replace"), tail
+    return data.decode("utf-8", "replace"), b""
+
+
+def _character_size(first: int) -> int:
+    return 2 if first < 0xE0 else 3 if first < 0xF0 else 4 if first < 0xF8 else 1
+
+
+def read_vocabulary(path: Path, *, inside: Path) -> Vocabulary:
+    """Reads a `tokenizer.json`. Raises `FileNotFoundError`, and `ValueError` if it is too large or has no vocabulary."""
+    try:
+        data = json.loads(read_bytes(path, most=MAX_BYTES, inside=inside))
+        special, tokens = {}, {}
+        byte_level = _has_type(data, "ByteLevel")
+        for token, number in _entries(data.get("model")):
+            tokens[number] = _token_bytes(token, byte_level=byte_level)
+        for added in data.get("added_tokens") or []:
+            number, token = added["id"], added["content"]
+            if _fits(token, number):
+                tokens[number] = token.encode("utf-8", "replace")
+                special[number] = bool(added.get("special"))
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"has no vocabulary: {type(error).__name__}") from None
+    if not tokens:
+        raise ValueError("has no vocabulary")
+    del data
+    gc.collect()  # hundreds of thousands of merges
+    return Vocabulary(tokens, frozenset(number for number, marked in special.items() if marked))
+
+
+def _entries(model: Any) -> Iterator[tuple[str, int]]:
+    vocabulary = model["vocab"]
+    pairs = vocabulary.items() if isinstance(vocabulary, dict) else ((entry[0], number) for number, entry in enumerate(vocabulary))
+    yield from ((token, number) for token, number in pairs if _fits(token, number))
+
+
+def _fits(token: Any, number: Any) -> bool:
+    return isinstance(token, str) and len(token) <= _MAX_TOKEN_CHARS and type(number) is int and 0 <= number < _MAX_TOKENS
+
+
+def _has_type(data: Any, kind: str) -> bool:
+    """Whether the decoder or pre-tokenizer, or a part of them, has a type."""
+    parts = [data.get("decoder"), data.get("pre_tokenizer")]
+    for part in parts[:2]:
+        if isinstance(part, dict):
+            parts += [*(part.get("decoders") or []), *(part.get("pretokenizers") or [])]
+    return any(isinstance(part, dict) and part.get("type") == kind for part in parts)
+
+
+def _token_bytes(token: str, *, byte_level: bool) -> bytes:
+    if byte_level:
+        table = _byte_of_character()
+        return bytes(table[char] for char in token) if all(char in table for char in token) else token.encode("utf-8", "replace")
+    if match := _BYTE.fullmatch(token):
+        return bytes((int(match[1], 16),))
+    return token.replace(_MARK, " ").encode("utf-8", "replace")
+
+
+@cache
+def _byte_of_character() -> dict[str, int]:
+    """The alphabet of byte-level BPE: printable bytes stand for themselves, the others for the characters from U+0100 on."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(0x100 + place): byte for place, byte in enumerate(hidden)}

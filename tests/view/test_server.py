@@ -1,0 +1,113 @@
+"""Who gets an answer: the token, Host and Origin, the headers of every answer, and bounds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from agentrl.view import RunLibrary, ViewServer, static_files
+from agentrl.view.server import HEADERS
+
+HERE = "http://127.0.0.1:8420"
+
+
+@asynccontextmanager
+async def client(root: Path, *, token: bool = True, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a view, without a network. It has the token, unless it says otherwise."""
+    server = ViewServer(library=RunLibrary(root), port=8420, **options)
+    headers = {"authorization": f"Bearer {server.token}"} if token else {}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=server.app()), base_url=HERE, headers=headers) as opened:
+        opened.view = server  # type: ignore[attr-defined]
+        yield opened
+    server.library.close()
+
+
+async def test_the_token_of_the_address_becomes_a_cookie_that_no_script_reads(runs: Path) -> None:
+    async with client(runs, token=False) as anyone:
+        token = anyone.view.token  # type: ignore[attr-defined]
+        for address in ("/", "/?token=", "/?token=wrong", "/api/runs", f"/api/runs?token={token}", "/api/runs/demo/live"):
+            refused = await anyone.get(address)
+            assert refused.status_code == 401 and "token" in refused.json()["error"]["message"], address
+        page = await anyone.get(f"/?token={token}")
+        cookie = page.headers["set-cookie"].lower()
+        assert page.status_code == 200 and "httponly" in cookie and "samesite=strict" in cookie and "agentrl_view_8420=" in cookie
+        assert token not in page.text, "the token is not in the page"
+        assert (await anyone.get("/api/runs")).status_code == 200, "the cookie suffices"
+
+
+@pytest.mark.parametrize("headers", [{"host": "evil.example"}, {"origin": "http://evil.example"}, {"host": "127.0.0.1.evil.example:8420"}])
+async def test_a_public_name_gets_no_answer_even_with_the_token(runs: Path, headers: dict[str, str]) -> None:
+    async with client(runs) as ours:
+        refused = await ours.get("/api/runs", headers=headers)
+        assert refused.status_code == 403 and "demo" not in refused.text
+
+
+async def test_every_answer_forbids_scripts_and_content_of_others(runs: Path) -> None:
+    async with client(runs) as ours:
+        for address in ("/", "/api/runs", "/api/runs/none", "/nowhere", *(f"/static/{name}" for name in static_files.NAMES)):
+            answer = await ours.get(address)
+            assert {name: answer.headers.get(name) for name in HEADERS} == HEADERS, address
+        policy = HEADERS["Content-Security-Policy"]
+        assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
+        page = (await ours.get("/")).text
+        assert "<script>" not in page and " style=" not in page and " onclick" not in page, "nothing inline"
+
+
+async def test_every_route_answers_for_a_run_and_no_answer_has_a_number_that_browsers_cannot_read(runs: Path) -> None:
+    paths = ("", "/ledger", "/curves?key=reward_mean&key=none", "/steps/3", "/groups", "/groups/4", "/groups/4/1", "/groups/4/1/0/1")
+    paths += ("/episodes?kind=join&outcome=failed", "/facets", "/failures", "/failures/g000004-0-a0")
+    async with client(runs) as ours:
+        for path in paths:
+            answer = await ours.get(f"/api/runs/demo{path}")
+            assert answer.status_code == 200, (path, answer.text)
+            json.loads(answer.text, parse_constant=pytest.fail)
+        compared = (await ours.get("/api/compare?run=demo&run=other")).json()
+        assert {row["key"]: row["values"] for row in compared["settings"]}["learner.lr"] == ["0.0005", "2e-05"]
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        *(("/steps/99", 404), ("/groups/99", 404), ("/groups/4/9", 404), ("/groups/4/0/0/9", 404), ("/groups/4/0/7/0", 404)),
+        *(("/failures/none", 404), ("/evaluated/none", 404), ("/steps/x", 400), ("/groups/9999999999999999999999", 400)),
+        *(("/groups/4/-1", 400), ("/groups/4/0/0/0?offset=-5", 400), ("/episodes?min_score=nan", 400), ("/episodes?sort=evil", 422)),
+        *(("/episodes?after=%00", 422), ("/curves?" + "key=a&" * 41, 400), ("/episodes?text=" + "a" * 500, 400)),
+    ],
+)
+async def test_a_wrong_address_gets_a_message(runs: Path, path: str, status: int) -> None:
+    async with client(runs) as ours:
+        answer = await ours.get(f"/api/runs/demo{path}")
+        assert answer.status_code == status and answer.json()["error"]["message"], answer.text
+
+
+@pytest.mark.parametrize("run", ["..", "%2e%2e", "demo/..", "~2f657463", "~2e2e", "~", "none", "%00", "demo%2f..%2fdemo"])
+async def test_an_id_never_becomes_a_path(runs: Path, run: str) -> None:
+    async with client(runs / "demo" / ".." / ".." / runs.name) as ours:
+        answer = await ours.get(f"/api/runs/{run}")
+        assert answer.status_code in (404, 200 if run in ("..", "%2e%2e", "demo/..") else 404)
+        assert answer.status_code == 404 or "runs" in answer.json(), "httpx removed the dots"
+
+
+async def test_operations_need_our_page_and_can_be_turned_off(runs: Path) -> None:
+    body = {"trace": "g000004-0-a0", "tag": "wrong_unit"}
+    for options, headers, status in (
+        ({}, {}, 403),
+        ({}, {"origin": "http://127.0.0.1:9999"}, 403),
+        ({"read_only": True}, {"origin": HERE}, 422),
+    ):
+        async with client(runs, **options) as ours:
+            answer = await ours.post("/api/runs/demo/operations/tag", json=body, headers=headers)
+            assert answer.status_code == status, answer.text
+            assert not (runs / "demo" / "operations.jsonl").exists()
+
+
+async def test_a_single_run_is_opened_as_well(runs: Path) -> None:
+    async with client(runs / "demo") as ours:
+        listed = (await ours.get("/api/runs")).json()
+        assert listed["single"] == "demo" and [run["name"] for run in listed["runs"]] == ["demo"]

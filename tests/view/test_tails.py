@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import json
+import os
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.observe.rundata import read_run
+from agentrl.view import tails
+from agentrl.view.run_data import reward_drops
+from agentrl.view.tails import MetricsTable
+
+values = st.one_of(st.none(), st.floats(), st.integers(-5, 5), st.text(max_size=3), st.booleans())
+lines = st.lists(st.one_of(st.dictionaries(st.sampled_from(("step", "a", "b")), values), st.just("torn {")), max_size=12)
+
+
+@given(lines, st.lists(st.integers(0, 400), max_size=5))
+def test_a_file_that_grows_in_any_pieces_reads_as_a_whole(
+    tmp_path_factory: pytest.TempPathFactory, written: list[object], cuts: list[int]
+) -> None:
+    """Also if a piece ends within a line. The report's reader is the other implementation."""
+    run = tmp_path_factory.mktemp("run")
+    content = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in written).encode()
+    path, table, edges = (
+        run / "metrics.jsonl",
+        MetricsTable(run / "metrics.jsonl"),
+        sorted({0, *(min(cut, len(content)) for cut in cuts), len(content)}),
+    )
+    for start, end in pairwise(edges):
+        with path.open("ab") as file:
+            file.write(content[start:end])
+        table.refresh()
+    whole = read_run(run)
+    steps = [line["step"] for line in whole.metrics if not isinstance(line["step"], bool) and line["step"] >= 0]
+    assert table.steps == steps
+    for key in ("a", "b"):
+        expected = [(step, value) for step, value in whole.series(key) if not isinstance(step, bool) and step >= 0]
+        assert table.series(key) == expected
+    assert not table.refresh()
+
+
+def test_a_file_that_was_replaced_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "a": 1}\n{"step": 2, "a": 2}\n')
+    table = MetricsTable(path)
+    assert table.refresh() and table.series("a") == [(1, 1.0), (2, 2.0)]
+    other = tmp_path / "other"
+    other.write_text('{"step": 1, "b": 5}\n' * 9)
+    os.replace(other, path)
+    assert table.refresh() and table.steps == [1] and table.series("a") == [] and table.row(1) == {"step": 1.0, "b": 5.0}
+    path.unlink()
+    assert table.refresh() and table.steps == [] and not table.refresh()
+
+
+def test_memory_is_bounded_and_the_bound_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tails, "MAX_CELLS", 20)
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "a": 1, "b": 2}) + "\n" for step in range(50)))
+    table = MetricsTable(tmp_path / "metrics.jsonl")
+    table.refresh()
+    assert table.cells <= 20 and "are not shown" in table.notes[0]
+
+
+def test_the_largest_falls_of_the_reward_come_first() -> None:
+    points = [(1, 0.5), (2, 0.6), (3, 0.2), (4, 0.5), (5, 0.45), (6, 0.5), (7, 0.2)]
+    assert [(drop["step"], round(drop["before"], 9)) for drop in reward_drops(points)] == [(3, 0.6), (7, 0.5)]
+    assert reward_drops([(1, 0.5), (2, 0.5), (3, 0.5)]) == [] and reward_drops([]) == []
