@@ -75,6 +75,11 @@ COMMANDS: dict[str, dict[str, Command]] = {
     },
     "Inspect": {
         "report": Command("runs:report", "Write report.html from the files of a run folder.", "report runs/quickstart"),
+        "profile": Command(
+            "profile:profile",
+            "Run two steps of a recipe, and print where the time went.",
+            "profile recipes/quickstart.py serving.threads=2",
+        ),
         "tasks": Command("tasks:tasks_app", "List, add, remove and re-weight the tasks of a run, also while it trains."),
         "versions": Command("versions:versions_app", "List, compare, promote and pin the policy versions of a run, or return to one."),
         "store": Command("store:store", "List, count, verify and export the sampled groups of a run.", "store runs/quickstart --verify"),
