@@ -23,6 +23,7 @@ from agentrl.experience import BlockStarts, DriverStore, FolderCheckpoints, Grou
 from agentrl.failure import Capture, FaultRate, Quarantine
 from agentrl.memory.run_memory import open_memory
 from agentrl.observe import RunTracker, StageClock
+from agentrl.observe.run_events import EpisodeEvents, EventTracker, Record
 from agentrl.protocols import Policy, SandboxBackend
 from agentrl.records import Completion, Episode, ExecResult, Limits, Message, SandboxSpec, Score, Split, Task
 from agentrl.rollout import Admission
@@ -141,14 +142,17 @@ async def opened(
     *,
     order: GroupOrder | None = None,
     scorer: Callable[[Task, Episode], Awaitable[Score]] = one,
+    record: Record = lambda event: None,
 ) -> AsyncIterator[opening.Run]:
-    """A `Run` whose rollouts are real; it has neither server nor learner. `order`: that of its groups, if not the recipe's."""
+    """A `Run` whose rollouts are real; it has neither server nor learner. `order`: that of its groups, if not the recipe's.
+    `record` receives its events."""
     order = order or GroupOrder.from_recipe(recipe)
     store = await DriverStore.open(partial(SqliteStore, run_dir / "experience.sqlite"))
-    tracker = RunTracker(run_dir)
+    tracker = RunTracker(run_dir, [EventTracker(record)])
     checkpoints = FolderCheckpoints(run_dir / "running")
     faults, slots = FaultRate(concurrency=recipe.rollout.concurrency), Admission(recipe.rollout.concurrency)
-    episodes = opening.build_episode_runner(recipe, policy, sandboxes, chat_of(shared_tokenizer()))
+    chat, listener = chat_of(shared_tokenizer()), EpisodeEvents(record)
+    episodes = opening.build_episode_runner(recipe, policy, sandboxes, chat, listener=listener)
     capture = Capture(run_dir, recipe.capture, origin={"run": run_dir.name})
     starts = BlockStarts(order, await store.call(lambda store: store.block_versions()))
     memory = open_memory(recipe, run_dir, store, order, starts)

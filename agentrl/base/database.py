@@ -17,6 +17,7 @@ from pathlib import Path
 import zstandard
 
 from agentrl.base import untrusted_files
+from agentrl.errors import UserError
 
 _RETRY_S = 0.01
 _STEPS = 20_000  # instructions of SQLite's virtual machine between two checks of the time
@@ -75,6 +76,25 @@ def connect(path: Path | None, schema: Sequence[str], *, timeout_s: float, longe
     db = sqlite3.connect(path or ":memory:", timeout=timeout_s, isolation_level=None, check_same_thread=False)
     try:
         restrict_connection(db, schema, longest=longest)
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def connect_read_only(path: Path, schema: Sequence[str], *, timeout_s: float, longest: int = 1 << 30) -> sqlite3.Connection:
+    """Opens one of agentrl's SQLite files, whose folder a third party may have written, for reading by several threads.
+
+    Raises like `connect`, and `FileNotFoundError`.
+    """
+    check_files(path)
+    untrusted_files.check_file(path, inside=path.parent)
+    mode = "mode=ro&immutable=1" if is_read_only(path) else "mode=ro"
+    db = sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", timeout=timeout_s, isolation_level=None, uri=True, check_same_thread=False)
+    try:
+        with query_deadline(db, timeout_s):
+            restrict_connection(db, schema, longest=longest)
+            db.execute("PRAGMA query_only = ON")
     except BaseException:
         db.close()
         raise
@@ -180,6 +200,13 @@ def decompress(body: object, *, most: int | None = None) -> bytes:
         return zstandard.ZstdDecompressor().decompress(body, max_output_size=bound)
     except zstandard.ZstdError as error:
         raise ValueError(str(error)) from error
+
+
+def require_full_text_search() -> None:
+    """Raises `UserError` if Python's SQLite has no full-text search, which the experience store and the notes of a memory need."""
+    with closing(sqlite3.connect(":memory:")) as db:
+        if not db.execute("SELECT 1 FROM pragma_module_list WHERE name = 'fts5'").fetchone():
+            raise UserError("Python's SQLite was built without FTS5", fix="use a Python with FTS5 in sqlite3")
 
 
 def is_damaged(error: sqlite3.Error) -> bool:

@@ -153,6 +153,23 @@ class StoppedProcesses:
         return f"{self.what} has made no progress for {silent_s:.0f} s: a signal has stopped process {pid}"
 
 
+class RestartAlert(str):
+    """An alert that a part of the run is restarted, which trackers can tell from other alerts.
+
+    Args:
+        part: "server", "learner", "rollout worker", "judge" or "redis".
+        text: the alert.
+    """
+
+    part: str
+
+    def __new__(cls, part: str, text: str) -> RestartAlert:
+        """Returns the text with the part."""
+        alert = super().__new__(cls, text)
+        alert.part = part
+        return alert
+
+
 class Restarts:
     """Counts the restarts of one part in a row. The count returns to 0 when the part has worked for `sound_s` since its last start, or
     with `completed`.

@@ -82,7 +82,12 @@ COMMANDS: dict[str, dict[str, Command]] = {
         ),
         "tasks": Command("tasks:tasks_app", "List, add, remove and re-weight the tasks of a run, also while it trains."),
         "versions": Command("versions:versions_app", "List, compare, promote and pin the policy versions of a run, or return to one."),
-        "store": Command("store:store", "List, count, verify and export the sampled groups of a run.", "store runs/quickstart --verify"),
+        "store": Command("store:store", "List, count and verify the sampled groups of a run.", "store runs/quickstart --verify"),
+        "export": Command(
+            "export:export",
+            "Write the episodes of a run as logs for inspect_ai, Parquet, JSON lines or ATIF.",
+            "export runs/quickstart --to eval --step 12 && inspect view --log-dir runs/quickstart/exports/eval",
+        ),
         "memory": Command(
             "runs:memory", "Show the notes of a run's agents and check which agents read them.", "memory runs/archive --json"
         ),

@@ -7,7 +7,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from datetime import datetime
 from itertools import islice
@@ -39,7 +39,9 @@ def store(
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare the ledger with all groups, the newest checkpoint and metrics.jsonl.")
     ] = False,
-    export: Annotated[Path | None, typer.Option(help="Write all episodes to this Parquet file, one row per episode.")] = None,
+    index: Annotated[
+        bool, typer.Option("--index", help="Index the episodes of a run of an older version, or with a user-supplied store.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """List the groups of a run and count its sampled, trained, excluded and open tokens. Works during the run.
@@ -50,6 +52,9 @@ def store(
     """
     from agentrl.experience import audit
 
+    if index:
+        _index(run_dir)
+        return
     with _opened(run_dir) as (opened, bar):
         if opened.parked():
             opened.expire_scores(now=time.time())
@@ -57,7 +62,6 @@ def store(
         unstored = audit.unstored_groups(run_dir, opened, entries)
         expiries = _expiries(opened)
         problems = list(islice(audit.verify(run_dir, opened, progress=bar), audit.MAX_PROBLEMS)) if verify else []
-        written = audit.export(opened, export, progress=bar) if export is not None else 0
     counts = audit.count(entries)
     chosen = [entry for entry in entries if state in (None, entry.state) and (step is None or entry.step == step - 1)]
     if as_json:
@@ -78,12 +82,28 @@ def store(
     _print_groups(chosen if list_all else chosen[-_SHOWN:], hidden=0 if list_all else max(0, len(chosen) - _SHOWN))
     for index in () if step is not None else (index for index, name in unstored.items() if state in (None, name)):
         print(f"{index:>7}  {unstored[index]}")
-    print(f"wrote {written} episodes to {export}\n" if export is not None else "", end="")
     for problem in problems:
         print(f"FAIL  {_one_line(problem)}")
     if verify and not problems:
         print("ok    the ledger agrees with groups, checkpoint and metrics")
     raise typer.Exit(1 if problems else 0)
+
+
+def _index(run_dir: Path) -> None:
+    """Builds `episodes.sqlite`, unless the store has a table of episodes itself."""
+    from agentrl.experience.index_copy import OlderStore, copy_episodes
+
+    with _progress() as bar:
+        if (path := run_dir / "experience.sqlite").is_file():
+            with closing(OlderStore(path)) as older:
+                groups = None if older.has_index else copy_episodes(run_dir, older, progress=bar)
+        else:
+            with open_run_store(run_dir) as opened:
+                groups = copy_episodes(run_dir, opened, progress=bar)
+    if groups is None:
+        print("the store has an index, which is always up to date")
+    else:
+        print(f"indexed {groups} groups in {run_dir / 'episodes.sqlite'}; index again for later ones")
 
 
 def _expiries(opened: ExperienceStore) -> list[float]:
@@ -114,15 +134,18 @@ def _print_groups(entries: Sequence[LedgerEntry], *, hidden: int) -> None:
 
 @contextmanager
 def _opened(run_dir: Path) -> Iterator[tuple[ExperienceStore, Progress]]:
+    with open_run_store(run_dir) as opened, _progress() as bar:
+        yield opened, bar
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
     from rich.console import Console
     from rich.progress import Progress as Bar
 
-    with (
-        open_run_store(run_dir) as opened,
-        Bar(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar,
-    ):
+    with Bar(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("groups", total=None)
-        yield opened, lambda done, total: bar.update(task, completed=done, total=total)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from agentrl.config.tools import MemoryConfig
 from agentrl.errors import InfrastructureError
 from agentrl.evaluation.engine import evaluation_runner
 from agentrl.evaluation.splits import SplitEvaluation, evaluate_split
+from agentrl.evaluation.stored_episodes import StoredEpisodes
 from agentrl.failure import Capture
 from agentrl.failure.digest import write_digest
 from agentrl.memory.run_memory import EvaluationNotes, record_answer_leaks
@@ -42,6 +43,7 @@ class HeldOutEvaluation:
     registry: VersionRegistry
     served: PolicyServer
     capture: Capture
+    stored: StoredEpisodes
     tracker: Tracker
 
     @classmethod
@@ -56,6 +58,7 @@ class HeldOutEvaluation:
             registry=run.registry,
             served=run.served,
             capture=run.capture,
+            stored=StoredEpisodes(run.store),
             tracker=run.tracker,
         )
 
@@ -96,6 +99,8 @@ class HeldOutEvaluation:
         return await self._register({split: rate.value for split, rate in rates.items()})
 
     async def _evaluate(self, split: Split, count: int, phase: str, *, step: int, thinking_tokens: int | None = None) -> SplitEvaluation:
+        if split == next(iter(self._counts())):
+            await self.stored.begin(phase)
         recording = asyncio.Lock()  # a file of lines has one writer at a time
 
         def record(task: Task, scored: ScoredEpisode) -> str:
@@ -106,6 +111,7 @@ class HeldOutEvaluation:
         async def on_scored(task: Task, scored: ScoredEpisode) -> None:
             async with recording:
                 alert = await asyncio.to_thread(record, task, scored)
+            await self.stored.add(phase, step, task, scored)
             if alert:
                 self.tracker.alert(alert)
 

@@ -1,4 +1,4 @@
-"""Counts, verifies and exports the ledger of a run, also while it is running."""
+"""Counts and verifies the ledger of a run, also while it is running."""
 
 from __future__ import annotations
 
@@ -8,31 +8,23 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from agentrl.base.files import has_intact_files
 from agentrl.base.untrusted_files import open_file, read_bytes
 from agentrl.config.recipe import load
-from agentrl.errors import StoreError, UserError
+from agentrl.errors import StoreError
 from agentrl.experience.checkpoints import FolderCheckpoints
 from agentrl.experience.ledger import GroupOrder, new_entry
 from agentrl.experience.step_uses import CONSUMED_FILE, hash_steps, read_steps
 from agentrl.protocols import ExperienceStore
-from agentrl.records import Group, GroupUse, LedgerEntry, codec
+from agentrl.records import Group, GroupUse, LedgerEntry
 
 STATES = ("parked", "ready", "assigned", "trained", "excluded")
 MAX_PROBLEMS = 100
-COLUMNS = {
-    **{"group": "int64", "attempt": "int64", "task_id": "string", "task_key": "string", "state": "string", "step": "int64"},
-    **{"reason": "string", "episode_id": "string", "score": "float64", "excluded": "bool", "stop_reason": "string"},
-    **{"oldest_version": "int64", "tokens_sampled": "int64", "wall_s": "float64", "episode": "string"},
-}
-"""The columns of an exported file, with their Arrow types. `episode` is the JSON of a `ScoredEpisode`."""
 _MAX_META = 1 << 20  # bytes of a checkpoint's record
 _MAX_METRICS = 1 << 30  # bytes of metrics.jsonl
 _MAX_LINE = 1 << 20  # bytes of a line of metrics.jsonl; longer ones are skipped
 _SHOWN_CHARS = 200  # of a value in a problem
-_EXPORT_CHARS = 64 << 20  # size of the episodes that are in memory at once
 
 Progress = Callable[[int, int], None]
 """Called with the number of processed groups and the number of all groups."""
@@ -228,67 +220,3 @@ def _reported_tokens(run_dir: Path) -> Iterator[tuple[int, float]]:
                 continue
             if isinstance(number, int) and isinstance(tokens, int | float) and abs(tokens) < 1 << 63:
                 yield number, tokens
-
-
-def rows(store: ExperienceStore, entries: Sequence[LedgerEntry]) -> Iterator[dict[str, Any]]:
-    """Yields one row (see `COLUMNS`) for each stored episode of these groups. The residual of group `i` is group `-1 - i`."""
-    for entry, group in zip(entries, store.groups(entry.index for entry in entries), strict=True):
-        for attempt, scored in enumerate(group.episodes):
-            episode = scored.episode
-            yield {
-                "group": entry.index,
-                "attempt": attempt,
-                "task_id": group.task_id,
-                "task_key": group.task_key,
-                "state": entry.state,
-                "step": entry.step,
-                "reason": "" if entry.use is None else entry.use.reason,
-                "episode_id": episode.id,
-                "score": scored.score.value,
-                "excluded": episode.left_out or scored.score.is_absent,
-                "stop_reason": episode.stop_reason,
-                "oldest_version": episode.oldest_version,
-                "tokens_sampled": episode.completion_tokens,
-                "wall_s": episode.wall_s,
-                "episode": codec.to_json(scored).decode(),
-            }
-
-
-def export(store: ExperienceStore, path: Path, *, progress: Progress = lambda done, total: None) -> int:
-    """Writes all stored episodes to a Parquet file, one row per episode (see `COLUMNS`). Returns the number of rows.
-
-    `datasets.load_dataset("parquet", data_files=...)` reads the file; `codec.from_json(ScoredEpisode, row["episode"])` returns an episode.
-    Raises `UserError` if the file exists.
-    """
-    import pyarrow
-    from pyarrow import parquet
-
-    if path.exists():
-        raise UserError(f"{path} already exists", fix="give another file, or delete it")
-    schema = pyarrow.schema([(name, pyarrow.type_for_alias(kind)) for name, kind in COLUMNS.items()])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    entries, written = store.entries(), 0
-    part = path.with_name(f".{path.name}.part")
-    try:
-        with parquet.ParquetWriter(part, schema, compression="zstd") as writer:
-            for batch in _batches(store, entries, progress):
-                writer.write_table(pyarrow.Table.from_pylist(batch, schema=schema))
-                written += len(batch)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-    return written
-
-
-def _batches(store: ExperienceStore, entries: Sequence[LedgerEntry], progress: Progress) -> Iterator[list[dict[str, Any]]]:
-    """The rows of all groups, in lists whose episodes fit into memory."""
-    batch, size = list[dict[str, Any]](), 0
-    for done, entry in enumerate(entries):
-        progress(done, len(entries))
-        for row in rows(store, [entry]):
-            batch.append(row)
-            size += len(row["episode"])
-        if size > _EXPORT_CHARS:
-            yield batch
-            batch, size = [], 0
-    yield batch

@@ -16,22 +16,15 @@ import json
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from agentrl.base import untrusted_files, user_code
-from agentrl.base.database import (
-    check_files,
-    decompress,
-    is_read_only,
-    query_deadline,
-    read_pragma,
-    require_schema,
-    restrict_connection,
-)
+from agentrl.base import user_code
+from agentrl.base.database import connect_read_only, decompress, query_deadline, read_pragma, require_schema
 from agentrl.errors import StoreError, UserError
 from agentrl.experience import late_parts
 from agentrl.experience.episode_query import EpisodeQuery, Position, QueryPlan, Statement, plan_query
@@ -49,7 +42,6 @@ TIMEOUT_S = 5.0
 MAX_FACETS = 200
 """Largest number of values of one facet."""
 _WALK_S = 0.05  # to collect a page in the order of an index, before all episodes are compared
-_LONGEST_BODY = 1 << 30
 _MOST_GROUPS = 100_000  # rows of a GROUP BY
 _FIX = "agentrl store RUN --index builds the index"
 
@@ -58,6 +50,7 @@ _ROWS = (
     " score, parts, oldest, newest, tokens, turns, seconds, sampled_at, task_id, tools, phase, kind, split, outcome, stop, exclusion, blame"
     " FROM episodes LEFT JOIN taken ON taken.idx = episodes.idx WHERE number IN (SELECT value FROM json_each(?))"
 )
+_BATCH = 256  # rows that `records` reads at once
 _LABELS = 7  # last columns of `_ROWS`
 
 
@@ -139,11 +132,9 @@ class EpisodeIndex:
     """
 
     def __init__(self, run_dir: Path, *, timeout_s: float = TIMEOUT_S) -> None:
-        self.path = _index_file(run_dir)
         self._timeout_s = timeout_s
         self._lock = threading.Lock()  # one connection, used by one thread at a time
-        with translated_errors(self.path):
-            self._db = _connect(self.path, timeout_s=timeout_s)
+        self.path, self._db = _open(run_dir, timeout_s=timeout_s)
 
     def search(self, query: EpisodeQuery) -> EpisodePage:
         """Returns a page of the matching episodes. Raises `UserError` for an invalid query."""
@@ -167,17 +158,7 @@ class EpisodeIndex:
     def episode(self, episode_id: str) -> EpisodeRecord | None:
         """Returns an episode with its turns and tokens; None if it is not stored."""
         row = self.row(episode_id)
-        if row is None:
-            return None
-        with self._reading():
-            if row.group is not None:
-                group = self._group(row.group)
-            else:
-                body = self._all("SELECT body FROM evaluated WHERE number = ?", (row.number,))
-                group = self._decode(f"episode {row.number}", body)
-        if not 0 <= row.attempt < len(group.episodes):
-            raise StoreError(f"episode {row.number} in {self.path} is not in its group")
-        return EpisodeRecord(row=row, group=group)
+        return None if row is None else self._record(row)
 
     def group(self, index: int) -> Group | None:
         """Returns a stored group with its episodes and the late scores that have arrived; None if it is not stored."""
@@ -189,6 +170,33 @@ class EpisodeIndex:
         with self._reading():
             query = f"SELECT idx FROM taken WHERE step = ? AND idx >= 0 ORDER BY idx LIMIT {_MOST_GROUPS}"
             return tuple(int(row[0]) for row in self._all(query, (step - 1,)))
+
+    def numbers(self, query: EpisodeQuery) -> list[int]:
+        """Returns the row numbers of all matching episodes, in ascending order."""
+        with self._reading() as db:
+            plan = plan_query(db, query)
+            return [] if plan is None else sorted(row[0] for row in self._all(plan.matches.sql, plan.matches.values))
+
+    def rows(self, numbers: Sequence[int]) -> tuple[EpisodeRow, ...]:
+        """Returns the rows with these numbers, in their order; numbers without a row are omitted."""
+        with self._reading():
+            return self._rows(numbers)
+
+    def records(self, numbers: Iterable[int]) -> Iterator[EpisodeRecord]:
+        """Yields the episodes with these row numbers, in their order. A group whose episodes follow each other is read once.
+
+        Raises `StoreError` for a damaged one.
+        """
+        group: tuple[int, Group] | None = None
+        left = iter(numbers)
+        while part := list(islice(left, _BATCH)):
+            for row in self.rows(part):
+                if row.group is None or group is None or group[0] != row.group:
+                    record = self._record(row)
+                    group = None if row.group is None else (row.group, record.group)
+                else:
+                    record = EpisodeRecord(row=row, group=group[1])
+                yield record
 
     def facets(self) -> Facets:
         """Returns the values of each filter with their numbers of episodes."""
@@ -226,6 +234,17 @@ class EpisodeIndex:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _record(self, row: EpisodeRow) -> EpisodeRecord:
+        with self._reading():
+            if row.group is not None:
+                group = self._group(row.group)
+            else:
+                body = self._all("SELECT body FROM evaluated WHERE number = ?", (row.number,))
+                group = self._decode(f"episode {row.number}", body)
+        if not 0 <= row.attempt < len(group.episodes):
+            raise StoreError(f"episode {row.number} in {self.path} is not in its group")
+        return EpisodeRecord(row=row, group=group)
+
     def _page(self, query: EpisodeQuery, plan: QueryPlan, most: int) -> tuple[list[tuple[int, float]], int]:
         """Returns numbers and sort values of the first `most` matching episodes, and the number of all, or more than `MAX_TOTAL`."""
         if query.is_all:
@@ -257,7 +276,7 @@ class EpisodeIndex:
         names = dict(self._all(query, (json.dumps(sorted(labels)),)))
         try:
             return tuple(_row(stored[number], names) for number in numbers if number in stored)
-        except (ValueError, TypeError, LookupError, RecursionError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
             raise StoreError(f"a row of the episodes in {self.path} is damaged: {user_code.describe_error(error, 200)}") from error
 
     def _group(self, index: int) -> Group:
@@ -321,32 +340,33 @@ def _frequent(counts: Counter[str]) -> dict[str, int]:
     return dict(counts.most_common(MAX_FACETS))
 
 
-def _connect(path: Path, *, timeout_s: float) -> sqlite3.Connection:
-    """Opens a store for reading. Raises `UserError` if it has no table of episodes."""
-    untrusted_files.check_file(path, inside=path.parent)
-    check_files(path)
-    mode = "mode=ro&immutable=1" if is_read_only(path) else "mode=ro"
-    db = sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", timeout=timeout_s, isolation_level=None, uri=True, check_same_thread=False)
-    try:
-        with query_deadline(db, timeout_s):
-            restrict_connection(db, SCHEMA, longest=_LONGEST_BODY)
-            db.execute("PRAGMA query_only = ON")
-            if read_pragma(db, "application_id") != APPLICATION_ID:
-                raise StoreError(f"{path} is an SQLite file but not an experience store")
-            if not db.execute("SELECT 1 FROM sqlite_schema WHERE name = 'episodes'").fetchone():
-                raise UserError(f"{path} has no index of its episodes", fix=_FIX)
-            require_schema(db, SCHEMA)
-    except BaseException:
-        db.close()
-        raise
-    return db
-
-
-def _index_file(run_dir: Path) -> Path:
-    """Returns the file with the table of episodes: the copy if there is one, because then the store has none."""
-    for name in (COPY_FILE, STORE_FILE):
-        if (run_dir / name).is_file():
-            return run_dir / name
+def _open(run_dir: Path, *, timeout_s: float) -> tuple[Path, sqlite3.Connection]:
+    """Opens the file with the table of episodes: the store, or else the copy. Raises `UserError` if there is none."""
+    paths = [path for name in (STORE_FILE, COPY_FILE) if (path := run_dir / name).is_file()]
+    for path in paths:
+        with translated_errors(path):
+            if (db := _connect(path, timeout_s=timeout_s)) is not None:
+                return path, db
+    if paths:
+        raise UserError(f"{paths[0]} has no index of its episodes", fix=_FIX)
     if not (run_dir / "recipe.json").is_file():
         raise UserError(f"{run_dir} is not a run folder", fix="give the folder of a run, such as runs/quickstart")
     raise UserError(f"{run_dir} has no stored groups yet", fix=f"wait until the first group is stored; for a user-supplied store, {_FIX}")
+
+
+def _connect(path: Path, *, timeout_s: float) -> sqlite3.Connection | None:
+    """Opens a store for reading; None if it has no table of episodes."""
+    db = connect_read_only(path, SCHEMA, timeout_s=timeout_s)
+    try:
+        with query_deadline(db, timeout_s):
+            if read_pragma(db, "application_id") != APPLICATION_ID:
+                raise StoreError(f"{path} is an SQLite file but not an experience store")
+            if indexed := bool(db.execute("SELECT 1 FROM sqlite_schema WHERE name = 'episodes'").fetchone()):
+                require_schema(db, SCHEMA)
+    except BaseException:
+        db.close()
+        raise
+    if indexed:
+        return db
+    db.close()
+    return None

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,20 @@ class SqliteStore:
                 " checkpoint = iif(step = excluded.step, coalesce(checkpoint, ''), '')",
                 rows.values(),
             )
+
+    def put_evaluated(self, phase: str, step: int, group: Group) -> None:
+        """Stores the episodes of an evaluation. See `EvaluationStore`."""
+        bodies = [compress(codec.to_json(replace(group, episodes=(scored,)))) for scored in group.episodes]
+        with self._transaction() as db:
+            for scored, body in zip(group.episodes, bodies, strict=True):
+                alone = replace(group, index=0, episodes=(scored,))
+                (number,) = episode_rows.insert_episodes(db, alone, phase=phase, step=step)
+                db.execute("INSERT INTO evaluated VALUES (?, ?)", (number, body))
+
+    def delete_evaluated(self, phase: str) -> None:
+        """Deletes the episodes of a phase."""
+        with self._transaction() as db:
+            episode_rows.delete_phase(db, phase)
 
     def close(self) -> None:
         """Closes the database."""

@@ -28,6 +28,7 @@ class CaptureReason(StrEnum):
     REGRESSED = "regressed"  # an earlier version passed the task
     FAULT = "fault"  # caused by infrastructure or task, not by the policy
     IMPORTED = "imported"  # from an agent outside agentrl
+    EXPORTED = "exported"  # from the store of a run, whatever its score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

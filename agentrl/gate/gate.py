@@ -33,6 +33,7 @@ from agentrl.evaluation.engine import (
     utc_now,
 )
 from agentrl.evaluation.results import SuiteResults
+from agentrl.evaluation.stored_episodes import StoredEpisodes
 from agentrl.failure import Capture
 from agentrl.failure.case import Suite
 from agentrl.gate.rule import GateRule, RuleResult, apply_rule, cases_to_retry
@@ -76,6 +77,7 @@ class Gate:
     runner: GroupRunner  # of evaluations
     sandboxes: SandboxBackend
     capture: Capture
+    stored: StoredEpisodes
     tracker: Tracker
     server: GateServer | None  # with gate.server=own
     progress: Progress
@@ -96,6 +98,7 @@ class Gate:
             runner=evaluation_runner(run.groups, run.recipe.evaluation.distribution),
             sandboxes=run.sandboxes,
             capture=run.capture,
+            stored=StoredEpisodes(run.store),
             tracker=run.tracker,
             server=run.gate_server,
             progress=run.progress,
@@ -197,9 +200,11 @@ class Gate:
             self.tracker.alert(f"gate: the cases of image {image} cannot be run: {why}")
         phase = f"gate{version.number:06d}"
         await asyncio.to_thread(self.capture.reset_phase, "gate", step=version.number, place=phase)
+        await self.stored.begin(phase)
 
         async def capture(task: Task, scored: ScoredEpisode) -> None:
             await asyncio.to_thread(self.capture.capture_episode, task, scored, phase="gate", step=version.number, place=phase)
+            await self.stored.add(phase, version.number, task, scored)
 
         return partial(
             run_cases,
@@ -308,6 +313,7 @@ class Gate:
             assert figures.low is not None and figures.high is not None, "a rate has its interval"
             rate = Rate(value=figures.pass_at_1, ci_low=figures.low, ci_high=figures.high, n=figures.attempts - figures.unscored)
             self.tracker.evaluated(f"gate {verdict.version}", {evaluation.about.suite: rate})
+        self.tracker.judged(verdict.version, str(verdict.outcome), verdict.reason)
         if not verdict.promoted:
             turns = "".join(f"; case {one.case} differs from version {verdict.reference} at turn {one.turn}" for one in verdict.regressions)
             self.tracker.alert(f"version {verdict.version} is {verdict.outcome}: {verdict.reason}{turns}")

@@ -3,6 +3,6 @@ other attempts at it.
 """
 
 from agentrl.memory.episode import StoreView, scope_of
-from agentrl.memory.store import NoteStore, WrittenNotes, notes_to_commit, require_full_text_search
+from agentrl.memory.store import NoteStore, WrittenNotes, notes_to_commit
 
-__all__ = ["NoteStore", "StoreView", "WrittenNotes", "notes_to_commit", "require_full_text_search", "scope_of"]
+__all__ = ["NoteStore", "StoreView", "WrittenNotes", "notes_to_commit", "scope_of"]

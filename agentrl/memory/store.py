@@ -22,7 +22,7 @@ from typing import Any
 from agentrl.base.database import ForeignDatabase, connect, enter_wal, is_damaged, make_tables, query_deadline, read_pragma, transaction
 from agentrl.base.numbers import is_at_least
 from agentrl.config.tools import MemoryConfig
-from agentrl.errors import StoreError, UserError
+from agentrl.errors import StoreError
 from agentrl.records import ScoredEpisode
 from agentrl.records.episode import Memo
 
@@ -229,15 +229,6 @@ _NOTE = "SELECT text, episode FROM notes JOIN writers ON writers.id = writer WHE
 
 def _version(db: sqlite3.Connection) -> int:
     return int(db.execute("SELECT COALESCE(MAX(step) + 1, 0) FROM steps").fetchone()[0])
-
-
-def require_full_text_search() -> None:
-    """Raises `UserError` if Python's SQLite has no full-text search."""
-    with sqlite3.connect(":memory:") as db:
-        if not db.execute("SELECT 1 FROM pragma_module_list WHERE name = 'fts5'").fetchone():
-            raise UserError(
-                "memory: Python's SQLite was built without FTS5", fix="use a Python with FTS5 in sqlite3, or remove memory from the recipe"
-            )
 
 
 def _add(db: sqlite3.Connection, step: int, written: WrittenNotes) -> None:

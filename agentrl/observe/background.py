@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from agentrl.base import user_code
 from agentrl.errors import PluginError
 from agentrl.protocols import Interval, Tracker
-from agentrl.records import Group
+from agentrl.records import Group, SwapReport
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +79,14 @@ class BackgroundTracker(Tracker):
     def evaluated(self, phase: str, rates: Mapping[str, Interval]) -> None:
         """Passes the rates of an evaluation on."""
         self._add(lambda one: one.evaluated(phase, rates))
+
+    def swapped(self, report: SwapReport) -> None:
+        """Passes a swap on."""
+        self._add(lambda one: one.swapped(report))
+
+    def judged(self, version: int, outcome: str, reason: str) -> None:
+        """Passes a decision of the gate on."""
+        self._add(lambda one: one.judged(version, outcome, reason))
 
     def close(self) -> None:
         """Waits at most `close_s` until the tracker has handled its events and has closed. Idempotent."""

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from io import FileIO
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -33,6 +33,7 @@ MAX_WAITING = 16384
 MAX_PAGE = 10_000
 """Largest number of events of one page."""
 _PAGE_BYTES = 4 << 20  # that one call reads
+_BATCH = 128  # events that are encoded at once
 _FLUSH_S = 0.2
 _RETRY_S = 5.0  # after a failed write
 _CLOSE_S = 10.0
@@ -61,7 +62,7 @@ class EventLog:
         self._folder, self._on_fault = run_dir / FOLDER, on_fault
         self._segment_bytes, self._segments, self._max_waiting = segment_bytes, segments, max_waiting
         self._waiting = deque[Event]()
-        self._dropped = 0  # not recorded yet
+        self._dropped, self._counting = 0, threading.Lock()  # those that no event has reported
         self._file: FileIO | None = None
         self._start = self._size = 0  # offset of the open segment, and its bytes
         self._failed_at = -_RETRY_S
@@ -73,7 +74,7 @@ class EventLog:
     def record(self, event: Event) -> None:
         """Adds an event. Returns at once and never raises; drops the event if too many wait. Any thread may call it."""
         if len(self._waiting) >= self._max_waiting or self._closing.is_set():
-            self._dropped += 1
+            self._count_dropped(1)
         else:
             self._waiting.append(event)
 
@@ -94,17 +95,16 @@ class EventLog:
         """Writes what waits. Every fault ends here."""
         if time.monotonic() - self._failed_at < _RETRY_S:
             return
-        batch: list[Event] = []
         try:
             while self._waiting or self._dropped:
                 if dropped := self._dropped:
                     self._write([EventsDropped(count=dropped)])
-                    self._dropped -= dropped
-                batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), 128))]
+                    self._count_dropped(-dropped)
+                batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), _BATCH))]
+                self._count_dropped(len(batch))  # until they are written
                 self._write(batch)
-                batch = []
+                self._count_dropped(-len(batch))
         except Exception as error:  # a full disk, or an event that cannot be encoded
-            self._dropped += len(batch)
             self._failed_at = time.monotonic()
             if self._file is not None:
                 self._file.close()
@@ -113,11 +113,26 @@ class EventLog:
                 self._reported = True
                 self._on_fault(f"{self._folder}: events are not recorded: {one_line_error(error)}\n  fix: check the disk")
 
+    def _count_dropped(self, count: int) -> None:
+        with self._counting:
+            self._dropped += count
+
     def _write(self, events: Iterable[Event]) -> None:
-        content = b"".join(map(encode, events))
-        file = self._file or self._open()
-        if self._size and self._size + len(content) > self._segment_bytes:
-            file = self._next_segment()
+        lines = list(map(encode, events))
+        if self._file is None:
+            self._open()
+        while lines:
+            room = self._segment_bytes - self._size
+            count = max(1, sum(1 for size in accumulate(map(len, lines)) if size <= room))
+            if self._size and len(lines[0]) > room:
+                self._next_segment()
+                continue
+            self._append(b"".join(lines[:count]))
+            del lines[:count]
+
+    def _append(self, content: bytes) -> None:
+        file = self._file
+        assert file is not None, "a segment is open"
         try:
             if (written := file.write(content)) != len(content):
                 raise OSError(errno.ENOSPC, f"{written} of {len(content)} bytes written")
@@ -126,7 +141,7 @@ class EventLog:
             raise
         self._size += len(content)
 
-    def _open(self) -> FileIO:
+    def _open(self) -> None:
         """Opens the newest segment; a new folder gets the first one."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._start = max((start for start, _ in _segments(self._folder)), default=0)
@@ -134,16 +149,14 @@ class EventLog:
         remove_torn_line(path)
         self._file = FileIO(path, "ab")
         self._size = self._file.seek(0, os.SEEK_END)
-        return self._file
 
-    def _next_segment(self) -> FileIO:
+    def _next_segment(self) -> None:
         assert self._file is not None, "a full segment is open"
         self._file.close()
         self._file, self._start, self._size = None, self._start + self._size, 0
         self._file = FileIO(self._path(self._start), "ab")
         for _, path in _segments(self._folder)[: -self._segments]:
             path.unlink(missing_ok=True)
-        return self._file
 
     def _path(self, start: int) -> Path:
         return self._folder / f"{start:015d}.jsonl"

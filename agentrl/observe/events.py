@@ -16,7 +16,6 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from functools import cache
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
@@ -151,10 +150,10 @@ class VersionServed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFinished(Event):
-    """A learner step is recorded; its metrics are in `metrics.jsonl`."""
+    """A learner step is recorded."""
 
     step: Count  # from 1: the version that it produced
-    metrics: Mapping[str, Number | None]  # those in `STEP_METRICS`
+    metrics: Mapping[str, Number | None]  # at most 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,8 +184,8 @@ class AlertRaised(Event):
 class PartRestarted(Event):
     """A part of the run has failed and is restarted."""
 
-    part: str  # server, learner, worker, judge or redis
-    text: str
+    part: str  # "server", "learner", "rollout worker", "judge" or "redis"
+    text: str  # the alert
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,8 +213,8 @@ KINDS: Mapping[str, type[Event]] = {
     "dropped": EventsDropped,
 }
 """Name of an event in the stream -> its class."""
-STEP_METRICS = ("reward_mean", "reward_std", "loss", "grad_norm", "kl", "entropy", "tokens_trained", "tokens_captured", "step_s", "wall_s")
-"""Metrics of `StepFinished`, if the step has them."""
+EPISODE_EVENTS = (EpisodeStarted, TurnEnded, ToolEnded, EpisodeEnded, EpisodeScored, EventsDropped)
+"""The events that a rollout worker sends to the driver."""
 _NAMES = {kind: name for name, kind in KINDS.items()}
 _LIMITS = {"text": TEXT_CHARS, "reason": TEXT_CHARS, "detail": TEXT_CHARS, "arguments": PREVIEW_CHARS, "output": PREVIEW_CHARS}
 _MOST = 256  # entries of a list or object
@@ -228,13 +227,13 @@ def kind_of(event: Event) -> str:
 
 def encode(event: Event) -> bytes:
     """Returns an event as one line of JSON, at most `MAX_LINE` bytes. Texts are clipped, and numbers that are not finite become null."""
-    limits = _limits(type(event))
+    limits = _LIMITS_OF[kind_of(event)]
     data = {name: _plain(getattr(event, name), most) for name, most in limits.items()}
-    line = to_json({"kind": kind_of(event), **data}) + b"\n"
+    line = to_json({"event": kind_of(event), **data}) + b"\n"
     while len(line) > MAX_LINE:  # texts of many bytes per character, or many entries
         limits = {name: most // 2 for name, most in limits.items()}
         data = {name: _plain(getattr(event, name), most) for name, most in limits.items()}
-        line = to_json({"kind": kind_of(event), **data}) + b"\n"
+        line = to_json({"event": kind_of(event), **data}) + b"\n"
     return line
 
 
@@ -243,26 +242,26 @@ def decode(line: bytes) -> Event | None:
     if len(line) > MAX_LINE:
         raise ValueError(f"a line of {len(line)} bytes; an event has at most {MAX_LINE}")
     data = from_json(line, allow_inf_nan=False, cache_strings="keys")
-    name = data.get("kind") if isinstance(data, dict) else None
+    name = data.get("event") if isinstance(data, dict) else None
     if not isinstance(name, str):
-        raise ValueError("a line without a kind")
+        raise ValueError("a line without the name of an event")
     kind = KINDS.get(name)
     if kind is None:
         return None
-    event: Event = _adapter(kind).validate_python(data)
+    if name not in _adapters:
+        _adapters[name] = TypeAdapter(kind)
+    event: Event = _adapters[name].validate_python(data)
     return event
 
 
-@cache
-def _adapter(kind: type[Event]) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
-
-
-@cache
 def _limits(kind: type[Event]) -> dict[str, int]:
     """Field -> longest text, in characters."""
     limits = {one.name: _LIMITS.get(one.name, NAME_CHARS) for one in fields(kind)}
     return limits | {"text": PREVIEW_CHARS} if kind is TurnEnded else limits
+
+
+_LIMITS_OF = {name: _limits(kind) for name, kind in KINDS.items()}
+_adapters: dict[str, TypeAdapter[Any]] = {}
 
 
 def _plain(value: Any, most: int) -> Any:

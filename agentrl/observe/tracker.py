@@ -23,7 +23,7 @@ from agentrl.observe.background import BackgroundTracker
 from agentrl.observe.terminal import Progress, TerminalTracker
 from agentrl.plugins import parts
 from agentrl.protocols import Interval, Tracker
-from agentrl.records import Group
+from agentrl.records import Group, SwapReport
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,14 @@ class RunTracker(Tracker):
     def evaluated(self, phase: str, rates: Mapping[str, Interval]) -> None:
         """Reports the rates of an evaluation."""
         self._each(lambda one: one.evaluated(phase, rates))
+
+    def swapped(self, report: SwapReport) -> None:
+        """Reports a swap."""
+        self._each(lambda one: one.swapped(report))
+
+    def judged(self, version: int, outcome: str, reason: str) -> None:
+        """Reports a decision of the gate."""
+        self._each(lambda one: one.judged(version, outcome, reason))
 
     def close(self) -> None:
         """Closes all trackers, `metrics.jsonl` last. Idempotent."""

@@ -4,13 +4,13 @@ Every wait takes a deadline in seconds and raises a typed error (`agentrl.errors
 """
 
 from agentrl.protocols.episode import Agent, EpisodeMemory, ExternalRequest, LiveEpisode, LiveTrajectory, MemoryView, ToolSource
-from agentrl.protocols.experience import Delivery, EpisodeCheckpoints, ExperienceStore, GroupCommit, GroupTransport
+from agentrl.protocols.experience import Delivery, EpisodeCheckpoints, EvaluationStore, ExperienceStore, GroupCommit, GroupTransport
 from agentrl.protocols.learning import AdvantageEstimator, Loss, LossTokens
 from agentrl.protocols.reward import PreparedVerifier, SandboxVerifier, Verifier
 from agentrl.protocols.sandbox import Sandbox, SandboxBackend
 from agentrl.protocols.serving import CacheUse, Policy, PolicyServer, WeightChannel
 from agentrl.protocols.task import TaskFamily, VariedFamily
-from agentrl.protocols.tracking import Interval, Tracker
+from agentrl.protocols.tracking import EpisodeListener, Interval, SilentListener, Tracker
 from agentrl.protocols.version import VersionRegistry
 
 __all__ = [
@@ -19,7 +19,9 @@ __all__ = [
     "CacheUse",
     "Delivery",
     "EpisodeCheckpoints",
+    "EpisodeListener",
     "EpisodeMemory",
+    "EvaluationStore",
     "ExperienceStore",
     "ExternalRequest",
     "GroupCommit",
@@ -36,6 +38,7 @@ __all__ = [
     "Sandbox",
     "SandboxBackend",
     "SandboxVerifier",
+    "SilentListener",
     "TaskFamily",
     "ToolSource",
     "Tracker",

@@ -108,6 +108,22 @@ class GroupCommit(Protocol):
         ...
 
 
+@runtime_checkable
+class EvaluationStore(Protocol):
+    """Optional ability of an `ExperienceStore`: it also stores the episodes of evaluations, which belong to no group of the ledger."""
+
+    def put_evaluated(self, phase: str, step: int, group: Group) -> None:
+        """Stores the episodes of `group`, whose index has no meaning.
+
+        Args:
+            step: learner step that produced the evaluated version.
+        """
+
+    def delete_evaluated(self, phase: str) -> None:
+        """Deletes the episodes of a phase."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
     """A group that a transport has delivered, the transport's id for it, and the lease under which it was sampled."""

@@ -1,11 +1,11 @@
-"""Trackers: receivers of the metrics and events of a run."""
+"""Receivers of what happens in a run: trackers in the driver, and listeners of episodes in every process that runs them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Protocol
 
-from agentrl.records import Group
+from agentrl.records import Cancelled, Episode, Group, ScoredEpisode, SwapReport, Task, Turn
 
 
 class Interval(Protocol):
@@ -63,6 +63,50 @@ class Tracker(Protocol):
         """The result of an evaluation ("before", "step8", "after"), by split."""
         return None
 
+    def swapped(self, report: SwapReport) -> None:
+        """Called when the servers have swapped to a version."""
+        return None
+
+    def judged(self, version: int, outcome: str, reason: str) -> None:
+        """Called with the gate's decision on a version; `outcome` is a `GateOutcome`."""
+        return None
+
     def close(self) -> None:
         """The run has ended. Idempotent."""
         return None
+
+
+class EpisodeListener(Protocol):
+    """Receives what happens in episodes, also of evaluations, in the process that runs them.
+
+    A listener inherits from this class and overrides the methods that it needs; the others do nothing. It is called on the event loop
+    between the steps of an episode, so it must return at once, and it must not raise.
+    """
+
+    def started(self, task: Task, episode_id: str, *, group: int | None, attempt: int, turns: int) -> None:
+        """Called when an attempt starts; `turns` counts those that it continues. `group` is None outside of groups."""
+        return None
+
+    def turn_ended(self, episode_id: str, trajectory: int, number: int, agent: str, turn: Turn) -> None:
+        """Called with turn `number` of a trajectory, without its tool results."""
+        return None
+
+    def tools_ended(self, episode_id: str, trajectory: int, number: int, turn: Turn) -> None:
+        """Called with the same turn once it has its tool results."""
+        return None
+
+    def ended(self, episode: Episode) -> None:
+        """Called when an attempt ends, failed ones included. It may be retried."""
+        return None
+
+    def cancelled(self, attempt: Cancelled) -> None:
+        """Called when an attempt ends without a record."""
+        return None
+
+    def scored(self, scored: ScoredEpisode) -> None:
+        """Called with the final score of an attempt, or the reason for which it has none. Late parts may still be to come."""
+        return None
+
+
+class SilentListener(EpisodeListener):
+    """A listener that does nothing."""

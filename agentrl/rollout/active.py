@@ -12,7 +12,7 @@ from typing import Any
 
 from agentrl.base.activity import ACTIVITY, SANDBOXES
 from agentrl.errors import PolicyFault, RequestRefused, ServingError, TaskError
-from agentrl.protocols import EpisodeMemory, Policy, Sandbox, SandboxBackend, ToolSource
+from agentrl.protocols import EpisodeListener, EpisodeMemory, Policy, Sandbox, SandboxBackend, SilentListener, ToolSource
 from agentrl.records import (
     Cancelled,
     Completion,
@@ -157,10 +157,12 @@ class ActiveTrajectory:
         self.turns.append(turn)
         self._context += (*turn.prompt_ids, *turn.completion_ids)
         self.prompt_ids, self.sampling, self._generate_s = (), False, 0.0
+        self._episode.listener.turn_ended(self._episode.id, self.index, len(self.turns) - 1, self.agent, turn)
 
     def add_results(self, results: Sequence[ToolResult], *, wall_s: float) -> None:
         """Adds the tool results of the last turn."""
         self.turns[-1] = replace(self.turns[-1], tool_results=tuple(results), tool_s=wall_s)
+        self._episode.listener.tools_ended(self._episode.id, self.index, len(self.turns) - 1, self.turns[-1])
 
     def end(self, stop_reason: str) -> None:
         """Ends the trajectory."""
@@ -192,8 +194,10 @@ class ActiveEpisode:
         memory: EpisodeMemory | None = None,
         pace: Pace | None = None,
         sampled: SampledTurns | None = None,
+        listener: EpisodeListener | None = None,
     ) -> None:
         self.id = episode_id
+        self.listener = listener or SilentListener()
         self.sampled = SampledTurns() if sampled is None else sampled
         self.task, self.tools, self.memory = task, tools, memory
         self.answer: str | None = None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from agentrl.base import user_code
 from agentrl.base.error_text import group_members
-from agentrl.protocols import Agent, EpisodeMemory, MemoryView, Policy, SandboxBackend, ToolSource
+from agentrl.protocols import Agent, EpisodeListener, EpisodeMemory, MemoryView, Policy, SandboxBackend, SilentListener, ToolSource
 from agentrl.protocols.sandbox import OPEN_TIMEOUT_S
 from agentrl.records import Blame, Episode, EpisodeState, Failure, Task
 from agentrl.records.episode import Memo
@@ -38,6 +38,7 @@ class EpisodeRunner:
     tools: ToolSource | None = None
     router: RequestRouter | None = None  # of several servers
     pace: Pace = field(default_factory=Pace)  # history of the policy's server in this run
+    listener: EpisodeListener = field(default_factory=SilentListener)
 
     async def run(
         self,
@@ -73,9 +74,12 @@ class EpisodeRunner:
         try:
             with self.router.episode(episode_id, task.key) if self.router is not None else nullcontext():
                 stop_reason, collected, failures = await self._attempt(episode)
+        except BaseException:
+            self.listener.cancelled(episode.cancellation_record("cancelled"))
+            raise
         finally:
             await episode.close()
-        return Episode(
+        ended = Episode(
             id=episode_id,
             task_id=task.id,
             task_key=task.key,
@@ -89,6 +93,8 @@ class EpisodeRunner:
             removed=collected.removed,
             memory=episode.memo,
         )
+        self.listener.ended(ended)
+        return ended
 
     def _open(
         self,
@@ -117,6 +123,7 @@ class EpisodeRunner:
             tools=self.tools,
             memory=episode_memory(memory, start),
             sampled=sampled,
+            listener=self.listener,
         )
 
     async def _attempt(self, episode: ActiveEpisode) -> tuple[str, CollectedOutputs, tuple[Failure, ...]]:

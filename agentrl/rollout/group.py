@@ -163,7 +163,7 @@ class GroupRunner:
                 failure = Failure(stage="grade", blame=Blame.TASK, kind="unscored", message=score.reason[:2000])
                 episode = replace(episode, failures=(*episode.failures, failure))
             self.on_attempt(infrastructure_fault("score", "unscored", score.reason) if score.is_absent else None)
-            judged.append(ScoredEpisode(episode=episode, score=score))
+            judged.append(self._ended(ScoredEpisode(episode=episode, score=score), final=True))
         return tuple(judged)
 
     async def run_episode(
@@ -213,7 +213,7 @@ class GroupRunner:
                 unscored = infrastructure_fault("score", "unscored", score.reason) if score.is_absent else None
                 if final:
                     self.on_attempt(unscored)
-                return ScoredEpisode(episode=episode, score=score)
+                return self._ended(ScoredEpisode(episode=episode, score=score), final=final)
             failure = next(one for one in reversed(episode.failures) if one.blame is not Blame.POLICY)
             if failure.blame is Blame.TASK:
                 break
@@ -232,8 +232,25 @@ class GroupRunner:
                 if repeats and attempt == self.max_retries - 1:
                     await self.history.wait_for_others(failure, group, since=since)
         if (provoked := self.history.provoked(faults, group, since=since)) is not None:
-            return await self._score_provoked(task, episode, provoked, scorer)
-        return _unscored(episode, failure)
+            return self._ended(await self._score_provoked(task, episode, provoked, scorer), final=final)
+        return self._ended(_unscored(episode, failure), final=True)
+
+    def _ended(self, scored: ScoredEpisode, *, final: bool) -> ScoredEpisode:
+        """Returns the attempt, and reports it to the listener if its score is final."""
+        if final or scored.episode.left_out:
+            self.runner.listener.scored(scored)
+        return scored
+
+    def _watched(self, slot: GroupAttempt | None, task: Task, attempt: int) -> StartListener:
+        """Reports the start of an episode, and stores the running episode in its group attempt."""
+
+        def on_start(episode: ActiveEpisode) -> None:
+            group = None if slot is None else slot.group
+            self.runner.listener.started(task, episode.id, group=group, attempt=attempt, turns=episode.turn_count)
+            if slot is not None:
+                slot.episode = episode
+
+        return on_start
 
     async def _score_provoked(self, task: Task, episode: Episode, provoked: Failure, scorer: EpisodeScorer) -> ScoredEpisode:
         """Scores an episode that the policy ended by provoking a fault. If that fails, the episode is excluded."""
@@ -269,7 +286,7 @@ class GroupRunner:
                     start=start,
                     on_turn=on_turn,
                     memory=memory,
-                    on_start=_watched(slot),
+                    on_start=self._watched(slot, task, attempt),
                     sampled=sampled,
                 )
             if episode.left_out:
@@ -374,16 +391,6 @@ def _capped(scored: tuple[ScoredEpisode, ...]) -> tuple[ScoredEpisode, ...]:
         else one
         for one in scored
     )
-
-
-def _watched(slot: GroupAttempt | None) -> StartListener:
-    """Stores the running episode in its group attempt."""
-
-    def on_start(episode: ActiveEpisode) -> None:
-        if slot is not None:
-            slot.episode = episode
-
-    return on_start
 
 
 def excluded_group(index: int, task_id: str, task_key: str, failure: Failure, *, size: int) -> Group:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.base import secrets
 from agentrl.base.files import write_atomically
 from agentrl.base.installation import import_optional
-from agentrl.base.liveness import Restarts
+from agentrl.base.liveness import RestartAlert, Restarts
 from agentrl.config.recipe import Recipe
 from agentrl.errors import GroupTooLarge, InfrastructureError, StoreError, UserError
 from agentrl.experience import DriverStore
@@ -134,7 +134,7 @@ class GroupStream:
             self.restarts += 1
             if (failures := restarts.failed()) > _RESTARTS:
                 raise InfrastructureError(f"the Redis server ended {failures} times in a row: see {self._folder / 'redis.log'}")
-            self._alert("the Redis server was restarted; it has all groups that it had accepted")
+            self._alert(RestartAlert("redis", "the Redis server was restarted; it has all groups that it had accepted"))
             await asyncio.to_thread(server.wait_ready)
             restarts.started()
             answered = clock()

@@ -212,6 +212,8 @@ async def _swap_versions(run: Run) -> None:
                     if registry.get(number) == version:
                         raise
                     continue  # it was retracted or rolled back meanwhile, so its files may be gone
+            if report is not None:
+                run.tracker.swapped(report)
             await records.finish(version, report)
             if report is not None:
                 await gate.evaluate_due()

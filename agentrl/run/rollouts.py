@@ -72,6 +72,7 @@ class Rollouts:
         step = self.order.block_of(index)
         with ACTIVITY.doing(GROUPS):
             group, task = await self._sample(index, step)
+        group = group if task is None else group.with_task(task)
         self.late.check(group)
         if any(group.pending) and task is not None:
             async with self.late.recording:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from agentrl.base import liveness
-from agentrl.base.liveness import Liveness, Restarts
+from agentrl.base.liveness import Liveness, RestartAlert, Restarts
 from agentrl.errors import LearnerError, LearnerHalted
 from agentrl.learner.process import LearnerProcess
 from agentrl.protocols import VersionRegistry
@@ -37,7 +37,7 @@ async def watch_learner(learner: LearnerProcess, registry: VersionRegistry, aler
                 restarts.progress()
             if (failures := restarts.failed()) > _RESTARTS:
                 raise
-            alert(f"{error}\n  restart {failures} of at most {_RESTARTS} without a new version")
+            alert(RestartAlert("learner", f"{error}\n  restart {failures} of at most {_RESTARTS} without a new version"))
 
 
 def _newest(registry: VersionRegistry) -> int:

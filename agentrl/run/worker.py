@@ -40,13 +40,16 @@ from agentrl.experience import FolderCheckpoints
 from agentrl.judge.servers import registered_servers
 from agentrl.memory import NoteStore, StoreView
 from agentrl.memory.run_memory import NOTES_FILE, placeholder_memory
+from agentrl.observe.event_log import MAX_WAITING
+from agentrl.observe.events import Event, EventsDropped, encode
+from agentrl.observe.run_events import EpisodeEvents
 from agentrl.plugins.references import add_project_root
 from agentrl.protocols import CacheUse
 from agentrl.protocols.serving import MAX_CACHE_USE
 from agentrl.records import Completion, Failure, Group, SamplingParams, Task, codec
 from agentrl.rollout import Admission, GroupRunner, excluded_group, failure_from_error
 from agentrl.run.group_stream import Outbox, open_transport
-from agentrl.run.worker_api import ADDRESS_FILE, LEASE_WAIT_S, MAX_EVENTS, MAX_GROUP_BYTES
+from agentrl.run.worker_api import ADDRESS_FILE, LEASE_WAIT_S, MAX_EVENTS, MAX_GROUP_BYTES, MAX_STREAMED
 from agentrl.sandbox import open_sandboxes
 from agentrl.serving.transport import HttpTransport
 from agentrl.session.judge_servers import declare_judges
@@ -63,6 +66,7 @@ _REQUEST_S = 60.0  # deadline of a request that does not wait
 _MARGIN_S = 45.0  # of a request to the policy, beyond its own deadline
 _SENT_S = 600.0  # in which the driver reads a group from the stream; then the group is sampled again
 _CONNECTIONS = 8192
+_STREAMED_BYTES = 1 << 20  # of events in one renewal
 _KINDS = {error.__name__: error for error in (ServingError, ServerDied, RequestRefused)}  # they decide who is to blame
 
 
@@ -137,6 +141,8 @@ class Worker:
     _sent: dict[str, float] = field(default_factory=dict)  # lease of a group in the stream -> when it counts as lost there
     _attempts: deque[Failure | None] = field(default_factory=deque)
     _alerts: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
+    _events: deque[Event] = field(default_factory=deque)
+    _dropped: int = 0  # events that found no room since the last report
     _heard_at: float = 0.0
 
     def record_attempt(self, failure: Failure | None) -> None:
@@ -146,6 +152,13 @@ class Worker:
     def alert(self, message: str) -> None:
         """Queues an alert for the driver."""
         self._alerts.append(message)
+
+    def record_event(self, event: Event) -> None:
+        """Queues an event of an episode for the driver, or drops it if too many wait."""
+        if len(self._events) < MAX_WAITING:
+            self._events.append(event)
+        else:
+            self._dropped += 1
 
     def memory_version(self, group: int) -> int | None:
         """Returns the version of the memory that a leased group reads; None without a memory."""
@@ -223,7 +236,7 @@ class Worker:
                 attempts = [self._attempts.popleft() for _ in range(min(MAX_EVENTS, len(self._attempts)))]
                 alerts = [self._alerts.popleft() for _ in range(len(self._alerts))]
                 ended = [None if failure is None else codec.to_data(failure) for failure in attempts]
-                report = {"report": time.monotonic_ns(), "attempts": ended, "alerts": alerts}
+                report = {"report": time.monotonic_ns(), "attempts": ended, "alerts": alerts, "events": self._take_events()}
             self._sent = {lease: until for lease, until in self._sent.items() if until > time.monotonic()}
             data = {"leases": [*(work.lease for work in self._work.values()), *self._sent], "activity": ACTIVITY.own()}
             try:
@@ -234,6 +247,17 @@ class Worker:
                     log.warning("this worker ends, because the driver is gone: %s", error)
                     return
             await asyncio.sleep(RENEW_S)
+
+    def _take_events(self) -> list[str]:
+        """Returns the oldest events that wait, as lines."""
+        lines, size = list[str](), 0
+        if self._dropped:
+            self._events.appendleft(EventsDropped(count=self._dropped))
+            self._dropped = 0
+        while self._events and len(lines) < MAX_STREAMED and size < _STREAMED_BYTES:
+            lines.append(encode(self._events.popleft()).decode())
+            size += len(lines[-1])
+        return lines
 
     def _heard(self, answer: Any) -> None:
         self._heard_at = asyncio.get_running_loop().time()
@@ -331,7 +355,7 @@ async def _open_runner(stack: AsyncExitStack, recipe: Recipe, spec: WorkerSpec, 
     tools = await pin_tools(declared, tasks, sandboxes, folder=folder, every=False, chat=chat, memory=memory)
     pace = restore_pace(recipe, folder)
     pace.set_idle_token_s(spec.token_s)
-    episodes = build_episode_runner(recipe, worker, sandboxes, chat, tools, pace=pace)
+    episodes = build_episode_runner(recipe, worker, sandboxes, chat, tools, pace=pace, listener=EpisodeEvents(worker.record_event))
     return build_group_runner(
         recipe,
         episodes,

@@ -5,7 +5,7 @@ that were rejected, and a worker needs no address of a server. A worker has no s
 
     GET  /spec            what a worker needs to open the run's parts
     POST /lease           the next group; 204 if none is queued in time
-    POST /renew           a sign of life, ended attempts, alerts and activity; the answer has the leases to abandon
+    POST /renew           a sign of life, ended attempts, alerts, events and activity; the answer has the leases to abandon
     POST /generate        one request to the policy
     POST /groups/LEASE    the result of a lease
     POST /leave           the worker ends; its groups go to others
@@ -19,7 +19,7 @@ import json
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,6 +32,8 @@ from agentrl.gateway.http_server import HttpServer
 from agentrl.gateway.request import RequestError
 from agentrl.gateway.wire import body_of, bytes_of, check_source, json_response, key_of, watch
 from agentrl.judge.servers import registered_servers
+from agentrl.observe.events import EPISODE_EVENTS, decode
+from agentrl.observe.run_events import Record
 from agentrl.protocols import PolicyServer
 from agentrl.records import Completion, Failure, Group, SamplingParams, codec
 from agentrl.rollout import AttemptListener
@@ -52,6 +54,8 @@ MAX_CONNECTIONS = 16384
 MAX_GROUP_BYTES = 512 << 20
 MAX_EVENTS = 256
 """Ended attempts, and alerts, of one renewal. Their texts fit into the largest body."""
+MAX_STREAMED = 2000
+"""Events of episodes, for the run's stream, of one renewal."""
 _BODY_S = 60.0
 _NAME_CHARS = 100
 _WORKERS = 4096  # whose repeated reports are recognised
@@ -67,6 +71,7 @@ class WorkerApi:
     served: PolicyServer
     on_attempt: AttemptListener
     alert: Callable[[str], None]
+    record_event: Record = lambda event: None
     memory_version: Callable[[int], int] | None = None  # group -> version of the memory that it reads; None without a memory
     _key: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
     _episodes: dict[str, dict[str, AbstractContextManager[object]]] = field(default_factory=dict)  # lease -> episode -> its routing
@@ -145,6 +150,10 @@ class WorkerApi:
                 self.alert(f"worker {worker}: {user_code.printable(str(alert), 2000)}")
             for failure in () if self.leases.was_lost(worker) else ended:
                 self.on_attempt(failure)
+            for line in list(data["events"])[:MAX_STREAMED]:
+                with suppress(ValueError):
+                    if isinstance(event := decode(str(line).encode()), EPISODE_EVENTS):
+                        self.record_event(event)
         self._reports[worker] = report  # last
         for _ in range(len(self._reports) - _WORKERS):
             del self._reports[next(iter(self._reports))]

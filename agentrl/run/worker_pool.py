@@ -14,12 +14,13 @@ from pathlib import Path
 
 from agentrl.base.error_text import cause_in_log
 from agentrl.base.files import tail_bytes
-from agentrl.base.liveness import Restarts
+from agentrl.base.liveness import RestartAlert, Restarts
 from agentrl.base.run_lock import hold_shared_lock
 from agentrl.config.recipe import Recipe
 from agentrl.errors import InfrastructureError
 from agentrl.experience import DriverStore
 from agentrl.memory.run_memory import RunMemory
+from agentrl.observe.run_events import Record
 from agentrl.protocols import PolicyServer
 from agentrl.records import Group, Task
 from agentrl.rollout import AttemptListener
@@ -51,6 +52,7 @@ class WorkerPool:
         memory: RunMemory | None,
         on_attempt: AttemptListener,
         alert: Callable[[str], None],
+        record_event: Record,
     ) -> None:
         rollout = recipe.rollout
         self.group_size = rollout.group.size
@@ -74,6 +76,7 @@ class WorkerPool:
             memory_version=None if memory is None else memory.version_of,
             on_attempt=on_attempt,
             alert=alert,
+            record_event=record_event,
         )
         self._processes: dict[int, asyncio.subprocess.Process] = {}  # by number
 
@@ -125,7 +128,8 @@ class WorkerPool:
             self.restarts += 1
             if (failures := restarts.failed()) > _RESTARTS:
                 raise InfrastructureError(f"rollout worker {number} ended {failures} times in a row: {self._cause(number, code)}")
-            self._alert(f"rollout worker {number} is replaced: {self._cause(number, code)}; its groups continue in another worker")
+            why = f"rollout worker {number} is replaced: {self._cause(number, code)}; its groups continue in another worker"
+            self._alert(RestartAlert("rollout worker", why))
             await asyncio.sleep(min(_BACKOFF_S, 0.1 * 4 ** (failures - 1)) if failures > 1 else 0.0)
 
     async def _start(self, number: int) -> asyncio.subprocess.Process:

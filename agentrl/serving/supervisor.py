@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
-from agentrl.base.liveness import Restarts
+from agentrl.base.liveness import RestartAlert, Restarts
 from agentrl.config.recipe import Recipe, ServingConfig
 from agentrl.errors import RequestRefused, ServerDied, ServingError, StoreError, SwapError
 from agentrl.plugins import parts
@@ -322,7 +322,8 @@ class SupervisedServer:
             failures = self._restarts.failed()
             if failures > _RESTARTS:
                 raise ServingError(f"{self.title} died {failures} times in a row; see logs/{server_log_name(self._name)}")
-            self._alert(f"{self.title} is replaced: {reason}; restart {failures} of at most {_RESTARTS} in a row")
+            why = f"{self.title} is replaced: {reason}; restart {failures} of at most {_RESTARTS} in a row"
+            self._alert(RestartAlert("server", why))
             await self._stop()
             if self._nccl:
                 await on_loss()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.base.files import sha256_file
-from agentrl.base.liveness import Restarts
+from agentrl.base.liveness import RestartAlert, Restarts
 from agentrl.base.user_code import describe_error
 from agentrl.config.recipe import Recipe
 from agentrl.errors import AgentRLError, ServingError, UserError
@@ -169,7 +169,8 @@ class JudgeServers:
                     known.refused = f"the judge's server {name} died {failures} times in a row; see logs/judge-{name}.log"
                     self._alert(known.refused)
                     return
-                self._alert(f"the judge's server {name} is restarted: {end}; restart {failures} of at most {_MAX_RESTARTS} in a row")
+                why = f"the judge's server {name} is restarted: {end}; restart {failures} of at most {_MAX_RESTARTS} in a row"
+                self._alert(RestartAlert("judge", why))
         except Exception as error:
             known.refused = f"the judge's server {name} cannot be started: {describe_error(error)}"
             self._failed[name] = error if isinstance(error, AgentRLError) else ServingError(known.refused)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -31,12 +31,17 @@ from agentrl.gate.schedule import GateServer
 from agentrl.learner.process import LearnerProcess
 from agentrl.memory.run_memory import RunMemory, open_memory, placeholder_memory
 from agentrl.observe import RunTracker, StageClock, open_trackers
+from agentrl.observe.event_log import EventLog
+from agentrl.observe.events import RunStarted
+from agentrl.observe.run_events import EpisodeEvents, EventTracker, Record
 from agentrl.observe.timeline import Timeline
 from agentrl.plugins import parts
 from agentrl.protocols import (
+    EpisodeListener,
     Policy,
     PolicyServer,
     SandboxBackend,
+    SilentListener,
     TaskFamily,
     ToolSource,
     Tracker,
@@ -220,11 +225,12 @@ async def _open_parts(
     order: GroupOrder,
 ) -> Run:
     folder, clock = start.folder, StageClock(began=start.began)
-    tracker = await _open_tracker(stack, recipe, folder, clock, chat, checked, console=console)
+    tracker, record_event = await _open_tracker(stack, recipe, folder, clock, chat, checked, console=console)
     store, starts, checkpoints, memory = await _open_experience(stack, recipe, folder, order)
     registry, served, gate_server, judges = await _open_servers(stack, recipe, folder, checked, alert=tracker.alert)
     learner, faults = _open_learner(stack, recipe, folder, checked, root, alert=tracker.alert), fault_rate(recipe)
-    episodes = build_episode_runner(recipe, served, sandboxes, chat, tools, router=served, pace=_open_pace(stack, recipe, folder))
+    pace, listener = _open_pace(stack, recipe, folder), EpisodeEvents(record_event)
+    episodes = build_episode_runner(recipe, served, sandboxes, chat, tools, router=served, pace=pace, listener=listener)
     groups = _open_groups(recipe, checked, episodes, served, checkpoints, faults, memory)
     changes, withheld = open_changes(recipe, folder, checked.family, root, checked.practice), WithholdingLog(folder, checked.withheld)
     schedule = GroupSchedule(checked.family, recipe.seed, withheld=withheld, practice=checked.practice, changes=changes)
@@ -255,7 +261,7 @@ async def _open_parts(
         suite=checked.suite,
         memory=memory,
         gate_server=gate_server,
-        workers=_open_workers(recipe, folder, root, store, served, faults, memory, tracker.alert),
+        workers=_open_workers(recipe, folder, root, store, served, faults, memory, tracker.alert, record_event),
     )
 
 
@@ -293,6 +299,7 @@ def _open_workers(
     faults: FaultRate,
     memory: RunMemory | None,
     alert: Callable[[str], None],
+    record_event: Record,
 ) -> WorkerPool | None:
     """Returns the rollout workers of a recipe, which are not running yet; None if the driver runs the episodes."""
     if not recipe.rollout.workers:
@@ -300,19 +307,32 @@ def _open_workers(
     from agentrl.run.worker_pool import WorkerPool  # its worker opens its parts with this module
 
     listener = faults.record_attempt
-    return WorkerPool(recipe, folder, root=root, store=store, served=served, memory=memory, on_attempt=listener, alert=alert)
+    return WorkerPool(
+        recipe, folder, root=root, store=store, served=served, memory=memory, on_attempt=listener, alert=alert, record_event=record_event
+    )
 
 
 async def _open_tracker(
     stack: AsyncExitStack, recipe: Recipe, folder: Path, clock: StageClock, chat: ChatFormat, checked: PreflightResult, *, console: bool
-) -> RunTracker:
-    tracker = RunTracker(folder, [clock, *open_trackers(folder, recipe, console=console)], steps=recipe.steps or 0)
+) -> tuple[RunTracker, Record]:
+    loop = asyncio.get_running_loop()
+    events = EventLog(folder, on_fault=lambda fault: _report_fault(loop, tracker, fault))
+    stack.callback(events.close)
+    trackers = [clock, EventTracker(events.record), *open_trackers(folder, recipe, console=console)]
+    tracker = RunTracker(folder, trackers, steps=recipe.steps or 0)
     stack.callback(tracker.close)
+    events.record(RunStarted(name=folder.name, recipe=recipe.name, steps=recipe.steps or 0))
     await stack.enter_async_context(DRIVER_LAG.watched(tracker.alert))
     tracker.stage("prepare", chat.form_summary)
     for note in checked.notes:
         tracker.alert(note)
-    return tracker
+    return tracker, events.record
+
+
+def _report_fault(loop: asyncio.AbstractEventLoop, tracker: Tracker, fault: str) -> None:
+    """Alerts about a fault of another thread."""
+    with suppress(RuntimeError):  # the loop has ended
+        loop.call_soon_threadsafe(tracker.alert, fault)
 
 
 def _open_learner(
@@ -388,6 +408,7 @@ def build_episode_runner(
     *,
     router: RequestRouter | None = None,
     pace: Pace | None = None,
+    listener: EpisodeListener | None = None,
 ) -> EpisodeRunner:
     """Builds the episode runner of a recipe."""
     return EpisodeRunner(
@@ -400,6 +421,7 @@ def build_episode_runner(
         tools=tools,
         router=router,
         pace=pace or Pace(slots=recipe.serving.max_num_seqs * recipe.serving.replicas),
+        listener=listener or SilentListener(),
     )
 
 

@@ -14,6 +14,7 @@ from agentrl.agent.mcp.servers import MCP_PREFIX
 from agentrl.agent.run_tools import declared_tools
 from agentrl.agent.template import read_template
 from agentrl.base import error_text
+from agentrl.base.database import require_full_text_search
 from agentrl.base.error_text import one_line_error
 from agentrl.base.installation import install_command
 from agentrl.base.user_code import raising_as
@@ -26,7 +27,7 @@ from agentrl.failure.case import Suite, load_suite
 from agentrl.failure.overlap import WithheldTasks, load_withheld
 from agentrl.failure.practice import PracticeSchedule
 from agentrl.failure.triage import load_rules
-from agentrl.memory import require_full_text_search, scope_of
+from agentrl.memory import scope_of
 from agentrl.memory.run_memory import placeholder_memory
 from agentrl.objective.trial import try_estimator, try_loss
 from agentrl.plugins import parts
@@ -194,8 +195,7 @@ def _check_installed(recipe: Recipe) -> None:
 
     serving_device(recipe)
     check_stream(recipe)
-    if recipe.memory is not None:
-        require_full_text_search()
+    require_full_text_search()
     for package in ("torch", "transformers", "deepspeed"):
         if find_spec(package) is None:
             fix = f"{install_command('cpu')}, or with [gpu]; agentrl doctor shows what is missing"

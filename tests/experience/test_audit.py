@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from agentrl.base.files import folder_manifest
 from agentrl.cli import app
-from agentrl.errors import StoreError, UserError
-from agentrl.experience import FolderCheckpoints, SqliteStore, audit, new_entry
-from agentrl.experience.audit import count, export, rows, token_balance, verify
+from agentrl.errors import UserError
+from agentrl.experience import FolderCheckpoints, SqliteStore, new_entry
+from agentrl.experience.audit import count, token_balance, verify
 from agentrl.experience.step_uses import hash_steps, rewrite_steps
 from agentrl.records import GroupUse, LateScore, LedgerEntry, PendingPart, Score, ScoredEpisode, codec
 from agentrl.testing.store_contract import make_group
@@ -192,34 +192,6 @@ def test_metrics_that_are_a_link_or_too_large_are_a_problem(run: tuple[Path, Sql
     metrics.unlink()
     metrics.symlink_to("/etc/passwd")
     assert [problem.partition(": ")[0] for problem in verify(folder, store)] == ["metrics.jsonl cannot be read"]
-
-
-def test_an_export_writes_few_episodes_at_a_time_and_leaves_nothing_if_it_fails(
-    run: tuple[Path, SqliteStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    monkeypatch.setattr(audit, "_EXPORT_CHARS", 1)
-    _, store = run
-    assert export(store, tmp_path / "a.parquet") == 4
-    assert parquet.ParquetFile(tmp_path / "a.parquet").num_row_groups >= 4
-    store._connection.execute("UPDATE groups SET body = x'00' WHERE idx = 3")
-    with pytest.raises(StoreError, match="group 3 in"):
-        export(store, tmp_path / "b.parquet")
-    assert not list(tmp_path.glob("*b.parquet*")) and not list(tmp_path.glob(".*.part"))
-
-
-@pytest.mark.slow
-def test_exported_episodes_read_back_equal(run: tuple[Path, SqliteStore], tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    _, store = run
-    file = tmp_path / "out" / "episodes.parquet"
-    assert export(store, file) == 4
-    table = datasets.load_dataset("parquet", data_files=str(file), cache_dir=str(tmp_path / "cache"))["train"]
-    assert table.to_list() == list(rows(store, store.entries()))
-    assert [codec.from_json(ScoredEpisode, row["episode"]) for row in table] == [make_group(index).episodes[0] for index in range(4)]
-    assert [row["state"] for row in table] == ["trained", "excluded", "assigned", "ready"]
-    with pytest.raises(UserError, match="exists"):
-        export(store, file)
 
 
 def test_the_command_lists_counts_and_verifies(run: tuple[Path, SqliteStore]) -> None:

@@ -150,7 +150,7 @@ def test_a_file_without_primary_keys_is_rejected_before_its_rows_are_joined(tmp_
     path = tmp_path / "experience.sqlite"
     SqliteStore(path).close()
     other = sqlite3.connect(path)
-    other.executescript(f"DROP TABLE groups; {store_module._SCHEMA[0].replace('INTEGER PRIMARY KEY', 'INTEGER')}")
+    other.executescript(f"DROP TABLE groups; {store_module.SCHEMA[0].replace('INTEGER PRIMARY KEY', 'INTEGER')}")
     other.close()
     with pytest.raises(StoreError, match="its tables are not those that agentrl creates"):
         SqliteStore(path)
@@ -241,7 +241,7 @@ def test_a_file_that_is_not_a_store_of_this_version_is_left_alone(tmp_path: Path
         raw.execute("PRAGMA application_id = 0x41475258")
         raw.execute("PRAGMA user_version = 2")
         raw.execute("DROP TABLE groups")
-        for statement in store_module._SCHEMA:
+        for statement in store_module.SCHEMA:
             raw.execute(statement)
     raw.close()
     SqliteStore(foreign).close()

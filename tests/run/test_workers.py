@@ -18,6 +18,7 @@ import pytest
 from agentrl.base import activity
 from agentrl.base.activity import ACTIVITY, ATTEMPTS, REQUESTS
 from agentrl.errors import RequestRefused, ServerDied, ServingError, UserError
+from agentrl.observe.events import EpisodeScored, Event, TurnEnded, encode
 from agentrl.protocols import CacheUse
 from agentrl.records import Blame, Completion, Failure, Group, VersionSpan, codec
 from agentrl.rollout import excluded_group, task_fault
@@ -90,6 +91,7 @@ class Drive:
         self.attempts: list[Failure | None] = []
         self.leases = GroupLeases(group_size=3, concurrency=4, on_attempt=self.attempts.append)
         self.alerts: list[str] = []
+        self.events: list[Event] = []
         self.api = WorkerApi(
             folder=folder,
             spec={"concurrency": 4},
@@ -97,6 +99,7 @@ class Drive:
             served=self.served,  # type: ignore[arg-type]
             on_attempt=self.attempts.append,
             alert=self.alerts.append,
+            record_event=self.events.append,
         )
 
     def connect(self, worker: str) -> DriverConnection:
@@ -118,7 +121,8 @@ async def working(drive: Drive, name: str) -> AsyncIterator[Worker]:
     connection = drive.connect(name)
     worker = Worker(connection, 2)
     recipe = make_recipe()
-    async with opened(drive.folder / name, worker, ScriptedSandboxes(printing("3")), recipe, Family()) as run:
+    sandboxes, record = ScriptedSandboxes(printing("3")), worker.record_event
+    async with opened(drive.folder / name, worker, sandboxes, recipe, Family(), record=record) as run:
         checkpoints = opening.FolderCheckpoints(drive.folder / "running")
         running = asyncio.create_task(worker.run(replace(run.groups, checkpoints=checkpoints, on_attempt=worker.record_attempt)))
         try:
@@ -215,7 +219,7 @@ async def test_a_request_of_a_worker_that_is_gone_is_cancelled_at_the_server(tmp
 
 
 def renewal(**data: Any) -> dict[str, Any]:
-    return {"leases": [], "attempts": [], "alerts": [], "activity": {}, "report": 1} | data
+    return {"leases": [], "attempts": [], "alerts": [], "events": [], "activity": {}, "report": 1} | data
 
 
 def request(lease: str) -> dict[str, Any]:
@@ -290,6 +294,26 @@ async def test_tokens_reach_only_the_holder_of_a_lease(tmp_path: Path) -> None:
             answer = await client.post("/generate", json={"worker": "a"} | request("0" * 32))
         assert answer.status_code == 503 and "lease" in answer.json()["error"]
         assert worker.cache_use == drive.served.cache_use, "a worker limits its episodes by the driver's reading"
+
+
+async def test_events_of_episodes_in_workers_reach_the_driver_once(tmp_path: Path) -> None:
+    async with driving(tmp_path) as drive, working(drive, "a"), asyncio.timeout(30):
+        group = await drive.leases.run_group(0, make_task(0))
+        while sum(isinstance(event, EpisodeScored) for event in drive.events) < 3:
+            await asyncio.sleep(0.05)
+        turns = [event for event in drive.events if isinstance(event, TurnEnded)]
+        expected = {(one.episode.id, number) for one in group.episodes for number in range(4)}
+        assert {(event.episode, event.turn) for event in turns} == expected and len(turns) == len(expected)
+
+
+async def test_events_that_no_worker_sends_are_ignored(tmp_path: Path) -> None:
+    async with driving(tmp_path) as drive:
+        connection, scored = drive.connect("a"), EpisodeScored(episode="e", score=1.0)
+        lines = ["", "{", '{"event": "alert", "text": "x"}', '{"event": "new"}', "[" * 50_000, 5, encode(scored).decode()]
+        for _ in range(2):  # repeated after a lost answer
+            await connection.call("/renew", renewal(events=lines, report=1))
+        assert drive.events == [scored] and not drive.alerts
+        connection.close()
 
 
 async def test_an_invalid_request_gets_an_error_and_changes_nothing(tmp_path: Path) -> None:

@@ -304,10 +304,10 @@ def _trajectory(trace: Trace, conversation: Conversation, id: str | None, ids: S
 def _trace_fields(trace: Trace) -> dict[str, Any]:
     """Returns the fields of a trace of an agentrl run that are not messages."""
     extra: dict[str, Any] = {"trace": trace.id, "why": str(trace.why), "phase": trace.phase, "step": trace.step}
-    if trace.task is not None:
-        extra["task"] = {"id": trace.task.id, "key": trace.task.key}
-    if trace.episode is not None and trace.episode.answer is not None:
-        extra["answer"] = trace.episode.answer
+    if trace.episode is not None:
+        extra["task"] = {"id": trace.episode.task_id, "key": trace.episode.task_key}
+        if trace.episode.answer is not None:
+            extra["answer"] = trace.episode.answer
     if trace.score is not None:
         parts = {name: value for name, value in trace.score.parts.items() if math.isfinite(value)}
         extra["score"] = {"value": _finite(trace.score.value), "parts": parts, "reason": trace.score.reason}

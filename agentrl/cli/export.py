@@ -1,0 +1,66 @@
+"""`agentrl export`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from agentrl.cli.running import JsonFlag
+
+
+def export(
+    run_dir: Annotated[Path, typer.Argument(help="Run folder.")],
+    to: Annotated[
+        Literal["eval", "parquet", "atif", "jsonl"],
+        typer.Option(help="eval: logs for `inspect view`, one file per step; parquet and jsonl: one row per episode; atif: documents."),
+    ],
+    out: Annotated[Path | None, typer.Option(help="Folder. Default: RUN/exports/FORMAT.")] = None,
+    phase: Annotated[str, typer.Option(help="Only this phase: train, before, step8, after, ...")] = "",
+    kind: Annotated[str, typer.Option(help="Only this kind of task.")] = "",
+    outcome: Annotated[
+        Literal["", "solved", "partial", "failed", "pending", "excluded"], typer.Option(help="Only episodes that ended like this.")
+    ] = "",
+    tool: Annotated[str, typer.Option(help="Only episodes that called this tool.")] = "",
+    exclusion: Annotated[str, typer.Option(help="Only episodes excluded by this kind of failure.")] = "",
+    step: Annotated[int | None, typer.Option(min=1, help="Only groups of this learner step, counted from 1.")] = None,
+    policy_version: Annotated[int | None, typer.Option("--version", min=0, help="Only episodes sampled by this policy version.")] = None,
+    min_score: Annotated[float | None, typer.Option(help="Lowest score.")] = None,
+    max_score: Annotated[float | None, typer.Option(help="Highest score.")] = None,
+    text: Annotated[str, typer.Option(help="Only episodes with these words; a word that ends in * is a prefix.")] = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Write the episodes of a run to files, with their exact tokens. Works during the run.
+
+    Files of an earlier export with the same names are replaced.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from agentrl.experience.episode_query import EpisodeQuery
+    from agentrl.session.exports import export_episodes
+
+    query = EpisodeQuery(
+        phase=phase,
+        kind=kind,
+        outcome=outcome,
+        tool=tool,
+        exclusion=exclusion,
+        step=step,
+        version=policy_version,
+        min_score=min_score,
+        max_score=max_score,
+        text=text,
+    )
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("episodes", total=None)
+        exported = export_episodes(
+            run_dir, to, out, query=query, progress=lambda done, total: bar.update(task, completed=done, total=total)
+        )
+    if as_json:
+        print(json.dumps({"folder": str(exported.folder), "files": exported.files, "episodes": exported.episodes}))
+    else:
+        print(f"wrote {exported.episodes} episodes to {exported.files} {'file' if exported.files == 1 else 'files'} in {exported.folder}")

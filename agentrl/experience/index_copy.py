@@ -1,0 +1,102 @@
+"""Copies the episodes of a run whose store has no table of episodes to `episodes.sqlite`, which `EpisodeIndex` reads.
+
+The store itself is only read, so the run may be driven by another process, and by another version of agentrl.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from agentrl.base.database import connect_read_only, read_pragma
+from agentrl.base.files import fsync_path
+from agentrl.errors import StoreError
+from agentrl.experience.audit import Progress
+from agentrl.experience.episode_index import COPY_FILE
+from agentrl.experience.store import APPLICATION_ID, SCHEMA, SqliteStore, translated_errors
+from agentrl.records import Group, LedgerEntry
+
+OLDEST_SCHEMA = 4
+"""Oldest schema of a store whose groups can be read."""
+_BATCH = 32  # groups of one commit
+_QUERY_S = 300.0
+
+
+class GroupSource(Protocol):
+    """What is copied: an `ExperienceStore`, or an older file of one."""
+
+    def entries(self) -> tuple[LedgerEntry, ...]:
+        """Returns the ledger entries of all groups."""
+        ...
+
+    def groups(self, indices: Iterable[int]) -> tuple[Group, ...]:
+        """Returns groups in the requested order."""
+        ...
+
+
+class OlderStore(SqliteStore):
+    """An SQLite store of this version or an older one, for reading: `entries` and `groups`. Raises `StoreError`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._lock = path, threading.Lock()
+        with translated_errors(path):
+            self._connection = connect_read_only(path, SCHEMA, timeout_s=_QUERY_S)
+            try:
+                schema = read_pragma(self._connection, "user_version")
+                if read_pragma(self._connection, "application_id") != APPLICATION_ID or schema < OLDEST_SCHEMA:
+                    raise StoreError(f"{path} is no experience store of schema {OLDEST_SCHEMA} or newer")
+            except BaseException:
+                self._connection.close()
+                raise
+
+    @property
+    def has_index(self) -> bool:
+        """Whether the store has a table of episodes itself."""
+        with self._reading() as db:
+            return db.execute("SELECT 1 FROM sqlite_schema WHERE name = 'episodes'").fetchone() is not None
+
+
+def copy_episodes(run_dir: Path, source: GroupSource, *, progress: Progress = lambda done, total: None) -> int:
+    """Writes `episodes.sqlite` from the groups of a store, with the steps that took them, and returns the number of groups.
+
+    The file is replaced once it is complete. Later groups are not in it: copy again.
+    """
+    final, part = run_dir / COPY_FILE, run_dir / f".{COPY_FILE}.part"
+    entries = [entry for entry in source.entries() if not entry.is_residual]
+    _remove(part)
+    copy = SqliteStore(part)
+    try:
+        for start in range(0, len(entries), _BATCH):
+            progress(start, len(entries))
+            copy.put_all(source.groups(entry.index for entry in entries[start : start + _BATCH]))
+        _take(copy, entries)
+    except BaseException:
+        copy.close()
+        _remove(part)
+        raise
+    copy.close()  # moves the write-ahead log into the file
+    fsync_path(part)
+    _remove(final, keep=True)
+    part.replace(final)
+    return len(entries)
+
+
+def _take(copy: SqliteStore, entries: Sequence[LedgerEntry]) -> None:
+    """Records which steps took the groups, and how they used them."""
+    steps: dict[int, list[LedgerEntry]] = {}
+    for entry in entries:
+        if entry.step is not None:
+            steps.setdefault(entry.step, []).append(entry)
+    for step, taken in sorted(steps.items()):
+        if used := {entry.index: entry.use for entry in taken if entry.use is not None}:
+            copy.commit(step, used, "copied")
+        else:
+            copy.assign(step, [entry.index for entry in taken])
+
+
+def _remove(path: Path, *, keep: bool = False) -> None:
+    """Removes a database and the files next to it; `keep`: only those."""
+    for end in (*([] if keep else [""]), "-wal", "-shm", "-journal"):
+        path.with_name(path.name + end).unlink(missing_ok=True)
