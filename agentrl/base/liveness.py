@@ -24,6 +24,7 @@ LOCK_WAIT_S = 120.0
 locks, so the wait ends and the run continues."""
 _STOPPED_LOOK_S = 2.0  # between two checks for stopped processes
 _HISTORY = 1024  # newest durations of one kind of work
+_KINDS, _OTHER = 64, "other work"  # kinds of work whose time is counted separately
 _LOOK_S = 20.0  # most seconds of silence that one check counts: a check may wait that long for an answer
 
 
@@ -53,6 +54,7 @@ class Liveness:
         self._current: tuple[str, bool] | None = None
         self.needs_s = 0.0
         """Seconds that a piece of the work takes by a measurement. No deadline is shorter than `DEADLINE_FACTOR` times this."""
+        self._spent: dict[str, float] = {}  # kind of work -> seconds, at most _KINDS
         self.begin()
 
     def begin(self, work: str = "starting") -> None:
@@ -71,13 +73,30 @@ class Liveness:
         at = now if at is None else min(at, now)
         if self._current is not None:
             self._taken.setdefault(self._current, deque(maxlen=_HISTORY)).append((self._size, max(at - self._since, 0.0)))
+            self._spend(at)
         self._current, self._size, self._since = (work, work not in self._met), size, at
         self._met.add(work)
         self.silent_s, self._looked = 0.0, now
 
     def pause(self) -> None:
         """Stops counting silence until the next `progress`: the part has nothing to do, or its work has another deadline."""
+        if self._current is not None:
+            self._spend(self._clock())
         self._current, self.silent_s = None, 0.0
+
+    def spent_s(self) -> dict[str, float]:
+        """Returns the seconds of each kind of work so far, including the current one. Work that was not reported counts as the work before
+        it."""
+        spent = dict(self._spent)
+        if self._current is not None:
+            spent[self.work] = spent.get(self.work, 0.0) + max(self._clock() - self._since, 0.0)
+        return spent
+
+    def _spend(self, until: float) -> None:
+        """Adds the time of the current work."""
+        assert self._current is not None
+        work = self._current[0] if len(self._spent) < _KINDS or self._current[0] in self._spent else _OTHER
+        self._spent[work] = self._spent.get(work, 0.0) + max(until - self._since, 0.0)
 
     @property
     def work(self) -> str:

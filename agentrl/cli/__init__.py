@@ -76,6 +76,11 @@ COMMANDS: dict[str, dict[str, Command]] = {
     "Inspect": {
         "view": Command("view:view", "Show runs in a web page, live, down to the token.", "view runs; agentrl view runs/quickstart --open"),
         "report": Command("runs:report", "Write report.html from the files of a run folder.", "report runs/quickstart --follow"),
+        "profile": Command(
+            "profile:profile",
+            "Run two steps of a recipe, and print where the time went.",
+            "profile recipes/quickstart.py serving.threads=2",
+        ),
         "tasks": Command("tasks:tasks_app", "List, add, remove and re-weight the tasks of a run, also while it trains."),
         "versions": Command("versions:versions_app", "List, compare, promote and pin the policy versions of a run, or return to one."),
         "store": Command("store:store", "List, count and verify the sampled groups of a run.", "store runs/quickstart --verify"),

@@ -111,14 +111,14 @@ def run_folder(
     Args:
         given: overrides of the command line. For a resumed run they are applied after its earlier overrides.
         wanted: the run folder; None means the first free one.
-        verb: the command: `train`, `eval` or `sample`. An evaluation cannot be resumed.
+        verb: the command: `train`, `eval`, `sample` or `profile`. Only `train` and `sample` can be resumed.
     """
     named = written if resume else apply_overrides(written, list(given))  # report a wrong override before creating a folder
     name = next((item.partition("=")[2] for item in reversed(given) if item.startswith("name=")), named.name)
-    suffix, evaluating = "" if verb == "train" else f"-{verb}", verb == "eval"
+    suffix, resumable = "" if verb == "train" else f"-{verb}", verb in ("train", "sample")
     doing = shlex.join(["agentrl", verb, str(recipe), *given])
     with (
-        claim_run_folder(wanted, root / "runs", name + suffix, resume=resume, resumable=not evaluating, command=doing) as folder,
+        claim_run_folder(wanted, root / "runs", name + suffix, resume=resume, resumable=resumable, command=doing) as folder,
         outlasting_terminal(partial(append_driver_log, folder)),
     ):
         if resume:
@@ -131,13 +131,13 @@ def run_folder(
         with loading():
             from agentrl.session import preflight
 
-            checked = preflight.run_preflight(loaded, folder, root=root, training=verb == "train")
+            checked = preflight.run_preflight(loaded, folder, root=root, training=verb in ("train", "profile"))
         try:
             yield start, loaded, checked
         except typer.Exit:
             raise
         except BaseException as error:
-            go_on = start.command(resume=True) if holds_run(folder) and not evaluating else ""
+            go_on = start.command(resume=True) if holds_run(folder) and resumable else ""
             if ended_by_user(error):
                 kept = f"; finished work is kept; continue with: {go_on}" if go_on else ""
                 print(f"stopped{kept}", file=sys.stderr)

@@ -135,6 +135,7 @@ class LearnerProcess:
             if process.returncode is None and (stuck := self.liveness.overdue() or self.stopped.overdue(process.pid)):
                 await self.kill()
                 raise LearnerError(f"{stuck}; it was killed\n  all of its output: {self.log_path}")
+        self.liveness.pause()
 
     def check(self) -> None:
         """Raises as `wait` does if the learner has failed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from agentrl.records import ScoredEpisode
 
@@ -12,12 +13,21 @@ PARTS = ("server", "learner", "sandboxes", "scoring", "rollouts")
 BUSY, DOWN = "busy", "down"
 WAITING_FOR = "waiting for "
 """Start of every other state."""
+LOADING = f"{WAITING_FOR}weights"
+"""State of a server that loads a version."""
 PREFIX = "timeline/"
 """Metric `timeline/PART/STATE`: seconds of a step."""
 WALL = "timeline_s"
 """Metric: seconds of the interval, to which the states of each part add up."""
 UTILIZATION = "utilization/"
 """Metric `utilization/PART`: share of the interval in which the part was busy."""
+STEP = "step"
+"""Metric `timeline/step/STATE`: seconds by which parts were busy at once; the states of `overlap` add up to the interval too."""
+NOTHING = "nothing"
+Counter = Callable[[], Mapping[str, float]]
+"""Returns counts that only grow, by name."""
+MAX_COUNTS = 24
+"""Largest counts of one counter in the metrics of an interval."""
 
 
 class Timeline:
@@ -25,10 +35,12 @@ class Timeline:
 
     Args:
         clock: seconds of a monotonic clock.
+        counters: name -> counter. The metrics of an interval have the growth of each count, as `NAME/COUNT`.
     """
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic, counters: Mapping[str, Counter] = MappingProxyType({})) -> None:
+        self._clock, self._counters = clock, dict(counters)
+        self._counted: dict[str, Mapping[str, float]] = {}
         self._states = dict.fromkeys(PARTS, DOWN)
         self._spent: dict[tuple[str, str], float] = {}
         self._began: float | None = None
@@ -43,6 +55,7 @@ class Timeline:
         """Starts an interval now, and forgets the one before."""
         self._began = self._newest = self._clock()
         self._spent = {}
+        self._count()
 
     def mark(self, states: Mapping[str, str]) -> None:
         """Sets the states of parts from now on. Raises `KeyError` for an unknown part."""
@@ -61,14 +74,39 @@ class Timeline:
         if wall_s > 0:
             metrics |= {f"{UTILIZATION}{part}": self._spent.get((part, BUSY), 0.0) / wall_s for part in PARTS}
         self._began, self._spent = self._newest, {}
-        return metrics
+        return metrics | self._count()
+
+    def _count(self) -> dict[str, float]:
+        """Returns the growth of the largest counts since the last call."""
+        grown: dict[str, float] = {}
+        for name, counter in self._counters.items():
+            before, counts = self._counted.get(name, {}), dict(counter())
+            growth = {f"{name}/{key}": count - before.get(key, 0.0) for key, count in counts.items() if count > before.get(key, 0.0)}
+            grown |= dict(sorted(growth.items(), key=lambda item: -item[1])[:MAX_COUNTS])
+            self._counted[name] = counts
+        return grown
 
     def _advance(self) -> None:
         now = self._clock()
         if self._began is not None:
             for part, state in self._states.items():
-                self._spent[part, state] = self._spent.get((part, state), 0.0) + now - self._newest
+                self._add(part, state, now - self._newest)
+            self._add(STEP, overlap(self._states), now - self._newest)
         self._newest = now
+
+    def _add(self, part: str, state: str, seconds: float) -> None:
+        self._spent[part, state] = self._spent.get((part, state), 0.0) + seconds
+
+
+def overlap(states: Mapping[str, str]) -> str:
+    """Returns which parts are busy at once, in a few words: `server and learner`, or the first busy one of server, learner, sandboxes and
+    scoring, or `swap`; else `nothing`."""
+    busy = [part for part in ("server", "learner", "sandboxes", "scoring") if states.get(part) == BUSY]
+    if busy[:2] == ["server", "learner"]:
+        return "server and learner"
+    if busy:
+        return busy[0]
+    return "swap" if states.get("server") == LOADING else NOTHING
 
 
 def time_by_state(steps: list[dict[str, float]]) -> dict[str, dict[str, float]]:

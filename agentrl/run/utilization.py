@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, NoReturn
 
 from agentrl.base.activity import ACTIVITY, ATTEMPTS, REQUESTS, SANDBOXES, SCORING
-from agentrl.observe.timeline import BUSY, DOWN, WAITING_FOR
+from agentrl.observe.timeline import BUSY, DOWN, LOADING, WAITING_FOR
 
 if TYPE_CHECKING:
     from agentrl.session.opening import Run
@@ -39,7 +39,7 @@ def _server_state(run: Run) -> str:
     if not run.served.accepts_requests:
         return DOWN
     if run.served.loading:
-        return f"{WAITING_FOR}weights"
+        return LOADING
     return BUSY if run.groups.runner.pace.in_flight or ACTIVITY.count(REQUESTS) else f"{WAITING_FOR}requests"
 
 

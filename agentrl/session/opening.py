@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from agentrl.agent import ChatFormat
 from agentrl.agent.mcp.servers import RunTools
 from agentrl.agent.run_tools import candidate_tasks, declared_tools, pin_tools, save_tool_offers, with_sub_agent_tools
+from agentrl.base.cpu_time import CpuClock
 from agentrl.base.files import sha256_file
 from agentrl.base.loop_lag import DRIVER_LAG
 from agentrl.base.processes import raise_file_limit, rare_collections
@@ -253,7 +254,7 @@ async def _open_parts(
     return Run(
         recipe=recipe,
         folder=folder,
-        progress=Progress(stop_at=recipe.step_limit),
+        progress=Progress(stop_at=recipe.step_limit, timeline=_open_timeline(learner)),
         tracker=tracker,
         clock=clock,
         store=store,
@@ -280,6 +281,10 @@ async def _open_parts(
             recipe, folder, root, store, served, faults, memory, checkpoints, launcher, services, tracker.alert, record_event
         ),
     )
+
+
+def _open_timeline(learner: LearnerProcess) -> Timeline:
+    return Timeline(counters={"cpu_s": CpuClock().read, "learner_s": learner.liveness.spent_s})
 
 
 def _open_pace(stack: AsyncExitStack, recipe: Recipe, folder: Path) -> Pace:

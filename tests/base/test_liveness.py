@@ -373,3 +373,19 @@ def test_completed_work_ends_a_row_of_failures() -> None:
     assert [restarts.failed(), restarts.failed()] == [1, 2]
     restarts.completed()
     assert restarts.failed() == 1 and restarts.total == 3
+
+
+def test_the_seconds_of_each_work_add_up_to_the_time_that_was_not_paused() -> None:
+    now = 100.0
+    part = Liveness("the learner", first_s=10.0, clock=lambda: now)
+    for number in range(200):
+        part.progress(f"work {number % 100}")
+        now += 1.0
+    assert sum(part.spent_s().values()) == 200.0 and len(part.spent_s()) <= 66, "many kinds count as one"
+    assert part.spent_s()["work 3"] == 2.0
+    part.pause()
+    now += 50.0
+    assert sum(part.spent_s().values()) == 200.0
+    part.progress("work 3")
+    now += 5.0
+    assert part.spent_s()["work 3"] == 7.0, "with the current work"

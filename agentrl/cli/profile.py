@@ -1,0 +1,69 @@
+"""`agentrl profile`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from agentrl.cli.running import JsonFlag, SandboxChoice, load_recipe, loading, run_folder
+from agentrl.config.recipe import EvalConfig
+
+WARM_STEPS = 1
+"""Steps before the measured ones: in the first step programs warm up and the pipeline fills."""
+
+
+def profile(
+    recipe: Annotated[Path, typer.Argument(help="Recipe file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Dotted overrides, such as rollout.concurrency=32.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Learner steps to measure, after a warm-up step.")] = 2,
+    run_dir: Annotated[Path | None, typer.Option(help="Keep the run in this folder. Default: a temporary folder.")] = None,
+    sandbox: SandboxChoice = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Run a few learner steps of a recipe, and print where the time went.
+
+    Runs the recipe without evaluations and gate in a temporary folder. Each table adds up: the parts that compute at the same time, and the
+    states of each part, to the wall time of the measured steps; the CPU seconds to the number of CPUs times the wall time.
+    """
+    root, written = load_recipe(recipe, [])
+    changed = written.but(*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else []))
+    wanted = range(WARM_STEPS + 1, WARM_STEPS + steps + 1)
+    last = wanted[-1] + changed.max_staleness + 1  # later steps keep the pipeline full
+    measured = changed.but(steps=last, evaluation=EvalConfig(heldout=0, heldout_real=0), gate=None, trackers=["terminal"])
+    with (
+        _folder(run_dir) as folder,
+        run_folder(root, recipe, measured, (), folder, verb="profile") as (start, loaded, checked),
+    ):
+        with loading():
+            from agentrl.run.profile import profile_steps, render_profile
+
+        result = asyncio.run(profile_steps(loaded, start, checked, root=root, wanted=wanted))
+        print(json.dumps(result.to_data()) if as_json else render_profile(result))
+
+
+@contextmanager
+def _folder(wanted: Path | None) -> Iterator[Path]:
+    """Yields the run folder. A temporary one is removed afterwards, unless the run failed: then its logs are needed."""
+    if wanted is not None:
+        yield wanted
+        print(f"run folder: {wanted}", file=sys.stderr)
+        return
+    parent = Path(tempfile.mkdtemp(prefix="agentrl-profile-"))
+    try:
+        yield parent / "run"
+    except typer.Exit as failed:
+        if failed.exit_code == 1:
+            print(f"the run folder with its logs is {parent / 'run'}", file=sys.stderr)
+            raise
+        shutil.rmtree(parent, ignore_errors=True)
+        raise
+    shutil.rmtree(parent, ignore_errors=True)
