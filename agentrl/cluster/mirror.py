@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 TRANSFER_S = 1800.0
 """Default deadline of a transfer."""
-_THREADS = 4  # transfers of chunks at a time
+_THREADS = 3  # transfers of chunks at a time: with more, a chain of mirrors forwards each chunk later
 _CHUNK_S = 120.0  # deadline of one chunk from the driver
 _PEER_S = 10.0  # deadline of one chunk from another mirror, which may have to wait for it itself
 _PEERS = 2  # mirrors that are tried

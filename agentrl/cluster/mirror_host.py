@@ -15,22 +15,25 @@ from agentrl.protocols.cluster import PartCommand
 
 
 class MirrorHost:
-    """A `ProcessHost` whose processes have a mirror. It serves the mirror's chunks to other hosts from `open` to `close`.
+    """A `ProcessHost` whose processes have a mirror. It serves the mirror's chunks to other hosts until `close`."""
 
-    Args:
-        folder: the mirror; created if absent. Parts of a run on one host may share it.
-        link: the driver.
-        host: address of this machine, for servers and for other mirrors.
-    """
-
-    def __init__(self, folder: Path, link: Link, *, root: Path | None, host: str) -> None:
-        self._mirror, self._host = Mirror(folder, link), host
-        self._processes = ProcessHost(folder, root=root, host=host)
+    def __init__(self, mirror: Mirror, *, root: Path | None, host: str) -> None:
+        self.folder, self._mirror, self._host = mirror.folder, mirror, host
+        self._processes = ProcessHost(mirror.folder, root=root, host=host)
         self._stack = AsyncExitStack()
 
-    async def open(self) -> None:
-        """Starts to serve other mirrors. Raises `InfrastructureError` if the address is not available."""
-        await self._stack.enter_async_context(relaying(self._mirror, host=self._host))
+    @classmethod
+    async def open(cls, folder: Path, link: Link, *, root: Path | None, host: str) -> MirrorHost:
+        """Returns a host that serves other mirrors. Raises `InfrastructureError` if the address is not available.
+
+        Args:
+            folder: the mirror; created if absent. Parts of a run on one host may share it.
+            link: the driver.
+            host: address of this machine, for servers and for other mirrors.
+        """
+        opened = cls(Mirror(folder, link), root=root, host=host)
+        await opened._stack.enter_async_context(relaying(opened._mirror, host=host))
+        return opened
 
     async def start(self, command: PartCommand) -> HostedProcess:
         """Starts a part once the mirror has what it needs. Raises `LaunchError` and `OSError`."""

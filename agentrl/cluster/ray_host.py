@@ -17,13 +17,18 @@ from importlib import import_module
 from pathlib import Path
 
 import agentrl
+from agentrl.cluster.link import Link
+from agentrl.cluster.mirror_host import MirrorHost
 from agentrl.cluster.process_host import HostedProcess, ProcessHost
-from agentrl.errors import LaunchError
+from agentrl.errors import InfrastructureError, LaunchError
 from agentrl.protocols.cluster import PartCommand
 
 LEASE_S = 20.0
 """Seconds without a call of the driver after which a host kills its processes: the driver is gone, or cannot reach this node."""
+ID_FILE = ".cluster-id"
+"""File in the run folder with the id of the run. A mirror does not have it."""
 _WATCH_S = 1.0
+_LOG_BYTES, _LAST_LOG_BYTES = 1 << 18, 4 << 20  # of one answer
 _CONNECTIONS = 64  # to the port by which the driver notices the end of the host
 _TREE_S = 2.0  # between two readings of the process tree
 
@@ -37,6 +42,7 @@ class HostSettings:
     working_folder: str  # of the driver; the processes start there if it exists on the node
     driver: str  # process and machine of the driver, for messages
     session: str  # token of the driver's session
+    run: str  # id of the run
     version: str  # of agentrl, in the driver
     lease_s: float = LEASE_S
 
@@ -64,6 +70,7 @@ class PartState:
     scratch: str
     returncode: int | None
     processes: dict[int, str]
+    log: bytes  # what it has written, if the driver does not see the log
     progress: bytes
     reasons: bytes
     clock: float  # the host's monotonic clock
@@ -80,7 +87,8 @@ class NodeHost:
         self._starting = asyncio.Lock()
         self._processes: dict[str, HostedProcess] = {}
         self._trees: dict[str, tuple[float, dict[int, str]]] = {}
-        self._host: ProcessHost | None = None
+        self._host: ProcessHost | MirrorHost | None = None
+        self._logs: dict[str, tuple[Path, int]] = {}  # of a process in a mirror: its log, and the bytes that the driver has
         self._watched: asyncio.Server | None = None
         self._connections = 0
         self._calls, self._called = 0, time.monotonic()
@@ -94,8 +102,16 @@ class NodeHost:
             calls=self._calls,
         )
 
-    async def start(self, start: str, command: PartCommand) -> PartState | str:
-        """Starts a process, unless this start is known, after the end of an earlier one. Returns its state, or why it does not start."""
+    async def sees_folder(self) -> bool:
+        """Whether this node has the run folder of the driver, on a shared disk or because it is the driver's machine."""
+        self._renew()
+        return await asyncio.to_thread(self._sees_folder)
+
+    async def start(self, start: str, command: PartCommand, driver: tuple[str, str] | None) -> PartState | str:
+        """Starts a process, unless this start is known, after the end of an earlier one. Returns its state, or why it does not start.
+
+        `driver`: address and key for a mirror of the run folder; None if the node has the folder.
+        """
         self._renew()
         async with self._starting:
             if self._watched is None:
@@ -105,8 +121,8 @@ class NodeHost:
                     for earlier in list(self._processes):
                         await self._processes[earlier].kill()
                         del self._processes[earlier]
-                    self._processes[start] = self._opened_host().start(command)
-                except (OSError, LaunchError) as error:
+                    self._processes[start] = await self._start(start, command, driver)
+                except (OSError, InfrastructureError) as error:
                     return f"{type(error).__name__}: {error}"
         return self._state(start)
 
@@ -114,6 +130,18 @@ class NodeHost:
         """Renews the lease. Returns the state of a process; None if this actor did not start it."""
         self._renew()
         return self._state(start) if start in self._processes else None
+
+    async def fetch(self, driver: tuple[str, str], paths: tuple[str, ...]) -> str:
+        """Fetches files of the run into the mirror. Returns why that failed; empty if the node has them."""
+        self._renew()
+        try:
+            async with self._starting:
+                host = await self._opened_host(driver)
+            if isinstance(host, MirrorHost):
+                await host.fetch(*paths)
+        except (OSError, InfrastructureError) as error:
+            return str(error)
+        return ""
 
     async def signal_children(self, start: str, number: int) -> None:
         """See `PartHandle.signal_children`."""
@@ -142,7 +170,20 @@ class NodeHost:
             self._connections -= 1
             writer.close()
 
-    def _opened_host(self) -> ProcessHost:
+    async def _start(self, start: str, command: PartCommand, driver: tuple[str, str] | None) -> HostedProcess:
+        host = await self._opened_host(driver)
+        if isinstance(host, ProcessHost):
+            return host.start(command)
+        log = host.folder / command.log
+        self._logs[start] = log, log.stat().st_size if log.exists() else 0
+        return await host.start(command)
+
+    def _sees_folder(self) -> bool:
+        with contextlib.suppress(OSError):
+            return (Path(self._settings.folder) / ID_FILE).read_text(encoding="utf-8").strip() == self._settings.run
+        return False
+
+    async def _opened_host(self, driver: tuple[str, str] | None) -> ProcessHost | MirrorHost:
         if self._host is None:
             settings = self._settings
             if settings.version != agentrl.__version__:
@@ -152,11 +193,33 @@ class NodeHost:
                 )
             with contextlib.suppress(OSError):
                 os.chdir(settings.working_folder)
-            folder = Path(settings.folder)
-            if not folder.is_dir():
-                raise LaunchError(f"{folder} does not exist on {socket.gethostname()}\n  fix: mount the run folder's disk on every node")
-            self._host = ProcessHost(folder, root=Path(settings.root), host=self._address)
+            folder, root = Path(settings.folder), Path(settings.root)
+            if driver is None:
+                if not folder.is_dir():
+                    raise LaunchError(
+                        f"{folder} does not exist on {socket.gethostname()}\n  fix: mount the run folder's disk on every node"
+                    )
+                self._host = ProcessHost(folder, root=root, host=self._address)
+            else:
+                if not root.is_dir():
+                    raise LaunchError(
+                        f"{root} does not exist on {socket.gethostname()}\n  fix: copy the project to every node, at this path"
+                    )
+                mirror = folder / ".mirror" if await asyncio.to_thread(self._sees_folder) else folder
+                self._host = await MirrorHost.open(mirror, Link(*driver), root=root, host=self._address)
         return self._host
+
+    def _new_log(self, start: str, *, ended: bool) -> bytes:
+        """Returns what a process in a mirror has written since the last call."""
+        if start not in self._logs:
+            return b""
+        path, sent = self._logs[start]
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            file.seek(sent)
+            data = file.read(_LAST_LOG_BYTES if ended else _LOG_BYTES)
+            self._logs[start] = path, sent + len(data)
+            return data
+        return b""
 
     def _state(self, start: str) -> PartState:
         process = self._processes[start]
@@ -172,6 +235,7 @@ class NodeHost:
             scratch=process.scratch,
             returncode=returncode,
             processes=self._tree(start, process),
+            log=self._new_log(start, ended=returncode is not None),
             progress=process.read_progress(),
             reasons=b"" if returncode is None else process.reasons(),
             clock=time.monotonic(),

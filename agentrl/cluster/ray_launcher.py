@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,15 +29,14 @@ from agentrl.base.user_code import printable
 from agentrl.cluster.fit import ClusterNode, fit_plan, no_fit_error
 from agentrl.cluster.plan import Bundle, ClusterPlan
 from agentrl.cluster.process_host import HostedProcess, ProcessHost
-from agentrl.cluster.ray_host import LEASE_S, HostSettings, HostState, NodeHost, PartState
+from agentrl.cluster.ray_host import ID_FILE, LEASE_S, HostSettings, HostState, NodeHost, PartState
 from agentrl.cluster.ray_nodes import list_nodes
-from agentrl.cluster.ray_part import PartPoller, RayPart
+from agentrl.cluster.ray_part import FETCH_S, PartPoller, RayPart
 from agentrl.errors import LaunchError, RunFolderBusy, UserError
 from agentrl.protocols.cluster import PartCommand
 
 log = logging.getLogger(__name__)
 
-ID_FILE = ".cluster-id"
 CONNECT_S = 25.0
 """Deadline for reading the nodes of the cluster."""
 RESERVE_S = 25.0
@@ -53,7 +53,7 @@ _QUIET = {"log_to_driver": False, "configure_logging": False, "logging_level": "
 class RayLauncher:
     """A `Launcher` on a Ray cluster. Create it with `open`; close it in the same process."""
 
-    is_local, shared_folder = False, True
+    is_local = False
 
     def __init__(self, ray: Any, plan: ClusterPlan, folder: Path, *, root: Path, nodes: list[ClusterNode]) -> None:
         self._ray, self._plan, self._nodes = ray, plan, nodes
@@ -67,8 +67,12 @@ class RayLauncher:
             working_folder=os.getcwd(),
             driver=f"process {os.getpid()} on {socket.gethostname()}",
             session=self._session,
+            run=_run_id(folder),
             version=agentrl.__version__,
         )
+        self._folder = folder
+        self.shared_folder = True  # all nodes with parts see the run folder; `open` checks it
+        self._driver: tuple[str, str] | None = None  # address and key for mirrors
         self._group: Any = None  # placement group
         self._actors: dict[str, Any] = {}  # by name of the part
         self._parts: dict[str, RayPart] = {}  # the newest of each name
@@ -93,6 +97,7 @@ class RayLauncher:
         try:
             await launcher._end_earlier_session()
             await launcher._reserve()
+            launcher.shared_folder = await launcher._all_see_folder()
         except BaseException:
             await launcher.close()
             raise
@@ -114,12 +119,29 @@ class RayLauncher:
         if command.exclusive and earlier is not None and earlier.lost:
             await self._wait_for_lease(earlier)
         actor, start = self._actor(command.name), uuid.uuid4().hex
-        state = await self._retry(command.name, lambda: actor.start.remote(start, command), timeout_s=START_S)
+        if self._driver is not None and command.needs:
+            fetching = partial(actor.fetch.remote, self._driver, command.needs)
+            if failure := await self._retry(command.name, fetching, timeout_s=FETCH_S):
+                raise LaunchError(f"{command.name} does not start: {failure}")
+        state = await self._retry(command.name, lambda: actor.start.remote(start, command, self._driver), timeout_s=START_S)
         if not isinstance(state, PartState):
             raise LaunchError(f"{command.name} does not start on a node of {self._plan.address}: {state}")
-        part = self._parts[command.name] = RayPart(self._ray, actor, start, command.name, state)
+        log = None if self.shared_folder else self._folder / command.log
+        if log is not None:
+            log.parent.mkdir(exist_ok=True)
+        part = self._parts[command.name] = RayPart(self._ray, actor, start, command.name, state, log=log, driver=self._driver)
         self._poller.add(part)
         return part
+
+    async def use_driver(self, url: str, key: str) -> None:
+        """Makes hosts work in mirrors of the run folder, with files from this address."""
+        self._driver = url, key
+
+    async def _all_see_folder(self) -> bool:
+        """Whether every host has the run folder. Starts the hosts. Raises `LaunchError`."""
+        names = list(self._bundles)
+        seen = await asyncio.gather(*(self._retry(name, self._actor(name).sees_folder.remote, timeout_s=START_S) for name in names))
+        return all(seen)
 
     async def close(self) -> None:
         """Ends all parts and releases the cluster. Idempotent."""

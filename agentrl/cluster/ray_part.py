@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from agentrl.cluster.ray_host import LEASE_S, PartState
@@ -20,14 +21,27 @@ REFUSED_S = 5.0
 _POLL_S = 0.5
 _ANSWER_S = 5.0
 _END_S = 70.0  # for a host to kill a part, which it gives up after a minute
+FETCH_S = 1860.0
+"""Deadline for a host to fetch files; longer than that of its mirror."""
 _PROGRESS_BYTES = 1 << 20
 
 
 class RayPart:
     """A part on a node: a `PartHandle`. `PartPoller` updates it from another thread."""
 
-    def __init__(self, ray: Any, actor: Any, start: str, name: str, state: PartState) -> None:
-        self.name, self.start = name, start
+    def __init__(
+        self,
+        ray: Any,
+        actor: Any,
+        start: str,
+        name: str,
+        state: PartState,
+        *,
+        log: Path | None = None,
+        driver: tuple[str, str] | None = None,
+    ) -> None:
+        """`log`, `driver`: of a part in a mirror, the file for its output, and the address and key of the driver."""
+        self.name, self.start, self._log, self._driver = name, start, log, driver
         self.node, self.host, self.port, self.pid = state.node, state.host, state.port, state.pid
         self.folder, self.scratch, self.node_id = state.folder, state.scratch, state.node_id
         self.lost = ""
@@ -124,7 +138,16 @@ class RayPart:
         return self._reasons
 
     async def fetch(self, *paths: str) -> None:
-        """Does nothing: the node has the run folder."""
+        """Returns when the node has these files of the run. Raises `LaunchError`."""
+        if self._driver is None:  # it has the run folder
+            return
+        try:
+            async with asyncio.timeout(FETCH_S):
+                failure = await asyncio.wrap_future(self._actor.fetch.remote(self._driver, paths).future())
+        except (TimeoutError, self._ray.exceptions.RayError) as error:
+            failure = f"node {self.node} does not answer: {type(error).__name__}"
+        if failure:
+            raise LaunchError(failure)
 
     def poll(self) -> Any:
         """Requests the state; returns the reference of Ray's call."""
@@ -136,6 +159,9 @@ class RayPart:
         if state is None:
             self.lose(f"its host on node {self.node} ended")
             return
+        if self._log is not None and state.log:
+            with contextlib.suppress(OSError), self._log.open("ab") as log:
+                log.write(state.log)
         self.clock_offset_s, self._tree = self.answered_at - state.clock, state.processes
         with self._lock:
             self._progress = (self._progress + state.progress)[-_PROGRESS_BYTES:]

@@ -187,7 +187,8 @@ class LearnerProcess:
 
     def _environment(self) -> dict[str, str]:
         learner = self.recipe.learner
-        threads = learner.threads or max(1, (self._launcher.cores("learner") or os.cpu_count() or 1) // learner.ranks)
+        cores = self._launcher.cores("learner") or self._launcher.cores("learner-0") or os.cpu_count() or 1  # of one host
+        threads = learner.threads or max(1, cores * self.recipe.cluster.learner_nodes // learner.ranks)
         return {
             # If server and learner compute at the same time, spinning threads make a step 2 to 9 times longer (measured).
             **openmp_environment(threads, alone=self.recipe.max_staleness == 0),

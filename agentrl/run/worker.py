@@ -100,7 +100,8 @@ class DriverConnection:
         except TimeoutError:
             raise ServingError(f"the driver did not answer {path} within {timeout_s:g} s") from None
         if status in (400, 401, 403, 404, 413):
-            raise UserError(f"the driver rejected {path}: {answer[:500].decode(errors='replace')}", fix="use the same agentrl version")
+            fix = "use the key of this run's driver" if status == 401 else "use the same agentrl version"
+            raise UserError(f"the driver rejected {path}: {answer[:500].decode(errors='replace')}", fix=fix)
         if status not in (200, 204):
             raise _fault(status, answer)
         return answer

@@ -102,9 +102,9 @@ class WorkerApi:
             finally:
                 (self.folder / ADDRESS_FILE).unlink(missing_ok=True)
                 self.service.revoke(WORKER)
-        ACTIVITY.drop_reports()
-        for lease in list(self._episodes):
-            self._end_episodes(lease)
+                ACTIVITY.drop_reports()
+                for lease in list(self._episodes):
+                    self._end_episodes(lease)
 
     def _routes(self) -> list[Route]:
         running, worker = "/running/{lease}/{member}/{kind}", frozenset({WORKER})

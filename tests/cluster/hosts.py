@@ -28,6 +28,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from agentrl.base.processes import read_stat
+
 T = TypeVar("T")
 
 _CLONE_NEWNET = 0x40000000
@@ -53,7 +55,7 @@ class Host:
         return subprocess.run(self.command(*command), check=True, timeout=60, **options)
 
     def start(self, *command: str, **options: Any) -> subprocess.Popen[Any]:
-        """Starts a command on this host. It is killed, with its process group, at the end of the hosts."""
+        """Starts a command on this host. Everything on the host is killed at its end."""
         process = subprocess.Popen(self.command(*command), start_new_session=True, **options)
         self.processes.append(process)
         return process
@@ -79,6 +81,21 @@ class Host:
         thread.join()
         assert results, "it raised"
         return results[0]
+
+    def kill(self) -> None:
+        """Kills all processes of this host, as the loss of the machine does."""
+        while pids := self._pids():
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for process in self.processes:
+                process.poll()
+            time.sleep(0.05)
+
+    def _pids(self) -> list[int]:
+        """Its processes that have not ended."""
+        listed = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, check=False).stdout
+        return [pid for pid in map(int, listed.split()) if not read_stat(pid).has_ended]
 
     def disconnect(self) -> None:
         """Cuts this host from the others."""
@@ -117,9 +134,8 @@ def hosts(count: int, *, rate_mbit: float = 0.0, delay_ms: float = 0.0, loss: fl
         yield all_hosts
     finally:
         for host in all_hosts:
+            host.kill()
             for process in host.processes:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         for wire in wires:
             wire.close()

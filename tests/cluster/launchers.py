@@ -33,9 +33,7 @@ class OwnDisks:
     async def start(self, command: PartCommand) -> HostedProcess:
         kind = command.name.partition("-")[0]
         if kind not in self._hosts:
-            host = MirrorHost(self._disks / kind, Link(*self._driver), root=self._root, host=LOOPBACK)
-            await host.open()
-            self._hosts[kind] = host
+            self._hosts[kind] = await MirrorHost.open(self._disks / kind, Link(*self._driver), root=self._root, host=LOOPBACK)
         log = self._run / command.log  # as a host's, the driver has it
         log.parent.mkdir(exist_ok=True)
         return await self._hosts[kind].start(replace(command, log=str(log.resolve())))

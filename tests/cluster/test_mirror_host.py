@@ -33,8 +33,7 @@ def driver(tmp_path: Path) -> Iterator[Driver]:
 
 
 async def test_a_part_starts_with_what_it_needs_and_gets_more_when_the_driver_requests_it(tmp_path: Path, driver: Driver) -> None:
-    host = MirrorHost(tmp_path / "disk", driver.link(), root=None, host=LOOPBACK)
-    await host.open()
+    host = await MirrorHost.open(tmp_path / "disk", driver.link(), root=None, host=LOOPBACK)
     try:
         command = PartCommand(name="server", argv=(PYTHON, "-c", LIST, RUN), log="logs/server.log", needs=("versions/000000",))
         process = await host.start(command)

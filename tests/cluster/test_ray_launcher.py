@@ -18,8 +18,10 @@ from agentrl.base.processes import read_stat
 from agentrl.cluster import ray_launcher
 from agentrl.cluster.plan import ClusterPlan
 from agentrl.cluster.ray_launcher import RayLauncher
+from agentrl.cluster.run_service import HOST
 from agentrl.errors import LaunchError, RunFolderBusy, UserError
-from agentrl.protocols.cluster import PARENT
+from agentrl.protocols.cluster import PARENT, RUN
+from tests.cluster import serving
 from tests.cluster.ray_nodes import RayNodes, plan_of
 from tests.cluster.test_launchers import SLEEPS, command
 from tests.waiting import until
@@ -141,18 +143,42 @@ async def test_a_plan_that_does_not_fit_is_an_error_next_to_what_exists(
         ray_nodes.remove(node)
 
 
-async def test_another_version_of_agentrl_on_a_node_is_an_error(ray_nodes: RayNodes, tmp_path: Path) -> None:
+def with_settings(monkeypatch: pytest.MonkeyPatch, **changes: str) -> None:
+    """Changes the settings of hosts that start from now on."""
+    settings = ray_launcher.HostSettings
+    monkeypatch.setattr(ray_launcher, "HostSettings", lambda **given: settings(**{**given, **changes}))
+
+
+async def test_another_version_of_agentrl_on_a_node_is_an_error(
+    ray_nodes: RayNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_settings(monkeypatch, version="9.9.9")
     async with ray_nodes.launcher(plan_of(ray_nodes.address, "part"), tmp_path) as launcher:
-        launcher._settings = replace(launcher._settings, version="9.9.9")
         with pytest.raises(LaunchError, match=r"has agentrl \S+, the driver 9\.9\.9\n  fix: install the same version on every node"):
             await launcher.start(command(SLEEPS))
 
 
-async def test_a_folder_that_a_node_does_not_have_is_an_error(ray_nodes: RayNodes, tmp_path: Path) -> None:
-    async with ray_nodes.launcher(plan_of(ray_nodes.address, "part"), tmp_path) as launcher:
-        launcher._settings = replace(launcher._settings, folder=str(tmp_path / "elsewhere"))
-        with pytest.raises(LaunchError, match=r"elsewhere does not exist on \S+\n  fix: mount the run folder's disk on every node"):
-            await launcher.start(command(SLEEPS))
+async def test_a_node_without_the_run_folder_works_in_a_mirror_and_sends_its_log(
+    ray_nodes: RayNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    for number in (0, 1):
+        (run / "versions" / f"{number:06d}").mkdir(parents=True)
+        (run / "versions" / f"{number:06d}" / "model.safetensors").write_text(f"weights {number}")
+    (run / "project").mkdir()
+    with_settings(monkeypatch, folder=str(disk))
+    program = "import pathlib, sys, time; print(*sorted(pathlib.Path(sys.argv[1]).rglob('*.safetensors')), flush=True); " + SLEEPS
+    with serving.driving(run) as driver:
+        async with ray_nodes.launcher(plan_of(ray_nodes.address, "part"), run) as launcher:
+            assert not launcher.shared_folder
+            await launcher.use_driver(driver.url, driver.service.new_key(HOST))
+            part = await launcher.start(replace(command(program, RUN), needs=("versions/000000",)))
+            log, found = run / "logs" / "part.log", str(disk / "versions" / "000000" / "model.safetensors")
+            await until(lambda: log.exists() and found in log.read_text(), 20.0)
+            await part.fetch("versions/000001")
+            assert (disk / "versions" / "000001" / "model.safetensors").read_text() == "weights 1" and part.folder == str(disk)
+            with pytest.raises(LaunchError, match="versions/000007 does not exist"):
+                await part.fetch("versions/000007")
 
 
 async def test_the_signal_handlers_of_the_driver_stay(ray_nodes: RayNodes, tmp_path: Path) -> None:
