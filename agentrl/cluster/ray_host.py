@@ -43,7 +43,6 @@ class HostSettings:
     driver: str  # process and machine of the driver, for messages
     session: str  # token of the driver's session
     run: str  # id of the run
-    version: str  # of agentrl, in the driver
     lease_s: float = LEASE_S
 
 
@@ -53,6 +52,9 @@ class HostState:
 
     session: str
     driver: str
+    node: str  # host name
+    version: str  # of agentrl
+    sees_folder: bool  # whether this node has the run folder, on a shared disk or because it is the driver's machine
     calls: int  # of the driver, so far
 
 
@@ -99,13 +101,11 @@ class NodeHost:
         return HostState(
             session=self._settings.session,
             driver=self._settings.driver,
+            node=socket.gethostname(),
+            version=agentrl.__version__,
+            sees_folder=await asyncio.to_thread(self._sees_folder),
             calls=self._calls,
         )
-
-    async def sees_folder(self) -> bool:
-        """Whether this node has the run folder of the driver, on a shared disk or because it is the driver's machine."""
-        self._renew()
-        return await asyncio.to_thread(self._sees_folder)
 
     async def start(self, start: str, command: PartCommand, driver: tuple[str, str] | None) -> PartState | str:
         """Starts a process, unless this start is known, after the end of an earlier one. Returns its state, or why it does not start.
@@ -186,11 +186,6 @@ class NodeHost:
     async def _opened_host(self, driver: tuple[str, str] | None) -> ProcessHost | MirrorHost:
         if self._host is None:
             settings = self._settings
-            if settings.version != agentrl.__version__:
-                raise LaunchError(
-                    f"{socket.gethostname()} has agentrl {agentrl.__version__}, the driver {settings.version}\n"
-                    "  fix: install the same version on every node"
-                )
             with contextlib.suppress(OSError):
                 os.chdir(settings.working_folder)
             folder, root = Path(settings.folder), Path(settings.root)

@@ -68,7 +68,6 @@ class RayLauncher:
             driver=f"process {os.getpid()} on {socket.gethostname()}",
             session=self._session,
             run=_run_id(folder),
-            version=agentrl.__version__,
         )
         self._folder = folder
         self.shared_folder = True  # all nodes with parts see the run folder; `open` checks it
@@ -80,10 +79,10 @@ class RayLauncher:
 
     @classmethod
     async def open(cls, plan: ClusterPlan, folder: Path, *, root: Path) -> RayLauncher:
-        """Connects to the cluster of a plan, ends what an earlier driver of the run has left, and reserves the plan.
+        """Connects to the cluster of a plan, ends what an earlier driver of the run has left, reserves the plan and checks its nodes.
 
-        Raises `UserError` within about 30 s if no cluster of this version answers, or the plan does not fit, and `RunFolderBusy` if another
-        driver of this run uses the cluster.
+        Raises `UserError` if no cluster of this version answers, the plan does not fit, or a node lacks agentrl; each takes at most about
+        30 s. Raises `RunFolderBusy` if another driver of this run uses the cluster.
         """
         ray = import_optional("ray", "cluster", needed_for=f"cluster.address={plan.address}")
         nodes = await asyncio.to_thread(list_nodes, plan.address, wait_s=CONNECT_S)
@@ -97,9 +96,11 @@ class RayLauncher:
         try:
             await launcher._end_earlier_session()
             await launcher._reserve()
-            launcher.shared_folder = await launcher._all_see_folder()
+            await launcher._check_nodes()
         except BaseException:
             await launcher.close()
+            if not (folder / "recipe.json").exists():
+                (folder / ID_FILE).unlink(missing_ok=True)  # the folder is still vacant
             raise
         return launcher
 
@@ -137,11 +138,15 @@ class RayLauncher:
         """Makes hosts work in mirrors of the run folder, with files from this address."""
         self._driver = url, key
 
-    async def _all_see_folder(self) -> bool:
-        """Whether every host has the run folder. Starts the hosts. Raises `LaunchError`."""
-        names = list(self._bundles)
-        seen = await asyncio.gather(*(self._retry(name, self._actor(name).sees_folder.remote, timeout_s=START_S) for name in names))
-        return all(seen)
+    async def _check_nodes(self) -> None:
+        """Starts the hosts. Checks their version, and whether all have the run folder. Raises `UserError` and `LaunchError`."""
+        asked = [self._retry(name, self._actor(name).describe.remote, timeout_s=RESERVE_S) for name in self._bundles]
+        states: list[HostState] = await asyncio.gather(*asked)
+        for state in states:
+            if state.version != agentrl.__version__:
+                versions = f"{state.node} has agentrl {state.version}, the driver {agentrl.__version__}"
+                raise UserError(versions, fix="install the same version on every node")
+        self.shared_folder = all(state.sees_folder for state in states)
 
     async def close(self) -> None:
         """Ends all parts and releases the cluster. Idempotent."""

@@ -199,7 +199,7 @@ def environment_of(request: Any) -> dict[str, str]:
 class ShowingLearner(LearnerProcess):
     """A learner that prints its environment."""
 
-    def _command(self) -> list[str]:
+    def _command(self, placement: str) -> list[str]:
         return [PYTHON, "-c", "import json, os; print(json.dumps(dict(os.environ)))"]
 
 

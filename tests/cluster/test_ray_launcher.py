@@ -82,10 +82,12 @@ async def test_a_killed_host_process_loses_its_part_only(ray_nodes: RayNodes, tm
         assert again.returncode is None and read_stat(part.pid).has_ended
 
 
-async def test_a_host_that_its_driver_does_not_call_ends_its_part(ray_nodes: RayNodes, tmp_path: Path) -> None:
+async def test_a_host_that_its_driver_does_not_call_ends_its_part(
+    ray_nodes: RayNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The driver, which cannot reach the host, may have restarted the part elsewhere."""
+    with_settings(monkeypatch, lease_s=5.0)
     async with ray_nodes.launcher(plan_of(ray_nodes.address, "part"), tmp_path) as launcher:
-        launcher._settings = replace(launcher._settings, lease_s=5.0)
         part = await launcher.start(command(SLEEPS))
         await asyncio.sleep(8.0)
         assert not read_stat(part.pid).has_ended, "polls renew the lease"
@@ -143,7 +145,7 @@ async def test_a_plan_that_does_not_fit_is_an_error_next_to_what_exists(
         ray_nodes.remove(node)
 
 
-def with_settings(monkeypatch: pytest.MonkeyPatch, **changes: str) -> None:
+def with_settings(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     """Changes the settings of hosts that start from now on."""
     settings = ray_launcher.HostSettings
     monkeypatch.setattr(ray_launcher, "HostSettings", lambda **given: settings(**{**given, **changes}))
@@ -152,10 +154,11 @@ def with_settings(monkeypatch: pytest.MonkeyPatch, **changes: str) -> None:
 async def test_another_version_of_agentrl_on_a_node_is_an_error(
     ray_nodes: RayNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_settings(monkeypatch, version="9.9.9")
-    async with ray_nodes.launcher(plan_of(ray_nodes.address, "part"), tmp_path) as launcher:
-        with pytest.raises(LaunchError, match=r"has agentrl \S+, the driver 9\.9\.9\n  fix: install the same version on every node"):
-            await launcher.start(command(SLEEPS))
+    monkeypatch.setattr("agentrl.__version__", "9.9.9")
+    with pytest.raises(UserError, match=r"has agentrl \S+, the driver 9\.9\.9\n  fix: install the same version on every node"):
+        async with ray_nodes.launcher(plan_of(ray_nodes.address, "part"), tmp_path):
+            pass
+    assert not [*tmp_path.iterdir()], "the folder is still vacant"
 
 
 async def test_a_node_without_the_run_folder_works_in_a_mirror_and_sends_its_log(

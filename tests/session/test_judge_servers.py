@@ -9,7 +9,6 @@ import asyncio
 import json
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,7 +99,7 @@ async def test_a_dead_server_is_restarted_and_its_judges_wait(tmp_path: Path) ->
 
 @pytest.mark.usefixtures("scripted")
 async def test_a_server_that_cannot_start_fails_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(JudgeServer, "_command", lambda self, port: [sys.executable, "-c", "raise SystemExit('no such model')"])
+    monkeypatch.setattr(JudgeServer, "_command", lambda self: [PYTHON, "-c", "raise SystemExit('no such model')"])
     async with running_judge_servers(recipe(), {"small": Path("m")}, folder=tmp_path) as running:
         with pytest.raises(ServingError, match="the judge's server small ended with code 1"):
             await running.ready()
