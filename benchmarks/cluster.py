@@ -37,6 +37,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from agentrl.base.processes import rare_collections  # noqa: E402
 from agentrl.config import Recipe, build  # noqa: E402
 from agentrl.experience import DriverStore, SqliteStore  # noqa: E402
 from agentrl.experience.redis_server import RedisServer  # noqa: E402
@@ -165,7 +166,8 @@ async def run_client(folder: Path, lanes: int, turns: int) -> None:
     redis = json.loads(await driver.call("/spec"))["redis"]
     worker = Worker(driver, lanes, Outbox(open_transport(redis)) if redis else None)
     with contextlib.suppress(BaseExceptionGroup):  # a lane ends with an error when the driver closes
-        await worker.run(ScriptedGroups(worker, turns))  # type: ignore[arg-type]
+        async with rare_collections():
+            await worker.run(ScriptedGroups(worker, turns))  # type: ignore[arg-type]
     driver.close()
 
 
@@ -213,7 +215,12 @@ def scripted_server(folder: Path, delay_s: tuple[float, float]) -> Iterator[str]
     content = [{"token_id": token, "logprob": -0.1234567, "top_logprobs": []} for token in make_turn(0).completion_ids]
     choice = {"index": 0, "logprobs": {"content": content}, "finish_reason": "stop", "token_ids": list(make_turn(0).completion_ids)}
     choice["weight_versions"] = [{"version": "0", "start": 0, "end": TOKENS}]
-    script = {"answers": {ROUTE: [json.dumps({"request_id": "r", "choices": [choice]})]}, "delay_s": delay_s, "delay_from": 0, "end": 0}
+    script = {
+        "answers": {ROUTE: [json.dumps({"request_id": "r", "choices": [choice]})]},
+        "delay_s": delay_s,
+        "delay_from": -1,  # the script counts ends of messages, and there are none
+        "end": 0,
+    }  # no message ends, so each is turn -1
     (folder / "script.json").write_text(json.dumps(script))
     with subprocess.Popen(
         [sys.executable, str(SERVER), str(folder / "script.json")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -275,12 +282,12 @@ async def measure_driver(load: Load, folder: Path, server: RedisServer | None) -
         async def take(index: int) -> None:
             async with slots:
                 group = await leases.run_group(index, make_task(index))
-                if server is None:
-                    await store.put(group)
+                await store.put(group)
             if not records:
                 records.append(len(codec.to_json(group.episodes[0].episode)))
 
         async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(rare_collections())  # as in a run
             redis = await stack.enter_async_context(stream_of(folder, store, leases, server))
             api = WorkerApi(
                 folder=folder,
@@ -316,7 +323,10 @@ async def measure_driver(load: Load, folder: Path, server: RedisServer | None) -
         for client in clients:
             client.wait()
         await served.close()
+    stored = len(await store.entries())
     await store.close()
+    if stored != load.groups:
+        raise RuntimeError(f"the store has {stored} of {load.groups} groups")
     return result
 
 

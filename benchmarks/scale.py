@@ -28,6 +28,7 @@ import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import simpy
@@ -35,7 +36,8 @@ import simpy
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from agentrl.experience import GroupOrder
-from agentrl.serving.server_pool import EpisodeRouter
+from agentrl.protocols import CacheUse
+from agentrl.serving.server_pool import EpisodeRouter, ServerPool
 from benchmarks.asynchronous import GROUP_SIZE, RunningGroup, Simulation, ages_of
 
 LEARNER_SHARE = 0.25  # of the GPUs
@@ -45,11 +47,11 @@ LEARNER_SHARE = 0.25  # of the GPUs
 class Costs:
     """Seconds of each shared part. The module's docstring has their sources."""
 
-    turn_s: float = 0.0042
-    group_s: float = 0.05
+    turn_s: float = 0.0022
+    group_s: float = 0.012
     redis_s: float = 1 / 521
     disk_s: float = 1 / 1282
-    route_s: float = 6e-8
+    route_s: float = 3.5e-7
 
     def without(self) -> Costs:
         """All parts take no time."""
@@ -211,18 +213,19 @@ def simulate(size: Size) -> Outcome:
     )
 
 
-def measure_routing(servers: int, requests: int = 2000) -> float:
-    """Returns the seconds of one choice among this many servers, with two episodes per server in flight."""
-    router = EpisodeRouter(servers, apart=GROUP_SIZE)
-    able = list(range(servers))
+def measure_routing(servers: int, turns: int, requests: int = 2000) -> float:
+    """Returns the seconds that a pool of servers takes to choose one for a request, with episodes of this many turns."""
+    pool = object.__new__(ServerPool)  # without processes
+    use = CacheUse(reading=1, shares=(0.5,))
+    pool._replicas = [SimpleNamespace(accepts_requests=True, version=0, cache_use=use) for _ in range(servers)]  # type: ignore[misc]
+    pool._floor, pool._routing = 0, EpisodeRouter(servers, apart=GROUP_SIZE)
     began = time.perf_counter()
-    for number in range(requests):
-        episode = f"g{number:06d}-0-a0"
-        router.begin(episode, f"task-{number // GROUP_SIZE}")
-        router.choose(episode, 500 + number % 97, able=able)
-        if number >= 2 * servers:
-            router.end(f"g{number - 2 * servers:06d}-0-a0")
-    return (time.perf_counter() - began) / requests
+    for number in range(requests // turns):
+        episode, tokens = f"g{number:06d}-0-a0", 500
+        with pool.episode(episode, f"task-{number // GROUP_SIZE}"):
+            for turn in range(turns):
+                pool._routing.choose(episode, tokens + 150 * turn, able=pool._ready(), full=pool._full())
+    return (time.perf_counter() - began) / (requests // turns * turns)
 
 
 def main() -> int:
@@ -245,7 +248,8 @@ def main() -> int:
     given = parser.parse_args()
     if given.measure_routing:
         for gpus in given.gpus:
-            print(f"{gpus} servers: {1e6 * (cost := measure_routing(gpus)):.1f} us a request, {1e9 * cost / gpus:.0f} ns a server")
+            cost = measure_routing(gpus, given.turns)
+            print(f"{gpus} servers: {1e6 * cost:.1f} us a request, {1e9 * cost / gpus:.0f} ns a server")
         return 0
     print("| GPUs | agents | attempt s | episodes/min | throughput | driver | Redis | disk | weights | waits for driver | limit |")
     print("| --- " * 11 + "|")

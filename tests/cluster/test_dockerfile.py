@@ -42,6 +42,7 @@ def test_the_versions_are_those_of_the_project() -> None:
     needed = re.findall(r"(?m)^need (\S+)", (ROOT / "scripts" / "setup_system.sh").read_text())
     outside_pods = {"docker.io", "crun"}
     assert set(needed) - outside_pods <= set(module._PACKAGES), "packages that a machine needs"
+    assert "wget" in module._PACKAGES and "'ray[default]==2.60.0'" in dockerfile("gpu", "x"), "probes of KubeRay, and the job's submission"
 
 
 def test_a_project_installs_agentrl_from_where_it_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
