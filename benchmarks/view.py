@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -199,9 +200,9 @@ def read(folder: Path, queries: int, seed: int) -> dict[str, Any]:
     timed("next page", lambda: index.search(EpisodeQuery(after=page.next)))
     for _ in range(queries):
         for name, query in (("filter", random_filter(source)), ("search", random_search(source))):
-            timed(name, lambda query=query: index.search(query), query)
+            timed(name, partial(index.search, query), query)
         number = source.randrange(page.total - SIZE)
-        timed("episode", lambda number=number: index.episode(index.rows([number + 1])[0].id))
+        timed("episode", partial(index.episode, index.rows([number + 1])[0].id))
     timed("long episode", lambda: index.episode(page.rows[0].id))
     index.close()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

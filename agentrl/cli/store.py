@@ -80,8 +80,8 @@ def store(
     for reason, number in counts.unused.items():
         print(f"  {number:>6} groups without trained tokens: {_one_line(reason)}")
     _print_groups(chosen if list_all else chosen[-_SHOWN:], hidden=0 if list_all else max(0, len(chosen) - _SHOWN))
-    for index in () if step is not None else (index for index, name in unstored.items() if state in (None, name)):
-        print(f"{index:>7}  {unstored[index]}")
+    for group in () if step is not None else (group for group, name in unstored.items() if state in (None, name)):
+        print(f"{group:>7}  {unstored[group]}")
     for problem in problems:
         print(f"FAIL  {_one_line(problem)}")
     if verify and not problems:

@@ -2,7 +2,7 @@
 
 One driver writes, any number of readers follow. The stream is split into segments, `events/000000000000000.jsonl`, whose names are the
 offsets of their first bytes; only the newest segments are kept. An offset is a position in the whole stream, so it stays valid after a
-segment was deleted and after a run is resumed. Texts of agents are clipped: the complete episode is in the store.
+segment was deleted and after a run is resumed. Texts of agents are hostile and clipped: the complete episode is in the store.
 
     page = read_events(run_dir, after=0)
     page = read_events(run_dir, after=page.offset)   # what happened since

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,8 @@ import pytest
 
 from agentrl.base.files import read_json_lines
 from agentrl.evaluation.held_out import HeldOutEvaluation
+from agentrl.experience.episode_index import EpisodeIndex
+from agentrl.experience.episode_query import EpisodeQuery
 from agentrl.failure import Capture
 from agentrl.failure.case import load_suite
 from agentrl.failure.collection import Collection, TraceFilter
@@ -73,6 +76,12 @@ async def test_a_repeated_evaluation_replaces_the_earlier_one(tmp_path: Path) ->
             await HeldOutEvaluation.of(run).evaluate(phase, step=0)
     told = {path.stem: len(read_json_lines(path)) for path in (tmp_path / "episodes").iterdir()}
     assert told == {"before": 4, "after": 4}
+    with EpisodeIndex(tmp_path) as index:
+        records = list(index.records(index.numbers(EpisodeQuery())))
+    assert Counter((one.row.phase, one.row.state, one.row.split, one.row.kind, one.row.outcome) for one in records) == {
+        (phase, "evaluated", "train", "three", "failed"): 4 for phase in ("before", "after")
+    }
+    assert all(one.scored.episode.trajectories[0].turns and one.group.prompt for one in records), "with all of their tokens"
 
 
 async def test_failures_of_training_and_evaluation_are_captured_tagged_reported_and_promoted(tmp_path: Path) -> None:
