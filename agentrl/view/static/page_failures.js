@@ -1,10 +1,11 @@
 // Captured failures: counts by tag, traces, clusters, the same task before and after, and operations on a trace.
 
 import { address, go } from "./app.js";
-import { get, post } from "./api.js";
+import { get } from "./api.js";
 import { chip, h, link, notes, replace, section, table } from "./dom.js";
 import { number } from "./format.js";
 import { bind } from "./keys.js";
+import { operate } from "./operations.js";
 import { body, text } from "./page_episode.js";
 import { runTabs } from "./page_run.js";
 import { pre } from "./text.js";
@@ -86,14 +87,8 @@ function elsewhere(data) {
 function operations(run, data, done) {
   const result = h("p", { class: "sub", role: "status" });
   const send = async (name, fields, what) => {
-    if (!(await confirmed(what))) return;
-    try {
-      const answer = await post(["runs", run, "operations", name], fields);
-      result.textContent = answer.message;
-      if (name === "tag") done();
-    } catch (error) {
-      result.textContent = [error.message, error.fix].filter(Boolean).join("; ");
-    }
+    const answer = await operate(run, name, fields, what, result);
+    if (answer && name === "tag") done();
   };
   const input = (label, attributes) => h("input", { ...attributes, "aria-label": label, placeholder: label });
   const tag = input("tag, such as misread_output", { pattern: "[a-z][a-z0-9_]*", required: true, size: "26" }), turn = input("turn", { type: "number", min: "1", class: "short" }), suite = input("folder of a suite", { required: true, size: "26", value: "evals/from-view" });
@@ -103,14 +98,4 @@ function operations(run, data, done) {
     data.trajectories.length ? h("div", { class: "inline" }, h("span", null, "The answer is"), ["right", "wrong"].map((label) => h("button", { class: "button", type: "button", onclick: () => send("label", { trace: data.id, label }, `Label the answer of ${data.id} as ${label}. Labels calibrate judges.`) }, label))) : null,
     data.why === "fault" || !data.trajectories.length ? null : form([suite], "Promote to a case", () => send("promote", { trace: data.id, suite: suite.value, note: "from agentrl view" }, `Write the task of ${data.id} as a case into ${suite.value}. Versions that fail it are not promoted by a gate on this suite.`)),
     result);
-}
-
-export function confirmed(what) {
-  const dialog = document.getElementById("confirm");
-  return new Promise((settle) => {
-    replace(dialog, h("h2", { id: "confirm-title" }, "Change this run?"), h("p", null, what), h("p", { class: "sub" }, "It is recorded in operations.jsonl of the run."), h("form", { method: "dialog", class: "inline" }, h("button", { class: "button", type: "submit", value: "no" }, "Cancel"), h("button", { class: "button strong", type: "submit", value: "yes" }, "Do it")));
-    dialog.returnValue = "no";
-    dialog.addEventListener("close", () => settle(dialog.returnValue === "yes"), { once: true });
-    dialog.showModal();
-  });
 }
