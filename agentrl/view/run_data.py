@@ -74,13 +74,13 @@ def curves_data(source: RunSource, keys: Sequence[str]) -> dict[str, Any]:
 
 
 def reward_drops(points: Sequence[tuple[int, float]]) -> list[dict[str, float]]:
-    """Returns the steps at which the reward fell most: by at least one standard deviation of its changes, the largest fall first."""
+    """Returns the steps at which the reward fell most: by at least a third of the standard deviation of its changes, the largest first."""
     changes = [(step, value, value - before) for (_, before), (step, value) in pairwise(points)]
     if len(changes) < 2:
         return []
     spread = statistics.pstdev(change for _, _, change in changes)
     largest = sorted(changes, key=lambda item: item[2])[:_DROPS]
-    fell = [drop for drop in largest if -drop[2] >= max(spread, 1e-9)]
+    fell = [drop for drop in largest if -drop[2] >= max(spread / 3, 1e-9)]
     return [{"step": step, "value": value, "before": value - change} for step, value, change in fell]
 
 

@@ -97,7 +97,7 @@ def test_the_policy_of_the_pages_blocks_what_a_defect_would_let_through(hostile:
         page.goto(view.url)
         refused = check(page, "refusesMarkup")
         assert refused == "TypeError"
-        check(page, "insertPicture")
+        assert check(page, "insertPicture") == "TypeError"
         page.wait_for_timeout(300)
         assert page.evaluate("window.owned") is None
         assert page.evaluate("fetch('http://evil.example/').then(() => 'sent', () => 'blocked')") == "blocked"
