@@ -8,7 +8,7 @@ from typing import Any
 
 from agentrl.gateway.request import RequestError
 from agentrl.view import compare_data, episode_data, event_data, failure_data, group_data, run_data, search_data
-from agentrl.view.library import RunLibrary, list_run
+from agentrl.view.library import RunLibrary, list_runs
 from agentrl.view.source import Missing, RunSource
 
 MAX_COMPARED = 8
@@ -60,7 +60,7 @@ Read = Callable[[RunSource, Query], Any]
 def _runs(library: RunLibrary, query: Query) -> Any:
     """The runs whose name, recipe or model contains the search text, the newest first."""
     search, entries = query.text("search").casefold(), library.entries()
-    runs = [list_run(entry) for entry in entries]
+    runs = list_runs(entries)
     matching = [run for run in runs if search in f"{run['name']}\n{run['recipe']}\n{run['model']}".casefold()]
     matching.sort(key=lambda run: (run["state"] != "running", -(run["changed_at"] or 0.0)))
     offset = query.count("offset")
