@@ -50,7 +50,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     store.close()
     (root / "hostile" / "experience.sqlite").unlink()
     maker = RunMaker(root / "hostile")
-    maker.store.put_all([with_text(groups[0], ATTACKS), with_text(groups[1], "A" * 3_000_000)])
+    maker.store.put_all([with_text(groups[0], ATTACKS), with_text(groups[1], "A" * 100_000)])
     maker.store.assign(0, [0, 1])
     maker.tracker.alert(ATTACKS)
     maker.tracker.log(2, {"part/" + ATTACKS[:100]: 1.0, "part/b": 0.5, "reward_mean": 0.1})
