@@ -77,10 +77,26 @@ export async function renderTrace(visit) {
     elsewhere(data));
 }
 
+export async function renderVerdict(visit) {
+  const { run, version } = visit.params, data = await get(["runs", run, "gate", version]);
+  if (visit.stale) return;
+  visit.title(`Version ${version} at the gate`, [[run, address("run", run)], [`gate: version ${version}`, null]]);
+  bind({ u: ["the run", () => go(address("run", run))] });
+  visit.show(h("div", { class: "top" }, h("h1", { tabindex: "-1", "data-focus": true }, `Version ${version} at the gate`), chip(data.outcome, data.outcome === "promoted" || data.outcome === "reference" ? "good" : "bad")),
+    h("p", { class: "sub" }, data.reason),
+    data.cases.length ? data.cases.map((one) => section(`Case ${one.case}`, one.turn === null ? null : `The first difference is at turn ${one.turn}.`, h("div", { class: "attempts" }, [one.before, one.after].map((shown) => (shown ? transcript(shown) : h("article", { class: "card" }, h("p", { class: "sub" }, "the transcript is not stored"))))))) : h("p", { class: "empty" }, "No case fell."),
+    data.more ? notes([`${data.more} more cases fell`]) : null);
+}
+
 function elsewhere(data) {
   if (!data.elsewhere.length) return null;
-  return section("The same task elsewhere", "Transcripts of the run: before training, after it, and in training.", h("div", { class: "attempts" }, data.elsewhere.map((one) => h("article", { class: "card" }, h("h3", null, one.phase, one.step === null ? "" : ` (step ${one.step})`, h("span", { class: `score ${one.score >= 1 ? "good" : "bad"}` }, one.score === null ? "no score" : number(one.score, 3))), h("p", { class: "sub" }, `answer: ${one.answer || "none"}`),
-    h("details", null, h("summary", null, `${one.messages.length} messages`), one.messages.map((message) => h("div", { class: "message" }, h("b", null, message.role), message.content ? pre(message.content, "plain-text") : null, message.calls.map((call) => pre(`${call.name} ${call.arguments}`, "typed")))))))));
+  return section("The same task elsewhere", "Transcripts of the run: before training, after it, and in training.", h("div", { class: "attempts" }, data.elsewhere.map(transcript)));
+}
+
+function transcript(one) {
+  const score = h("span", { class: `score ${one.score >= 1 ? "good" : "bad"}` }, one.score === null ? "no score" : number(one.score, 3));
+  return h("article", { class: "card" }, h("h3", null, one.phase, one.step === null ? "" : ` (step ${one.step})`, score), h("p", { class: "sub" }, `answer: ${one.answer || "none"}`),
+    h("details", null, h("summary", null, `${one.messages.length} messages`), one.messages.map((message) => h("div", { class: "message" }, h("b", null, message.role), message.content ? pre(message.content, "plain-text") : null, message.calls.map((call) => pre(`${call.name} ${call.arguments}`, "typed"))))));
 }
 
 // Asks before it sends an operation, and shows its result.
