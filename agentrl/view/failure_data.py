@@ -123,11 +123,12 @@ def _elsewhere(path: Path, task: str) -> list[dict[str, Any]]:
     shown: list[dict[str, Any]] = []
     for phase in _PHASES if task else ():
         lines = read_lines(path / "episodes" / f"{phase}.jsonl", {"task_id": str, "messages": list}, [], most=_MAX_TRANSCRIPTS)
-        shown += [_transcript(phase, line) for line in lines if line["task_id"] == task]
+        shown += [transcript_data(phase, line) for line in lines if line["task_id"] == task]
     return shown[:12]
 
 
-def _transcript(phase: str, line: Line) -> dict[str, Any]:
+def transcript_data(phase: str, line: Line) -> dict[str, Any]:
+    """Returns a transcript of the folder `episodes`, or of an evaluation, with bounded texts."""
     messages = [message for message in line["messages"][:100] if isinstance(message, dict)]
     score = line.get("score")
     return {

@@ -6,8 +6,9 @@ import os
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -106,8 +107,26 @@ def _shown(name: str) -> str:
     return os.fsencode(name).decode("utf-8", "replace")[:200]
 
 
-def list_run(entry: RunEntry) -> dict[str, Any]:
-    """Returns the line of a run in the list of runs, as JSON data."""
+def list_runs(entries: Sequence[RunEntry]) -> list[dict[str, Any]]:
+    """Returns the lines of runs in the list of runs, as JSON data. A run whose files have not changed is not read again."""
+    locks = _held_locks()
+    return [{**_line(entry, _marks(entry.path)), "state": run_state(entry.path, locks)} for entry in entries]
+
+
+def _marks(path: Path) -> tuple[tuple[int, int], ...]:
+    """Time and size of the files that a line is read from."""
+    marks = []
+    for name in (SUMMARY_FILE, "recipe.json", "metrics.jsonl"):
+        try:
+            status = (path / name).stat()
+            marks.append((status.st_mtime_ns, status.st_size))
+        except OSError:
+            marks.append((0, 0))
+    return tuple(marks)
+
+
+@lru_cache(maxsize=MAX_RUNS)
+def _line(entry: RunEntry, marks: tuple[tuple[int, int], ...]) -> dict[str, Any]:
     notes: list[str] = []
     summary = read_object(entry.path / SUMMARY_FILE, notes, most=_MAX_SUMMARY)
     recipe = read_object(entry.path / "recipe.json", notes, most=_MAX_SUMMARY)
@@ -118,7 +137,6 @@ def list_run(entry: RunEntry) -> dict[str, Any]:
         "name": entry.name,
         "recipe": _text(recipe.get("name")),
         "model": _text(_mapping(recipe.get("policy")).get("model")),
-        "state": run_state(entry.path),
         "step": last.get("step") if is_finite(last.get("step")) else None,
         "steps": steps if is_finite(steps) else None,
         "reward": last.get("reward_mean") if is_finite(last.get("reward_mean")) else None,
@@ -133,10 +151,17 @@ def list_run(entry: RunEntry) -> dict[str, Any]:
     }
 
 
-def run_state(path: Path) -> str:
-    """Returns running, finished, interrupted, failed, killed, or unknown for a folder without sessions."""
-    if _is_locked(path / DRIVER):
-        return "running"
+def run_state(path: Path, locks: frozenset[int] | None = None) -> str:
+    """Returns running, finished, interrupted, failed, killed, or unknown for a folder without sessions.
+
+    Args:
+        locks: inodes of the locked files of this machine; None reads them.
+    """
+    try:
+        if os.lstat(path / DRIVER).st_ino in (_held_locks() if locks is None else locks):
+            return "running"
+    except OSError:
+        pass
     try:
         sessions = read_sessions(path)
     except (OSError, ValueError):
@@ -144,14 +169,14 @@ def run_state(path: Path) -> str:
     return sessions[-1].ended if sessions else "unknown"
 
 
-def _is_locked(path: Path) -> bool:
-    """Whether a process of this machine holds the driver's lock. Reads the kernel's list, because taking the lock could stop a driver."""
+def _held_locks() -> frozenset[int]:
+    """Returns the inodes of files that processes of this machine have locked. Taking a driver's lock to test it could stop a driver."""
     try:
-        number = os.lstat(path).st_ino
         with open("/proc/locks", encoding="ascii") as file:
-            return any(f":{number} " in line and " FLOCK " in line for line in file)
-    except OSError:
-        return False
+            fields = [line.split() for line in file if " FLOCK " in line]
+        return frozenset(int(words[5].rpartition(":")[2]) for words in fields if len(words) > 5 and words[1] == "FLOCK")
+    except (OSError, ValueError):
+        return frozenset()
 
 
 def _last_step(path: Path) -> Line:

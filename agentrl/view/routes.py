@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.gateway.request import RequestError
-from agentrl.view import compare_data, episode_data, event_data, failure_data, group_data, run_data, search_data
-from agentrl.view.library import RunLibrary, list_run
+from agentrl.view import compare_data, episode_data, event_data, failure_data, gate_data, group_data, run_data, search_data
+from agentrl.view.library import RunLibrary, list_runs
 from agentrl.view.source import Missing, RunSource
 
 MAX_COMPARED = 8
@@ -60,7 +60,7 @@ Read = Callable[[RunSource, Query], Any]
 def _runs(library: RunLibrary, query: Query) -> Any:
     """The runs whose name, recipe or model contains the search text, the newest first."""
     search, entries = query.text("search").casefold(), library.entries()
-    runs = [list_run(entry) for entry in entries]
+    runs = list_runs(entries)
     matching = [run for run in runs if search in f"{run['name']}\n{run['recipe']}\n{run['model']}".casefold()]
     matching.sort(key=lambda run: (run["state"] != "running", -(run["changed_at"] or 0.0)))
     offset = query.count("offset")
@@ -100,6 +100,7 @@ ROUTES: Mapping[str, Callable[[RunLibrary, Query], Any] | Read] = {
     "runs/{run}/episodes": search_data.search_data,
     "runs/{run}/evaluated/{episode}": lambda source, query: episode_data.evaluated_data(source, query.path["episode"]),
     "runs/{run}/events": lambda source, query: event_data.events_data(source),
+    "runs/{run}/gate/{version}": lambda source, query: gate_data.gate_data(source, query.count("version")),
     "runs/{run}/facets": lambda source, query: search_data.facets_data(source),
     "runs/{run}/failures": failure_data.failures_data,
     "runs/{run}/failures/clusters": failure_data.clusters_data,

@@ -20,8 +20,8 @@ from agentrl.observe.timeline import PREFIX, time_by_state
 from agentrl.view.library import run_state
 from agentrl.view.source import RunSource
 
-MAX_POINTS = 1500
-"""Points of a curve. A longer one keeps the smallest and the largest value of each interval."""
+MAX_POINTS, SMALL_POINTS = 1500, 300
+"""Points of a large and of a small curve. A longer one keeps the smallest and the largest value of each interval."""
 _ALERTED = 400  # newest steps whose alerts are computed
 _DROPS = 8
 _NEWEST = 10  # steps that the remaining time is estimated from
@@ -74,22 +74,22 @@ def curves_data(source: RunSource, keys: Sequence[str]) -> dict[str, Any]:
 
 
 def reward_drops(points: Sequence[tuple[int, float]]) -> list[dict[str, float]]:
-    """Returns the steps at which the reward fell most: by at least one standard deviation of its changes, the largest fall first."""
+    """Returns the steps at which the reward fell most: by at least a third of the standard deviation of its changes, the largest first."""
     changes = [(step, value, value - before) for (_, before), (step, value) in pairwise(points)]
     if len(changes) < 2:
         return []
     spread = statistics.pstdev(change for _, _, change in changes)
     largest = sorted(changes, key=lambda item: item[2])[:_DROPS]
-    fell = [drop for drop in largest if -drop[2] >= max(spread, 1e-9)]
+    fell = [drop for drop in largest if -drop[2] >= max(spread / 3, 1e-9)]
     return [{"step": step, "value": value, "before": value - change} for step, value, change in fell]
 
 
-def curve(source: RunSource, key: str) -> list[tuple[int, float]]:
-    """Returns the points of a metric, at most about `MAX_POINTS`."""
+def curve(source: RunSource, key: str, *, most: int = MAX_POINTS) -> list[tuple[int, float]]:
+    """Returns the points of a metric, at most about `most`."""
     points = source.metrics.series(key)
-    if len(points) <= MAX_POINTS:
+    if len(points) <= most:
         return points
-    size = math.ceil(2 * len(points) / MAX_POINTS)
+    size = math.ceil(2 * len(points) / most)
     kept: set[tuple[int, float]] = {points[0], points[-1]}
     for start in range(0, len(points), size):
         piece = points[start : start + size]
@@ -108,7 +108,11 @@ def _charts(source: RunSource) -> list[dict[str, Any]]:
         charts.insert(0, ("Reward and audit", "the audit is not trained on", labels, "plain"))
     drawn = []
     for title, note, metrics, form in charts:
-        series = [{"key": key, "label": label, "points": points} for key, label in metrics.items() if (points := curve(source, key))]
+        series = [
+            {"key": key, "label": label, "points": points}
+            for key, label in metrics.items()
+            if (points := curve(source, key, most=SMALL_POINTS))
+        ]
         if series:
             drawn.append({"title": title, "note": note, "form": form, "series": series})
     return drawn

@@ -96,7 +96,9 @@ class MetricsTable:
     @property
     def steps(self) -> list[int]:
         """The steps, in ascending order."""
-        return sorted(self._rows)
+        if len(self._sorted) != len(self._rows):
+            self._sorted = sorted(self._rows)
+        return self._sorted
 
     @property
     def keys(self) -> list[str]:
@@ -128,6 +130,7 @@ class MetricsTable:
 
     def _clear(self) -> None:
         self._rows: dict[int, int] = {}
+        self._sorted: list[int] = []
         self._columns: dict[str, array[float]] = {}
         self._full = False
 

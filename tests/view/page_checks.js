@@ -52,9 +52,14 @@
   // Inserts a picture with a handler, as a defect of a page might.
   insertPicture() {
     const picture = document.createElement("img");
-    picture.setAttribute("onerror", "window.owned = 1");
     picture.src = "http://evil.example/x";
     document.body.append(picture);
+    try {
+      picture.setAttribute("onerror", "window.owned = 1");
+      return "";
+    } catch (error) {
+      return error.name;
+    }
   },
 
   refusesMarkup() {

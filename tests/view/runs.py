@@ -141,6 +141,11 @@ class RunMaker:
     def finish(self) -> None:
         """Writes the summary, and records the end."""
         write_digest(self.folder)
+        (group,) = self.store.groups([0])
+        renamed = [
+            replace(one, episode=replace(one.episode, id=f"after-heldout-{number:05d}-a0")) for number, one in enumerate(group.episodes)
+        ]
+        self.store.put_evaluated("after", self.done, replace(group, episodes=tuple(renamed), split="heldout"))
         record_end(self.folder, "finished")
         entries = self.store.entries()
         trained = sum(0 if entry.use is None else entry.use.tokens_trained for entry in entries)

@@ -50,7 +50,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     store.close()
     (root / "hostile" / "experience.sqlite").unlink()
     maker = RunMaker(root / "hostile")
-    maker.store.put_all([with_text(groups[0], ATTACKS), with_text(groups[1], "A" * 3_000_000)])
+    maker.store.put_all([with_text(groups[0], ATTACKS), with_text(groups[1], "A" * 100_000)])
     maker.store.assign(0, [0, 1])
     maker.tracker.alert(ATTACKS)
     maker.tracker.log(2, {"part/" + ATTACKS[:100]: 1.0, "part/b": 0.5, "reward_mean": 0.1})
@@ -81,7 +81,7 @@ def test_a_hostile_transcript_runs_no_script_and_loads_nothing(hostile: Path, wa
         opened.open("#/run/hostile/groups/0/0")
         text = page.locator("main").inner_text()
         assert "<script>window.owned = 1; alert(1)</script>" in text and "\\u202e" in text and "\\x07" in text and "\x1b" not in text
-        page.locator("button:has-text('show all')").first.click()
+        page.locator("button:visible:has-text('show all')").first.click()
         opened.open("#/run/hostile/groups/1/0")
         assert "more characters are not shown" in page.locator("main").inner_text()
         assert page.evaluate("document.querySelector('main').innerText.length") < 400_000
@@ -97,7 +97,7 @@ def test_the_policy_of_the_pages_blocks_what_a_defect_would_let_through(hostile:
         page.goto(view.url)
         refused = check(page, "refusesMarkup")
         assert refused == "TypeError"
-        check(page, "insertPicture")
+        assert check(page, "insertPicture") == "TypeError"
         page.wait_for_timeout(300)
         assert page.evaluate("window.owned") is None
         assert page.evaluate("fetch('http://evil.example/').then(() => 'sent', () => 'blocked')") == "blocked"

@@ -14,7 +14,13 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 PAGES = (
     *("#/", "#/run/demo", f"#/run/demo/steps/{FALL}", "#/run/demo/groups", "#/run/demo/groups/4", "#/run/demo/groups/4/0"),
-    *("#/run/demo/groups/4/0/0/1", "#/run/demo/episodes?text=rows", "#/run/demo/failures", "#/run/demo/failures/g000004-0-a0"),
+    *(
+        "#/run/demo/groups/4/0/0/1",
+        "#/run/demo/episodes?text=rows",
+        "#/run/demo/evaluated/after-heldout-00002-a0",
+        "#/run/demo/failures",
+        "#/run/demo/failures/g000004-0-a0",
+    ),
     "#/compare?run=demo&run=other",
 )
 
@@ -132,7 +138,7 @@ def test_filters_and_full_text_search_are_in_the_address(view: ServedView, watch
     opened = watch(view)
     page = opened.page
     opened.open("#/run/demo/episodes")
-    assert "40 episodes match" in page.locator("main").inner_text()
+    assert "44 episodes match" in page.locator("main").inner_text()
     page.locator("select[name=kind]").select_option("join")
     page.locator("select[name=outcome]").select_option("failed")
     page.locator("input[name=step]").fill(str(FALL))

@@ -61,7 +61,8 @@ async def test_every_answer_forbids_scripts_and_content_of_others(runs: Path) ->
 
 async def test_every_route_answers_for_a_run_and_no_answer_has_a_number_that_browsers_cannot_read(runs: Path) -> None:
     paths = ("", "/ledger", "/curves?key=reward_mean&key=none", "/steps/3", "/groups", "/groups/4", "/groups/4/1", "/groups/4/1/0/1")
-    paths += ("/episodes?kind=join&outcome=failed", "/facets", "/failures", "/failures/g000004-0-a0")
+    paths += ("/episodes?kind=join&outcome=failed", "/facets", "/failures", "/failures/g000004-0-a0", "/events")
+    paths += ("/evaluated/after-heldout-00002-a0", "/episodes?phase=after")
     async with client(runs) as ours:
         for path in paths:
             answer = await ours.get(f"/api/runs/demo{path}")

@@ -50,15 +50,28 @@ export async function post(path, body) {
 }
 
 // Calls `changed` whenever the run has changed and `active` with new events, and returns a function that stops it.
+// A hidden page listens to nothing, because a browser has only six connections to one server.
 export function follow(run, changed, active) {
-  const source = new EventSource(`/api/runs/${part(run)}/live`);
-  let first = true;
-  source.addEventListener("change", (event) => {
-    const mark = JSON.parse(event.data);
-    changed(mark, first);
-    first = false;
-    if (mark.gone) source.close();
-  });
-  source.addEventListener("activity", (event) => active && active(JSON.parse(event.data)));
-  return () => source.close();
+  let source = null, first = true;
+  const open = () => {
+    source = new EventSource(`/api/runs/${part(run)}/live`);
+    source.addEventListener("change", (event) => {
+      const mark = JSON.parse(event.data);
+      changed(mark, first);
+      first = false;
+      if (mark.gone) close();
+    });
+    source.addEventListener("activity", (event) => active && active(JSON.parse(event.data)));
+  };
+  const close = () => {
+    if (source) source.close();
+    source = null;
+  };
+  const shown = () => (document.hidden ? close() : source || open());
+  document.addEventListener("visibilitychange", shown);
+  shown();
+  return () => {
+    document.removeEventListener("visibilitychange", shown);
+    close();
+  };
 }

@@ -24,6 +24,7 @@ const PAGES = [
   [/^run\/([^/]+)\/groups\/(-?\d+)\/(\d+)$/, ["run", "group", "attempt"], episodePage.render],
   [/^run\/([^/]+)\/groups\/(-?\d+)\/(\d+)\/(\d+)\/(\d+)$/, ["run", "group", "attempt", "trajectory", "turn"], tokensPage.render],
   [/^run\/([^/]+)\/evaluated\/([^/]+)$/, ["run", "episode"], episodePage.renderEvaluated],
+  [/^run\/([^/]+)\/gate\/(\d+)$/, ["run", "version"], failurePage.renderVerdict],
   [/^run\/([^/]+)\/failures$/, ["run"], failurePage.render],
   [/^run\/([^/]+)\/failures\/([^/]+)$/, ["run", "trace"], failurePage.renderTrace],
 ];

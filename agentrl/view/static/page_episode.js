@@ -5,6 +5,7 @@ import { get } from "./api.js";
 import { chip, h, link, notes, section } from "./dom.js";
 import { duration, number, signed } from "./format.js";
 import { bind } from "./keys.js";
+import { operate } from "./operations.js";
 import { dots } from "./page_step.js";
 import { code, looksLikeMarkdown, markdown, plain, pre } from "./text.js";
 
@@ -142,6 +143,17 @@ function output(result) {
   return h("div", { class: `output ${result.ok ? "" : "failed"}` }, h("p", { class: "output-head" }, result.ok ? "output" : "failed", result.wall_s ? ` · ${duration(result.wall_s)}` : ""), result.output.text ? text(result.output, pre, "typed") : h("p", { class: "sub" }, "empty"));
 }
 
+// A form that sends a part of the score that the run waits for.
+function scoreForm(data, part) {
+  const value = h("input", { type: "number", step: "any", min: String(part.low), max: String(part.high), required: true, class: "short", "aria-label": `${part.name}, from ${part.low} to ${part.high}` });
+  const result = h("span", { class: "sub", role: "status" });
+  const send = (event) => {
+    event.preventDefault();
+    operate(data.run, "score", { episode_id: data.episode, part: part.name, value: Number(value.value) }, `Score ${part.name} of ${data.episode} with ${value.value}. The group is trained once all its scores have arrived.`, result);
+  };
+  return h("form", { class: "inline", onsubmit: send }, h("b", null, part.name), `${part.low} to ${part.high}`, value, h("button", { class: "button", type: "submit" }, "Send score"), result);
+}
+
 function outcome(data) {
   const score = data.score, parts = Object.entries(score.parts);
   return section("Outcome", null, h("div", { class: "card" },
@@ -149,7 +161,7 @@ function outcome(data) {
       h("dt", null, "answer"), h("dd", null, data.answer ? text(data.answer, pre, "typed") : "none"),
       h("dt", null, "score"), h("dd", null, score.value === null ? score.reason || "none" : number(score.value)),
       parts.map(([name, value]) => [h("dt", null, name), h("dd", null, number(value))]),
-      score.pending.length ? [h("dt", null, "waits for"), h("dd", null, score.pending.map((part) => `${part.name} (${part.low} to ${part.high})`).join(", "), ". ", h("span", { class: "sub" }, "Score it on the page of failures, or with agentrl score."))] : null,
+      score.pending.map((part) => [h("dt", null, "waits for"), h("dd", null, scoreForm(data, part))]),
       score.evidence ? [h("dt", null, "evidence"), h("dd", null, pre(score.evidence, "typed"))] : null),
     data.failures.map((failure) => h("p", { class: "failure" }, chip(`${failure.blame} · ${failure.stage}`, "bad"), " ", h("b", null, failure.kind), failure.turn === null ? "" : ` after turn ${failure.turn}`, pre(failure.message, "typed"))),
     data.files && data.files.length ? h("div", null, h("h3", null, "Files handed in"), data.files.map((file) => h("details", null, h("summary", null, `${file.path}, ${number(file.bytes)} bytes`), file.is_text ? text(file.content, pre, "typed") : h("p", { class: "sub" }, "not text")))) : null,

@@ -1,10 +1,11 @@
 // Captured failures: counts by tag, traces, clusters, the same task before and after, and operations on a trace.
 
 import { address, go } from "./app.js";
-import { get, post } from "./api.js";
+import { get } from "./api.js";
 import { chip, h, link, notes, replace, section, table } from "./dom.js";
 import { number } from "./format.js";
 import { bind } from "./keys.js";
+import { operate } from "./operations.js";
 import { body, text } from "./page_episode.js";
 import { runTabs } from "./page_run.js";
 import { pre } from "./text.js";
@@ -76,24 +77,34 @@ export async function renderTrace(visit) {
     elsewhere(data));
 }
 
+export async function renderVerdict(visit) {
+  const { run, version } = visit.params, data = await get(["runs", run, "gate", version]);
+  if (visit.stale) return;
+  visit.title(`Version ${version} at the gate`, [[run, address("run", run)], [`gate: version ${version}`, null]]);
+  bind({ u: ["the run", () => go(address("run", run))] });
+  visit.show(h("div", { class: "top" }, h("h1", { tabindex: "-1", "data-focus": true }, `Version ${version} at the gate`), chip(data.outcome, data.outcome === "promoted" || data.outcome === "reference" ? "good" : "bad")),
+    h("p", { class: "sub" }, data.reason),
+    data.cases.length ? data.cases.map((one) => section(`Case ${one.case}`, one.turn === null ? null : `The first difference is at turn ${one.turn}.`, h("div", { class: "attempts" }, [one.before, one.after].map((shown) => (shown ? transcript(shown) : h("article", { class: "card" }, h("p", { class: "sub" }, "the transcript is not stored"))))))) : h("p", { class: "empty" }, "No case fell."),
+    data.more ? notes([`${data.more} more cases fell`]) : null);
+}
+
 function elsewhere(data) {
   if (!data.elsewhere.length) return null;
-  return section("The same task elsewhere", "Transcripts of the run: before training, after it, and in training.", h("div", { class: "attempts" }, data.elsewhere.map((one) => h("article", { class: "card" }, h("h3", null, one.phase, one.step === null ? "" : ` (step ${one.step})`, h("span", { class: `score ${one.score >= 1 ? "good" : "bad"}` }, one.score === null ? "no score" : number(one.score, 3))), h("p", { class: "sub" }, `answer: ${one.answer || "none"}`),
-    h("details", null, h("summary", null, `${one.messages.length} messages`), one.messages.map((message) => h("div", { class: "message" }, h("b", null, message.role), message.content ? pre(message.content, "plain-text") : null, message.calls.map((call) => pre(`${call.name} ${call.arguments}`, "typed")))))))));
+  return section("The same task elsewhere", "Transcripts of the run: before training, after it, and in training.", h("div", { class: "attempts" }, data.elsewhere.map(transcript)));
+}
+
+function transcript(one) {
+  const score = h("span", { class: `score ${one.score >= 1 ? "good" : "bad"}` }, one.score === null ? "no score" : number(one.score, 3));
+  return h("article", { class: "card" }, h("h3", null, one.phase, one.step === null ? "" : ` (step ${one.step})`, score), h("p", { class: "sub" }, `answer: ${one.answer || "none"}`),
+    h("details", null, h("summary", null, `${one.messages.length} messages`), one.messages.map((message) => h("div", { class: "message" }, h("b", null, message.role), message.content ? pre(message.content, "plain-text") : null, message.calls.map((call) => pre(`${call.name} ${call.arguments}`, "typed"))))));
 }
 
 // Asks before it sends an operation, and shows its result.
 function operations(run, data, done) {
   const result = h("p", { class: "sub", role: "status" });
   const send = async (name, fields, what) => {
-    if (!(await confirmed(what))) return;
-    try {
-      const answer = await post(["runs", run, "operations", name], fields);
-      result.textContent = answer.message;
-      if (name === "tag") done();
-    } catch (error) {
-      result.textContent = [error.message, error.fix].filter(Boolean).join("; ");
-    }
+    const answer = await operate(run, name, fields, what, result);
+    if (answer && name === "tag") done();
   };
   const input = (label, attributes) => h("input", { ...attributes, "aria-label": label, placeholder: label });
   const tag = input("tag, such as misread_output", { pattern: "[a-z][a-z0-9_]*", required: true, size: "26" }), turn = input("turn", { type: "number", min: "1", class: "short" }), suite = input("folder of a suite", { required: true, size: "26", value: "evals/from-view" });
@@ -103,14 +114,4 @@ function operations(run, data, done) {
     data.trajectories.length ? h("div", { class: "inline" }, h("span", null, "The answer is"), ["right", "wrong"].map((label) => h("button", { class: "button", type: "button", onclick: () => send("label", { trace: data.id, label }, `Label the answer of ${data.id} as ${label}. Labels calibrate judges.`) }, label))) : null,
     data.why === "fault" || !data.trajectories.length ? null : form([suite], "Promote to a case", () => send("promote", { trace: data.id, suite: suite.value, note: "from agentrl view" }, `Write the task of ${data.id} as a case into ${suite.value}. Versions that fail it are not promoted by a gate on this suite.`)),
     result);
-}
-
-export function confirmed(what) {
-  const dialog = document.getElementById("confirm");
-  return new Promise((settle) => {
-    replace(dialog, h("h2", { id: "confirm-title" }, "Change this run?"), h("p", null, what), h("p", { class: "sub" }, "It is recorded in operations.jsonl of the run."), h("form", { method: "dialog", class: "inline" }, h("button", { class: "button", type: "submit", value: "no" }, "Cancel"), h("button", { class: "button strong", type: "submit", value: "yes" }, "Do it")));
-    dialog.returnValue = "no";
-    dialog.addEventListener("close", () => settle(dialog.returnValue === "yes"), { once: true });
-    dialog.showModal();
-  });
 }

@@ -120,8 +120,8 @@ function ledgerTable(ledger) {
 }
 
 function gate(data) {
-  return section("Gate", "Versions on the suite of cases, the newest first.", table([{ title: "Version", class: "num" }, { title: "Verdict" }, { title: "pass@1 [95% interval]" }, { title: "Why" }],
-    data.gate.map((row) => ({ cells: [number(row.version), chip(row.outcome || "–", row.outcome === "promoted" ? "good" : row.outcome === "blocked" || row.outcome === "rolled back" ? "bad" : ""), row.pass_at_1 === undefined ? "–" : `${percent(row.pass_at_1)} [${percent(row.low)} – ${percent(row.high)}]`, row.reason || ""] }))));
+  return section("Gate", "Versions on the suite of cases, the newest first.", table([{ title: "Version" }, { title: "Verdict" }, { title: "pass@1 [95% interval]" }, { title: "Why" }],
+    data.gate.map((row) => ({ cells: [link(address("run", data.id, "gate", row.version), null, `version ${row.version}`), chip(row.outcome || "–", row.outcome === "promoted" ? "good" : row.outcome === "blocked" || row.outcome === "rolled back" ? "bad" : ""), row.pass_at_1 === undefined ? "–" : `${percent(row.pass_at_1)} [${percent(row.low)} – ${percent(row.high)}]`, row.reason || ""] }))));
 }
 
 function kinds(data) {
