@@ -53,9 +53,10 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "model": LOW | {"agent", "learner", "version"},
     "cluster": LOW | {"serving"},
     **dict.fromkeys(RUN, LOW | BELOW_RUN | RUN),
+    "watch": LOW | {"experience", "observe"},
     "check": LOW | BELOW_RUN | RUN,
     "chaos": LOW | BELOW_RUN | RUN,
-    "cli": LOW | BELOW_RUN | RUN | {"chaos", "check", "testing"},
+    "cli": LOW | BELOW_RUN | RUN | {"chaos", "check", "testing", "watch"},
     "__main__": frozenset({"cli"}),
 }
 FACE = "__init__"  # agentrl/__init__.py: may import the rooms of LOW

@@ -75,6 +75,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
     },
     "Inspect": {
         "report": Command("runs:report", "Write report.html from the files of a run folder.", "report runs/quickstart"),
+        "watch": Command("watch:watch", "Show a run in the terminal, while it trains or afterwards.", "watch runs/quickstart"),
         "profile": Command(
             "profile:profile",
             "Run two steps of a recipe, and print where the time went.",
