@@ -53,10 +53,11 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "supervised": LOW | {"objective", "judge"},
     "model": LOW | {"agent", "learner", "version"},
     **dict.fromkeys(RUN, LOW | BELOW_RUN | RUN),
+    "watch": LOW | {"experience", "observe"},
     "check": LOW | BELOW_RUN | RUN,
     "chaos": LOW | BELOW_RUN | RUN,
     "view": LOW | BELOW_RUN | RUN,
-    "cli": LOW | BELOW_RUN | RUN | {"chaos", "check", "testing", "view"},
+    "cli": LOW | BELOW_RUN | RUN | {"chaos", "check", "testing", "view", "watch"},
     "__main__": frozenset({"cli"}),
 }
 FACE = "__init__"  # agentrl/__init__.py: may import the rooms of LOW

@@ -13,7 +13,7 @@ import re
 import sys
 import threading
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -23,27 +23,44 @@ from agentrl.base.installation import import_optional
 from agentrl.base.user_code import printable
 from agentrl.config.recipe import Recipe
 from agentrl.errors import PluginError
+from agentrl.observe.samples import Sample, Samples
 from agentrl.protocols import Interval, Tracker
 from agentrl.records import Group
 
 IDS_FILE = "trackers.json"
 MAX_METRICS = 512
 """Metrics of a step that the Prometheus endpoint shows."""
+SAMPLES = 4
+"""Episodes per step that wandb and trackio get by default."""
 _MAX_TEXT = 2000  # characters of an alert
 _TITLE = "agentrl"
 _LOOPBACK = "127.0.0.1"
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]")
 
 
-class ExperimentRun(Tracker):
-    """A run of wandb, or of trackio, which has the same interface. It uses the methods `log`, `alert` and `finish` of `init`'s result."""
+Show = Callable[[Sequence[Sample]], Any]
+"""Returns samples as a value that the service's `log` takes."""
 
-    def __init__(self, run: Any) -> None:
-        self._run = run
+
+class ExperimentRun(Tracker):
+    """A run of wandb, or of trackio, which has the same interface. It uses the methods `log`, `alert` and `finish` of `init`'s result.
+
+    Args:
+        show: converts episodes; they are logged with their step as `episodes`.
+        samples: episodes per step; 0 logs none.
+    """
+
+    def __init__(self, run: Any, show: Show, *, samples: int) -> None:
+        self._run, self._show, self._samples = run, show, Samples(samples)
+
+    def progress(self, index: int, group: Group) -> None:
+        """Keeps a sample of a finished group until the next step."""
+        self._samples.add(group)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs the metrics of a finished step."""
-        self._run.log(dict(metrics), step=step)
+        """Logs the metrics of a finished step, with samples of its episodes."""
+        samples = self._samples.take()
+        self._run.log(dict(metrics) | ({"episodes": self._show(samples)} if samples else {}), step=step)
 
     def alert(self, text: str) -> None:
         """Sends an alert with the service's own alerts."""
@@ -56,21 +73,36 @@ class ExperimentRun(Tracker):
             self._run.finish()
 
 
-def open_wandb(run_dir: Path, recipe: Recipe, **options: Any) -> ExperimentRun:
-    """Opens the tracker `wandb`. `options` are arguments of `wandb.init`. Raises `UserError` if wandb is not installed."""
+def open_wandb(run_dir: Path, recipe: Recipe, *, samples: int = SAMPLES, **options: Any) -> ExperimentRun:
+    """Opens the tracker `wandb`: `samples` episodes per step go into a table. `options` are arguments of `wandb.init`.
+
+    Raises `UserError` if wandb is not installed.
+    """
     wandb = import_optional("wandb", "wandb", needed_for="the tracker wandb")
-    number = _stored_id(run_dir, "wandb")
+    number = stored_id(run_dir, "wandb")
     usual = {"project": _TITLE, "name": run_dir.name, "id": number, "resume": "allow", "dir": str(run_dir), "config": _config(recipe)}
-    return ExperimentRun(wandb.init(**usual | options))
+
+    def show(samples: Sequence[Sample]) -> Any:
+        rows = [[*one.facts.values(), one.text()] for one in samples]
+        return wandb.Table(columns=[*samples[0].facts, "transcript"], data=rows)
+
+    return ExperimentRun(wandb.init(**usual | options), show, samples=samples)
 
 
-def open_trackio(run_dir: Path, recipe: Recipe, **options: Any) -> ExperimentRun:
-    """Opens the tracker `trackio`. `options` are arguments of `trackio.init`. Raises `UserError` if trackio is not installed."""
+def open_trackio(run_dir: Path, recipe: Recipe, *, samples: int = SAMPLES, **options: Any) -> ExperimentRun:
+    """Opens the tracker `trackio`: `samples` episodes per step become traces. `options` are arguments of `trackio.init`.
+
+    Raises `UserError` if trackio is not installed.
+    """
     trackio = import_optional("trackio", "trackio", needed_for="the tracker trackio")
-    name = f"{run_dir.name}-{_stored_id(run_dir, 'trackio')}"  # trackio identifies a run by its name
+    name = f"{run_dir.name}-{stored_id(run_dir, 'trackio')}"  # trackio identifies a run by its name
     usual = {"project": _TITLE, "name": name, "resume": "allow", "config": _config(recipe), "auto_log_gpu": False, "auto_log_cpu": False}
+
+    def show(samples: Sequence[Sample]) -> Any:
+        return [trackio.Trace(messages=list(one.messages), metadata=one.facts | {"duration_ms": 1000 * one.seconds}) for one in samples]
+
     with redirect_stdout(sys.stderr):
-        return ExperimentRun(trackio.init(**usual | options))
+        return ExperimentRun(trackio.init(**usual | options), show, samples=samples)
 
 
 class MlflowRun(Tracker):
@@ -221,7 +253,7 @@ def _write_id(run_dir: Path, tracker: str, number: str) -> None:
     write_atomically(run_dir / IDS_FILE, json.dumps(_read_ids(run_dir) | {tracker: number}, indent=1) + "\n")
 
 
-def _stored_id(run_dir: Path, tracker: str) -> str:
+def stored_id(run_dir: Path, tracker: str) -> str:
     """Returns the id of the service's run, created on first use."""
     number = _read_ids(run_dir).get(tracker) or uuid.uuid4().hex[:12]
     _write_id(run_dir, tracker, number)

@@ -177,7 +177,7 @@ class TerminalTracker(Tracker):
         if progress.counted:
             rows.add_row("attempts", _bar(*progress.counted))
         if progress.rewards:
-            rows.add_row("reward", Text(f"{progress.rewards[-1]:.3f}  ").append(_sparkline(progress.rewards), style="green"))
+            rows.add_row("reward", Text(f"{progress.rewards[-1]:.3f}  ").append(sparkline(progress.rewards), style="green"))
         if progress.heldout:
             rows.add_row("success", "  ".join(f"{_SPLITS.get(key, key)} {value:.3f}" for key, value in progress.heldout.items()))
         rows.add_row("episodes", f"{progress.episodes:,}  excluded {sum(progress.left_out.values()):,}  swaps {progress.swaps}")
@@ -214,8 +214,11 @@ def _bar(done: int, total: int) -> RenderableType:
     return row
 
 
-def _sparkline(values: Iterable[float], width: int = 40) -> str:
+def sparkline(values: Iterable[float], width: int = 40) -> str:
+    """Returns the newest `width` values as one line of blocks; empty without values. Each value is finite."""
     shown = list(values)[-width:]
+    if not shown:
+        return ""
     low, high = min(shown), max(shown)
     scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
     return "".join(_SPARKS[round((value - low) * scale)] for value in shown)

@@ -35,7 +35,7 @@ class Timeline:
 
     Args:
         clock: seconds of a monotonic clock.
-        counters: name -> counter. The metrics of an interval have the growth of each count, as `NAME/COUNT`.
+        counters: name -> counter. `take_counts` returns the growth of each count, as `NAME/COUNT`.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic, counters: Mapping[str, Counter] = MappingProxyType({})) -> None:
@@ -55,7 +55,7 @@ class Timeline:
         """Starts an interval now, and forgets the one before."""
         self._began = self._newest = self._clock()
         self._spent = {}
-        self._count()
+        self.take_counts()
 
     def mark(self, states: Mapping[str, str]) -> None:
         """Sets the states of parts from now on. Raises `KeyError` for an unknown part."""
@@ -74,10 +74,15 @@ class Timeline:
         if wall_s > 0:
             metrics |= {f"{UTILIZATION}{part}": self._spent.get((part, BUSY), 0.0) / wall_s for part in PARTS}
         self._began, self._spent = self._newest, {}
-        return metrics | self._count()
+        return metrics
 
-    def _count(self) -> dict[str, float]:
-        """Returns the growth of the largest counts since the last call."""
+    def take_counts(self) -> dict[str, float]:
+        """Returns the growth of the largest counts since the last call, or since `restart`; empty if no interval had started.
+
+        Reading a counter may take milliseconds, so call it from a thread, right after `take`.
+        """
+        if self._began is None:
+            return {}
         grown: dict[str, float] = {}
         for name, counter in self._counters.items():
             before, counts = self._counted.get(name, {}), dict(counter())

@@ -30,6 +30,7 @@ class Score(Record):
     without: tuple[float | None, ...] = ()  # [trajectory] `value` without this trajectory; None: unknown; empty if not given
     pending: tuple[PendingPart, ...] = ()  # parts that are still to come; empty for a complete score
     partial: float = 0.0  # weighted sum of the parts that have arrived, while others are pending
+    wall_s: float = field(default=0.0, compare=False)  # seconds that scoring took; 0 if unknown
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)

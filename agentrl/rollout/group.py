@@ -24,6 +24,7 @@ from agentrl.rollout.episode import EpisodeRunner
 from agentrl.rollout.faults import NOT_TAKEN, failure_from_error, infrastructure_fault
 from agentrl.rollout.hooks import AttemptListener, CaptureState, EpisodeScorer, GroupScoring, MemorySource, StartListener, TurnListener
 from agentrl.rollout.repeats import PROVOKED, FaultHistory, SampledTurns, may_be_provoked
+from agentrl.rollout.requests import loop_time
 from agentrl.rollout.scheduling import AttemptScheduler, GroupAttempt
 
 log = logging.getLogger(__name__)
@@ -291,9 +292,10 @@ class GroupRunner:
                 )
             if episode.left_out:
                 return episode, None
-            stage = "score"
+            stage, began = "score", loop_time()
             with ACTIVITY.doing(SCORING):
                 score = await scorer(task, episode)
+            score = replace(score, wall_s=loop_time() - began)
             if score.blame is not Blame.TASK:
                 ScoredEpisode(episode=episode, score=score)  # raises if they do not fit
                 return episode, score

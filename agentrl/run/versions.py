@@ -113,6 +113,7 @@ class StepRecords:
 
     async def _metrics(self, version: PolicyVersion, report: SwapReport | None) -> dict[str, float]:
         step, timeline = version.number - 1, self.progress.timeline.take()
+        timeline |= await asyncio.to_thread(self.progress.timeline.take_counts)
         entries = await self.store.entries(step=step)
         groups = await self.store.groups(entry.index for entry in entries if not entry.is_residual)
         wall_s = timeline.pop(WALL, None)

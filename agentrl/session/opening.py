@@ -70,6 +70,7 @@ from agentrl.session.preflight import PreflightResult, check_prompt, check_snaps
 from agentrl.session.run_practice import copy_practice_files
 from agentrl.session.run_services import RunServices, open_services
 from agentrl.session.task_changes import open_changes
+from agentrl.session.traces import open_traces
 from agentrl.task import GroupSchedule, sandbox_specs
 from agentrl.task.changes import TaskChanges
 from agentrl.task.group_tasks import GroupTasks
@@ -349,7 +350,8 @@ async def _open_tracker(
     loop = asyncio.get_running_loop()
     events = EventLog(folder, on_fault=lambda fault: _report_fault(loop, tracker, fault))
     stack.callback(events.close)
-    trackers = [clock, EventTracker(events.record), *open_trackers(folder, recipe, console=console)]
+    traces = open_traces(recipe, folder, alert=lambda text: tracker.alert(text))
+    trackers = [clock, EventTracker(events.record), *open_trackers(folder, recipe, console=console), *traces]
     tracker = RunTracker(folder, trackers, steps=recipe.steps or 0)
     stack.callback(tracker.close)
     events.record(RunStarted(name=folder.name, recipe=recipe.name, steps=recipe.steps or 0))

@@ -107,11 +107,21 @@ import json, math, sys
 from pathlib import Path
 from agentrl.config import Part, build
 from agentrl.observe.tracker import open_trackers
+from agentrl.records import Episode, Group, Message, Score, ScoredEpisode, ToolCall, ToolResult, Trajectory, Turn
+turn = Turn(prompt_ids=(), completion_ids=(), logprobs=(), versions=(), finish_reason="stop",
+            message=Message(role="assistant", content="", tool_calls=(ToolCall(name="python", arguments={"code": "print(1)"}),)),
+            tool_results=(ToolResult(name="python", output="1\\x1b[2J", ok=True),))
+episode = Episode(id="g000000-0-a0", task_id="t", task_key="k", trajectories=(Trajectory(agent="main", turns=(turn,)),), wall_s=2.0)
+scored = ScoredEpisode(episode=episode, score=Score(value=1.0))
+prompt = (Message(role="user", content="How many?"),)
+group = Group(index=0, task_id="t", task_key="k", episodes=(scored,) * 2, kind="count", prompt=prompt)
 folder, name, options = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
 recipe = build({"name": "t", "policy": {"model": "m"}, "tasks": {"family": "a:b"}})
 for steps in ([1, 2], [3]):  # the second one is a resumed run
     (tracker,) = open_trackers(folder, recipe.but({"trackers": [Part(name, options=options)]}), console=True)
     for step in steps:
+        for index in range(9):
+            tracker.progress(index, group)
         tracker.log(step, {"loss": 1.0 / step, "part/exact match": 0.5, "grad_norm": math.nan})
     tracker.alert("look at this")
     tracker.close()
@@ -171,9 +181,15 @@ for path in sys.argv[1:]:
         record.ParseFromString(data)
         if record.WhichOneof("record_type") == "history":
             lines.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item})
-print(json.dumps(lines))
+tables = [json.loads(path.read_text()) for path in sorted(Path(sys.argv[1]).parent.parent.rglob("*.table.json"))]
+print(json.dumps([lines, tables]))
 """
-    lines = read_back(records, environment, *map(str, files))
+    lines, tables = read_back(records, environment, *map(str, files))
+    assert tables and all(table["columns"][0] == "episode" and len(table["data"]) == 4 for table in tables)
+    row = dict(zip(tables[0]["columns"], tables[0]["data"][0], strict=True))
+    assert (row["episode"], row["kind"], row["score"], row["seconds"]) == ("g000000-0-a0", "count", 1.0, 2.0)
+    transcript = '[user]\nHow many?\n[assistant]\npython {"code": "print(1)"}\n[tool]\n1\ufffd[2J'
+    assert row["transcript"] == transcript
     assert [(line["_step"], line["loss"]) for line in lines] == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
     assert {line["part/exact match"] for line in lines} == {0.5}
 
@@ -185,9 +201,14 @@ def test_trackio_writes_its_database_and_a_resumed_run_continues(tmp_path: Path)
 import json
 from trackio.sqlite_storage import SQLiteStorage
 names = SQLiteStorage.get_runs("p")
-print(json.dumps([[name, SQLiteStorage.get_logs("p", name)] for name in names], default=str))
+traces = [SQLiteStorage.get_traces("p", run=name) for name in names]
+print(json.dumps([[name, SQLiteStorage.get_logs("p", name), found] for name, found in zip(names, traces)], default=str))
 """
-    ((name, lines),) = read_back(code, environment)
+    ((name, lines, traces),) = read_back(code, environment)
+    assert len(traces) == 3 * 4, "four episodes of each step"
+    messages = traces[0]["messages"]
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool"]
+    assert messages[1]["tool_calls"][0]["id"] == messages[2]["tool_call_id"] and messages[2]["content"] == "1\ufffd[2J"
     assert name == f"run-{json.loads((run / 'trackers.json').read_text())['trackio']}"
     assert [(line["step"], line["loss"]) for line in lines] == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
 

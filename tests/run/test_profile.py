@@ -38,7 +38,7 @@ def test_every_table_adds_up_to_the_wall_time(steps: list[list[tuple[float, dict
             if "learner" in states:
                 work.progress(states["learner"])
             now += seconds
-        metrics = timeline.take()
+        metrics = timeline.take() | timeline.take_counts()
         lines.append({"step": float(number + 2), "step_s": metrics.pop(WALL), **metrics})
     profile = Profile.of("x", lines, [], {"start": 3.0})
     assert profile.wall_s == pytest.approx(now) and (profile.first_step, profile.steps) == (2, len(steps))
@@ -68,7 +68,7 @@ async def test_the_profile_of_rollouts_that_run_adds_up(tmp_path: Path, monkeypa
         run.progress.timeline.restart()
         watching, began = asyncio.create_task(utilization.watch_parts(run)), time.monotonic()
         await loop._roll_out(run)
-        metrics, wall_s = run.progress.timeline.take(), time.monotonic() - began
+        metrics, wall_s = run.progress.timeline.take() | run.progress.timeline.take_counts(), time.monotonic() - began
         watching.cancel()
         episodes = [scored for group in await run.store.groups([0, 1]) for scored in group.scored]
     profile = Profile.of("x", [{"step": 1.0, "step_s": metrics.pop(WALL), **metrics}], episodes, {})

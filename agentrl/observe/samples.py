@@ -1,0 +1,119 @@
+"""A few episodes of each step, for trackers that show episodes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.base.user_code import printable
+from agentrl.records import Group, Message, ScoredEpisode, Trajectory
+
+MAX_TEXT = 8192
+"""Characters of one message of a sample."""
+MAX_MESSAGES = 256
+"""Messages of a sample; the first ones and the last one are kept."""
+Said = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """An episode as text."""
+
+    episode: str
+    task: str
+    kind: str
+    score: float | None
+    reason: str  # why it has no score
+    stop_reason: str
+    tokens: int  # sampled
+    seconds: float
+    messages: tuple[Said, ...]  # as in the chat API: role, content, tool_calls, tool_call_id
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Everything except the messages, by name."""
+        names = ("episode", "task", "kind", "score", "reason", "stop_reason", "tokens", "seconds")
+        return {name: getattr(self, name) for name in names}
+
+    def text(self) -> str:
+        """Returns the messages as text, with their roles."""
+        lines = []
+        for message in self.messages:
+            calls = [f"{call['function']['name']} {call['function']['arguments']}" for call in message.get("tool_calls", ())]
+            lines += [f"[{message['role']}]", *([message["content"]] if message["content"] else []), *calls]
+        return "\n".join(lines)
+
+
+class Samples:
+    """Collects the first attempt of the first groups after each step: at most `most` episodes, so a slow service gets few."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._samples: list[Sample] = []
+
+    def add(self, group: Group) -> None:
+        """Adds a sample of a group, if there is room."""
+        if len(self._samples) < self._most and group.episodes:
+            self._samples.append(sample_of(group, group.episodes[0]))
+
+    def take(self) -> list[Sample]:
+        """Returns the samples since the last call."""
+        taken, self._samples = self._samples, []
+        return taken
+
+
+def sample_of(group: Group, scored: ScoredEpisode) -> Sample:
+    """Returns an episode of a group as text, without control characters."""
+    episode = scored.episode
+    messages = [message for line in episode.trajectories[:1] for message in _messages(line.prompt or group.prompt, line)]
+    if len(messages) > MAX_MESSAGES:
+        gap = {"role": "system", "content": f"[{len(messages) - MAX_MESSAGES} messages are left out]"}
+        messages = [*messages[: MAX_MESSAGES - 1], gap, messages[-1]]
+    return Sample(
+        episode=_short(episode.id),
+        task=_short(group.task_id),
+        kind=_short(group.kind),
+        score=scored.score.value,
+        reason=_short(scored.score.reason),
+        stop_reason=_short(episode.stop_reason),
+        tokens=episode.completion_tokens,
+        seconds=episode.wall_s,
+        messages=tuple(messages),
+    )
+
+
+def _messages(prompt: tuple[Message, ...], line: Trajectory) -> list[Said]:
+    said = [_said(message, "") for message in prompt]
+    for number, turn in enumerate(line.turns):
+        said.append(_said(turn.message, f"{number}-"))
+        for call, result in enumerate(turn.tool_results):
+            said.append({"role": "tool", "tool_call_id": f"{number}-{call}", "name": _short(result.name), "content": _text(result.output)})
+    return said
+
+
+def _said(message: Message, prefix: str) -> Said:
+    said: Said = {"role": _short(message.role), "content": _text(message.content)}
+    if message.tool_calls:
+        said["tool_calls"] = [
+            {
+                "id": f"{prefix}{number}",
+                "type": "function",
+                "function": {"name": _short(call.name), "arguments": _arguments(call.arguments)},
+            }
+            for number, call in enumerate(message.tool_calls)
+        ]
+    return said
+
+
+def _arguments(arguments: Mapping[str, Any]) -> str:
+    return _text(json.dumps(dict(arguments), ensure_ascii=False))
+
+
+def _short(text: str) -> str:
+    return printable(text, 200)
+
+
+def _text(text: str) -> str:
+    return printable(text[:MAX_TEXT].expandtabs(4), 2 * MAX_TEXT)

@@ -1,0 +1,151 @@
+"""Shows screens in a terminal and passes keys to them; prints one frame if the output is no terminal."""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from agentrl.watch.frames import Size
+
+REFRESH_S = 1.0
+"""Seconds between two reads of the run, if they are fast."""
+_SHARE = 20  # the pause between two reads takes as many times longer than a read
+_LOOK_S = 0.25  # between two looks at the size of the terminal
+_ESCAPE_S = 0.05  # in which the rest of an escape sequence arrives
+_PRINTED_ROWS = 40  # of a frame that is printed
+_SEQUENCES = {
+    **{b"\x1b[A": "up", b"\x1b[B": "down", b"\x1b[C": "right", b"\x1b[D": "left"},
+    **{b"\x1bOA": "up", b"\x1bOB": "down", b"\x1bOC": "right", b"\x1bOD": "left"},
+    **{b"\x1b[5~": "page up", b"\x1b[6~": "page down", b"\x1b[H": "home", b"\x1b[F": "end", b"\x1b[1~": "home", b"\x1b[4~": "end"},
+    **{b"\r": "enter", b"\n": "enter", b"\x7f": "left", b"\x08": "left", b"\x1b": "left", b" ": "page down", b"\t": "right"},
+    **{b"k": "up", b"j": "down", b"l": "right", b"h": "left", b"g": "home", b"G": "end"},
+}
+"""Bytes of a key -> its name. Other keys are named by their character."""
+
+
+class Screen(Protocol):
+    """One screen: a list of runs, a run or an episode."""
+
+    def refresh(self) -> None:
+        """Reads what changed. Raises nothing that a file can cause."""
+        ...
+
+    def lines(self, size: Size) -> list[Text]:
+        """Returns the lines of the frame, at most `size.height`."""
+        ...
+
+    def key(self, name: str) -> Screen | None:
+        """Handles a key. Returns the screen that it opens; None stays."""
+        ...
+
+    def close(self) -> None:
+        """Closes files."""
+        ...
+
+
+def print_frame(screen: Screen, console: Console) -> None:
+    """Prints one frame of a screen, without the line of keys."""
+    screen.refresh()
+    lines = screen.lines(Size(console.width, _PRINTED_ROWS))[:-1]
+    while lines and not lines[-1].plain.strip():
+        lines.pop()
+    for line in lines:
+        line.rstrip()
+        console.print(line, no_wrap=True, crop=False, soft_wrap=True)
+    screen.close()
+
+
+def show(first: Screen, console: Console, *, keys: int | None = None) -> None:
+    """Shows a screen and those that it opens until the key q, ctrl-C or the end of the input.
+
+    Args:
+        keys: descriptor of the terminal whose keys are read; None reads none.
+    """
+    stack = [first]
+    try:
+        live = Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop")
+        with _reading_keys(keys), live, suppress(KeyboardInterrupt):
+            _run(stack, live, console, keys)
+    finally:
+        for screen in stack:
+            screen.close()
+
+
+def _run(stack: list[Screen], live: Live, console: Console, keys: int | None) -> None:
+    due, drawn, pressed = -math.inf, Size(0, 0), list[str]()
+    while True:
+        if is_stale := (now := time.monotonic()) >= due:
+            stack[-1].refresh()
+            due = time.monotonic() + max(REFRESH_S, _SHARE * (time.monotonic() - now))
+        if is_stale or pressed or drawn != Size(*console.size):
+            drawn = Size(*console.size)
+            live.update(Group(*stack[-1].lines(drawn)), refresh=True)
+        pressed = list(_next_keys(keys))
+        for name in pressed:
+            if name in ("q", ""):
+                return
+            if name == "left" and len(stack) > 1:
+                stack.pop().close()
+            elif (opened := stack[-1].key(name)) is not None:
+                opened.refresh()
+                stack.append(opened)
+
+
+def _next_keys(keys: int | None) -> Iterator[str]:
+    """Yields the names of the keys that were pressed, after a short wait for the first; an empty name for the end of the input."""
+    if keys is None:
+        time.sleep(_LOOK_S)
+        return
+    if not select.select([keys], [], [], _LOOK_S)[0]:
+        return
+    data = _read(keys)
+    if not data:
+        yield ""
+    if data.endswith(b"\x1b") and select.select([keys], [], [], _ESCAPE_S)[0]:
+        data += _read(keys)
+    while data:
+        sequence = next((one for one in sorted(_SEQUENCES, key=len, reverse=True) if data.startswith(one)), data[:1])
+        data = data[len(sequence) :]
+        yield _SEQUENCES.get(sequence) or sequence.decode("latin-1")
+
+
+def _read(keys: int) -> bytes:
+    try:
+        return os.read(keys, 1024)
+    except OSError:  # the terminal is gone
+        return b""
+
+
+@contextmanager
+def _reading_keys(keys: int | None) -> Iterator[None]:
+    """Reads keys without waiting for the end of a line, and restores the terminal afterwards."""
+    if keys is None:
+        yield
+        return
+    before = termios.tcgetattr(keys)
+    try:
+        tty.setcbreak(keys)
+        yield
+    finally:
+        with suppress(termios.error):  # the terminal is gone
+            termios.tcsetattr(keys, termios.TCSADRAIN, before)
+
+
+def keyboard() -> int | None:
+    """Returns the descriptor of standard input if it is a terminal."""
+    try:
+        return sys.stdin.fileno() if sys.stdin.isatty() else None
+    except (OSError, ValueError):
+        return None
