@@ -59,7 +59,8 @@ TOGETHER = {
 LONG = ("check/test_check.py", "task/test_harbor.py", "reward/test_cleanroom.py", "rollout/test_every_await.py")  # a minute or more each
 FIRST = ("runs", "servers", "sandboxes", "learner", "pretrained", *LONG, "gateway", "rewards")
 LAST_OF_ITS_GROUP = "sandbox/test_attacks.py"
-DRIVER = ("tests/evaluation/", "tests/gate/", "tests/run/", "tests/serving/")  # tests of what runs on its event loop
+DRIVER = ("tests/evaluation/test_canary", "tests/evaluation/test_versus", "tests/gate/", "tests/run/", "tests/serving/")
+"""Tests of what runs on the event loop of a driver."""
 CLONE_NEWNS = 0x20000  # mount_namespaces(7)
 
 

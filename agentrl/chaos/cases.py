@@ -46,6 +46,8 @@ CASES: tuple[Case, ...] = (
     _case(9, "sandboxes-killed", parts.sandboxes_killed, SANDBOX_S, needs_bubblewrap=True),
     _case(20, "interrupted", driver.interrupted, RESUMED_S),
     _case(25, "learner-stopped", parts.learner_stopped, DETECTED_S),
+    _case(25, "learner-stopped-with-lock", parts.learner_stopped_with_lock, DETECTED_S),
+    _case(32, "late-scores", verifier.late_scores),
     _case(11, "driver-killed", driver.driver_killed, RESUMED_S, needs_bubblewrap=True),
     _case(34, "disk-full", driver.disk_full, RESUMED_S, needs_small_disk=True),
     _case(1, "server-idle", parts.server_killed_idle, SERVER_S),

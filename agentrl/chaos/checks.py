@@ -51,13 +51,15 @@ def orphaned_sandboxes() -> frozenset[str]:
 
 def _ledger_problems(run: Subject, recipe: Recipe) -> Iterator[str]:
     entries, per_step = run.entries(), recipe.rollout.groups_per_step
-    indices = [entry.index for entry in entries if entry.use is not None]
-    if indices != list(range(run.steps * per_step)):
-        yield f"{len(indices)} groups were used, not {run.steps * per_step}; the last is {max(indices, default=-1)}"
+    used, late = sum(1 for entry in entries if entry.use is not None), sum(1 for entry in entries if entry.late_parts)
+    if used != run.steps * per_step or len(entries) > used + late:  # another group was sampled for each one that was parked
+        yield f"{used} of {len(entries)} groups were used, not {run.steps * per_step}; {late} of them waited for late scores"
+    if [entry.index for entry in entries] != list(range(len(entries))):
+        yield f"the {len(entries)} groups do not have the indices from 0 on"
     uses = Counter(entry.step for entry in entries if entry.use is not None)
     yield from (f"step {step + 1} used {uses[step]} groups, not {per_step}" for step in range(run.steps) if uses[step] != per_step)
     tokens = count(entries).tokens
-    if tokens["open"] or not 0 < tokens["sampled"] == tokens["trained"] + tokens["excluded"]:
+    if (tokens["open"] and not late) or not 0 < tokens["sampled"] == tokens["trained"] + tokens["excluded"] + tokens["open"]:
         yield f"the tokens do not add up: {tokens}"
     if (reported := Summary.read(run.run_dir).tokens) != tokens:
         yield f"summary.json has other tokens than the ledger: {reported}, {tokens}"

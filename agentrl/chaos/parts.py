@@ -178,6 +178,34 @@ def learner_stopped(run: Subject) -> Injected:
     return Injected(witness=f"rank {rank} was in state T; its successor worked after {back:.0f} s", recovered_s=detected)
 
 
+def learner_stopped_with_lock(run: Subject) -> Injected:
+    """Stops a learner rank (SIGSTOP) while it holds the lock of the version registry. Measures the seconds until it is detected."""
+    run.wait_for_step()
+    rank, size, log = run.processes(RANK)[-1], run.output_size(), _learner_log_size(run)
+
+    def stopped_in_time() -> bool:
+        if not _holds_lock(run, rank):
+            return False
+        os.kill(rank, signal.SIGSTOP)
+        time.sleep(0.01)
+        if _holds_lock(run, rank):
+            return True
+        os.kill(rank, signal.SIGCONT)
+        return False
+
+    run.wait_for(stopped_in_time, "a moment in which the rank holds the lock", poll_s=0.0002)
+    detected = run.wait_for(lambda: "the learner has made no progress" in run.output(size), "the detection of the stopped learner")
+    back = detected + run.wait_for(lambda: "resumed after" in _learner_log(run, log), "the learner's return")
+    return Injected(witness=f"rank {rank} was in state T with the lock; its successor worked after {back:.0f} s", recovered_s=detected)
+
+
+def _holds_lock(run: Subject, pid: int) -> bool:
+    """Whether a process holds the lock of the version registry, by the kernel's list of locks."""
+    inode = f":{(run.run_dir / 'versions' / '.lock').stat().st_ino}"
+    locks = (line.split() for line in Path("/proc/locks").read_text().splitlines())
+    return any(fields[4] == str(pid) and fields[5].endswith(inode) for fields in locks if fields[1] != "->")
+
+
 def sandboxes_killed(run: Subject) -> Injected:
     """Kills every open sandbox with the programs in it."""
     served = run.served()

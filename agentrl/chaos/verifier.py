@@ -6,22 +6,30 @@ import asyncio
 import math
 import time
 import zlib
+from collections import Counter
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from agentrl.chaos.parts import Injected
 from agentrl.chaos.subject import ChaosError, Subject
-from agentrl.plugins.references import resolve
-from agentrl.records import Episode, Score, Task
+from agentrl.config import recipe as recipes
+from agentrl.errors import ScoreRejected
+from agentrl.experience.late_parts import Clock
+from agentrl.plugins.references import add_project_root, resolve
+from agentrl.records import Episode, LateScore, PendingPart, Score, Task
+from agentrl.task.schedule import GroupSchedule, open_family
 
 REFERENCE = f"{__name__}:unreliable"
 _SOUND = "rewards.tables:exact_answer"
 _BLOCK_S = 2.0
+_PART = "chaos"  # of a late score
 _SHARE = 4  # one task of so many is affected
 
 
 class UnreliableVerifier:
     """Scores as the quickstart's verifier does, except for a quarter of the tasks while `RUN_DIR.verifier` contains the name of a fault:
-    raise, nan, hang or block. `RUN_DIR.verifier-calls` lists the affected calls. A `PreparedVerifier`."""
+    raise, nan, hang, block or late. `RUN_DIR.verifier-calls` lists the affected calls. A `PreparedVerifier`."""
 
     timeout_s = 3.0
 
@@ -44,6 +52,8 @@ class UnreliableVerifier:
             await asyncio.sleep(3600.0)
         if fault == "block":
             time.sleep(_BLOCK_S)
+        if fault == "late":
+            return Score(value=None, pending=(PendingPart(name=_PART),))
         score: Score = await resolve(_SOUND)(task, episode)
         return Score(value=math.nan) if fault == "nan" else score
 
@@ -98,6 +108,53 @@ def verifier_blocks(run: Subject) -> Injected:
 
     run.wait_for(lambda: lag_ms() > 900.0 * _BLOCK_S, "a step with the lag of the event loop")
     return Injected(witness=f"{len(_called(run, 'block'))} calls blocked, and metrics.jsonl has a lag of {lag_ms() / 1000:.1f} s")
+
+
+def late_scores(run: Subject) -> Injected:
+    """The verifier leaves a quarter of the scores open. They are sent late, twice, contradictory and for an unknown episode."""
+    pending = partial(run.store.pending_scores, limit=1000)
+    switch_path(run.run_dir).write_text("late")
+    try:
+        run.wait_for(pending, "a group that waits for its scores")
+    finally:
+        switch_path(run.run_dir).unlink()
+    run.wait_for_step()
+    late, rejected, now = pending(), Counter[str](), Clock().now()
+    for part in late:
+        value = _sound_score(run, part.group, part.attempt)
+        sent = LateScore(episode_id=part.episode_id, part=_PART, value=value, scored_by="chaos", key=part.episode_id)
+        for wrong in (replace(sent, value=2.0), replace(sent, episode_id=f"{part.episode_id}-unknown")):
+            rejected[_rejection(run, wrong, now)] += 1
+        if run.store.add_score(sent, now=now).repeated or not run.store.add_score(sent, now=now).repeated:
+            raise ChaosError(f"the score of {part.episode_id} was not stored once")
+        rejected[_rejection(run, replace(sent, value=1.0 - value, key=f"{part.episode_id}-2"), now)] += 1
+    if set(rejected) - {"contradictory", "finished"} != {"out_of_range", "unknown"} or rejected.total() != 3 * len(late):
+        raise ChaosError(f"the invalid scores were rejected as {dict(rejected)}")
+    groups = {part.group for part in late}
+    run.wait_for(lambda: all(entry.use for entry in run.entries() if entry.index in groups), "the steps that train these groups")
+    return Injected(witness=f"{len(late)} scores of {len(groups)} groups arrived late and counted once; rejected: {_counts(rejected)}")
+
+
+def _rejection(run: Subject, score: LateScore, now: float) -> str:
+    """Returns the cause with which a score is rejected."""
+    try:
+        run.store.add_score(score, now=now)
+    except ScoreRejected as error:
+        return error.cause
+    raise ChaosError(f"the score {score.value} of {score.episode_id} was accepted")
+
+
+def _sound_score(run: Subject, index: int, attempt: int) -> float:
+    """Returns the score that the verifier would have returned at once."""
+    recipe = recipes.load(run.run_dir / "recipe.json")
+    add_project_root(run.root)
+    task = GroupSchedule(open_family(recipe.tasks, seed=recipe.seed, root=run.root), recipe.seed).task(index)
+    score: Score = asyncio.run(resolve(_SOUND)(task, run.store.groups([index])[0].episodes[attempt].episode))
+    return score.value or 0.0
+
+
+def _counts(causes: Counter[str]) -> str:
+    return ", ".join(f"{count} {cause}" for cause, count in sorted(causes.items()))
 
 
 def _unscored(run: Subject, fault: str) -> Injected:

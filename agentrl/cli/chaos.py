@@ -33,7 +33,7 @@ def chaos_list(as_json: JsonFlag = False) -> None:
         return
     for case in sorted(CASES, key=lambda case: case.number):
         bound = "" if case.bound_s is None else f" At most {case.bound_s:g} s."
-        print(f"{case.title:26}{case.injects}{bound}")
+        print(f"{case.title:30}{case.injects}{bound}")
 
 
 @chaos_app.command("run", epilog="Example: agentrl chaos run --case 1 --case 5")
@@ -82,10 +82,10 @@ def chaos_run(
 
 def render_results(results: Sequence[Result]) -> str:
     """Returns the results as a table: case, seconds until recovery, bound, verdict and witness."""
-    lines = [f"{'case':26}{'recovered':>10}{'bound':>8}  {'ok':4}witness"]
+    lines = [f"{'case':30}{'recovered':>10}{'bound':>8}  {'ok':4}witness"]
     for result in results:
         took = "-" if result.recovered_s is None else f"{result.recovered_s:.1f} s"
         bound = "-" if result.bound_s is None else f"{result.bound_s:.0f} s"
         verdict = "skip" if result.skipped else "yes" if result.ok else "NO"
-        lines.append(f"{result.case:26}{took:>10}{bound:>8}  {verdict:4} {result.problem or result.skipped or result.witness}")
+        lines.append(f"{result.case:30}{took:>10}{bound:>8}  {verdict:4} {result.problem or result.skipped or result.witness}")
     return "\n".join(lines)

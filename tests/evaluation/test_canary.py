@@ -6,8 +6,11 @@ import random
 import statistics
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -139,6 +142,13 @@ def test_the_decision_is_carried_out(run: Path, capsys: pytest.CaptureFixture[st
     assert "version 2 is promoted and exported" in (text := capsys.readouterr().out) and "undoing 3, 4" in text
     assert apply(result_of(PROMOTE)) and "version 4 is promoted" in capsys.readouterr().out
     assert (run / "model" / "model.safetensors").read_bytes() == weights(run, 4)
+
+
+def test_the_result_is_printed_with_its_interval_and_both_shares() -> None:
+    comparison = SimpleNamespace(alpha=0.05, margin=0.1, numbers=(2, 4), folders=(Path("ab/before"), Path("ab/after")))
+    text = cli._canary_text(replace(result_of(PROMOTE), unscored=3), cast(Any, comparison))
+    assert "candidate 0.500  version 4, 1 of at most 9 attempts" in text and "95% interval [-10.0, +10.0]" in text
+    assert "decision  promote  (margin 10 points)" in text and "excluded  3 attempts" in text and text.endswith("ab/after")
 
 
 def weights(run: Path, number: int) -> bytes:

@@ -40,7 +40,7 @@ async def comparison_of(tmp_path: Path, weights: str, *, size: int = 64, margin:
     )  # fmt: skip
     comparison = VersionComparison(run=Path("runs/x"), numbers=(4, 9), given=given, alpha=0.05, margin=margin)  # type: ignore[arg-type]
     policy = OpenPolicy(
-        groups=run.groups, sandboxes=run.sandboxes, capture=run.capture, tracker=run.tracker, version=run.base_version,
+        groups=run.groups, sandboxes=run.sandboxes, capture=run.capture, tracker=run.tracker, version=await run.base_version(),
         sampled_by=None, broken={}, run=run,
     )  # fmt: skip
     return comparison, policy, pair

@@ -109,8 +109,8 @@ async def opened(run_dir: Path) -> Any:
     run.sandboxes = ScriptedSandboxes(printing(""))
     (run_dir / "versions/000000/model.safetensors").write_text("good")
     run.registry._write(replace(run.registry.get(0), sha256=plain.sha256_file(run_dir / "versions/000000/model.safetensors")))
-    run.base_version = run.registry.get(0)
-    run.served.sha256 = run.base_version.sha256
+    base = run.registry.get(0)
+    run.base_version.return_value, run.served.sha256 = base, base.sha256
     (run_dir / "recipe.json").write_text(RECIPE.model_dump_json())
     equip(run)
     return run

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -106,7 +107,7 @@ async def opened(run_dir: Path) -> Any:
         },
         **{"fault_rate": FaultRate(0.5, concurrency=16), "suite": None, "gate_server": None, "family": None, "workers": None},
         progress=Progress(stop_at=4),
-        base_version=base,
+        base_version=AsyncMock(return_value=base),
         capture=Capture(run_dir, RECIPE.capture, origin={}),
         order=GroupOrder.from_recipe(RECIPE),
         groups=SimpleNamespace(runner=SimpleNamespace(pace=Pace())),
