@@ -23,9 +23,7 @@ _FOLLOW_S = 5.0  # between two looks at a run
 
 def report(
     run_dir: Annotated[Path, typer.Argument(help="Run folder.")],
-    follow: Annotated[
-        bool, typer.Option("--follow", help="Write it again whenever the run changes, until it ends.")
-    ] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Write it again whenever the run changes, until it ends.")] = False,
 ) -> None:
     """Write report.html from the files of a run folder."""
     if not run_dir.is_dir():
