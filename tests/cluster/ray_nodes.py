@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from agentrl.base.processes import process_tree
 from agentrl.cluster import ray_launcher
 from agentrl.cluster.fit import ClusterNode
 from agentrl.cluster.plan import Bundle, ClusterPlan, PlannedPart
@@ -25,6 +26,13 @@ def plan_of(address: str, *names: str, cpus: float = 0.1, custom: dict[str, floa
     """A plan with one bundle for each name."""
     bundles = (Bundle(name=name, cpus=cpus, custom=custom or {}) for name in names)
     return ClusterPlan(parts=tuple(PlannedPart(name=bundle.name, count=1, bundle=bundle) for bundle in bundles), address=address)
+
+
+def kill_node(raylet: int) -> None:
+    """Kills a raylet and all processes that it has started, as the end of a machine does."""
+    for pid in process_tree(raylet):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 class RayNodes:
@@ -50,9 +58,8 @@ class RayNodes:
         self._cluster.remove_node(node, allow_graceful=False)
 
     def kill(self, node: Any) -> None:
-        """Kills a node with SIGKILL: its raylet, on which all its processes depend."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(node.all_processes["raylet"][0].process.pid, signal.SIGKILL)
+        """Kills all processes of a node with SIGKILL."""
+        kill_node(node.all_processes["raylet"][0].process.pid)
 
     @asynccontextmanager
     async def launcher(self, plan: ClusterPlan, folder: Path) -> AsyncIterator[RayLauncher]:

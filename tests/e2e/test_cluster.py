@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 
 import psutil
@@ -47,7 +45,7 @@ def test_a_run_on_a_cluster_survives_the_loss_of_a_node(tmp_path: Path, forked: 
         process = start("train", "recipes/quickstart.py", *given, *options, by=forked)
         wait_for(lambda: len(steps_logged(run)) >= 1, process, 600.0)
         learner = processes_of(run, "agentrl.learner.main")[0]
-        os.kill(raylet_of(learner).pid, signal.SIGKILL)
+        ray_nodes.kill_node(raylet_of(learner).pid)
         output, _ = process.communicate(timeout=900)
         assert process.returncode == 0, output[-6000:]
         result = summary(run)
