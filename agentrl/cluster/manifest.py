@@ -21,7 +21,7 @@ from agentrl.config.recipe import Recipe
 from agentrl.errors import UserError
 
 RAY_VERSION = "2.60.0"
-PART_LABEL = "agentrl/part"
+PART_LABEL = "agentrl-part"
 NAME_LABEL = "app.kubernetes.io/instance"
 _LONGEST_NAME = 40  # KubeRay adds to the name of a RayJob and allows 47
 _RAY_BYTES = GIB  # of Ray's own processes in a pod
@@ -192,6 +192,7 @@ class _Builder:
         offers |= {name: str(math.ceil(amount)) for name, amount in one.custom.items()}
         labels = {name: value for name, value in one.labels.items() if not name.startswith("ray.io/")}  # Ray sets those
         container = self._container("ray-worker", cpus=cpus, memory=one.memory + _RAY_BYTES, gpus=gpus, nested=nested)
+        container["volumeMounts"].append({"name": "runs", "mountPath": "/runs"})  # for the mirror of the run folder
         return {
             "groupName": object_name(part.name),
             "replicas": part.count,
@@ -200,7 +201,9 @@ class _Builder:
             "rayStartParams": {"object-store-memory": _OBJECT_STORE},
             "resources": offers,
             **({"labels": labels} if labels else {}),
-            "template": self._template(object_name(part.name), container, selector=labels, nested=nested),
+            "template": self._template(
+                object_name(part.name), container, volumes=[{"name": "runs", "emptyDir": {}}], selector=labels, nested=nested
+            ),
         }
 
     def _container(self, name: str, *, cpus: float, memory: int, gpus: int = 0, nested: bool = False) -> dict[str, Any]:

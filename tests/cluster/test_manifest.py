@@ -119,6 +119,14 @@ def test_each_part_has_a_group_of_pods_that_can_hold_it() -> None:
     assert server["labels"] == {"pool": "h100"} == server["template"]["spec"]["nodeSelector"], "Ray sets labels of ray.io itself"
 
 
+def test_only_the_driver_has_the_volume_of_the_run_folder_and_other_pods_have_room_for_a_mirror() -> None:
+    (job,) = by_kind(written(build({**RECIPE, **LARGE})), "RayJob")
+    for name, template in templates(job).items():
+        mounts = {mount["mountPath"]: mount["name"] for mount in template["spec"]["containers"][0]["volumeMounts"]}
+        (volume,) = (one for one in template["spec"]["volumes"] if one["name"] == mounts["/runs"])
+        assert ("persistentVolumeClaim" in volume) == (name == "head") and ("emptyDir" in volume) == (name != "head")
+
+
 def test_sandboxes_open_in_pods_with_a_user_namespace_and_no_pod_has_privileges() -> None:
     (job,) = by_kind(written(build({**RECIPE, **LARGE})), "RayJob")
     for name, template in templates(job).items():
@@ -157,8 +165,8 @@ def test_the_password_of_redis_is_in_no_object() -> None:
 
 
 LABELS = {"app.kubernetes.io/instance": "x"}
-PODS = {part: {**LABELS, "agentrl/part": part} for part in ("driver", "server", "learner", "worker", "judge-a", "redis", "sandbox")}
-PODS |= {"other run": {"app.kubernetes.io/instance": "y", "agentrl/part": "worker"}, "stranger": {}}
+PODS = {part: {**LABELS, "agentrl-part": part} for part in ("driver", "server", "learner", "worker", "judge-a", "redis", "sandbox")}
+PODS |= {"other run": {"app.kubernetes.io/instance": "y", "agentrl-part": "worker"}, "stranger": {}}
 
 
 def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
