@@ -84,7 +84,7 @@ class Visit {
     for (const action of this.leaving) action();
   }
 
-  // Draws the page. The first element with `data-focus` or the heading gets the focus, so that keys and screen readers start there.
+  // Draws the page. The focus stays on the same element, if the page still has it.
   show(...children) {
     if (this.stale) return;
     const kept = main.contains(document.activeElement) ? selectorOf(document.activeElement) : null;
