@@ -18,6 +18,7 @@ MAX_GROUP_BYTES = 24 << 20
 """Bytes of JSON of a group that a reader decodes. The objects in memory take about four times as much."""
 _MAX_ROW = 64 << 20  # bytes of a value
 _BUSY_S = 2.0
+_FRAME = b"\x28\xb5\x2f\xfd"  # starts a zstd frame (RFC 8878, 3.1.1)
 # One row per state, reason without details, and kind of group. `agentrl.experience.audit.count` gives the same counts from entries.
 _COUNTS = """
 SELECT CASE
@@ -111,6 +112,8 @@ class StoreReader(SqliteStore):
             raise StoreError(f"a row of the ledger in {self.path} is damaged: {error}") from error
 
     def _decode(self, index: int, body: bytes) -> Group:
+        if body[:4] != _FRAME:  # the store knows what else it writes
+            return super()._decode(index, body)
         try:
             return codec.from_json(Group, decompress(body, most=MAX_GROUP_BYTES))
         except ValueError as error:
