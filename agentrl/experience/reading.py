@@ -112,7 +112,7 @@ class StoreReader(SqliteStore):
             raise StoreError(f"a row of the ledger in {self.path} is damaged: {error}") from error
 
     def _decode(self, index: int, body: bytes) -> Group:
-        if body[:4] != _FRAME:  # the store knows what else it writes
+        if not isinstance(body, bytes) or body[:4] != _FRAME:  # the store knows what else it writes
             return super()._decode(index, body)
         try:
             return codec.from_json(Group, decompress(body, most=MAX_GROUP_BYTES))
