@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
 from agentrl.base.database import check_files, decompress, is_read_only, read_pragma, require_schema, restrict_connection
 from agentrl.errors import StoreError
+from agentrl.experience.audit import STATES, LedgerCounts
 from agentrl.experience.store import _ENTRIES, _SCHEMA_VERSION, APPLICATION_ID, SCHEMA, SqliteStore, _entry, translated_errors
 from agentrl.records import Group, LedgerEntry, codec
 
@@ -16,6 +18,17 @@ MAX_GROUP_BYTES = 24 << 20
 """Bytes of JSON of a group that a reader decodes. The objects in memory take about four times as much."""
 _MAX_ROW = 64 << 20  # bytes of a value
 _BUSY_S = 2.0
+_FRAME = b"\x28\xb5\x2f\xfd"  # starts a zstd frame (RFC 8878, 3.1.1)
+# One row per state, reason without details, and kind of group. `agentrl.experience.audit.count` gives the same counts from entries.
+_COUNTS = """
+SELECT CASE
+    WHEN taken.idx IS NULL
+        THEN iif(EXISTS (SELECT 1 FROM late_parts WHERE late_parts.idx = groups.idx AND closed_at IS NULL), 'parked', 'ready')
+    WHEN checkpoint IS NULL THEN 'assigned' WHEN tokens_trained THEN 'trained' ELSE 'excluded' END AS state,
+  iif(checkpoint IS NULL, '', substr(reason, 1, min(instr(reason || ':', ':'), instr(reason || ' ', ' ')) - 1)) AS cause,
+  groups.idx < 0 AS residual, count(*), sum(tokens_sampled), sum(iif(checkpoint IS NULL, 0, tokens_trained))
+FROM groups LEFT JOIN taken ON groups.idx = taken.idx GROUP BY state, cause, residual
+"""
 
 
 class StoreReader(SqliteStore):
@@ -50,11 +63,31 @@ class StoreReader(SqliteStore):
         """Returns the entries of up to `limit` groups with the largest indices below `before`, in descending order."""
         return self._select("WHERE groups.idx < ? ORDER BY groups.idx DESC LIMIT ?", 1 << 62 if before is None else before, limit)
 
-    def last_index(self) -> int | None:
-        """Returns the largest index of a group; None without groups."""
+    def counts(self) -> LedgerCounts:
+        """Returns the counts of the ledger, without reading its entries one by one."""
+        groups, tokens, unused = dict.fromkeys(STATES, 0), Counter[str](), Counter[str]()
         with self._reading() as db:
-            value = db.execute("SELECT max(idx) FROM groups").fetchone()[0]
-            return value if isinstance(value, int) else None
+            rows = db.execute(_COUNTS).fetchall()
+            pending = db.execute("SELECT count(*) FROM late_parts WHERE closed_at IS NULL").fetchone()[0]
+        for state, cause, residual, number, sampled, trained in rows:
+            if residual:
+                tokens.update(residuals=number if state == "trained" else 0, residual=trained)
+                continue
+            groups[state] += number
+            done = state in ("trained", "excluded")
+            tokens.update(sampled=sampled, trained=trained, excluded=sampled - trained if done else 0, open=0 if done else sampled)
+            unused.update({cause: number} if cause else {})
+        return LedgerCounts(
+            groups=groups,
+            parts_pending=pending,
+            tokens_sampled=tokens["sampled"],
+            tokens_trained=tokens["trained"],
+            tokens_excluded=tokens["excluded"],
+            tokens_open=tokens["open"],
+            residuals=tokens["residuals"],
+            tokens_residual=tokens["residual"],
+            unused=dict(unused.most_common()),
+        )
 
     def change_mark(self) -> tuple[int, ...]:
         """Returns numbers that differ after the store changed: groups, assignments, consumed groups, late scores."""
@@ -79,6 +112,8 @@ class StoreReader(SqliteStore):
             raise StoreError(f"a row of the ledger in {self.path} is damaged: {error}") from error
 
     def _decode(self, index: int, body: bytes) -> Group:
+        if not isinstance(body, bytes) or body[:4] != _FRAME:  # the store knows what else it writes
+            return super()._decode(index, body)
         try:
             return codec.from_json(Group, decompress(body, most=MAX_GROUP_BYTES))
         except ValueError as error:

@@ -10,7 +10,6 @@ from itertools import pairwise
 from typing import Any
 
 from agentrl.errors import StoreError
-from agentrl.experience.audit import count
 from agentrl.observe.charts import CHARTS
 from agentrl.observe.drift import HISTORY, drift_alerts, limit_alerts
 from agentrl.observe.exclusions import printable_text
@@ -62,7 +61,7 @@ def run_data(source: RunSource) -> dict[str, Any]:
 def ledger_data(source: RunSource) -> dict[str, Any]:
     """Returns the ledger's counts, or why there are none."""
     try:
-        return {"counts": asdict(count(source.store().entries())), "problem": None}
+        return {"counts": asdict(source.store().counts()), "problem": None}
     except StoreError as error:
         return {"counts": None, "problem": str(error)[:600]}
 

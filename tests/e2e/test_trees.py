@@ -11,6 +11,7 @@ import pytest
 from agentrl.experience import SqliteStore
 from agentrl.observe.timeline import time_by_state
 from tests.ledgers import indices
+from tests.view.agreement import assert_tokens_agree_with_metrics
 
 from .conftest import agentrl, summary
 
@@ -44,3 +45,4 @@ def test_every_token_of_sub_agents_and_summaries_is_trained_once(tmp_path: Path,
     assert agents["worker"] >= 8 and agents["summary"] >= 1, agents
     sampled = sum(turn.sampled for line in lines for turn in line.turns)
     assert step["tokens_captured"] <= sampled == step["tokens_sampled"]
+    assert assert_tokens_agree_with_metrics(run) == step["tokens_trained"], "the view shows what was trained, token by token"

@@ -77,6 +77,8 @@ def linked_store(run: Path) -> None:
 def bad_row(run: Path) -> None:
     with sqlite3.connect(run / "experience.sqlite") as db:
         db.execute("UPDATE groups SET body = ? WHERE idx = 4", (compress(b'{"index": "x"}'),))
+        db.execute("UPDATE groups SET body = 7 WHERE idx = 6")
+        db.execute("UPDATE groups SET body = 'text' WHERE idx = 7")
     db.close()
 
 
@@ -88,7 +90,8 @@ async def test_a_damaged_store_is_a_message_and_the_curves_stay(copy: Path, dama
     assert found[""][0] == 200 and found[""][1]["reward"][-1][0] == 5, "the curves do not need the store"
     assert found["/groups/4"][0] in (404, 409, 422) and found["/groups/4"][1]["error"]["message"]
     if damage is bad_row:
-        assert found["/groups"][1]["groups"][5]["problem"] and found["/groups"][1]["groups"][4]["scores"]
+        lines = {line["group"]: line for line in found["/groups"][1]["groups"]}
+        assert all(lines[group]["problem"] for group in (4, 6, 7)) and lines[5]["scores"]
     else:
         assert found["/steps/1"][0] == 200 and found["/steps/1"][1]["notes"]
     if damage is older_schema:

@@ -58,6 +58,15 @@ export function problem(error) {
     h("p", null, link("#/", { class: "button" }, "All runs")));
 }
 
+// A selector of the element that has the focus, by which its successor is found after the page was drawn again.
+function selectorOf(element) {
+  for (const name of ["data-key", "href", "id", "aria-label"]) {
+    const value = element.getAttribute(name);
+    if (value) return `${element.tagName}[${name}="${CSS.escape(value)}"]`;
+  }
+  return null;
+}
+
 class Visit {
   constructor(found) {
     Object.assign(this, found);
@@ -75,15 +84,13 @@ class Visit {
     for (const action of this.leaving) action();
   }
 
-  // Draws the page. The first element with `data-focus` or the heading gets the focus, so that keys and screen readers start there.
+  // Draws the page. The focus stays on the same element, if the page still has it.
   show(...children) {
     if (this.stale) return;
-    const kept = document.activeElement && main.contains(document.activeElement) ? document.activeElement.getAttribute("data-key") : null;
+    const kept = main.contains(document.activeElement) ? selectorOf(document.activeElement) : null;
     replace(main, ...children);
-    if (kept) {
-      const same = main.querySelector(`[data-key="${CSS.escape(kept)}"]`);
-      if (same) same.focus();
-    }
+    const same = kept && main.querySelector(kept);
+    if (same) same.focus({ preventScroll: true });
   }
 
   title(text, trail) {

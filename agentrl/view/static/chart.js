@@ -49,7 +49,7 @@ export function lineChart(series, options) {
     const last = one.points[one.points.length - 1];
     return `${one.label}: from ${form(one.points[0][1])} at ${name} ${one.points[0][0]} to ${form(last[1])} at ${name} ${last[0]}`;
   }).join("; ");
-  const picture = svg("svg", { class: `chart${options.pick ? " picks" : ""}`, viewBox: `0 0 ${width} ${height}`, role: options.pick ? "application" : "img", tabindex: options.pick ? "0" : null,
+  const picture = svg("svg", { class: `chart${options.pick ? " picks" : ""}`, viewBox: `0 0 ${width} ${height}`, role: options.pick ? "application" : "img", "data-key": `chart ${options.title}`, tabindex: options.pick ? "0" : null,
     "aria-label": `${options.title}. ${summary}.${options.pick ? " Arrow keys select a step, Enter opens it." : ""}` },
     yTicks.map((tick) => svg("g", null, svg("line", { class: tick === 0 ? "axis" : "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: y(tick), y2: y(tick) }), svg("text", { x: MARGIN.left - 6, y: y(tick) + 4, "text-anchor": "end" }, form(tick)))),
     xTicks.map((tick) => svg("text", { x: x(tick), y: height - 6, "text-anchor": "middle" }, String(Math.round(tick * 100) / 100))),

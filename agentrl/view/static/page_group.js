@@ -37,7 +37,6 @@ export async function render(visit) {
     bind({
       j: ["next group", () => to(data.neighbours.next)],
       k: ["previous group", () => to(data.neighbours.previous)],
-      Enter: ["open the first attempt", () => document.activeElement.tagName !== "A" && go(address("run", run, "groups", group, 0))],
       u: ["up: the step", () => go(step || address("run", run))],
     });
   });

@@ -31,9 +31,12 @@ export async function render(visit) {
     const progress = run.steps ? `${run.step ?? 0} of ${run.steps}` : number(run.step);
     return { cells: [box, [link(address("run", run.id), { class: "name" }, run.name), run.problems.length ? h("p", { class: "sub bad" }, run.problems[0]) : null], state(run.state), progress, number(run.reward, 3), rate(run.after), count(run.episodes), duration(run.wall_s), run.changed_at ? ago(run.changed_at) : "–"] };
   };
+  let drawn = null;
   const draw = async () => {
     const data = await get(["runs"], { search: search.value });
-    if (visit.stale) return;
+    const text = JSON.stringify(data.runs);
+    if (visit.stale || text === drawn) return data;
+    drawn = text;
     replace(list, data.runs.length
       ? table([{ title: h("span", { class: "quiet" }, "") }, { title: "Run" }, { title: "State" }, { title: "Step", class: "num" }, { title: "Reward", class: "num" }, { title: "Held-out, after [95% interval]" }, { title: "Episodes", class: "num" }, { title: "Time", class: "num" }, { title: "Changed" }], data.runs.map(row), { class: "wide", label: "Runs" })
       : h("p", { class: "empty" }, search.value ? "No run matches." : "There is no run in this folder yet. `agentrl train RECIPE` starts one."),

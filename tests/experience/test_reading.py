@@ -1,0 +1,85 @@
+"""The reader of any run's store: the counts of the audit, and no change to the files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.errors import StoreError
+from agentrl.experience import SqliteStore
+from agentrl.experience.audit import count
+from agentrl.experience.reading import StoreReader
+from agentrl.records import Group, GroupUse, Score
+from agentrl.records.late_score import PendingPart
+from agentrl.testing.store_contract import make_group
+
+REASONS = ("", "all_equal", "too_few: 1 scored episodes, 2 needed", "too_long in episode e7")
+
+
+def waiting(group: Group, *, residual: bool) -> Group:
+    """The group with a score that waits for a part."""
+    (scored,) = group.episodes
+    part = PendingPart(name="review", residual=residual)
+    return replace(group, episodes=(replace(scored, score=Score(value=None, pending=(part,), partial=0.5)),))
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(("plain", "parked", "residual")), st.sampled_from((None, 0, 1)), st.booleans(), st.sampled_from(REASONS)),
+        max_size=7,
+    )
+)
+def test_its_counts_are_those_of_the_audit(
+    tmp_path_factory: pytest.TempPathFactory, groups: list[tuple[str, int | None, bool, str]]
+) -> None:
+    """In every state, with and without late parts and residuals, and for every reason."""
+    path = tmp_path_factory.mktemp("run") / "experience.sqlite"
+    store = SqliteStore(path)
+    for index, (form, _, _, _) in enumerate(groups):
+        group = make_group(index)
+        store.put(group if form == "plain" else waiting(group, residual=form == "residual"))
+    free = {entry.index for entry in store.entries() if not entry.pending}
+    for step in (0, 1):
+        own = [index for index, (_, wanted, _, _) in enumerate(groups) if wanted == step and index in free]
+        store.assign(step, own)
+        done = {
+            index: GroupUse(tokens_trained=0 if groups[index][3] else 2, reason=groups[index][3])
+            for index in own
+            if step == 0 or groups[index][2]
+        }
+        if own and len(done) == len(own):
+            store.commit(step, done, "c")
+    reader = StoreReader(path)
+    assert reader.counts() == count(store.entries())
+    assert [reader.entry(entry.index) for entry in store.entries()] == list(store.entries())
+    listed = reader.newest_entries(before=None, limit=100)
+    assert list(listed) == list(store.entries())[::-1]
+    assert reader.newest_entries(before=2, limit=1) == tuple(entry for entry in listed if entry.index < 2)[:1]
+    reader.close()
+    store.close()
+
+
+def test_it_changes_no_file_and_sees_what_another_process_writes(tmp_path: Path) -> None:
+    path = tmp_path / "experience.sqlite"
+    with pytest.raises(StoreError, match="no group was stored yet"):
+        StoreReader(path)
+    assert list(tmp_path.iterdir()) == []
+    store = SqliteStore(path)
+    store.put(make_group(0))
+    reader = StoreReader(path)
+    before = reader.change_mark()
+    store.put(make_group(1))
+    assert reader.change_mark() != before and reader.groups([1]) == (make_group(1),)
+    with pytest.raises(StoreError):
+        reader.put(make_group(2))
+    reader.close()
+    store.close()
+    content = path.read_bytes()
+    with_reader = StoreReader(path)
+    assert with_reader.entry(1) is not None and with_reader.entry(7) is None
+    with_reader.close()
+    assert path.read_bytes() == content
