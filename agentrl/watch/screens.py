@@ -57,6 +57,7 @@ _LISTED = 100  # newest episodes
 _ALERTS = 20
 _IN_FLIGHT = 10_000
 _NEWEST = 10  # steps from which the remaining time is estimated
+_LONGEST_S, _LARGEST = 1e9, 1e30  # a run of a third party may have any numbers
 _STYLES = {"assistant": "green", "tool": "yellow"}
 T = TypeVar("T")
 
@@ -77,8 +78,7 @@ def run_state(folder: Path) -> str:
     """Returns `running`, or how the newest session of a run ended: finished, interrupted, failed or killed; `new` before its first one."""
     if driver_of(folder) is not None:
         return "running"
-    sessions = _tried(lambda: read_sessions(folder), ())
-    ended = sessions[-1].ended if sessions else "new"
+    ended: str = _tried(lambda: sessions[-1].ended if (sessions := read_sessions(folder)) else "new", "new")
     lately = ended == "killed" and time.time() - _changed_at(folder) < _LATELY_S  # the driver may run on another machine
     return "running" if lately else ended
 
@@ -144,7 +144,9 @@ class RunScreen:
             success=tuple(self._success(steps)),
             reward=_curve(steps, "reward_mean", "reward", "{:.3f}".format),
             curves=tuple(curve for key, label in CURVES.items() if (curve := _curve(steps, key, label)) is not None),
-            parts=tuple((key.removeprefix(UTILIZATION), newest[key]) for key in newest if key.startswith(UTILIZATION)),
+            parts=tuple(
+                (key.removeprefix(UTILIZATION), newest[key]) for key in newest if key.startswith(UTILIZATION) and is_finite(newest[key])
+            )[:8],
             restarts=tuple(self._restarts.items()),
             ledger=_tried(self._ledger.get, "", notes) or "",
             alerts=tuple(reversed(self._alerts)),
@@ -358,7 +360,7 @@ def _read_metrics(path: Path) -> tuple[list[Line], list[str]]:
 
 
 def _curve(steps: list[Line], key: str, label: str, form: Callable[[float], str] = "{:.3g}".format) -> Curve | None:
-    values = tuple(float(line[key]) for line in steps if is_finite(line.get(key)))
+    values = tuple(max(-_LARGEST, min(_LARGEST, float(line[key]))) for line in steps if is_finite(line.get(key)))
     return Curve(label=label, values=values, form=form) if values else None
 
 
@@ -366,7 +368,7 @@ def _left_s(steps: list[Line], of: int | None) -> float | None:
     times = [line["step_s"] for line in steps[-_NEWEST:] if is_finite(line.get("step_s"))]
     if of is None or not times:
         return None
-    return max(0, of - int(steps[-1]["step"])) * statistics.median(times)
+    return min(_LONGEST_S, max(0, of - int(steps[-1]["step"])) * float(statistics.median(times)))
 
 
 def _value(phases: Line, phase: str, split: str) -> float | None:
@@ -394,13 +396,14 @@ def _changed_at(folder: Path) -> float:
 
 def _run_line(folder: Path) -> RunLine:
     recipe = read_object(folder / "recipe.json", [], most=_MAX_FILE)
-    steps = _tried(lambda: _last_step(folder), {})
-    reward = steps.get("reward_mean")
+    newest: Line = {}
+    newest = _tried(lambda: _last_step(folder), newest)
+    reward = newest.get("reward_mean")
     of = recipe.get("steps")
     return RunLine(
         name=folder.name,
         state=run_state(folder),
-        step=steps.get("step", 0),
+        step=newest.get("step", 0),
         steps=of if isinstance(of, int) else None,
         reward=reward if is_finite(reward) else None,
         changed_s=max(0.0, time.time() - _changed_at(folder)),

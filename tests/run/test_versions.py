@@ -86,5 +86,5 @@ async def test_a_step_of_this_driver_has_the_event_loops_lag(made_here: bool, mo
         await asyncio.sleep(5 * TICK_S)
         metrics = await steps._metrics(version(1), None)
     queues = {"groups_running", "groups_ready", "groups_assigned"}
-    timeline = {f"timeline/{part}/down" for part in PARTS} | {f"utilization/{part}" for part in PARTS}
+    timeline = {f"timeline/{part}/down" for part in PARTS} | {f"utilization/{part}" for part in PARTS} | {"timeline/step/nothing"}
     assert set(metrics) == ({"loop_lag_ms_p99", "loop_lag_ms_max"} | queues | timeline if made_here else set()) | {"groups_late"}

@@ -12,6 +12,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 import time
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from agentrl.base.run_lock import drive_folder
@@ -202,6 +205,27 @@ def test_a_damaged_run_shows_what_can_be_read_and_why_the_rest_cannot(run: Path,
     assert text.startswith("run  ") and expected[damage] in text
     screen.key("down"), screen.key("enter")
     screen.close()
+
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.text(max_size=5), st.floats(), st.integers(-(10**30), 10**30), st.just([1]), st.just({"value": 1e308})
+)
+KEYS = ("step", "reward_mean", "loss", "step_s", "heldout", "utilization/server", "time")
+
+
+@given(st.lists(st.fixed_dictionaries({key: VALUES for key in KEYS}), max_size=6), VALUES, VALUES)
+def test_no_number_or_text_of_a_stranger_breaks_a_frame(lines: list[dict[str, Any]], steps: object, value: object) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "run"
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (folder / "recipe.json").write_text(json.dumps({"steps": steps}))
+        (folder / "evaluations.json").write_text(json.dumps({"after": {"heldout": {"value": value}}, "before": value}))
+        with drive_folder(folder, command="x"):
+            for screen in (RunScreen(folder), RunsScreen(folder.parent)):
+                screen.refresh()
+                text_of(screen)
+                screen.close()
 
 
 def test_a_folder_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
