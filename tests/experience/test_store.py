@@ -93,8 +93,11 @@ def test_stored_groups_survive_a_power_cut(tmp_path: Path, monkeypatch: pytest.M
     store = SqliteStore(tmp_path / "experience.sqlite")
     (synchronous,) = store._connection.execute("PRAGMA synchronous").fetchone()
     (journal,) = store._connection.execute("PRAGMA journal_mode").fetchone()
+    (page_bytes,) = store._connection.execute("PRAGMA page_size").fetchone()
     store.close()
-    assert (synchronous, journal) == (2, "wal"), "2 is FULL, the only mode that syncs a write-ahead commit before it returns"
+    assert (synchronous, journal, page_bytes) == (2, "wal", 1 << 14), (
+        "2 is FULL, the only mode that syncs a write-ahead commit before it returns"
+    )
 
 
 def test_the_file_is_locked_for_longer_than_the_death_of_a_stopped_process_takes(store: SqliteStore) -> None:
