@@ -92,7 +92,7 @@ class HomeService:
 
     async def _entries(self, data: Any) -> Any:
         first, step = (None if data[name] is None else int(data[name]) for name in ("first", "step"))
-        return [codec.to_data(entry) for entry in await self._store.entries(first=first, step=step)]
+        return await self._store.call(lambda store: [codec.to_data(entry) for entry in store.entries(first=first, step=step)])
 
     async def _assign(self, data: Any) -> None:
         step, indices = int(data["step"]), [int(index) for index in data["indices"]]

@@ -36,6 +36,7 @@ _CLONE_NEWNET = 0x40000000
 _TUNSETIFF, _IFF_TAP, _IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
 _FRAME = 65536
 _BURST = "64kb"
+_GATEWAY = "10.77.0.254"
 
 
 @dataclass
@@ -128,6 +129,7 @@ def hosts(count: int, *, rate_mbit: float = 0.0, delay_ms: float = 0.0, loss: fl
             host.run("ip", "addr", "add", f"{host.address}/24", "dev", "eth0")
             host.run("ip", "link", "set", "lo", "up")
             host.run("ip", "link", "set", "eth0", "up")
+            host.run("ip", "route", "add", "default", "via", _GATEWAY)  # no such host; programs find their own address by the route
             for at, device in ((host, "eth0"), (switch, f"port{number}")) if rate_mbit else ():
                 limit = ("rate", f"{rate_mbit}mbit", "burst", _BURST, "latency", "50ms")
                 at.run("tc", "qdisc", "add", "dev", device, "root", "tbf", *limit)

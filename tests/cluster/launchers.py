@@ -15,7 +15,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class OwnDisks:
-    """A `Launcher`. The mirrors are `disks`/server, `disks`/learner and `disks`/worker."""
+    """A `Launcher`. The mirrors are `disks`/server, `disks`/worker, `disks`/learner, or `disks`/learner-0 and so on."""
 
     is_local, shared_folder, driver_host = False, False, LOOPBACK
 
@@ -31,7 +31,7 @@ class OwnDisks:
         self._driver = url, key
 
     async def start(self, command: PartCommand) -> HostedProcess:
-        kind = command.name.partition("-")[0]
+        kind = command.name if command.name.startswith("learner") else command.name.partition("-")[0]
         if kind not in self._hosts:
             self._hosts[kind] = await MirrorHost.open(self._disks / kind, Link(*self._driver), root=self._root, host=LOOPBACK)
         log = self._run / command.log  # as a host's, the driver has it

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 import subprocess
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,16 +13,21 @@ import pytest
 
 from agentrl.base.files import folder_manifest
 from agentrl.cluster.chunks import ChunkIndex
+from agentrl.cluster.run_service import HOST
+from agentrl.errors import LearnerError
 from agentrl.experience import SqliteStore
 from agentrl.experience.audit import verify
 from agentrl.experience.step_uses import CONSUMED_FILE, read_steps
+from agentrl.learner import LearnerProcess
 from agentrl.records import VersionState
 from agentrl.version import FolderRegistry
 from tests.cluster.hosts import hosts
+from tests.cluster.launchers import OwnDisks
 from tests.cluster.serving import Driver, driving
 from tests.learner import preloaded
 from tests.learner.building import random_group, recipe, write_run
 from tests.ledgers import consumed
+from tests.waiting import until
 
 pytestmark = pytest.mark.deepspeed
 STEPS = 3
@@ -141,6 +148,58 @@ def test_a_learner_on_two_hosts_saves_one_checkpoint_that_one_host_continues(tmp
         last = run_learner(host, tmp_path / "third", driver)
         assert last.returncode == 0 and "resumed after 2 steps" in last.stderr, last.stderr
     assert (run / "versions" / "000003" / "model.safetensors").exists()
+
+
+class Sessions:
+    """`LearnerSessions` of a driver in another thread."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver, self.url = driver, driver.url
+
+    async def start(self) -> str:
+        return await asyncio.to_thread(self._driver.start_learner)
+
+
+@pytest.mark.slow
+async def test_a_learner_process_on_two_hosts_ends_with_either_and_continues(tmp_path: Path) -> None:
+    made = recipe(learner={"ranks": 2, "zero_stage": 2}, cluster={"address": "auto", "resources": {"learner": {"nodes": 2}}}).but("steps=2")
+    run = tmp_path / "run"
+    write_run(run, made, [random_group(index) for index in range(3)])
+    with driving(run) as driver:
+        launcher = OwnDisks(run, root=tmp_path, disks=tmp_path / "disks")
+        await launcher.use_driver(driver.url, driver.service.new_key(HOST))
+        learner = LearnerProcess(run, made, launcher=launcher, sessions=Sessions(driver))  # type: ignore[arg-type]
+        try:
+            await learner.start()
+            await until(lambda: (run / "checkpoints" / "000001" / "manifest.json").exists(), 600.0)
+            second = next(
+                int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if _runs_in(path, tmp_path / "disks" / "learner-1")
+            )
+            os.kill(second, signal.SIGKILL)
+            with pytest.raises(LearnerError, match=r"the learner"):
+                await learner.wait(timeout_s=300)
+            await learner.kill()
+            store = SqliteStore(run / "experience.sqlite")
+            for index in range(3, 6):
+                store.put(random_group(index))
+            store.close()
+            await learner.start()
+            await learner.wait(timeout_s=600)
+        finally:
+            await learner.kill()
+            await launcher.close()
+    assert "resumed after 1 steps" in learner.log_tail() and (run / "logs" / "learner-1.log").exists()
+    registry = FolderRegistry(run / "versions")
+    assert [version.number for version in registry.versions()] == [0, 1, 2]
+    assert {path.name for path in (run / "checkpoints" / "000002").rglob("rng_*.pt")} == {"rng_00.pt", "rng_01.pt"}
+
+
+def _runs_in(command_line: Path, folder: Path) -> bool:
+    try:
+        words = command_line.read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return b"agentrl.learner.main" in words and str(folder).encode() in words and b"agentrl.learner.launch" not in words
 
 
 def test_a_learner_that_was_replaced_ends(tmp_path: Path, host: Path) -> None:
