@@ -174,8 +174,7 @@ class Simulation:
         self.waiting += [(running, duration) for duration in attempts]
         self.start_attempts()
         yield running.ended
-        if storing := self.delays.storing(index):
-            yield self.env.timeout(storing)
+        yield from self.store(index)
         self.durations[index] = sum(attempts)
         entry = LedgerEntry(
             index=index,
@@ -196,6 +195,11 @@ class Simulation:
         self.ready[self.order.block_of(index)] += 1
         self.stored.succeed()
         self.stored = self.env.event()
+
+    def store(self, index: int) -> Generator[simpy.Event, Any, None]:
+        """Takes the time until a finished group is stored."""
+        if storing := self.delays.storing(index):
+            yield self.env.timeout(storing)
 
     def start_attempts(self) -> None:
         """Starts attempts in order of their arrival while agents are free."""

@@ -252,9 +252,6 @@ def lists(measured: Figures) -> str:
     """Returns the lists of available and of excluded datasets in Markdown."""
     frequent = max(measured, key=lambda name: measured[name]["most_frequent_answer"])
     paid = max(measured, key=lambda name: measured[name]["highest_mark_without_work"])
-    reasons: dict[str, list[str]] = {}
-    for name, reason in sorted(catalogue.LEFT_OUT.items()):
-        reasons.setdefault(reason, []).append(name)
     return "\n".join(
         [
             f"{len(measured)} datasets are available (`docs/reasoning-datasets.json`)."
@@ -263,10 +260,7 @@ def lists(measured: Figures) -> str:
             f"The most frequent answer is right in at most {measured[frequent]['most_frequent_answer']:.0%} of the problems"
             f" (`{frequent}`). The highest mark of a scorer for an answer without work is"
             f" {measured[paid]['highest_mark_without_work']:.2f} (`{paid}`).",
-            "",
-            f"{len(catalogue.LEFT_OUT)} are excluded:",
-            "",
-            *(f"- {_names(names)}: {reason}" for reason, names in reasons.items()),
+            f"{len(catalogue.LEFT_OUT)} are excluded; selecting one prints the reason: {_names(sorted(catalogue.LEFT_OUT))}.",
         ]
     )
 

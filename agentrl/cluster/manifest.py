@@ -1,6 +1,6 @@
 """The Kubernetes objects of a run: a KubeRay RayJob with its cluster, Redis, network policies, and the volume of its run folder.
 
-Every part of the plan is a worker group of its own, whose pods offer a custom resource `agentrl-PART`. The recipe inside the cluster
+Every part of the plan is a worker group of its own, whose pods offer a custom resource `agentrl-PART-pod`. The recipe inside the cluster
 reserves that resource, so that each part starts in its own kind of pod. The head pod has the driver, the run folder, and no CPU for parts.
 """
 
@@ -21,7 +21,7 @@ from agentrl.config.recipe import Recipe
 from agentrl.errors import UserError
 
 RAY_VERSION = "2.60.0"
-PART_LABEL = "agentrl/part"
+PART_LABEL = "agentrl-part"
 NAME_LABEL = "app.kubernetes.io/instance"
 _LONGEST_NAME = 40  # KubeRay adds to the name of a RayJob and allows 47
 _RAY_BYTES = GIB  # of Ray's own processes in a pod
@@ -75,6 +75,8 @@ def build_objects(recipe: Recipe, plan: ClusterPlan, options: ManifestOptions) -
         raise UserError(
             "sandbox.backend=docker: a pod has no Docker daemon", fix="set sandbox.backend=bubblewrap, whose sandboxes run inside the pods"
         )
+    if wrong := sorted({name for part in plan.parts for name in part.bundle.custom if name.lower().endswith("gpu")}):
+        raise UserError(f"cluster.resources: KubeRay takes {', '.join(wrong)} for GPUs", fix="rename it so that it does not end in gpu")
     name = object_name(recipe.name)
     builder = _Builder(name=name, options=options)
     script = _start_script(recipe, plan, options, name)
@@ -117,8 +119,8 @@ def _reservations(plan: ClusterPlan) -> dict[str, dict[str, float | str]]:
 
 
 def _resource(part: PlannedPart) -> str:
-    """The custom resource of the pods of a part. The names of judges allow more characters than those of resources."""
-    return f"agentrl-{object_name(part.name)}"
+    """The custom resource of the pods of a part. KubeRay takes names that end in gpu for GPUs, hence the suffix."""
+    return f"agentrl-{object_name(part.name)}-pod"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +192,7 @@ class _Builder:
         offers |= {name: str(math.ceil(amount)) for name, amount in one.custom.items()}
         labels = {name: value for name, value in one.labels.items() if not name.startswith("ray.io/")}  # Ray sets those
         container = self._container("ray-worker", cpus=cpus, memory=one.memory + _RAY_BYTES, gpus=gpus, nested=nested)
+        container["volumeMounts"].append({"name": "runs", "mountPath": "/runs"})  # for the mirror of the run folder
         return {
             "groupName": object_name(part.name),
             "replicas": part.count,
@@ -198,7 +201,9 @@ class _Builder:
             "rayStartParams": {"object-store-memory": _OBJECT_STORE},
             "resources": offers,
             **({"labels": labels} if labels else {}),
-            "template": self._template(object_name(part.name), container, selector=labels, nested=nested),
+            "template": self._template(
+                object_name(part.name), container, volumes=[{"name": "runs", "emptyDir": {}}], selector=labels, nested=nested
+            ),
         }
 
     def _container(self, name: str, *, cpus: float, memory: int, gpus: int = 0, nested: bool = False) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from agentrl.errors import UserError
 
-_NAME, _PART = "app.kubernetes.io/instance", "agentrl/part"
+_NAME, _PART = "app.kubernetes.io/instance", "agentrl-part"
 _APART = ["redis", "sandbox"]
 _DASHBOARD, _REDIS = 8265, 6379
 

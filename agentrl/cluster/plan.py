@@ -6,7 +6,7 @@ It does not import Ray. Only `plan_here` looks at this machine; everything else 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentrl.cluster.device import serves_on_gpu
@@ -48,11 +48,8 @@ class PlannedPart:
     def bundles(self) -> Iterator[Bundle]:
         """Yields the bundles with their own names."""
         for number in range(self.count):
-            yield self._named(f"{self.name}-{number}" if self.count > 1 or self.name in _NUMBERED else self.name)
-
-    def _named(self, name: str) -> Bundle:
-        one = self.bundle
-        return Bundle(name=name, cpus=one.cpus, gpus=one.gpus, memory=one.memory, custom=one.custom, labels=one.labels)
+            name = f"{self.name}-{number}" if self.count > 1 or self.name in _NUMBERED else self.name
+            yield replace(self.bundle, name=name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,16 +60,15 @@ def group(name: str, comparison: Comparison) -> str:
         f"{setting['heldout']} held-out tasks, evaluated every {setting['every']} steps; at most {setting['minutes']:g} min."
     )
     runs = [one for outcomes in comparison.rounds for one in outcomes]
-    versions = ", ".join(f"{name} {number}" for name, number in comparison.versions.items())
     parts = [
         f"### {name}",
         intro,
         _table(_RUNS, [_runs(NAMES[side], comparison.of(side)) for side in comparison.sides]),
         _where(comparison),
         f"`{comparison.origin['command']}` at commit {comparison.origin['commit'] or 'unknown'}, in one go on "
-        f"{stored.shown(one.machine for one in runs)}, Python {comparison.origin['machine']['python']}; {versions}. "
-        f"TRL with {_options(comparison.options)}. `docs/peers/{name}.json` has each run, the state of the machine, and the settings of TRL"
-        " that were timed.",
+        f"{stored.shown(one.machine for one in runs)}, Python {comparison.origin['machine']['python']}. "
+        f"TRL with {_options(comparison.options)}. `docs/peers/{name}.json` has each run, the versions, the state of the"
+        " machine, and the settings of TRL that were timed.",
     ]
     return "\n\n".join(parts)
 

@@ -24,14 +24,14 @@ def steps(text: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 def test_every_step_is_valid_shell_and_the_last_user_is_not_root(device: str) -> None:
     text = dockerfile(device, project_requirement(ROOT, device), ["sandboxes/a b", "sandboxes/$(x)"])  # type: ignore[arg-type]
-    found = steps(text)
-    assert {name for name, _ in found} <= {"ARG", "FROM", "ENV", "RUN", "WORKDIR", "COPY", "USER", "CMD"}
-    for name, command in found:
+    instructions = steps(text)
+    assert {name for name, _ in instructions} <= {"ARG", "FROM", "ENV", "RUN", "WORKDIR", "COPY", "USER", "CMD"}
+    for name, command in instructions:
         if name == "RUN":
             subprocess.run(["sh", "-n", "-c", command], check=True)
-    assert [content for name, content in found if name == "USER"] == ["1000"]
+    assert [content for name, content in instructions if name == "USER"] == ["1000"]
     assert ("torch==" in text) == (device == "cpu"), "on a GPU the upstream build is what pip installs"
-    built = next(command for name, command in found if "ensure_rootfs" in command)
+    built = next(command for name, command in instructions if "ensure_rootfs" in command)
     assert {"sandboxes/a b", "sandboxes/$(x)"} <= set(shlex.split(built))
 
 
@@ -42,6 +42,7 @@ def test_the_versions_are_those_of_the_project() -> None:
     needed = re.findall(r"(?m)^need (\S+)", (ROOT / "scripts" / "setup_system.sh").read_text())
     outside_pods = {"docker.io", "crun"}
     assert set(needed) - outside_pods <= set(module._PACKAGES), "packages that a machine needs"
+    assert "wget" in module._PACKAGES and "'ray[default]==2.60.0'" in dockerfile("gpu", "x"), "probes of KubeRay, and the job's submission"
 
 
 def test_a_project_installs_agentrl_from_where_it_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

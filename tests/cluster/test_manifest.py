@@ -93,7 +93,7 @@ def test_the_job_keeps_the_rules_that_only_the_operator_checks() -> None:
     for group in cluster["workerGroupSpecs"]:
         assert group["minReplicas"] == group["replicas"] == group["maxReplicas"]
         assert not {"num-cpus", "num-gpus", "memory", "resources"} & set(group["rayStartParams"])
-        assert set(group["resources"]) >= {"CPU", "memory", f"agentrl-{group['groupName']}"}
+        assert set(group["resources"]) >= {"CPU", "memory", f"agentrl-{group['groupName']}-pod"}
     pinned = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["cluster"]
     assert any(f"ray=={RAY_VERSION.rpartition('.')[0]}." in one for one in pinned)
 
@@ -117,6 +117,14 @@ def test_each_part_has_a_group_of_pods_that_can_hold_it() -> None:
     assert not groups
     server = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]
     assert server["labels"] == {"pool": "h100"} == server["template"]["spec"]["nodeSelector"], "Ray sets labels of ray.io itself"
+
+
+def test_only_the_driver_has_the_volume_of_the_run_folder_and_other_pods_have_room_for_a_mirror() -> None:
+    (job,) = by_kind(written(build({**RECIPE, **LARGE})), "RayJob")
+    for name, template in templates(job).items():
+        mounts = {mount["mountPath"]: mount["name"] for mount in template["spec"]["containers"][0]["volumeMounts"]}
+        (volume,) = (one for one in template["spec"]["volumes"] if one["name"] == mounts["/runs"])
+        assert ("persistentVolumeClaim" in volume) == (name == "head") and ("emptyDir" in volume) == (name != "head")
 
 
 def test_sandboxes_open_in_pods_with_a_user_namespace_and_no_pod_has_privileges() -> None:
@@ -157,8 +165,8 @@ def test_the_password_of_redis_is_in_no_object() -> None:
 
 
 LABELS = {"app.kubernetes.io/instance": "x"}
-PODS = {part: {**LABELS, "agentrl/part": part} for part in ("driver", "server", "learner", "worker", "judge-a", "redis", "sandbox")}
-PODS |= {"other run": {"app.kubernetes.io/instance": "y", "agentrl/part": "worker"}, "stranger": {}}
+PODS = {part: {**LABELS, "agentrl-part": part} for part in ("driver", "server", "learner", "worker", "judge-a", "redis", "sandbox")}
+PODS |= {"other run": {"app.kubernetes.io/instance": "y", "agentrl-part": "worker"}, "stranger": {}}
 
 
 def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
@@ -260,6 +268,11 @@ def test_names_of_objects_are_labels_and_differ_for_different_names(one: str, ot
 def test_values_that_kubernetes_rejects_are_errors(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         written(build(RECIPE), **options)
+
+
+def test_a_custom_resource_that_kuberay_takes_for_gpus_is_an_error() -> None:
+    with pytest.raises(UserError, match="KubeRay takes my-gpu for GPUs"):
+        written(build({**RECIPE, "cluster": {"address": "auto", "resources": {"server": {"my-gpu": 1}}}}))
 
 
 def test_docker_sandboxes_are_an_error() -> None:

@@ -21,12 +21,12 @@ ALL = {
 }
 
 
-def made(**changes: Any) -> Recipe:
+def recipe_with(**changes: Any) -> Recipe:
     return build({**RECIPE, **ALL, **changes})
 
 
 def test_a_plan_has_every_part_that_a_recipe_starts() -> None:
-    plan = plan_parts(made())
+    plan = plan_parts(recipe_with())
     names = [bundle.name for bundle in plan.bundles()]
     assert names == ["server-0", "server-1", "learner", "worker-0", "worker-1", "worker-2", "gate", "judge-small"]
     assert [part.name for part in plan.parts if part.with_driver] == ["driver", "redis"], "they need no reservation"
@@ -37,15 +37,17 @@ def test_a_plan_has_every_part_that_a_recipe_starts() -> None:
 
 
 def test_an_evaluation_plans_servers_only() -> None:
-    assert [part.name for part in plan_parts(made(), training=False).parts] == ["driver", "server", "judge-small"]
+    assert [part.name for part in plan_parts(recipe_with(), training=False).parts] == ["driver", "server", "judge-small"]
 
 
 def test_a_redis_server_elsewhere_is_no_part() -> None:
-    assert plan_parts(made(store={"ref": "redis", "options": {"url": "redis://h:1/0"}})).part("redis") is None
+    assert plan_parts(recipe_with(store={"ref": "redis", "options": {"url": "redis://h:1/0"}})).part("redis") is None
 
 
 def test_on_gpus_each_rank_and_server_gets_one() -> None:
-    plan = plan_parts(made(cluster={"address": "auto", "resources": {"learner": {"nodes": 2}, "judge-small": {"gpus": 0.5}}}), on_gpus=True)
+    plan = plan_parts(
+        recipe_with(cluster={"address": "auto", "resources": {"learner": {"nodes": 2}, "judge-small": {"gpus": 0.5}}}), on_gpus=True
+    )
     gpus = {bundle.name: bundle.gpus for bundle in plan.bundles()}
     assert gpus["learner-0"] == gpus["learner-1"] == 2 and gpus["server-0"] == gpus["gate"] == 1
     assert gpus["judge-small"] == 0.5 and gpus["worker-0"] == 0
@@ -54,14 +56,14 @@ def test_on_gpus_each_rank_and_server_gets_one() -> None:
 
 def test_settings_replace_defaults_and_name_custom_resources_and_labels() -> None:
     wanted = {"server": {"cpus": 6, "memory_gib": 0.5, "fast-disk": 1, "ray.io/accelerator-type": "H100"}}
-    server = plan_parts(made(cluster={"address": "auto", "resources": wanted})).part("server")
+    server = plan_parts(recipe_with(cluster={"address": "auto", "resources": wanted})).part("server")
     assert server is not None and server.bundle.labels == {"ray.io/accelerator-type": "H100"}
     assert server.bundle.amounts() == {"CPU": 6, "memory": GIB / 2, "fast-disk": 1}
 
 
 @pytest.mark.parametrize("address", ["local", "auto", "head:6379", "10.0.0.7:6379", "ray://head.cluster.local:10001", "[fd00::1]:6379"])
 def test_addresses(address: str) -> None:
-    assert made(cluster={"address": address}).cluster.address == address
+    assert recipe_with(cluster={"address": address}).cluster.address == address
 
 
 @pytest.mark.parametrize(
@@ -69,7 +71,7 @@ def test_addresses(address: str) -> None:
 )
 def test_other_addresses_are_errors(address: str) -> None:
     with pytest.raises(RecipeError, match=r"cluster\.address: .*set local, auto"):
-        made(cluster={"address": address})
+        recipe_with(cluster={"address": address})
 
 
 @pytest.mark.parametrize(
@@ -95,12 +97,12 @@ def test_other_addresses_are_errors(address: str) -> None:
 )
 def test_wrong_resources_are_errors_that_say_what_to_set(resources: dict[str, Any], message: str | None) -> None:
     if message is None:
-        assert made(cluster={"address": "auto", "resources": resources})
+        assert recipe_with(cluster={"address": "auto", "resources": resources})
         return
     with pytest.raises(RecipeError, match=message):
-        made(cluster={"address": "auto", "resources": resources})
+        recipe_with(cluster={"address": "auto", "resources": resources})
 
 
 def test_resources_without_a_cluster_are_an_error() -> None:
     with pytest.raises(RecipeError, match=r"cluster\.resources=.* does nothing without a cluster: set cluster\.address"):
-        made(cluster={"resources": {"server": {"cpus": 1}}})
+        recipe_with(cluster={"resources": {"server": {"cpus": 1}}})
