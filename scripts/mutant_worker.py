@@ -41,7 +41,7 @@ OPTIONS = [
     "--no-header",
     "--no-summary",
 ]
-OPTIONS += ["-m", "not (slow or vllm or deepspeed or docker or bubblewrap or e2e or models)"]
+OPTIONS += ["-m", "not (slow or vllm or deepspeed or docker or bubblewrap or e2e or models or browser)"]
 
 
 GENERATED = "0"  # the line of code that is generated at import

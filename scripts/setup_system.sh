@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs the distribution's packages that sandboxes, vLLM and DeepSpeed need, and only the missing ones.
-# As root it installs them (Debian, Ubuntu); otherwise it prints the one command to run and exits 3.
+# With the second argument `browser`, also what tests of pages need. As root it installs them (Debian, Ubuntu); otherwise it prints the one command to run and exits 3.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -28,6 +28,9 @@ need python3-dev headers         # ... against Python's headers
 need libnuma1 library libnuma.so.1  # vLLM's CPU build links to it
 need libgomp1 library libgomp.so.1
 need procps has ps
+if [[ ${2:-} == browser ]]; then
+    need chromium has chromium  # tests of the pages of agentrl view
+fi
 need redis-tools has redis-check-rdb  # the program of redis-server, without its service: a run starts its own server
 
 if ((${#missing[@]} == 0)); then

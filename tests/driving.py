@@ -30,7 +30,7 @@ from agentrl.rollout import Admission
 from agentrl.run import loop
 from agentrl.run.late import LateGroups
 from agentrl.sandbox import select_backend
-from agentrl.session import opening
+from agentrl.session import builders, opening
 from agentrl.session.judge_servers import JudgeServers
 from agentrl.session.task_changes import open_changes
 from agentrl.task import GroupSchedule
@@ -152,7 +152,7 @@ async def opened(
     checkpoints = FolderCheckpoints(run_dir / "running")
     faults, slots = FaultRate(concurrency=recipe.rollout.concurrency), Admission(recipe.rollout.concurrency)
     chat, listener = chat_of(shared_tokenizer()), EpisodeEvents(record)
-    episodes = opening.build_episode_runner(recipe, policy, sandboxes, chat, listener=listener)
+    episodes = builders.build_episode_runner(recipe, policy, sandboxes, chat, listener=listener)
     capture = Capture(run_dir, recipe.capture, origin={"run": run_dir.name})
     starts = BlockStarts(order, await store.call(lambda store: store.block_versions()))
     memory = open_memory(recipe, run_dir, store, order, starts)
@@ -173,7 +173,7 @@ async def opened(
             family=family,
             sandboxes=sandboxes,
             served=cast(Any, AlwaysServed()),
-            groups=opening.build_group_runner(
+            groups=builders.build_group_runner(
                 recipe, episodes, cast(Any, scorer), checkpoints, faults.record_attempt, slots, memory=memory
             ),
             group_tasks=tasks,

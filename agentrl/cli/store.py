@@ -19,7 +19,7 @@ import typer
 from agentrl.base.user_code import printable
 from agentrl.cli.running import JsonFlag
 from agentrl.errors import UserError
-from agentrl.experience.audit import Progress
+from agentrl.experience.audit import LedgerCounts, Progress
 from agentrl.protocols import ExperienceStore
 from agentrl.records import LedgerEntry
 from agentrl.records.late_score import LAST_EXPIRY
@@ -72,13 +72,7 @@ def store(
     numbers = {"issued": 0, "running": 0, **Counter(unstored.values()), **counts.groups}
     print(", ".join(f"{number} {name}" for name, number in numbers.items()) + f" of {sum(numbers.values())} groups")
     print(audit.token_balance(counts.tokens))
-    if counts.residuals:
-        print(f"{counts.tokens_residual:,} tokens of {counts.residuals} groups trained again, for late parts (residuals)")
-    if counts.parts_pending:
-        first = f"; the next expires at {datetime.fromtimestamp(min(expiries)).isoformat(' ', 'seconds')}" if expiries else ""
-        print(f"{counts.parts_pending} parts of late scores have not arrived{first}")
-    for reason, number in counts.unused.items():
-        print(f"  {number:>6} groups without trained tokens: {_one_line(reason)}")
+    _print_counts(counts, expiries)
     _print_groups(chosen if list_all else chosen[-_SHOWN:], hidden=0 if list_all else max(0, len(chosen) - _SHOWN))
     for group in () if step is not None else (group for group, name in unstored.items() if state in (None, name)):
         print(f"{group:>7}  {unstored[group]}")
@@ -87,6 +81,16 @@ def store(
     if verify and not problems:
         print("ok    the ledger agrees with groups, checkpoint and metrics")
     raise typer.Exit(1 if problems else 0)
+
+
+def _print_counts(counts: LedgerCounts, expiries: Sequence[float]) -> None:
+    if counts.residuals:
+        print(f"{counts.tokens_residual:,} tokens of {counts.residuals} groups trained again, for late parts (residuals)")
+    if counts.parts_pending:
+        first = f"; the next expires at {datetime.fromtimestamp(min(expiries)).isoformat(' ', 'seconds')}" if expiries else ""
+        print(f"{counts.parts_pending} parts of late scores have not arrived{first}")
+    for reason, number in counts.unused.items():
+        print(f"  {number:>6} groups without trained tokens: {_one_line(reason)}")
 
 
 def _index(run_dir: Path) -> None:

@@ -94,10 +94,7 @@ def compare_evaluations(
 
     With one evaluation, or only --rate, print how many cases a comparison needs to detect --difference.
     """
-    if not 0 < alpha < 0.5 or not 0 <= margin < 1 or not 0 < abs(difference) <= 1:
-        raise UserError(
-            "--alpha, --margin or --difference is out of range", fix="use 0 < alpha < 0.5, 0 <= margin < 1 and 0 < difference <= 1"
-        )
+    _check_ranges(alpha, margin, difference)
     if (before is None) == (rate is None):
         raise UserError(
             "give two evaluations to compare, or one evaluation or --rate to plan a comparison",
@@ -129,6 +126,13 @@ def compare_evaluations(
         return
     print(render_comparison(compared, first, second, changed, verdict=not apart))
     print(f"\n{needed} such cases are needed to detect a difference of {100 * difference:g} points with {_CHANCE:.0%} probability")
+
+
+def _check_ranges(alpha: float, margin: float, difference: float) -> None:
+    if not 0 < alpha < 0.5 or not 0 <= margin < 1 or not 0 < abs(difference) <= 1:
+        raise UserError(
+            "--alpha, --margin or --difference is out of range", fix="use 0 < alpha < 0.5, 0 <= margin < 1 and 0 < difference <= 1"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

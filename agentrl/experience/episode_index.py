@@ -42,6 +42,7 @@ TIMEOUT_S = 5.0
 MAX_FACETS = 200
 """Largest number of values of one facet."""
 _WALK_S = 0.05  # to collect a page in the order of an index, before all episodes are compared
+_CACHE_KIB = 64 << 10  # pages in memory
 _MOST_GROUPS = 100_000  # rows of a GROUP BY
 _FIX = "agentrl store RUN --index builds the index"
 
@@ -359,6 +360,7 @@ def _connect(path: Path, *, timeout_s: float) -> sqlite3.Connection | None:
     db = connect_read_only(path, SCHEMA, timeout_s=timeout_s)
     try:
         with query_deadline(db, timeout_s):
+            db.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
             if read_pragma(db, "application_id") != APPLICATION_ID:
                 raise StoreError(f"{path} is an SQLite file but not an experience store")
             if indexed := bool(db.execute("SELECT 1 FROM sqlite_schema WHERE name = 'episodes'").fetchone()):

@@ -17,6 +17,8 @@ Outcome = Literal["solved", "partial", "failed", "pending", "excluded"]
 
 _ORDERS = {"newest": "number", "score": "score_order", "tokens": "tokens", "turns": "turns", "seconds": "seconds"}
 _INDEX = {"newest": "NOT INDEXED"} | {sort: f"INDEXED BY episodes_by_{sort}" for sort in ("score", "tokens", "turns", "seconds")}
+_CALLED = "EXISTS (SELECT 1 FROM episode_tools WHERE tool = {tool} AND episode_tools.number = episodes.number)"
+_RARE = 10_000  # episodes that call a rare tool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,41 +119,52 @@ def plan_query(db: sqlite3.Connection, query: EpisodeQuery) -> QueryPlan | None:
     if any(isinstance(value, int) and not -(1 << 62) < value < 1 << 62 for value in values):
         raise UserError("a number of the query has more than 62 bits", fix="use a smaller number")
     few = query.group is not None or query.step is not None
-    return _plan(query, _sources(query, tool, few=few), terms, values)
+    return _plan(query, _sources(db, query, tool, few=few), terms, values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sources:
-    """What follows FROM, the condition on it, and the column of the number."""
+    """What follows FROM, the first and the last condition on it, and the column of the number."""
 
     walk: str
     scan: str
-    term: str = ""
-    value: Any = None
+    first: str = ""
+    values: tuple[Any, ...] = ()  # of the first condition
+    last: str = ""  # tested for what the other conditions leave
     number: str = "number"
 
 
-def _sources(query: EpisodeQuery, tool: int | None, *, few: bool) -> _Sources:
+def _sources(db: sqlite3.Connection, query: EpisodeQuery, tool: int | None, *, few: bool) -> _Sources:
+    """Chooses what is read first: the groups of a step, the matches of a text, the calls of a rare tool, or an index of all episodes."""
+    called = "" if tool is None else _CALLED.format(tool=tool)
+    by_group, by_order = "episodes INDEXED BY episodes_by_group", f"episodes {_INDEX[query.sort]}"
     if query.text.strip():
-        table, term, value = "episode_text", "episode_text MATCH ?", full_text_query(query.text)
-        joined = f"{table} CROSS JOIN episodes ON number = {table}.rowid"
-        if tool is not None:
-            joined += f" AND EXISTS (SELECT 1 FROM episode_tools WHERE tool = {tool} AND episode_tools.number = episodes.number)"
-        return _Sources(walk=joined, scan=joined, term=term, value=value, number=f"{table}.rowid")
-    if tool is not None:
-        joined = "episode_tools CROSS JOIN episodes ON episodes.number = episode_tools.number"
-        return _Sources(walk=joined, scan=joined, term="tool = ?", value=tool, number="episode_tools.number")
+        matched, values = "episode_text MATCH ?", (full_text_query(query.text),)
+        joined, number = "episode_text CROSS JOIN episodes ON number = episode_text.rowid", "episode_text.rowid"
+        tested = "{} CROSS JOIN episode_text ON episode_text.rowid = number"
+        walk, scan = (joined if query.sort == "newest" else tested.format(by_order)), joined
+        if few:
+            walk = scan = tested.format(by_group)
+        return _Sources(walk=walk, scan=scan, first=matched, values=values, last=called, number=number)
     if few:
-        return _Sources(walk="episodes INDEXED BY episodes_by_group", scan="episodes INDEXED BY episodes_by_group")
-    return _Sources(walk=f"episodes {_INDEX[query.sort]}", scan="episodes INDEXED BY episodes_scan")
+        return _Sources(walk=by_group, scan=by_group, last=called)
+    if tool is not None and _is_rare(db, tool):
+        joined = "episode_tools CROSS JOIN episodes ON episodes.number = episode_tools.number"
+        return _Sources(walk=joined, scan=joined, first="tool = ?", values=(tool,), number="episode_tools.number")
+    return _Sources(walk=by_order, scan="episodes INDEXED BY episodes_scan", last=called)
+
+
+def _is_rare(db: sqlite3.Connection, tool: int) -> bool:
+    query = f"SELECT count(*) FROM (SELECT 1 FROM episode_tools WHERE tool = ? LIMIT {_RARE + 1})"
+    return int(db.execute(query, (tool,)).fetchone()[0]) <= _RARE
 
 
 def _plan(query: EpisodeQuery, sources: _Sources, terms: list[str], values: list[Any]) -> QueryPlan:
-    if sources.term:
-        terms, values = [sources.term, *terms], [sources.value, *values]
+    terms, values = [*filter(None, [sources.first, *terms, sources.last])], [*sources.values, *values]
     column, way = _ORDERS[query.sort], "DESC" if query.descending else "ASC"
     sign = "<" if query.descending else ">"
     number = sources.number
+    number = "number" if column != "number" and sources.walk != sources.scan else number  # of the index that gives the order
     column = number if column == "number" else column
     order = f" ORDER BY {number} {way}" if column == number else f" ORDER BY {column} {way}, {number} {way}"
     later, more = list[str](), list[Any]()

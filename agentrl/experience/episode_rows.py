@@ -88,6 +88,16 @@ def update_scores(db: sqlite3.Connection, group: Group) -> None:
         )
 
 
+def delete_group(db: sqlite3.Connection, index: int, group: Group | None) -> None:
+    """Deletes the rows of a group of training, and their searchable text unless the group is None, because its body is damaged."""
+    rows = db.execute("SELECT number, attempt FROM episodes WHERE idx = ?", (index,)).fetchall()
+    if group is not None:  # what a late score has changed in the text stays in the index, and leads to no row
+        texts = [(number, searchable_text(group, group.episodes[attempt])) for number, attempt in rows if attempt < len(group.episodes)]
+        db.executemany("INSERT INTO episode_text (episode_text, rowid, text) VALUES ('delete', ?, ?)", texts)
+    db.executemany("DELETE FROM episode_tools WHERE number = ?", [row[:1] for row in rows])
+    db.execute("DELETE FROM episodes WHERE idx = ?", (index,))
+
+
 def delete_phase(db: sqlite3.Connection, phase: str) -> None:
     """Deletes the episodes of an evaluation. Their searchable text stays in the index, and leads to no row."""
     label = _label(db, "phase", phase)

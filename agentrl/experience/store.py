@@ -11,7 +11,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -244,15 +244,21 @@ class SqliteStore:
         return dict(db.execute("SELECT idx, body FROM groups WHERE idx IN (SELECT value FROM json_each(?))", (json.dumps(indices),)))
 
     def _delete_episodes(self, step: int) -> None:
-        """Replaces the bodies of the groups that a step has consumed by their hashes."""
+        """Replaces the bodies of the groups that a step has consumed by their hashes, and deletes their rows in the table of episodes."""
         query = (
             "SELECT groups.* FROM taken JOIN groups USING (idx) WHERE step = ? AND checkpoint IS NOT NULL"
             " AND NOT (length(body) = 39 AND substr(body, 1, 7) = ?)"
         )
         with self._reading() as db:
-            rows = [(*row, _DELETED + sha256(body).digest()) for *row, body in db.execute(query, (step, _DELETED))]
+            bodies = [(*row, body) for *row, body in db.execute(query, (step, _DELETED))]
+        rows = [(*row, _DELETED + sha256(body).digest()) for *row, body in bodies]
         if rows:
             with self._transaction() as db:  # not UPDATE, which merges no pages
+                for index, *_, body in bodies:
+                    group: Group | None = None
+                    with suppress(StoreError):
+                        group = self._decode(index, body)
+                    episode_rows.delete_group(db, index, group)
                 db.executemany("DELETE FROM groups WHERE idx = ?", [row[:1] for row in rows])
                 db.executemany(_INSERT, rows)
 

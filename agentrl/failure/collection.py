@@ -29,7 +29,7 @@ from agentrl.base.database import (
     restrict_connection,
     transaction,
 )
-from agentrl.base.liveness import LOCK_WAIT_S
+from agentrl.base.liveness import LOCK_WAIT_S as _WAIT_S
 from agentrl.errors import StoreError, UserError
 from agentrl.failure.trace import FORMAT, Tag, Trace, deciding_tag_name, kind_of_task, newest_version
 from agentrl.records import codec
@@ -144,13 +144,7 @@ class Collection:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        keep: int | None = None,
-        keep_bytes: int | None = None,
-        make: bool = False,
-        busy_timeout_s: float = LOCK_WAIT_S,
+        self, folder: Path, *, keep: int | None = None, keep_bytes: int | None = None, make: bool = False, busy_timeout_s: float = _WAIT_S
     ) -> None:
         self.folder, self.path = folder, folder / FILE
         self._keep, self._keep_bytes = keep, keep_bytes

@@ -55,8 +55,7 @@ class ActiveTrajectory:
         self.sampling = False  # a turn has started and is not recorded yet
         self._episode, self._begun = episode, begun
         self._context = [token for turn in begun.turns for token in (*turn.prompt_ids, *turn.completion_ids)]
-        self._generate_s = 0.0
-        self._computed = 0  # tokens that the server has already computed for this trajectory
+        self._generate_s, self._computed = 0.0, 0  # `_computed`: tokens that the server has already computed for this trajectory
 
     @property
     def tokens(self) -> int:
@@ -196,18 +195,15 @@ class ActiveEpisode:
         sampled: SampledTurns | None = None,
         listener: EpisodeListener | None = None,
     ) -> None:
-        self.id = episode_id
-        self.listener = listener or SilentListener()
+        self.id, self.listener = episode_id, listener or SilentListener()
         self.sampled = SampledTurns() if sampled is None else sampled
         self.task, self.tools, self.memory = task, tools, memory
         self.answer: str | None = None
-        self.stage = "episode"
-        self.agent_state: Mapping[str, Any] = {} if start is None else start.agent_state
+        self.stage, self.agent_state = "episode", {} if start is None else start.agent_state
         self.room = min(task.limits.episode_tokens, max_model_len)  # tokens of one trajectory
         self.failures: list[Failure] = []  # of tools that the agent called
         self.spent_s = 0.0  # before this process continued the episode
-        self.sandbox_s = 0.0  # seconds for opening, writing and executing
-        self.program_s = 0.0  # seconds in programs that the agent called
+        self.sandbox_s = self.program_s = 0.0  # seconds for opening, writing and executing; in programs that the agent called
         self.sandboxes, self._attempt, self._sampling = sandboxes, attempt, sampling
         self.requests = EpisodeRequests(
             policy=policy,
@@ -444,9 +440,9 @@ class ActiveEpisode:
 
 
 def _checked(stop_reason: str) -> str:
-    if not Trajectory(agent="main", turns=(), stop_reason=stop_reason).stop_reason:
-        raise ValueError("the stop reason of an ended trajectory must not be empty")
-    return stop_reason
+    if Trajectory(agent="main", turns=(), stop_reason=stop_reason).stop_reason:
+        return stop_reason
+    raise ValueError("the stop reason of an ended trajectory must not be empty")
 
 
 def _inherited(begun: Trajectory, by: str) -> Trajectory:

@@ -56,8 +56,8 @@ from agentrl.run.worker_access import WorkerAccess
 from agentrl.run.worker_api import LEASE_WAIT_S, MAX_EVENTS, MAX_GROUP_BYTES, MAX_STREAMED
 from agentrl.sandbox import open_sandboxes
 from agentrl.serving.transport import HttpTransport
+from agentrl.session.builders import build_episode_runner, build_group_runner
 from agentrl.session.judge_servers import declare_judges
-from agentrl.session.opening import build_episode_runner, build_group_runner
 from agentrl.session.preflight import open_chat, open_group_judge, open_tasks
 
 log = logging.getLogger(__name__)

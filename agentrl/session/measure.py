@@ -260,13 +260,12 @@ def save_evaluation(
 
 def rename_evaluation(folder: Path, phase: str, to: str | None, *, of: str = "") -> None:
     """Renames a phase that is not the run's result any more, and its transcripts; removes it if `to` is None or `of` is not its hash."""
-    path = folder / "evaluations.json"
+    path, transcripts = folder / "evaluations.json", folder / "episodes" / f"{phase}.jsonl"
     phases: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if (result := phases.pop(phase, None)) is None:
         return
     if to is not None and to not in phases and all(one.get("of") == of for one in result.values()):
         phases[to] = result
-        transcripts = folder / "episodes" / f"{phase}.jsonl"
         if transcripts.exists():
             transcripts.replace(transcripts.with_stem(to))
     write_atomically(path, json.dumps(phases, indent=2) + "\n")

@@ -38,29 +38,20 @@ from agentrl.observe.run_events import EpisodeEvents, EventTracker, Record
 from agentrl.observe.timeline import Timeline
 from agentrl.plugins import parts
 from agentrl.protocols import (
-    EpisodeCheckpoints,
-    EpisodeListener,
     Launcher,
-    Policy,
     PolicyServer,
     SandboxBackend,
-    SilentListener,
     TaskFamily,
-    ToolSource,
     Tracker,
     VersionRegistry,
 )
-from agentrl.protocols.reward import GroupJudge
 from agentrl.protocols.serving import MAX_CACHE_USE
 from agentrl.records import PolicyVersion, Split
-from agentrl.reward import TaskScorer
 from agentrl.reward.combine import audit_contradiction
-from agentrl.reward.group_judging import GroupJudgeScorer
-from agentrl.rollout import Admission, AttemptListener, EpisodeRunner, GroupRunner, MemorySource, Pace, RequestRouter
+from agentrl.rollout import Admission, EpisodeRunner, GroupRunner, Pace
 from agentrl.run.late import LateGroups, check_order, check_residuals
 from agentrl.sandbox import open_sandboxes
-from agentrl.serving.server_pool import ServerPool
-from agentrl.serving.supervisor import SupervisedServer
+from agentrl.session.builders import build_episode_runner, build_group_runner, fault_rate, open_policy_server
 from agentrl.session.ending import closing_stack
 from agentrl.session.folder import RunStart, write_start
 from agentrl.session.judge_servers import JudgeServers, running_judge_servers
@@ -240,19 +231,15 @@ async def _open_parts(
     console: bool,
     order: GroupOrder,
 ) -> Run:
-    folder, clock = start.folder, StageClock(began=start.began)
+    folder, clock, faults = start.folder, StageClock(began=start.began), fault_rate(recipe)
     tracker, record_event = await _open_tracker(stack, recipe, folder, clock, chat, checked, console=console)
     store, starts, checkpoints, memory = await _open_experience(stack, recipe, folder, order)
     registry, served, gate_server, judges = await _open_servers(stack, recipe, folder, checked, launcher, alert=tracker.alert)
-    services, faults = await open_services(stack, folder, store, launcher), fault_rate(recipe)
-    learner = _open_learner(stack, recipe, folder, services, root, launcher, alert=tracker.alert)
-    pace, listener = _open_pace(stack, recipe, folder), EpisodeEvents(record_event)
+    services, listener = await open_services(stack, folder, store, launcher), EpisodeEvents(record_event)
+    learner, pace = _open_learner(stack, recipe, folder, services, root, launcher, alert=tracker.alert), _open_pace(stack, recipe, folder)
     episodes = build_episode_runner(recipe, served, sandboxes, chat, tools, router=served, pace=pace, listener=listener)
-    groups = _open_groups(recipe, checked, episodes, served, checkpoints, faults, memory)
-    changes, withheld = open_changes(recipe, folder, checked.family, root, checked.practice), WithholdingLog(folder, checked.withheld)
-    schedule = GroupSchedule(checked.family, recipe.seed, withheld=withheld, practice=checked.practice, changes=changes)
-    tasks, capture = GroupTasks(recipe, folder, store, schedule, order, starts), _open_capture(stack, recipe, folder)
-    return Run(
+    (changes, tasks), capture = _open_tasks(recipe, folder, checked, root, store, order, starts), _open_capture(stack, recipe, folder)
+    run = Run(
         recipe=recipe,
         folder=folder,
         progress=Progress(stop_at=recipe.step_limit, timeline=_open_timeline(learner)),
@@ -267,7 +254,7 @@ async def _open_parts(
         family=checked.family,
         sandboxes=sandboxes,
         served=served,
-        groups=groups,
+        groups=_open_groups(recipe, checked, episodes, served, checkpoints, faults, memory),
         group_tasks=tasks,
         task_changes=changes,
         order=order,
@@ -278,10 +265,17 @@ async def _open_parts(
         suite=checked.suite,
         memory=memory,
         gate_server=gate_server,
-        workers=_open_workers(
-            recipe, folder, root, store, served, faults, memory, checkpoints, launcher, services, tracker.alert, record_event
-        ),
     )
+    run.workers = _open_workers(run, root, launcher, services, record_event)
+    return run
+
+
+def _open_tasks(
+    recipe: Recipe, folder: Path, checked: PreflightResult, root: Path, store: DriverStore, order: GroupOrder, starts: BlockStarts
+) -> tuple[TaskChanges, GroupTasks]:
+    changes, withheld = open_changes(recipe, folder, checked.family, root, checked.practice), WithholdingLog(folder, checked.withheld)
+    schedule = GroupSchedule(checked.family, recipe.seed, withheld=withheld, practice=checked.practice, changes=changes)
+    return changes, GroupTasks(recipe, folder, store, schedule, order, starts)
 
 
 def _open_timeline(learner: LearnerProcess) -> Timeline:
@@ -309,37 +303,24 @@ def _open_groups(
     return build_group_runner(recipe, episodes, scorer, checkpoints, listener, slots, group_judge=judge, memory=memory)
 
 
-def _open_workers(
-    recipe: Recipe,
-    folder: Path,
-    root: Path,
-    store: DriverStore,
-    served: PolicyServer,
-    faults: FaultRate,
-    memory: RunMemory | None,
-    checkpoints: FolderCheckpoints,
-    launcher: Launcher,
-    services: RunServices,
-    alert: Callable[[str], None],
-    record_event: Record,
-) -> WorkerPool | None:
-    """Returns the rollout workers of a recipe, which are not running yet; None if the driver runs the episodes."""
-    if not recipe.rollout.workers:
+def _open_workers(run: Run, root: Path, launcher: Launcher, services: RunServices, record_event: Record) -> WorkerPool | None:
+    """Returns the rollout workers of a run, which are not started yet; None if the driver runs the episodes."""
+    if not run.recipe.rollout.workers:
         return None
-    from agentrl.run.worker_pool import WorkerPool  # its worker opens its parts with this module
+    from agentrl.run.worker_pool import WorkerPool  # its worker opens its parts with this package
 
     return WorkerPool(
-        recipe,
-        folder,
+        run.recipe,
+        run.folder,
         root=root,
-        store=store,
-        served=served,
-        memory=memory,
-        checkpoints=checkpoints,
+        store=run.store,
+        served=run.served,
+        memory=run.memory,
+        checkpoints=run.checkpoints,
         launcher=launcher,
         service=services.service,
-        on_attempt=faults.record_attempt,
-        alert=alert,
+        on_attempt=run.fault_rate.record_attempt,
+        alert=run.tracker.alert,
         record_event=record_event,
     )
 
@@ -428,80 +409,3 @@ def _open_registry(folder: Path) -> FolderRegistry:
         weights = folder / "versions" / "000000" / "model.safetensors"
         registry.add(PolicyVersion(number=0, parent=None, folder="versions/000000", sha256=sha256_file(weights)))
     return registry
-
-
-def fault_rate(recipe: Recipe) -> FaultRate:
-    """Returns the fault rate of all attempts in flight, including those of a gate with its own server, because a dead daemon fails both."""
-    return FaultRate(concurrency=recipe.max_concurrent_episodes)
-
-
-def open_policy_server(
-    recipe: Recipe,
-    run_dir: Path,
-    registry: VersionRegistry,
-    *,
-    launcher: Launcher | None = None,
-    alert: Callable[[str], None] = log.warning,
-) -> PolicyServer:
-    """Opens the policy's server, or a pool of several. `launcher`, `alert`: as for `SupervisedServer`."""
-    if recipe.serving.replicas == 1:
-        return SupervisedServer(recipe, run_dir, registry, launcher=launcher, alert=alert)
-    return ServerPool(recipe, run_dir, registry, launcher=launcher, alert=alert)
-
-
-def build_episode_runner(
-    recipe: Recipe,
-    policy: Policy,
-    sandboxes: SandboxBackend,
-    chat: ChatFormat,
-    tools: ToolSource | None = None,
-    *,
-    router: RequestRouter | None = None,
-    pace: Pace | None = None,
-    listener: EpisodeListener | None = None,
-) -> EpisodeRunner:
-    """Builds the episode runner of a recipe."""
-    return EpisodeRunner(
-        policy=policy,
-        sandboxes=sandboxes,
-        agent=parts.make_part(parts.AGENT, recipe.rollout.agent, chat=chat, **recipe.rollout.agent_settings),
-        sampling=recipe.rollout.distribution,
-        max_model_len=recipe.policy.max_model_len,
-        request_timeout_s=recipe.serving.request_timeout_s,
-        tools=tools,
-        router=router,
-        pace=pace or Pace(slots=recipe.serving.max_num_seqs * recipe.serving.replicas),
-        listener=listener or SilentListener(),
-    )
-
-
-def build_group_runner(
-    recipe: Recipe,
-    episodes: EpisodeRunner,
-    scorer: TaskScorer,
-    checkpoints: EpisodeCheckpoints,
-    on_attempt: AttemptListener,
-    slots: Admission,
-    *,
-    group_judge: GroupJudge | None = None,
-    memory: MemorySource | None = None,
-) -> GroupRunner:
-    """Builds the group runner of a recipe."""
-    scoring, rollout = None, recipe.rollout
-    if group_judge is not None:
-        name, weight = str(recipe.tasks.group_judge), recipe.tasks.group_weight
-        scoring = GroupJudgeScorer(judge=group_judge, name=name, weight=weight, task_scorer=scorer)
-    return GroupRunner(
-        runner=episodes,
-        scorer=scorer,
-        group_scoring=scoring,
-        slots=slots,
-        group_size=rollout.group.size,
-        spare_attempts=rollout.group.spare_attempts,
-        stop_equal_after=rollout.group.stop_equal_after,
-        branches=rollout.group.branches,
-        branch_turn=rollout.group.branch_turn,
-        memory=memory,
-        checkpoints=checkpoints if rollout.checkpoint_turns else None,
-        on_attempt=on_attempt,
-    )

@@ -81,6 +81,7 @@ class MetricsTable:
 
     def __init__(self, path: Path) -> None:
         self._tail = JsonTail(path, self._add, self._clear)
+        self._sorted: list[int] = []
         self._clear()
 
     def refresh(self) -> bool:
@@ -130,7 +131,7 @@ class MetricsTable:
 
     def _clear(self) -> None:
         self._rows: dict[int, int] = {}
-        self._sorted: list[int] = []
+        self._sorted = []
         self._columns: dict[str, array[float]] = {}
         self._full = False
 

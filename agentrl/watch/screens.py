@@ -11,20 +11,22 @@ import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.text import Text
 
+from agentrl.base.database import connect_read_only, query_deadline, read_pragma
 from agentrl.base.files import tail_bytes
 from agentrl.base.run_lock import driver_of
 from agentrl.base.user_code import printable
 from agentrl.errors import StoreError, UserError
-from agentrl.experience import SqliteStore
-from agentrl.experience.audit import count, token_balance
+from agentrl.experience.audit import token_balance
 from agentrl.experience.episode_index import EpisodeIndex, EpisodeRow
 from agentrl.experience.episode_query import EpisodeQuery
+from agentrl.experience.store import APPLICATION_ID, SCHEMA, translated_errors
 from agentrl.observe import events
 from agentrl.observe.event_log import newest_offset, read_events
 from agentrl.observe.rundata import Line, is_finite, parse_object, read_lines, read_object
@@ -58,6 +60,13 @@ _ALERTS = 20
 _IN_FLIGHT = 10_000
 _NEWEST = 10  # steps from which the remaining time is estimated
 _LONGEST_S, _LARGEST = 1e9, 1e30  # a run of a third party may have any numbers
+_QUERY_S = 5.0
+_TOKENS = """
+SELECT coalesce(sum(tokens_sampled), 0), coalesce(sum(iif(checkpoint IS NULL, 0, tokens_trained)), 0),
+       coalesce(sum(iif(checkpoint IS NULL, tokens_sampled, 0)), 0)
+FROM groups LEFT JOIN taken USING (idx) WHERE idx >= 0
+"""
+"""Sampled, trained and open tokens, as `agentrl.experience.audit.count` counts them."""
 _STYLES = {"assistant": "green", "tool": "yellow"}
 T = TypeVar("T")
 
@@ -190,14 +199,15 @@ class RunScreen:
             raise
 
     def _count(self) -> str:
+        """Returns the balance of the ledger's tokens. It only reads, and the folder may come from a third party."""
         path = self._folder / "experience.sqlite"
         if not path.is_file():
             return ""
-        store = SqliteStore(path)
-        try:
-            return token_balance(count(store.entries()).tokens)
-        finally:
-            store.close()
+        with translated_errors(path), closing(connect_read_only(path, SCHEMA, timeout_s=_QUERY_S)) as db, query_deadline(db, _QUERY_S):
+            if read_pragma(db, "application_id") != APPLICATION_ID:
+                raise StoreError(f"{path} is an SQLite file but not an experience store")
+            sampled, trained, left = db.execute(_TOKENS).fetchone()
+        return token_balance({"sampled": sampled, "trained": trained, "excluded": sampled - trained - left, "open": left})
 
     def _success(self, steps: list[Line]) -> Iterator[tuple[str, float]]:
         """The newest success on held-out tasks: after training, or during it, or before."""

@@ -77,11 +77,12 @@ class RayNodes:
 
 
 @contextmanager
-def running() -> Iterator[RayNodes]:
-    """Starts a head."""
+def running(*, client_port: int | None = None) -> Iterator[RayNodes]:
+    """Starts a head. `client_port`: also a server for drivers outside of the cluster, `ray://127.0.0.1:PORT`."""
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(head_node_args={"num_cpus": 0, "object_store_memory": _STORE_BYTES, "include_dashboard": False}, initialize_head=True)
+    head = {"num_cpus": 0, "object_store_memory": _STORE_BYTES, "include_dashboard": False, "ray_client_server_port": client_port}
+    cluster = Cluster(head_node_args=head, initialize_head=True)
     try:
         yield RayNodes(cluster)
     finally:

@@ -17,10 +17,12 @@ import pytest
 from agentrl.base.processes import read_stat
 from agentrl.cluster import ray_launcher
 from agentrl.cluster.plan import ClusterPlan
+from agentrl.cluster.ports import free_port
 from agentrl.cluster.ray_launcher import RayLauncher
 from agentrl.cluster.run_service import HOST
 from agentrl.errors import LaunchError, RunFolderBusy, UserError
 from agentrl.protocols.cluster import PARENT, RUN
+from tests.cluster import ray_nodes as ray_nodes_module
 from tests.cluster import serving
 from tests.cluster.ray_nodes import RayNodes, plan_of
 from tests.cluster.test_launchers import SLEEPS, command
@@ -188,3 +190,22 @@ async def test_the_signal_handlers_of_the_driver_stay(ray_nodes: RayNodes, tmp_p
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     async with ray_nodes.launcher(plan_of(ray_nodes.address, "part"), tmp_path):
         assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+async def test_a_driver_outside_of_the_cluster_connects_through_the_client_server(tmp_path: Path) -> None:
+    port = free_port("127.0.0.1")
+    with ray_nodes_module.running(client_port=port) as nodes:
+        nodes.add()
+        launcher = await RayLauncher.open(plan_of(f"ray://127.0.0.1:{port}", "part"), tmp_path, root=tmp_path)
+        try:
+            part = await launcher.start(command(SLEEPS))
+            await until(lambda: part.processes())
+            await part.terminate(grace_s=10.0)
+            assert part.returncode == -signal.SIGTERM and read_stat(part.pid).has_ended
+            part = await launcher.start(command(BOUND, PARENT))
+            os.kill(read_stat(part.pid).parent, signal.SIGKILL)
+            async with asyncio.timeout(LONG_S):
+                await part.wait()
+            assert part.lost
+        finally:
+            await launcher.close()

@@ -16,7 +16,7 @@ from typing import Any
 from agentrl import cli
 from agentrl.records import Completion, SamplingParams, VersionSpan
 from agentrl.serving.supervisor import SupervisedServer
-from agentrl.session import opening
+from agentrl.session import builders
 from agentrl.testing import byte_tokenizer
 from agentrl.testing.hostile import RIGHT, SCRIPTS
 from tests.e2e import forked
@@ -141,7 +141,7 @@ class Scripted(SupervisedServer):
 
 def main(servers: str, learners: str, project: str, run_dir: str, backend: str, *more: Any) -> None:
     forked.use(Path(servers), Path(learners))
-    opening.SupervisedServer = Scripted  # type: ignore[misc]
+    builders.SupervisedServer = Scripted  # type: ignore[misc]
     cli.main(["train", f"{project}/recipe.py", "--run-dir", run_dir, "--sandbox", backend, *more])
 
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.errors import AgentRLError, StoreError, UserError
-from agentrl.experience import SqliteStore, episode_index
+from agentrl.experience import SqliteStore, episode_index, episode_query
 from agentrl.experience.episode_index import EpisodeIndex, EpisodeRow
 from agentrl.experience.episode_query import EpisodeQuery
 from agentrl.experience.index_copy import OlderStore, copy_episodes
@@ -152,12 +152,13 @@ def pages(index: EpisodeIndex, query: EpisodeQuery) -> Iterator[episode_index.Ep
         query = replace(query, after=page.next)
 
 
-@given(groups(), st.lists(queries, min_size=8, max_size=8), st.sampled_from([3, 10_000]))
+@given(groups(), st.lists(queries, min_size=8, max_size=8), st.sampled_from([3, 10_000]), st.sampled_from([0, 10_000]))
 @settings(max_examples=15)
-def test_any_query_returns_what_the_groups_say_in_pages(some: list[Group], asked: list[EpisodeQuery], most: int) -> None:
-    """`most`: with few, the order of an index decides, with many the list of matches."""
+def test_any_query_returns_what_the_groups_say_in_pages(some: list[Group], asked: list[EpisodeQuery], most: int, rare: int) -> None:
+    """`most`: with few, the order of an index decides, with many the list of matches. `rare`: the same for a tool and its calls."""
     with tempfile.TemporaryDirectory() as folder, closing(store_in(Path(folder), some)), pytest.MonkeyPatch.context() as patch:
         patch.setattr(episode_index, "MAX_TOTAL", most)
+        patch.setattr(episode_query, "_RARE", rare)
         with EpisodeIndex(Path(folder)) as index:
             for query in asked:
                 found = list(pages(index, query))

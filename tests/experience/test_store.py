@@ -320,6 +320,11 @@ def test_old_episodes_are_deleted_and_the_ledger_and_its_hashes_stay(tmp_path: P
     with pytest.raises(StoreError, match=r"episodes of group 4 .* were deleted, because of store.options.keep_steps"):
         store.groups([4])
     assert store.groups([52]) == everything.groups([52])
+    indexed = store._connection.execute("SELECT DISTINCT idx FROM episodes ORDER BY idx").fetchall()
+    assert indexed == [(index,) for index in (1, *range(2 * 26, 60))]
+    word = random.Random(2).randbytes(20_000).hex()[:492]
+    hits = [one._connection.execute("SELECT count(*) FROM episode_text WHERE text MATCH ?", (f'"{word}"',)) for one in (store, everything)]
+    assert [hit.fetchone()[0] > 0 for hit in hits] == [False, True], "the searchable text is deleted, too"
     query = "SELECT idx, body FROM groups WHERE idx = 4"
     (_, kept), (_, body) = (one._connection.execute(query).fetchone() for one in (store, everything))
     assert kept == b"sha256:" + sha256(body).digest()

@@ -95,7 +95,7 @@ class Setbacks(Scenario):
         found = []
         for step in (1, 0):
             checkpoint = numbered(root, step)
-            assert checkpoint is not None and checkpoint.meta.len(checkpoint.meta.counts.rollbacks) == step
+            assert checkpoint is not None and len(checkpoint.meta.counts.rollbacks) == step
             restore(checkpoint, engine)
             updater.update(self.batches[1 if step else 0])
             found.append(gather_weights(engine))

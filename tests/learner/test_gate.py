@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -102,3 +103,41 @@ async def test_the_learner_rolls_back_on_request_even_after_a_crash(tmp_path: Pa
     assert consumed(store) == {index: index // 3 for index in range(18)} and list(verify(run_dir, store)) == []
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir() if path.name.isdecimal()) == ["000001", "000006"]
     store.close()
+
+
+@pytest.mark.deepspeed
+async def test_a_rollback_between_replayed_steps_trains_nothing_of_what_it_undoes(tmp_path: Path, make_learner: MakeLearner) -> None:
+    """Step 1 replays the groups of step 0. Step 2 returns to version 1 and trains none of its groups, so step 3 replays none of them: it
+    gives the weights that follow from version 1 without step 1, bit for bit. Step 4 replays the groups of step 3."""
+    groups = [random_group(index) for index in range(15)]
+    run_dir, replaying = (
+        tmp_path / "run",
+        made(2, gate=False).but({"order": "replay", "learner.keep_checkpoints": 9, "learner.keep_versions": 9}),
+    )
+    write_run(run_dir, replaying, groups[:6])
+    await learn(make_learner, run_dir, replaying)
+    assert request_rollback(run_dir, 1).undone == (2,)
+    store = SqliteStore(run_dir / "experience.sqlite")
+    for group in groups[6:]:
+        store.put(group)
+    longer = replaying.but(steps=5)
+    (run_dir / "recipe.json").write_text(longer.model_dump_json())
+    await learn(make_learner, run_dir, longer)
+
+    calm, plain = tmp_path / "calm", made(2, gate=False).but({"order": "oldest_first"})
+    again = [Group(index=3 + n, task_id=one.task_id, task_key=one.task_key, episodes=one.episodes) for n, one in enumerate(groups[9:12])]
+    write_run(calm, plain, [*groups[:3], *again])
+    await learn(make_learner, calm, plain)
+
+    versions = FolderRegistry(run_dir / "versions").versions()
+    assert [version.parent for version in versions] == [None, 0, 1, 1, 3, 4] and versions[2].state is VersionState.ROLLED_BACK
+    assert versions[3].sha256 == versions[1].sha256 and versions[4].sha256 == FolderRegistry(calm / "versions").versions()[2].sha256
+    assert [update(run_dir, number).get("groups_replayed", 0) for number in (1, 2, 4, 5)] == [0, 3, 0, 3]
+    assert consumed(store) == {index: index // 3 for index in range(15)} and list(verify(run_dir, store)) == []
+    assert [entry.index for entry in store.entries() if entry.use is not None and entry.use.reason == "rolled_back"] == [6, 7, 8]
+    store.close()
+
+
+def update(run_dir: Path, number: int) -> dict[str, float]:
+    metrics: dict[str, float] = json.loads((run_dir / "versions" / f"{number:06d}" / "update.json").read_text())
+    return metrics

@@ -117,11 +117,12 @@ async def test_a_capture_that_cannot_write_does_not_affect_the_run(tmp_path: Pat
     assert measure.read_evaluation(tmp_path, "after")["heldout"]["n"] == 4
 
 
-async def test_a_rule_of_the_recipe_is_applied(tmp_path: Path) -> None:
+async def test_a_rule_of_the_recipe_is_applied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.failure.capture.KEPT", 3)
     (tmp_path / "mine.py").write_text(
         "from agentrl.failure.trace import Tag\ndef mine(trace):\n    return Tag(name='mine', by='me', turn=0)\n"
     )
-    await played(tmp_path, rules=[f"{tmp_path}/mine.py:mine"], keep=3)
+    await played(tmp_path, rules=[f"{tmp_path}/mine.py:mine"])
     with Collection(tmp_path) as collection:
         assert collection.counts("tag") == {("",): 2, ("mine",): 12} and collection.dropped() == {"before": 1, "train": 1, "after": 1}
 

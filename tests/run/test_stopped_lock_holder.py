@@ -13,6 +13,7 @@ import pytest
 
 from agentrl.base import liveness
 from agentrl.base.loop_lag import STALL_S, LoopLag
+from agentrl.cluster import process_host
 from agentrl.errors import LearnerError
 from agentrl.experience import DriverStore, SqliteStore
 from agentrl.learner import LearnerProcess
@@ -46,7 +47,7 @@ class StoppedLearner(LearnerProcess):
 
 
 def test_a_lock_is_awaited_for_longer_than_the_death_of_its_stopped_holder_takes() -> None:
-    learner_s = liveness.STOPPED_S + 2 * liveness._STOPPED_LOOK_S + learner_process._POLL_S + learner_process._GONE_S
+    learner_s = liveness.STOPPED_S + 2 * liveness._STOPPED_LOOK_S + learner_process._POLL_S + process_host._GONE_S
     assert learner_s < liveness.LOCK_WAIT_S and SILENT_S + 10.0 < liveness.LOCK_WAIT_S
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from agentrl.records import Blame, Failure
 from agentrl.serving.server_pool import ServerPool
 from agentrl.serving.supervisor import SupervisedServer
-from agentrl.session.opening import fault_rate, open_policy_server
+from agentrl.session.builders import fault_rate, open_policy_server
 from agentrl.version import FolderRegistry
 from tests.driving import make_recipe
 

@@ -78,7 +78,7 @@ def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
     path = shutil.which(CHROMIUM)
-    assert path is not None, "the tests of pages need Debian's chromium: scripts/setup_system.sh installs it"
+    assert path is not None, "the tests of pages need Debian's chromium: make browser installs it"
     with sync_playwright() as playwright:
         opened = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield opened

@@ -8,7 +8,8 @@ const MOST = 40;
 
 function episodeLink(run, id) {
   const found = /^g(\d+)-(\d+)-a\d+$/.exec(id);
-  return found ? link(address("run", run, "groups", Number(found[1]), Number(found[2])), null, id) : id;
+  if (found) return link(address("run", run, "groups", Number(found[1]), Number(found[2])), null, id);
+  return /^(before|after|step\d+)-/.test(id) ? link(address("run", run, "evaluated", id), null, id) : id;
 }
 
 const LINES = {
