@@ -157,7 +157,7 @@ class StoppedProcesses:
 
 
 class RestartAlert(str):
-    """An alert that a part of the run is restarted, which trackers can tell from other alerts.
+    """An alert that a part of the run is restarted, which trackers can distinguish from other alerts.
 
     Args:
         part: "server", "learner", "rollout worker", "judge" or "redis".

@@ -111,7 +111,7 @@ def verifier_blocks(run: Subject) -> Injected:
 
 
 def late_scores(run: Subject) -> Injected:
-    """The verifier leaves a quarter of the scores open. They are sent late, twice, contradictory and for an unknown episode."""
+    """Leaves a quarter of the scores open, and sends them late, twice, contradictory and for an unknown episode."""
     pending = partial(run.store.pending_scores, limit=1000)
     switch_path(run.run_dir).write_text("late")
     try:

@@ -70,7 +70,7 @@ def _plan_on_cluster(recipe: Recipe, *, as_json: bool) -> None:
 
 
 def assignment_note(plan: ClusterPlan, nodes: Sequence[ClusterNode]) -> str:
-    """Returns in one sentence whether the plan fits now."""
+    """Returns a sentence that says whether the plan fits now."""
     from agentrl.cluster.fit import fit_plan
 
     now = fit_plan(plan, nodes, now=True)
@@ -78,7 +78,7 @@ def assignment_note(plan: ClusterPlan, nodes: Sequence[ClusterNode]) -> str:
         return "The plan fits."
     if fit_plan(plan, nodes).assignment is not None:
         return "The plan fits the cluster, but not next to what other jobs have reserved: " + ("; ".join(now.problems) or "too fragmented")
-    return "No assignment was found, though the cluster has enough in total. Ray may find one; smaller parts are easier to place."
+    return "No assignment to nodes was found, but the cluster has enough in total. Ray may find one; reserve less to make it likely."
 
 
 def _show_plan(plan: ClusterPlan, nodes: Sequence[ClusterNode] = (), note: str = "", *, as_json: bool = False) -> None:
@@ -110,7 +110,8 @@ def manifest(
 ) -> None:
     """Write the Kubernetes objects of a run as YAML: a KubeRay RayJob, Redis, network policies and a volume.
 
-    Set device=cpu or device=cuda. The file has no secret: Redis reads its password from a Secret, whose command is in the first lines.
+    Set device=cpu or device=cuda. The file contains no secret: Redis reads its password from a Kubernetes Secret. The first lines of the
+    file have the command that creates it.
     """
     from agentrl.cluster.manifest import ManifestOptions, build_objects, object_name
     from agentrl.cluster.plan import plan_parts
@@ -134,9 +135,9 @@ def manifest(
 
 @cluster_app.command("dockerfile", epilog="Example: agentrl cluster dockerfile --out build/Dockerfile")
 def write_dockerfile(
-    gpu: Annotated[bool, typer.Option("--gpu", help="For NVIDIA GPUs. Default: CPUs.")] = False,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Build for NVIDIA GPUs. Default: for CPUs.")] = False,
     project: Annotated[Path, typer.Option(help="Project folder, which becomes /project in the image.")] = Path(),
-    requirement: Annotated[str | None, typer.Option(help="What pip installs as agentrl. Default: this version.")] = None,
+    requirement: Annotated[str | None, typer.Option(help="Requirement of agentrl for pip. Default: this version.")] = None,
     out: Annotated[Path | None, typer.Option(help="File to write, with its .dockerignore. Default: standard output.")] = None,
 ) -> None:
     """Write the Dockerfile of the image for all pods of a run, with the project and its sandbox images."""

@@ -22,18 +22,18 @@ def export(
     phase: Annotated[str, typer.Option(help="Only this phase: train, before, step8, after, ...")] = "",
     kind: Annotated[str, typer.Option(help="Only this kind of task.")] = "",
     outcome: Annotated[
-        Literal["", "solved", "partial", "failed", "pending", "excluded"], typer.Option(help="Only episodes that ended like this.")
+        Literal["", "solved", "partial", "failed", "pending", "excluded"], typer.Option(help="Only episodes with this outcome.")
     ] = "",
     tool: Annotated[str, typer.Option(help="Only episodes that called this tool.")] = "",
     exclusion: Annotated[str, typer.Option(help="Only episodes excluded by this kind of failure.")] = "",
     step: Annotated[int | None, typer.Option(min=1, help="Only groups of this learner step, counted from 1.")] = None,
     policy_version: Annotated[int | None, typer.Option("--version", min=0, help="Only episodes sampled by this policy version.")] = None,
-    min_score: Annotated[float | None, typer.Option(help="Lowest score.")] = None,
-    max_score: Annotated[float | None, typer.Option(help="Highest score.")] = None,
-    text: Annotated[str, typer.Option(help="Only episodes with these words; a word that ends in * is a prefix.")] = "",
+    min_score: Annotated[float | None, typer.Option(help="Only episodes with at least this score.")] = None,
+    max_score: Annotated[float | None, typer.Option(help="Only episodes with at most this score.")] = None,
+    text: Annotated[str, typer.Option(help="Only episodes that contain these words; a word that ends in * is a prefix.")] = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Write the episodes of a run to files, with their exact tokens. Works during the run.
+    """Write the episodes of a run to files, with their exact tokens. The run may be in progress.
 
     Files of an earlier export with the same names are replaced.
     """

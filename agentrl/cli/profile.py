@@ -31,8 +31,8 @@ def profile(
 ) -> None:
     """Run a few learner steps of a recipe, and print where the time went.
 
-    Runs the recipe without evaluations and gate in a temporary folder. Each table adds up: the parts that compute at the same time, and the
-    states of each part, to the wall time of the measured steps; the CPU seconds to the number of CPUs times the wall time.
+    Runs the recipe without evaluations and gate in a temporary folder. The parts that compute at the same time, and the states of each
+    part, add up to the wall time of the measured steps. CPU seconds add up to the number of CPUs times the wall time.
     """
     root, written = load_recipe(recipe, [])
     changed = written.but(*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else []))

@@ -104,7 +104,7 @@ def run_folder(
     resume: bool = False,
     verb: str = "train",
 ) -> Iterator[tuple[RunStart, Recipe, PreflightResult]]:
-    """Context of a run: locks its folder, loads its recipe, and runs the preflight checks.
+    """Locks a run's folder for the block, loads its recipe and runs the preflight checks.
 
     An error in the block is reported and ends the command. The run survives the loss of its terminal.
 

@@ -95,7 +95,7 @@ class _Outbox:
             self._changed.notify_all()
 
     def settle(self, patience_s: float) -> None:
-        """Waits until everything is delivered. If the reader reads nothing for `patience_s`, drops the rest. Raises `OSError`."""
+        """Waits until all output is delivered. If the reader reads nothing for `patience_s`, drops the rest. Raises `OSError`."""
         with self._changed:
             try:
                 while self._waiting or self._delivering:

@@ -339,16 +339,16 @@ def sample(
 def worker(
     run: Annotated[
         str,
-        typer.Argument(help="Folder of a run in progress with rollout.workers, or its driver's address.", show_default=False),
+        typer.Argument(help="Folder of a run in progress with rollout.workers, or http://HOST:PORT of its driver.", show_default=False),
     ],
     key_file: Annotated[
-        Path | None, typer.Option(help="With an address: a copy of workers.json from the run folder. Default: AGENTRL_DRIVER_KEY.")
+        Path | None, typer.Option(help="With an address: copy of workers.json from the run folder. Default: the key in AGENTRL_DRIVER_KEY.")
     ] = None,
 ) -> None:
     """Start another rollout worker for a run in progress.
 
-    Ends with the run, or with ctrl-C: then the run's other workers continue its groups. On another machine, give the driver's address and
-    run the command in a copy of the project. The worker uses as many sandboxes as each worker that the run starts.
+    The worker ends with the run, or with ctrl-C; other workers then continue its groups. On another machine, give the driver's address and
+    run the command in a copy of the project. The worker opens as many sandboxes as each worker that the run starts.
     """
     with loading():
         from agentrl.cluster.link import take_key

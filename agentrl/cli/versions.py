@@ -178,7 +178,7 @@ def compare_versions(
     alpha: Annotated[float, typer.Option(help="Probability of a wrong verdict `better` or `worse`.")] = 0.05,
     margin: Annotated[float, typer.Option(help="Difference of mean scores that counts as equal.")] = 0.05,
     canary: Annotated[
-        float | None, typer.Option(help="Share of the attempts that AFTER gets, such as 0.2; then promote it, or return to BEFORE.")
+        float | None, typer.Option(help="Give AFTER this share of the attempts, such as 0.2; then promote it or return to BEFORE.")
     ] = None,
     run_dir: Annotated[Path | None, typer.Option(help="Folder of the comparison. Default: the first free runs/NAME-eval.")] = None,
     sandbox: SandboxChoice = None,
@@ -189,8 +189,8 @@ def compare_versions(
     One server switches between their weights. The comparison stops after a block of 16 cases if the 95% interval of the difference, which
     is valid at any number of cases, excludes 0 (better, worse) or is within --margin (same). Exits with 1 if AFTER is worse.
 
-    --canary: each attempt is run by one version. AFTER is promoted once it is clear that it is not worse by --margin or more, and the run
-    returns to BEFORE once it is clear that AFTER is worse. Exits with 1 unless AFTER is promoted.
+    With --canary one version runs each attempt. AFTER is promoted once it is clear that it is not worse by --margin or more, and the run
+    returns to BEFORE once it is clear that AFTER is worse. The exit code is 1 unless AFTER is promoted.
     """
     with loading():
         from agentrl.evaluation.canary import check_canary, run_canary

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 def view(
     runs: Annotated[Path, typer.Argument(help="Folder with runs, or one run.")] = Path("runs"),
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free port.")] = 8420,
-    host: Annotated[str, typer.Option(help="Address to listen on. Others than 127.0.0.1 show the runs to your network.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on. Any other than 127.0.0.1 shows the runs to your network.")] = "127.0.0.1",
     read_only: Annotated[bool, typer.Option("--read-only", help="Show runs only: no tags, labels, cases or scores.")] = False,
     browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
     """Show runs in a web page, also while they train: from a curve to the step, the group, the episode and the token.
 
-    The address that is printed contains a token, which the page needs. Press ctrl-C to stop.
+    The printed address contains the token that the pages need. Press ctrl-C to stop.
     """
     from agentrl.base.installation import install_command
 
@@ -45,7 +45,7 @@ async def _serve(server: ViewServer, *, browser: bool) -> None:
     try:
         print(server.url, flush=True)
         if browser and not await asyncio.to_thread(_open, server.url):
-            print("no browser was found: open the address yourself", file=sys.stderr)
+            print("no browser was found: open the address in one", file=sys.stderr)
         await server.wait()
     finally:
         await server.stop()

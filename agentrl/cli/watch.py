@@ -11,8 +11,8 @@ import typer
 def watch(run: Annotated[Path, typer.Argument(metavar="RUN|RUNS_DIR", help="Run folder, or a folder with runs.")]) -> None:
     """Show a run in the terminal: curves, busy parts, alerts, token counts and the newest episodes, while it trains or afterwards.
 
-    The arrow keys select an episode, enter opens its transcript, the left arrow returns, n and p show the next and previous episode, q ends
-    the command. If the output is not a terminal, prints one frame and ends.
+    The arrow keys select an episode, enter opens its transcript, the left arrow returns, n and p show the next and previous episode, q
+    quits. If the output is not a terminal, the command prints one frame.
     """
     from rich.console import Console
 

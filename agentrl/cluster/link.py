@@ -141,7 +141,8 @@ class Link:
         if status == 500:
             raise StoreError(message)
         if status == 401:
-            raise UserError(f"{self.what} at {self.url} rejected the key", fix=f"set {KEY_VARIABLE} to the key of this session")
+            fix = "copy workers.json from the run folder again: each start of the driver has a new key"
+            raise UserError(f"{self.what} at {self.url} rejected the key", fix=fix)
         raise UserError(f"{self.what} rejected {path} with status {status}: {message}", fix="use the same agentrl version on every host")
 
 
@@ -149,7 +150,7 @@ def take_key() -> str:
     """Returns the key of this part, and removes it from the environment, which other programs inherit. Raises `UserError`."""
     key = os.environ.pop(KEY_VARIABLE, "")
     if not key:
-        raise UserError(f"{KEY_VARIABLE} is not set", fix="set it to the key that the driver gave to this part")
+        raise UserError(f"{KEY_VARIABLE} is not set", fix="set it to the key in workers.json of the run folder, or give --key-file")
     return key
 
 

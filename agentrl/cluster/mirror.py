@@ -222,7 +222,8 @@ class Mirror:
                     break
                 except BlockingIOError:
                     if time.monotonic() > deadline:
-                        raise InfrastructureError(f"another process used the mirror {self.folder} for {timeout_s:g} s") from None
+                        message = f"another process used the mirror {self.folder} for {timeout_s:g} s\n  fix: end it, or wait for it"
+                        raise InfrastructureError(message) from None
                     time.sleep(0.05)
             yield
         finally:

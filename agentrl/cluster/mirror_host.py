@@ -53,7 +53,8 @@ class MirrorHost:
             if paths:
                 await asyncio.to_thread(self._mirror.drop_extra, "versions", keep=[Path(path).name for path in paths])
         except (LinkLost, LookupError, InfrastructureError, UserError) as error:
-            raise LaunchError(f"{', '.join(paths)} cannot be fetched to {self._host}: {error}") from error
+            fix = "check the disk of that host, and its network to the driver"
+            raise LaunchError(f"{', '.join(paths)} cannot be fetched to {self._host}: {error}\n  fix: {fix}") from error
 
     async def close(self) -> None:
         """Kills the processes that still run and stops serving other mirrors."""

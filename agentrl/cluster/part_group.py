@@ -96,7 +96,7 @@ class PartGroup:
         await asyncio.gather(*(member.signal_children(number) for member in self._members))
 
     def processes(self) -> Mapping[int, str]:
-        """The processes of all members with their states."""
+        """Returns the processes of all members with their states."""
         return {host * self.HOST_IDS + pid: state for host, one in enumerate(self._members) for pid, state in one.processes().items()}
 
     def read_progress(self) -> bytes:

@@ -82,7 +82,7 @@ class ExportedEpisode:
             raise ValueError(f"it has no column {', '.join(missing)}")
         texts = {name: columns[name] for name in _JSON}
         if not all(isinstance(text, str) for text in texts.values()):
-            raise ValueError(f"{', '.join(_JSON)} must be texts of JSON")
+            raise ValueError(f"{', '.join(_JSON)} must contain JSON text")
         values = {field.name: columns[field.name] for field in fields(EpisodeRow)}
         row = codec.from_json(EpisodeRow, codec.to_json(values | {name: json.loads(texts[name]) for name in ("parts", "tools")}))
         scored, prompt = codec.from_json(ScoredEpisode, texts["episode"]), codec.from_json(tuple[Message, ...], texts["prompt"])
@@ -123,7 +123,7 @@ def load_export(path: Path) -> Iterator[ExportedEpisode]:
     Raises `UserError` for another kind of file, and `StoreError` if a row is not one of an export.
     """
     if path.suffix not in (".parquet", ".jsonl"):
-        raise UserError(f"{path} is no exported file", fix="give a .parquet or .jsonl file of `agentrl export`")
+        raise UserError(f"{path} is not an exported file", fix="give a .parquet or .jsonl file of `agentrl export`")
     number = 0
     try:
         for columns in _parquet_rows(path) if path.suffix == ".parquet" else _line_rows(path):
@@ -148,7 +148,7 @@ def _line_rows(path: Path) -> Iterator[dict[str, Any]]:
         while line := file.readline(_MAX_LINE):
             columns = json.loads(line)
             if not isinstance(columns, dict):
-                raise ValueError("it is no object")
+                raise ValueError("it is not a JSON object")
             yield columns | {name: json.dumps(columns[name]) for name in _JSON if name in columns}
 
 

@@ -46,7 +46,7 @@ class OlderStore(SqliteStore):
             try:
                 schema = read_pragma(self._connection, "user_version")
                 if read_pragma(self._connection, "application_id") != APPLICATION_ID or schema < OLDEST_SCHEMA:
-                    raise StoreError(f"{path} is no experience store of schema {OLDEST_SCHEMA} or newer")
+                    raise StoreError(f"{path} is not an experience store of schema {OLDEST_SCHEMA} or newer")
             except BaseException:
                 self._connection.close()
                 raise

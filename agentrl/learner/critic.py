@@ -104,7 +104,7 @@ class SharedCritic:
         return loss.detach().double()
 
     def step(self, number: int) -> tuple[bool, float]:
-        """Applies the head's accumulated gradient only; returns as `PolicyEngine.step` does."""
+        """Applies only the head's accumulated gradient. Returns what `PolicyEngine.step` returns."""
         result = self.engine.step(number, head_alone=True)
         for state in self.engine.optimizer.state.values():
             if not state["exp_avg"].any():  # it has had no gradient, so its bias correction must not count this step

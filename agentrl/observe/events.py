@@ -240,11 +240,11 @@ def encode(event: Event) -> bytes:
 def decode(line: bytes) -> Event | None:
     """Returns the event of a line; None for an unknown kind. Raises `ValueError` for a line that is no event."""
     if len(line) > MAX_LINE:
-        raise ValueError(f"a line of {len(line)} bytes; an event has at most {MAX_LINE}")
+        raise ValueError(f"the line has {len(line)} bytes; an event has at most {MAX_LINE}")
     data = from_json(line, allow_inf_nan=False, cache_strings="keys")
     name = data.get("event") if isinstance(data, dict) else None
     if not isinstance(name, str):
-        raise ValueError("a line without the name of an event")
+        raise ValueError("the line does not name an event")
     kind = KINDS.get(name)
     if kind is None:
         return None

@@ -151,7 +151,7 @@ class Launcher(Protocol):
         """
 
     async def use_driver(self, url: str, key: str) -> None:
-        """Tells hosts without a shared disk where they fetch files of the run from. Called once, before parts that need files start."""
+        """Sets the address from which hosts without a shared disk fetch files. Call it once, before parts that need files start."""
 
     async def close(self) -> None:
         """Kills the parts that still run, and releases the hosts. Idempotent."""

@@ -50,7 +50,7 @@ class PolicyServer(Policy, Protocol):
 
     @property
     def cache_use(self) -> CacheUse | None:
-        """The newest reading, at most some seconds old; None before the first."""
+        """The newest reading, at most a few seconds old. None means that there is none yet."""
 
     @property
     def accepts_requests(self) -> bool:

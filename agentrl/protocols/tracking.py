@@ -64,11 +64,11 @@ class Tracker(Protocol):
         return None
 
     def swapped(self, report: SwapReport) -> None:
-        """Called when the servers have swapped to a version."""
+        """Handles that the servers have swapped to a version."""
         return None
 
     def judged(self, version: int, outcome: str, reason: str) -> None:
-        """Called with the gate's decision on a version; `outcome` is a `GateOutcome`."""
+        """Handles the gate's decision on a version; `outcome` is a `GateOutcome`."""
         return None
 
     def close(self) -> None:
@@ -84,27 +84,27 @@ class EpisodeListener(Protocol):
     """
 
     def started(self, task: Task, episode_id: str, *, group: int | None, attempt: int, turns: int) -> None:
-        """Called when an attempt starts; `turns` counts those that it continues. `group` is None outside of groups."""
+        """Handles the start of an attempt. `turns`: number of saved turns that it continues. `group` is None outside of groups."""
         return None
 
     def turn_ended(self, episode_id: str, trajectory: int, number: int, agent: str, turn: Turn) -> None:
-        """Called with turn `number` of a trajectory, without its tool results."""
+        """Handles turn `number` of a trajectory, which has no tool results yet."""
         return None
 
     def tools_ended(self, episode_id: str, trajectory: int, number: int, turn: Turn) -> None:
-        """Called with the same turn once it has its tool results."""
+        """Handles the same turn with its tool results."""
         return None
 
     def ended(self, episode: Episode) -> None:
-        """Called when an attempt ends, failed ones included. It may be retried."""
+        """Handles the end of an attempt, also of a failed one, which may be retried."""
         return None
 
     def cancelled(self, attempt: Cancelled) -> None:
-        """Called when an attempt ends without a record."""
+        """Handles the end of an attempt without a record."""
         return None
 
     def scored(self, scored: ScoredEpisode) -> None:
-        """Called with the final score of an attempt, or the reason for which it has none. Late parts may still be to come."""
+        """Handles the score of an attempt, or the reason why it has none. Late parts may still arrive."""
         return None
 
 

@@ -144,7 +144,7 @@ class DriverNotes:
 
 
 def read_address(folder: Path) -> tuple[str, str]:
-    """URL and key of the driver of a run. Raises `UserError` if it accepts no workers."""
+    """Returns URL and key of the driver of a run. Raises `UserError` if it accepts no workers."""
     try:
         data = json.loads(read_bytes(folder / ADDRESS_FILE, most=_MAX_KEY_FILE, inside=folder))
         return str(data["url"]), str(data["key"])

@@ -264,7 +264,7 @@ def read_changes(folder: Path) -> list[LoggedChange]:
 
 @contextmanager
 def changing(folder: Path) -> Iterator[Callable[[TaskChange], None]]:
-    """Context that yields a function which appends a change durably. No other process appends one meanwhile.
+    """Yields a function that appends a change durably. No other process appends one during the block.
 
     Raises `UserError` if another process prevents it for too long.
     """

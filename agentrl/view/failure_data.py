@@ -156,5 +156,5 @@ def _row(row: TraceRow) -> dict[str, Any]:
 
 def _open(path: Path) -> Collection:
     if not (path / FILE).is_file():
-        raise UserError("this run has no captured failures", fix="the recipe's section capture says which episodes are captured")
+        raise UserError("this run has no captured failures", fix="return when an episode of the run has failed")
     return Collection(path)

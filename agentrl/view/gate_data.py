@@ -19,7 +19,7 @@ def gate_data(source: RunSource, version: int) -> dict[str, Any]:
     """Returns the verdict on a version with both transcripts of each regressed case. Raises `Missing` and `StoreError`."""
     verdict = read_verdict(source.path, version)
     if verdict is None:
-        raise Missing(f"the gate has no verdict on version {version}", fix="the run's page lists the verdicts")
+        raise Missing(f"the gate has no verdict on version {version}", fix="choose a version under Gate on the run's page")
     shown = verdict.regressions[:_CASES]
     after = _episodes(source.path, version, {one.episode for one in shown})
     before = _episodes(source.path, verdict.reference, {one.before_episode for one in shown}) if verdict.reference is not None else {}

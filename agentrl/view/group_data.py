@@ -58,7 +58,7 @@ def step_data(source: RunSource, step: int, *, offset: int = 0) -> Data:
     except StoreError as error:
         notes.append(str(error)[:600])
     if not metrics and not entries:
-        raise Missing(f"step {step} has no metrics and no groups yet", fix="the curves show the steps of the run")
+        raise Missing(f"step {step} has no metrics and no groups yet", fix="choose a step in the curves of the run's page")
     page = entries[offset : offset + MAX_GROUPS]
     numbers = source.metrics.steps
     place = numbers.index(step) if step in numbers else None

@@ -125,7 +125,7 @@ def _trace(collection: Collection, body: Body) -> Trace:
     name = _text(body, "trace")
     trace = collection.get(name)
     if trace is None:
-        raise Missing(f"{FILE} has no trace {name[:100]!r}, or no longer", fix="return to the list of failures")
+        raise Missing(f"{FILE} has no trace {name[:100]!r}", fix="return to the list of failures")
     return trace
 
 
@@ -133,5 +133,7 @@ def _suite(text: str) -> Path:
     """Returns the folder of a suite, relative to the folder in which the command was started."""
     path = Path(text)
     if path.is_absolute() or ".." in path.parts or not (Path.cwd() / path).resolve().is_relative_to(Path.cwd()):
-        raise UserError("the suite must be a folder below the one where agentrl view was started", fix="write it as evals/regressions")
+        raise UserError(
+            "the suite must be a folder below the one where agentrl view was started", fix="give a path such as evals/regressions"
+        )
     return path

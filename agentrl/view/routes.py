@@ -72,7 +72,7 @@ def _compare(library: RunLibrary, query: Query) -> Any:
     for name in query.texts("run", most=MAX_COMPARED):
         source = library.open(name)
         if source is None:
-            raise Missing("one of the runs does not exist, or no longer", fix="select runs in the list")
+            raise Missing("one of the selected runs does not exist", fix="select runs in the list")
         sources.append(source)
     return compare_data.compare_runs(sources)
 

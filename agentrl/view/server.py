@@ -123,7 +123,7 @@ class ViewServer:
                 check_source(request.headers)
                 self._check_token(request)
                 if self._in_progress >= WAITING:
-                    raise RequestError("too_many", "The server is busy.")
+                    raise RequestError("too_many", "The server is busy: try again in a few seconds.")
                 self._in_progress += 1
                 try:
                     async with asyncio.timeout(ANSWER_S):
@@ -175,7 +175,7 @@ class ViewServer:
 
         assert self._live is not None, "the server is started"
         if self._live.streams >= MAX_STREAMS:
-            raise RequestError("too_many", f"At most {MAX_STREAMS} pages are updated live.")
+            raise RequestError("too_many", f"At most {MAX_STREAMS} pages are updated live: close some of them.")
         if self.library.open(request.path_params["run"]) is None:
             raise Missing("there is no such run", fix="return to the list of runs")
         return StreamingResponse(self._live.events(request.path_params["run"]), media_type="text/event-stream")

@@ -82,7 +82,7 @@ class RunSource:
             file = (status.st_dev, status.st_ino)
         except OSError:
             self.close()
-            raise StoreError(f"{self.name} has no stored groups yet: there is no experience.sqlite") from None
+            raise StoreError(f"{self.name} has no stored groups yet: experience.sqlite does not exist") from None
         if self._store is not None and self._store.file == file:
             return self._store.reader
         self.close()

@@ -34,15 +34,15 @@ def test_a_trace_is_tagged_and_labelled_and_an_episode_scored_after_a_question(r
         assert records(run) == [] and page.locator("dialog[open]").count() == 0
         page.get_by_role("button", name="Tag", exact=True).click()
         assert "Tag g000004-0-a0 as wrong_unit" in page.locator("dialog[open]").inner_text()
-        page.get_by_role("button", name="Do it").click()
+        page.get_by_role("button", name="Confirm").click()
         page.locator("text=wrong_unit by person:anna").wait_for()
         page.get_by_role("button", name="wrong", exact=True).click()
-        page.get_by_role("button", name="Do it").click()
+        page.get_by_role("button", name="Confirm").click()
         page.locator("[role=status]:has-text('is labelled wrong')").wait_for()
         opened.open("#/run/demo/groups/100/2")
         page.get_by_label("review, from 0 to 1").fill("0.5")
         page.get_by_role("button", name="Send score").click()
-        page.get_by_role("button", name="Do it").click()
+        page.get_by_role("button", name="Confirm").click()
         page.locator("[role=status]:has-text('the score is stored')").wait_for()
         assert [one["operation"] for one in records(run)] == ["tag", "label", "score"]
         assert records(run)[2]["episode_id"] == group.episodes[2].episode.id and {one["by"] for one in records(run)} == {"anna"}

@@ -152,7 +152,7 @@ def _without(schema: Mapping[str, Any], keywords: Sequence[str]) -> Mapping[str,
 
 
 def _checked(value: Any, name: str, levels: int) -> Any:
-    """Returns a copy of a schema with clean texts. Raises `InvalidMessage`."""
+    """Returns a copy of a schema whose texts have no unsafe characters. Raises `InvalidMessage`."""
     if levels <= 0:
         raise InvalidMessage(f"the tool {name} with a schema of more than {MAX_DEPTH} levels")
     if isinstance(value, str):

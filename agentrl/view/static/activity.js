@@ -27,7 +27,7 @@ const LINES = {
   version_judged: (run, one) => [chip(`gate: ${one.outcome}`, one.outcome === "promoted" ? "good" : "bad"), ` version ${one.version} ${one.reason}`],
   alert: (run, one) => [chip("alert", "bad"), ` ${one.text}`],
   part_restarted: (run, one) => [chip(`${one.part} restarted`, "bad"), ` ${one.text}`],
-  dropped: (run, one) => [chip("gap", "part"), ` ${number(one.count)} events are missing`],
+  dropped: (run, one) => [chip("dropped", "part"), ` ${number(one.count)} events were not recorded`],
 };
 
 function row(run, one) {
@@ -56,7 +56,7 @@ export class Activity {
     if (!slot || (!this.newest.length && !problems.length)) return;
     const alerts = this.notable.filter((one) => ["alert", "part_restarted", "version_judged", "evaluation"].includes(one.kind)).slice(0, 12);
     replace(slot, notes(problems),
-      alerts.length ? section("Reported", "Alerts, restarts, evaluations and verdicts, the newest first.", h("ul", { class: "plain events" }, alerts.map((one) => row(run, one)))) : null,
+      alerts.length ? section("Notable events", "Alerts, restarts, evaluations and verdicts, the newest first.", h("ul", { class: "plain events" }, alerts.map((one) => row(run, one)))) : null,
       section("Activity", null, h("details", { class: "card" }, h("summary", null, "The newest events"), h("ul", { class: "plain events" }, this.newest.map((one) => row(run, one))))));
     const details = slot.querySelector("details");
     details.open = this.open ?? false;

@@ -52,8 +52,8 @@ function parse() {
 export function problem(error) {
   const gone = error instanceof Problem && error.status === 404;
   return h("div", { class: "problem", role: "alert" },
-    h("h1", null, gone ? "Not there" : "This cannot be shown"),
-    h("p", null, error instanceof Problem ? error.message : "The page has an error; the console shows it."),
+    h("h1", null, gone ? "Not found" : "This page cannot be shown"),
+    h("p", null, error instanceof Problem ? error.message : "The page has an error. The browser's console shows it."),
     error instanceof Problem && error.fix && h("p", { class: "sub" }, `What to do: ${error.fix}`),
     h("p", null, link("#/", { class: "button" }, "All runs")));
 }
@@ -151,7 +151,7 @@ async function navigate() {
   const found = parse(), requested = location.hash;
   const visit = (current = new Visit(found || { params: {}, query: new URLSearchParams() }));
   if (!found) {
-    visit.title("Not there", [["Not there", null]]);
+    visit.title("Not found", [["Not found", null]]);
     visit.fail(new Problem("there is no page with this address", "start at the list of runs", 404));
     main.dataset.shown = requested;
     return;

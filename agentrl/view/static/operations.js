@@ -1,4 +1,4 @@
-// Operations that change a run: each asks first.
+// Operations that change a run. Each requires a confirmation.
 
 import { post } from "./api.js";
 import { h, replace } from "./dom.js";
@@ -6,7 +6,7 @@ import { h, replace } from "./dom.js";
 export function confirmed(what) {
   const dialog = document.getElementById("confirm");
   return new Promise((settle) => {
-    replace(dialog, h("h2", { id: "confirm-title" }, "Change this run?"), h("p", null, what), h("p", { class: "sub" }, "It is recorded in operations.jsonl of the run."), h("form", { method: "dialog", class: "inline" }, h("button", { class: "button", type: "submit", value: "no" }, "Cancel"), h("button", { class: "button strong", type: "submit", value: "yes" }, "Do it")));
+    replace(dialog, h("h2", { id: "confirm-title" }, "Change this run?"), h("p", null, what), h("p", { class: "sub" }, "The change is recorded in operations.jsonl of the run folder."), h("form", { method: "dialog", class: "inline" }, h("button", { class: "button", type: "submit", value: "no" }, "Cancel"), h("button", { class: "button strong", type: "submit", value: "yes" }, "Confirm")));
     dialog.returnValue = "no";
     dialog.addEventListener("close", () => settle(dialog.returnValue === "yes"), { once: true });
     dialog.showModal();

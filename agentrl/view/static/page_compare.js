@@ -25,7 +25,7 @@ export async function render(visit) {
   visit.show(h("h1", { tabindex: "-1", "data-focus": true }, `Compare ${data.runs.length} runs`), notes([...data.notes, ...data.comparison_notes]),
     curves.length ? section("Curves", null, h("div", { class: "multiples two" }, curves.map(([key, lines]) => h("article", { class: "card" }, h("h3", null, TITLES[key] || key), lineChart(lines, { title: TITLES[key] || key, width: 520, height: 210 }))))) : null,
     data.rates.length ? section("Held-out success", null, rates(data.rates, "Split")) : null,
-    data.kinds.length ? section("Success by kind", "After training, with 95% intervals. The runs count as independent.", rates(data.kinds, "Kind")) : null,
+    data.kinds.length ? section("Success by kind", "After training, with 95% intervals, which treat the runs as independent.", rates(data.kinds, "Kind")) : null,
     section("Settings that differ", data.settings.length ? null : "The recipes are equal.", data.settings.length ? table([{ title: "Key" }, ...heads], data.settings.map((row) => ({ cells: [h("code", null, row.key), ...row.values.map((value) => h("code", null, value))] }))) : null),
     section("Cost", null, table([{ title: "" }, ...heads.map((head) => ({ ...head, class: "num" }))], data.costs.map((row) => ({ cells: [row.name, ...row.values.map((value) => (value === null ? "–" : (FORMS[row.name] || ((one) => number(one, 4)))(value)))] })))));
 }

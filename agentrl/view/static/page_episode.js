@@ -164,7 +164,7 @@ function outcome(data) {
       score.pending.map((part) => [h("dt", null, "waits for"), h("dd", null, scoreForm(data, part))]),
       score.evidence ? [h("dt", null, "evidence"), h("dd", null, pre(score.evidence, "typed"))] : null),
     data.failures.map((failure) => h("p", { class: "failure" }, chip(`${failure.blame} · ${failure.stage}`, "bad"), " ", h("b", null, failure.kind), failure.turn === null ? "" : ` after turn ${failure.turn}`, pre(failure.message, "typed"))),
-    data.files && data.files.length ? h("div", null, h("h3", null, "Files handed in"), data.files.map((file) => h("details", null, h("summary", null, `${file.path}, ${number(file.bytes)} bytes`), file.is_text ? text(file.content, pre, "typed") : h("p", { class: "sub" }, "not text")))) : null,
+    data.files && data.files.length ? h("div", null, h("h3", null, "Output files"), data.files.map((file) => h("details", null, h("summary", null, `${file.path}, ${number(file.bytes)} bytes`), file.is_text ? text(file.content, pre, "typed") : h("p", { class: "sub" }, "not text")))) : null,
     data.removed && data.removed.length ? h("p", { class: "sub" }, `Removed files: ${data.removed.join(", ")}`) : null,
     data.memory ? h("div", null, h("h3", null, `Notes in memory (${data.memory.scope})`), data.memory.notes.map((note) => h("div", null, text(note, pre, "typed"))), data.memory.read.length ? h("p", { class: "sub" }, `It read the notes of ${data.memory.read.join(", ")}`) : null) : null));
 }

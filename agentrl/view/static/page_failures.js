@@ -84,8 +84,8 @@ export async function renderVerdict(visit) {
   bind({ u: ["the run", () => go(address("run", run))] });
   visit.show(h("div", { class: "top" }, h("h1", { tabindex: "-1", "data-focus": true }, `Version ${version} at the gate`), chip(data.outcome, data.outcome === "promoted" || data.outcome === "reference" ? "good" : "bad")),
     h("p", { class: "sub" }, data.reason),
-    data.cases.length ? data.cases.map((one) => section(`Case ${one.case}`, one.turn === null ? null : `The first difference is at turn ${one.turn}.`, h("div", { class: "attempts" }, [one.before, one.after].map((shown) => (shown ? transcript(shown) : h("article", { class: "card" }, h("p", { class: "sub" }, "the transcript is not stored"))))))) : h("p", { class: "empty" }, "No case fell."),
-    data.more ? notes([`${data.more} more cases fell`]) : null);
+    data.cases.length ? data.cases.map((one) => section(`Case ${one.case}`, one.turn === null ? null : `The first difference is at turn ${one.turn}.`, h("div", { class: "attempts" }, [one.before, one.after].map((shown) => (shown ? transcript(shown) : h("article", { class: "card" }, h("p", { class: "sub" }, "the transcript is not stored"))))))) : h("p", { class: "empty" }, "No case regressed."),
+    data.more ? notes([`${data.more} more cases regressed`]) : null);
 }
 
 function elsewhere(data) {

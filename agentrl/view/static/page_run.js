@@ -48,11 +48,11 @@ function page(visit, data) {
     data.alerts.length ? section("Alerts", null, h("ul", { class: "plain" }, data.alerts.slice(0, 12).map((alert) => h("li", null, link(address("run", data.id, "steps", alert.step), { class: "chip part" }, `step ${alert.step}`), " ", alert.text)))) : null,
     h("div", { id: "activity" }),
     partsSection(data),
-    data.charts.length ? section("Curves", "A click opens the step.", h("div", { class: "multiples" }, data.charts.map((chart) => card(chart, open)))) : null,
+    data.charts.length ? section("Curves", "Click a point to open its step.", h("div", { class: "multiples" }, data.charts.map((chart) => card(chart, open)))) : null,
     section("Ledger", "Every sampled token is trained, excluded or open.", h("div", { id: "ledger" }, h("p", { class: "wait" }, "Counting…"))),
     data.gate.length ? gate(data) : null,
     kinds(data),
-    data.setbacks.length ? section("Not trained on", "Updates and groups, with reasons; the newest first.", table([{ title: "Step", class: "num" }, { title: "What" }, { title: "Groups" }, { title: "Why" }], data.setbacks.map((one) => ({ cells: [number(one.step), `${one.what || ""}: ${one.action}`, one.groups.join(", "), one.reasons.join("; ")] })))) : null,
+    data.setbacks.length ? section("Rejected updates and excluded groups", "The newest first.", table([{ title: "Step", class: "num" }, { title: "What" }, { title: "Groups" }, { title: "Why" }], data.setbacks.map((one) => ({ cells: [number(one.step), `${one.what || ""}: ${one.action}`, one.groups.join(", "), one.reasons.join("; ")] })))) : null,
     sessions(data));
 }
 
@@ -66,7 +66,7 @@ function tiles(data) {
     [data.steps ? `${data.step ?? 0} / ${data.steps}` : number(data.step), "learner steps"],
     [number(last, 3), "mean training reward, last step"],
     heldout.after ? [`${percent(heldout.before && heldout.before.value)} → ${percent(heldout.after.value)}`, `held-out, n = ${heldout.after.n}`] : heldout.before ? [percent(heldout.before.value), `held-out before training, n = ${heldout.before.n}`] : null,
-    data.left_s !== null ? [duration(data.left_s), "left, at the pace of the newest steps"] : null,
+    data.left_s !== null ? [duration(data.left_s), "remaining, at the pace of the newest steps"] : null,
     data.summary.tokens_trained ? [count(data.summary.tokens_trained), "tokens trained"] : null,
     data.summary.wall_s ? [duration(Object.values(data.summary.wall_s).reduce((sum, value) => sum + value, 0)), "wall time"] : null,
     data.summary.attempts_failed ? [number(data.summary.attempts_failed), "attempts ended by faults"] : null,
@@ -89,7 +89,7 @@ function rewardSection(data, open) {
   const values = series.flatMap((one) => one.points.map((point) => point[1]));
   const range = Math.min(...values) >= 0 && Math.max(...values) <= 1 ? [0, 1] : null;
   const falls = data.drops.length ? h("p", { class: "falls" }, "The reward fell most at: ", data.drops.slice(0, 6).map((drop) => [link(address("run", data.id, "steps", drop.step), { class: "chip bad", "data-drop": String(drop.step) }, `step ${drop.step}: ${number(drop.before, 3)} → ${number(drop.value, 3)}`), " "])) : null;
-  return section("Reward by step", "A click opens the step: its groups, and the kinds of tasks whose scores changed.",
+  return section("Reward by step", "Click a point to open its step: the groups, and the kinds of tasks whose scores changed.",
     h("div", { class: "card" }, lineChart(series, { title: "Reward by step", width: 1100, height: 300, form: "rate", yRange: range, pick: open, flags: data.drops.map((drop) => drop.step) }), falls));
 }
 
@@ -101,7 +101,7 @@ function partsSection(data) {
   const rows = data.parts.filter((part) => Object.keys(part.total).length);
   if (!rows.length) return null;
   const bar = (states, label) => stackedBar(Object.entries(states).sort(([a], [b]) => (a === "busy" ? -1 : b === "busy" ? 1 : a.localeCompare(b))).map(([name, value]) => ({ label: name, value, style: kind(name) })), label);
-  return section("Parts", "Who worked and who waited, in the newest step and over the run.",
+  return section("Parts", "Which parts worked and which waited, in the newest step and over the run.",
     table([{ title: "Part" }, { title: "Newest step" }, { title: "Whole run" }, { title: "Busy", class: "num" }, { title: "Waited most for" }], rows.map((part) => {
       const total = Object.values(part.total).reduce((sum, value) => sum + value, 0) || 1;
       const waits = Object.entries(part.total).filter(([name]) => name !== "busy").sort((a, b) => b[1] - a[1]);
@@ -134,5 +134,5 @@ function kinds(data) {
 
 function sessions(data) {
   if (data.sessions.length < 2 && !data.sessions.some((one) => one.why)) return null;
-  return section("Sessions", "Starts of the run.", table([{ title: "Started" }, { title: "At step", class: "num" }, { title: "Ended" }, { title: "Why" }], data.sessions.map((one) => ({ cells: [one.began, number(one.step), one.ended, one.why] }))));
+  return section("Sessions", "Each start of the run, and how it ended.", table([{ title: "Started" }, { title: "At step", class: "num" }, { title: "Ended" }, { title: "Why" }], data.sessions.map((one) => ({ cells: [one.began, number(one.step), one.ended, one.why] }))));
 }

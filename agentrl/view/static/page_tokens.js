@@ -11,10 +11,10 @@ import { plain, pre } from "./text.js";
 const LENSES = {
   push: ["Push", "advantage × (1 − probability): how far the update pushes the token; green: up, red: down, hatched: masked, underlined: clipped", (data, n, scale, largest) => (push(data, n) === null ? null : push(data, n) / largest)],
   trained: ["Advantage", "green: made more likely, red: less likely, hatched: masked, not trained", (data, n, scale) => (data.mask && !data.mask[n] ? null : (at(data.advantages, n) || 0) / scale)],
-  logprob: ["Surprise", "the darker, the less likely the token was when it was sampled", (data, n) => -Math.min(1, -(data.logprobs[n] || 0) / 3)],
+  logprob: ["Surprise", "dark: the token was unlikely when it was sampled", (data, n) => -Math.min(1, -(data.logprobs[n] || 0) / 3)],
   ratio: ["Ratio", "green: more likely under the learner's weights than when sampled, red: less likely", (data, n) => (at(data.new_logprobs, n) === null ? null : Math.max(-1, Math.min(1, (data.new_logprobs[n] - data.logprobs[n]) / 0.2)))],
-  entropy: ["Entropy", "the darker, the more undecided the learner's policy was", (data, n) => (at(data.entropies, n) === null ? null : -Math.min(1, data.entropies[n] / 2))],
-  version: ["Version", "weights that sampled the token", (data, n) => (versionOf(data, n) % 2 ? -0.35 : 0.35)],
+  entropy: ["Entropy", "dark: the learner's policy was undecided", (data, n) => (at(data.entropies, n) === null ? null : -Math.min(1, data.entropies[n] / 2))],
+  version: ["Version", "the weights that sampled the token", (data, n) => (versionOf(data, n) % 2 ? -0.35 : 0.35)],
 };
 
 // The gradient of the surrogate by the token's own logit, without the importance weight: zero if the ratio is clipped.
@@ -82,7 +82,7 @@ export async function render(visit) {
       h("span", { class: "pager" }, number_ > 0 ? link(to(number_ - 1), { class: "button" }, "← previous turn") : null, number_ + 1 < data.turns ? link(to(number_ + 1), { class: "button" }, "next turn →") : null)),
     h("p", { class: "sub" }, sentence(data)),
     notes([...(data.why_not ? [data.why_not] : []), ...data.notes]),
-    h("details", { class: "prompt-block" }, h("summary", null, `${number(data.prompt.tokens)} tokens before it: context, not trained`), data.prompt.text === null ? h("p", { class: "sub" }, "no vocabulary") : pre(data.prompt.text, "prompt")),
+    h("details", { class: "prompt-block" }, h("summary", null, `Context before the turn: ${number(data.prompt.tokens)} tokens, not trained`), data.prompt.text === null ? h("p", { class: "sub" }, "no vocabulary") : pre(data.prompt.text, "prompt")),
     lens, key,
     h("div", { class: "token-layout" }, stream, detail),
     data.offset + data.ids.length < data.total ? h("p", null, link(`${to(turn)}?offset=${data.offset + data.ids.length}`, { class: "button" }, `Tokens from ${data.offset + data.ids.length + 1} on, of ${number(data.total)}`)) : null,
