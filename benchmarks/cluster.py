@@ -38,6 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from agentrl.base.processes import rare_collections  # noqa: E402
+from agentrl.cluster.process_host import LocalLauncher  # noqa: E402
 from agentrl.config import Recipe, build  # noqa: E402
 from agentrl.experience import DriverStore, SqliteStore  # noqa: E402
 from agentrl.experience.redis_server import RedisServer  # noqa: E402
@@ -266,7 +267,7 @@ async def stream_of(folder: Path, store: DriverStore, leases: GroupLeases, serve
             "store": {"ref": "redis", "options": options},
         }
     )
-    stream = GroupStream(recipe, folder, store, alert=print)
+    stream = GroupStream(recipe, folder, store, launcher=LocalLauncher(folder), alert=print)
     async with stream.serving(lambda one: leases.arrive(one.lease, one.group), leases.forget) as opened:
         yield opened
 
@@ -339,14 +340,15 @@ def driver_part(load: Load, transports: Sequence[str]) -> dict[str, Capacity]:
     results: dict[str, Capacity] = {}
     for transport in transports:
         with tempfile.TemporaryDirectory() as name:
-            server = RedisServer(Path(name) / "redis") if transport == "redis" else None
+            server = RedisServer(LocalLauncher(Path(name)), Path(name) / "redis") if transport == "redis" else None
             try:
                 if server is not None:
+                    asyncio.run(server.start())
                     server.wait_ready()
                 one = results[transport] = asyncio.run(measure_driver(load, Path(name), server))
             finally:
                 if server is not None:
-                    server.close()
+                    asyncio.run(server.close())
         share = "-" if one.redis_cpu_s is None else f"{one.redis_cpu_s / one.driver_cpu_s:.1%}"
         print(
             f"| {transport} | {one.episodes} | {one.most_in_flight} | {one.per_core:,.0f}/min | {one.record_kib:.1f} KiB |"

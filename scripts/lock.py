@@ -66,7 +66,7 @@ def main() -> int:
     installed = {canonicalize_name(item.metadata["Name"]): item for item in distributions()}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    tools = [*project["dependencies"], *extras["rewards"], *extras["gateway"], *extras["redis"], *extras["dev"]]
+    tools = [*project["dependencies"], *extras["rewards"], *extras["gateway"], *extras["redis"], *extras["opentelemetry"], *extras["dev"]]
     named = {canonicalize_name(Requirement(line).name): line for line in extras["cpu"]}
     try:
         unit = closure([*tools, *(named[name] for name in UNIT)], installed)
@@ -77,7 +77,8 @@ def main() -> int:
         print(f"lock: {error.args[0]}", file=sys.stderr)
         return 1
     write("unit.lock", "What lint and the unmarked tests need: no vLLM, no DeepSpeed. A part of cpu.lock.", unit, installed)
-    write("cpu.lock", "The whole tested set for a CPU-only machine: extras cpu, rewards, gateway, redis, cluster, browser and dev.", full, installed)
+    title = "The whole tested set for a CPU-only machine: extras cpu, rewards, gateway, redis, opentelemetry, cluster, browser and dev."
+    write("cpu.lock", title, full, installed)
     beside = {name: users for name, users in wanted.items() if name not in full}
     title = "What models, tasks and servers of others need besides cpu.lock: extras models, reasoning, clusters, vocabularies and servers."
     write("models.lock", title, beside, installed)

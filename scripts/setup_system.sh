@@ -28,6 +28,7 @@ need python3-dev headers         # ... against Python's headers
 need libnuma1 library libnuma.so.1  # vLLM's CPU build links to it
 need libgomp1 library libgomp.so.1
 need procps has ps
+need iproute2 has ip             # network namespaces: make cluster-demo, and tests of runs on several hosts
 if [[ ${2:-} == browser ]]; then
     need chromium has chromium  # tests of the pages of agentrl view
 fi

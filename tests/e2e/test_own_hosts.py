@@ -35,6 +35,6 @@ def test_a_run_over_namespaced_hosts_survives_the_loss_of_the_learners_host(tmp_
     store = SqliteStore(run / "experience.sqlite")
     assert list(verify(run, store)) == []
     store.close()
-    for log in ("server.log", "learner.log", "worker-0.log"):
+    for log in ("server.log", "learner.log"):
         assert (run / "logs" / log).exists(), "a host sends what its parts write"
     assert "is ready on cpu" in (run / "logs" / "learner.log").read_text()

@@ -123,8 +123,9 @@ class Watched:
             self.page.wait_for_timeout(20)
 
     def settle(self) -> None:
-        """Waits until the page has drawn itself."""
-        self.until("!document.querySelector('main').hasAttribute('aria-busy') && !document.querySelector('main > .wait')")
+        """Waits until the page of the current address has drawn itself."""
+        shown = "(document.querySelector('main').dataset.shown ?? '?').split('?')[0] === location.hash.split('?')[0]"
+        self.until(f"{shown} && !document.querySelector('main').hasAttribute('aria-busy')")
 
     def end(self, url: str) -> None:
         """Checks the page, and leaves it before its server stops."""
@@ -133,7 +134,9 @@ class Watched:
 
     def open(self, address: str) -> None:
         """Opens a page of the view and waits until it is drawn."""
-        self.page.evaluate("(hash) => { document.querySelector('main').setAttribute('aria-busy', 'true'); location.hash = hash; }", address)
+        self.page.evaluate(
+            "(hash) => { if (location.hash !== hash) delete document.querySelector('main').dataset.shown; location.hash = hash; }", address
+        )
         self.settle()
 
 

@@ -148,11 +148,12 @@ async function navigate() {
   if (current) current.end();
   bind({});
   live.textContent = "";
-  const found = parse();
+  const found = parse(), requested = location.hash;
   const visit = (current = new Visit(found || { params: {}, query: new URLSearchParams() }));
   if (!found) {
     visit.title("Not found", [["Not found", null]]);
     visit.fail(new Problem("there is no page with this address", "start at the list of runs", 404));
+    main.dataset.shown = requested;
     return;
   }
   main.setAttribute("aria-busy", "true");
@@ -163,6 +164,7 @@ async function navigate() {
   }
   if (!visit.stale) {
     main.removeAttribute("aria-busy");
+    main.dataset.shown = requested;
     const start = main.querySelector("[data-focus]") || main;
     start.focus({ preventScroll: true });
     window.scrollTo(0, 0);
