@@ -189,8 +189,8 @@ def compare_versions(
     One server switches between their weights. The comparison stops after a block of 16 cases if the 95% interval of the difference, which
     is valid at any number of cases, excludes 0 (better, worse) or is within --margin (same). Exits with 1 if AFTER is worse.
 
-    With --canary one version runs each attempt. AFTER is promoted once it is clear that it is not worse by --margin or more, and the run
-    returns to BEFORE once it is clear that AFTER is worse. The exit code is 1 unless AFTER is promoted.
+    With --canary 0.2, AFTER runs a fifth of the attempts and BEFORE the others. AFTER is promoted once it is clear that it is not worse by
+    --margin or more; the run returns to BEFORE once it is clear that AFTER is worse. The exit code is 1 unless AFTER is promoted.
     """
     with loading():
         from agentrl.evaluation.canary import check_canary, run_canary

@@ -111,7 +111,7 @@ class StoreReader(SqliteStore):
         except ValueError as error:
             raise StoreError(f"a row of the ledger in {self.path} is damaged: {error}") from error
 
-    def _decode(self, index: int, body: bytes) -> Group:
+    def _decode(self, index: int, body: object) -> Group:
         if not isinstance(body, bytes) or body[:4] != _FRAME:  # the store knows what else it writes
             return super()._decode(index, body)
         try:

@@ -262,7 +262,9 @@ class SqliteStore:
                 db.executemany("DELETE FROM groups WHERE idx = ?", [row[:1] for row in rows])
                 db.executemany(_INSERT, rows)
 
-    def _decode(self, index: int, body: bytes) -> Group:
+    def _decode(self, index: int, body: object) -> Group:
+        if not isinstance(body, bytes):
+            raise StoreError(f"group {index} in {self.path} is damaged: its body is {type(body).__name__}, not bytes")
         if body.startswith(_DELETED):
             raise StoreError(f"the episodes of group {index} in {self.path} were deleted, because of store.options.keep_steps")
         try:
