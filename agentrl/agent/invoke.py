@@ -356,7 +356,7 @@ def count_calls(episode: LiveEpisode) -> Counter[str]:
 def budget_error(episode: LiveEpisode, spent: Counter[str], name: str) -> ToolOutcome | None:
     """Returns the error for a call beyond `Limits.tool_calls`, and records the policy's failure; None within the limit.
 
-    `spent` counts the call already. Every call of any tool counts, except handing in an answer.
+    `spent` already includes the call. Every call of any tool counts, except the submission of an answer.
     """
     most = episode.task.limits.tool_calls
     if most is None or name == SUBMIT or spent.total() - spent[SUBMIT] <= most:

@@ -104,7 +104,7 @@ class GroupOrder:
         return entry.counted >= self.min_group_size and entry.has_spread
 
     def is_replaceable(self, entry: LedgerEntry) -> bool:
-        """Whether an extra group may replace a group. One with late scores is not replaced: it freed its slot when it was parked."""
+        """Whether an extra group may replace a group. A group with late scores is not replaced: it freed its slot when it was parked."""
         return not entry.late_parts and not self.has_preference(entry)
 
     def first_incomplete_block(self, entries: Iterable[LedgerEntry], *, start: int = 0) -> int:

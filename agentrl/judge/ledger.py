@@ -144,11 +144,11 @@ class JudgeLedger:
         self._do("INSERT OR IGNORE INTO answers (key, text) VALUES (?, ?)", (key, text))
 
     def spent(self, judge: str) -> JudgeUsage:
-        """Usage of one judge."""
+        """Returns the usage of one judge."""
         return self._usage(self._do(f"SELECT {', '.join(_NAMES)} FROM spent WHERE judge = ?", (judge,)))
 
     def total(self) -> JudgeUsage:
-        """Usage of all judges together."""
+        """Returns the usage of all judges together."""
         return self._usage(self._do(f"SELECT {', '.join(f'sum({name})' for name in _NAMES)} FROM spent", ()))
 
     def _usage(self, row: Sequence[object] | None) -> JudgeUsage:

@@ -46,7 +46,7 @@ def check_heads(config: Any, team: Team) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenShard:
-    """A rank's shard of a forest of `length` tokens: `width` tokens from `start` on. The last shards may have fewer."""
+    """A rank's shard of a forest of `length` tokens. It has `width` tokens from `start` on; the last shards may have fewer."""
 
     team: Team
     length: int

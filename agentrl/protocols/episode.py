@@ -100,7 +100,7 @@ class ToolSource(Protocol):
 
 
 class EpisodeMemory(Protocol):
-    """The memory of a run as one episode sees it. The notes that it can read do not change during the episode.
+    """One episode's access to the memory of its run. The notes that it can read do not change during the episode.
 
     All agents of the episode share it. Raises `StoreError` if the memory cannot be read or written.
     """
