@@ -33,7 +33,7 @@ class ReservedPort:
                 self._name.close()
                 if error.errno != errno.EADDRINUSE:
                     raise
-        raise LaunchError(f"no free port on {host} after {_TRIES} tries\n  fix: stop programs that hold ports on this machine; `ss -tan` lists them")
+        raise LaunchError(f"no free port on {host} after {_TRIES} tries\n  fix: stop programs that hold ports; `ss -tan` lists them")
 
     def release(self) -> None:
         """Releases the port of a server that has ended. Idempotent."""
@@ -50,7 +50,7 @@ def free_port(host: str) -> int:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
             return int(probe.getsockname()[1])
-    raise LaunchError(f"{host} has no free port\n  fix: stop programs that hold ports on this machine; `ss -tan` lists them")
+    raise LaunchError(f"{host} has no free port\n  fix: stop programs that hold ports; `ss -tan` lists them")
 
 
 def _unassigned_ports() -> list[int]:
