@@ -93,7 +93,7 @@ def test_a_row_that_is_no_episode_is_named(tmp_path: Path, content: str) -> None
 
 
 def test_files_that_are_no_export_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no exported file"):
+    with pytest.raises(UserError, match="not an exported file"):
         list(load_export(tmp_path / "a.csv"))
     pytest.importorskip("pyarrow")
     (tmp_path / "a.parquet").write_bytes(b"PAR1 no parquet PAR1")
