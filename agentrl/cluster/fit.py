@@ -18,7 +18,12 @@ from agentrl.errors import UserError
 _SLACK = 1e-6  # of amounts, which Ray rounds to 1e-4
 _ROWS_SHOWN = 40
 _USUAL = ("CPU", "GPU", "memory")
-_NUMBER_KEYS = {"server": "serving.replicas", "worker": "rollout.workers", "learner": "learner.ranks", "gate": "gate.server=shared"}
+_REDUCTIONS = {
+    "server": "lower serving.replicas",
+    "worker": "lower rollout.workers",
+    "learner": "lower learner.ranks",
+    "gate": "set gate.server=shared",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +42,10 @@ class ClusterNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """How a plan fits."""
+    """The result of fitting a plan to nodes."""
 
-    assignment: Mapping[str, str] | None  # name of a node by name of a bundle; None if none was found
-    problems: tuple[str, ...] = ()  # why there can be none
+    assignment: Mapping[str, str] | None  # bundle name -> node name; None if the search finds none
+    problems: tuple[str, ...] = ()  # why no assignment can exist
 
     @property
     def is_impossible(self) -> bool:
@@ -122,12 +127,12 @@ def no_fit_error(plan: ClusterPlan, nodes: Sequence[ClusterNode], problems: Sequ
     message = (
         f"the plan does not fit the cluster at {plan.address}: {'; '.join(problems)}\n{describe_plan(plan)}\n\n{describe_nodes(nodes)}"
     )
-    keys = list(dict.fromkeys(_number_key(part) for part in short or [part for part in plan.parts if not part.with_driver]))
-    return UserError(message, fix=f"add nodes, lower {', '.join(keys)}, or set what a part reserves in cluster.resources")
+    reductions = list(dict.fromkeys(_reduction(part) for part in short or [part for part in plan.parts if not part.with_driver]))
+    return UserError(message, fix=f"add nodes, {', '.join(reductions)}, or set what a part reserves in cluster.resources")
 
 
-def _number_key(part: PlannedPart) -> str:
-    return _NUMBER_KEYS.get(part.name, "judge_servers")
+def _reduction(part: PlannedPart) -> str:
+    return _REDUCTIONS.get(part.name, "configure fewer judge_servers")
 
 
 def describe_plan(plan: ClusterPlan, assignment: Mapping[str, str] | None = None) -> str:

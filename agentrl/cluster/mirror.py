@@ -96,7 +96,7 @@ class Mirror:
                     raise LinkLost(f"{name} was not complete at the driver within {timeout_s:g} s: {error}") from error
 
     def announce(self, name: str, listing: FolderListing, *, timeout_s: float = TRANSFER_S) -> list[str]:
-        """Begins to send a folder with these files, and returns the checksums of the chunks that the driver lacks."""
+        """Starts to send a folder with these files, and returns the checksums of the chunks that the driver lacks."""
         data = self.link.json("POST", f"/arriving/{name}", codec.to_data(listing), timeout_s=timeout_s)
         return [str(sha256) for sha256 in data]
 

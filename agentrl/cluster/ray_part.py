@@ -150,7 +150,7 @@ class RayPart:
             raise LaunchError(failure)
 
     def poll(self) -> Any:
-        """Requests the state; returns the reference of Ray's call."""
+        """Requests the state. Returns the reference of Ray's call."""
         return self._actor.poll.remote(self.start)
 
     def answered(self, state: PartState | None) -> None:

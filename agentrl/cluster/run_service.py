@@ -37,7 +37,7 @@ _TEXT = 1000  # characters of an error in an answer
 
 
 class Replaced(AgentRLError):
-    """The request is of a part that the driver has started again since then."""
+    """The request comes from a process of a part that the driver has restarted since then."""
 
 
 class Unavailable(InfrastructureError):
@@ -85,7 +85,7 @@ class RunService:
         return key
 
     def revoke(self, part: str) -> None:
-        """Makes all keys of a part invalid: its requests are answered with status 409 from now on."""
+        """Invalidates all keys of a part: its requests are answered with status 409 from now on."""
         gone = {digest for digest, of in self._keys.items() if of == part}
         self._replaced |= gone
         self._keys = {digest: of for digest, of in self._keys.items() if digest not in gone}

@@ -66,8 +66,8 @@ def insert_episodes(db: sqlite3.Connection, group: Group, *, phase: str = "train
     for attempt, scored in enumerate(group.episodes if group.index >= 0 else ()):
         tools = tuple(islice(dict.fromkeys(_tools(scored.episode)), MAX_TOOLS))
         labels = [_label(db, sort, name) for sort, name in _names(group, scored, phase).items()]
-        place = (_short(scored.episode.id), group.index if step is None else None, attempt, step)
-        row = (*place, *labels, *_figures(scored), _short(group.task_id), _parts(scored), json.dumps(tools))
+        identity = (_short(scored.episode.id), group.index if step is None else None, attempt, step)
+        row = (*identity, *labels, *_figures(scored), _short(group.task_id), _parts(scored), json.dumps(tools))
         number = db.execute(_INSERT, row).lastrowid
         assert number is not None, "an inserted row has a number"
         db.executemany("INSERT OR IGNORE INTO episode_tools VALUES (?, ?)", [(_label(db, "tool", tool), number) for tool in tools])

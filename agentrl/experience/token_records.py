@@ -66,15 +66,15 @@ def write_records(run_dir: Path, step: int, rank: int, records: Sequence[TokenRe
 
 def read_records(run_dir: Path, step: int, group: int) -> list[TokenRecord]:
     """Returns the records of one group in a step, from 1; empty without any. Raises `OSError`, and `ValueError` for a damaged file."""
-    found: list[TokenRecord] = []
+    records: list[TokenRecord] = []
     for rank in range(_MAX_RANKS):
         path = run_dir / FOLDER / f"{step:06d}.{rank}.tokens"
         try:
             data = decompress(read_bytes(path, most=_MAX_FILE, inside=run_dir), most=_MAX_CONTENT)
         except FileNotFoundError:
             break
-        found += _records(data, group)
-    return found
+        records += _records(data, group)
+    return records
 
 
 def _records(data: bytes, group: int) -> list[TokenRecord]:
@@ -85,12 +85,12 @@ def _records(data: bytes, group: int) -> list[TokenRecord]:
         total = sum(sizes)
         if min(sizes, default=0) < 0 or len(data) != 4 + length + total * (4 * _COLUMNS + 1):
             raise ValueError("its length does not fit")
-        found, start, base = [], 0, 4 + length
+        records, start, base = [], 0, 4 + length
         for index, episode_id, part, size in header:
             if index == group:
                 columns = [_column(data, base + 4 * (number * total + start), size) for number in range(_COLUMNS)]
                 flags = data[base + 4 * _COLUMNS * total + start :][:size]
-                found.append(
+                records.append(
                     TokenRecord(
                         group=index,
                         episode_id=str(episode_id),
@@ -102,7 +102,7 @@ def _records(data: bytes, group: int) -> list[TokenRecord]:
                     )
                 )
             start += size
-        return found
+        return records
     except (struct.error, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"is not a record of trained tokens: {error}") from None
 

@@ -1,7 +1,7 @@
-"""What a learner reads and writes of its run: the ledger, the registry, checkpoints, versions and records.
+"""The home of a learner: where it reads and writes the ledger, the registry, checkpoints, versions and records of its run.
 
-`FolderHome` uses the run folder. `agentrl.learner.remote_home.DriverHome` uses a mirror of it and the driver, if the learner's host does
-not share the driver's disk. A step counts when its checkpoint is where the next learner will look for it: `checkpoint_written` returned.
+`FolderHome` is the run folder. `agentrl.learner.remote_home.DriverHome` is a mirror of it and the driver, for a learner whose host does not
+share the driver's disk. A step is complete once `checkpoint_written` has returned: the next learner then finds its checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Spare = Callable[[], Collection[int]]
 
 
 class Collective(Protocol):
-    """What a home uses of `agentrl.learner.ranks.Ranks`, which needs torch."""
+    """The members of `agentrl.learner.ranks.Ranks` that a home uses. That class needs torch."""
 
     @property
     def is_first(self) -> bool:
@@ -110,7 +110,7 @@ class LearnerRegistry(Protocol):
 
 
 class RunHome(Protocol):
-    """A run as its learner sees it. Every rank has one; only rank 0 writes."""
+    """What a learner reads and writes of its run. Every rank has one; only rank 0 writes."""
 
     @property
     def folder(self) -> Path:

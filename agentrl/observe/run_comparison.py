@@ -192,5 +192,5 @@ def _shown(value: Any) -> str:
 def _table(rows: Sequence[Sequence[str]]) -> str:
     columns = max(map(len, rows))
     full = [[*row, *[""] * (columns - len(row))] for row in rows]
-    widths = [max(len(row[place]) for row in full) for place in range(columns)]
+    widths = [max(len(row[column]) for row in full) for column in range(columns)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in full)

@@ -1,4 +1,4 @@
-"""What a rollout worker has of its run: the run folder of the driver's machine, or a mirror of the few files it needs and the driver."""
+"""A rollout worker's access to its run: the run folder on the driver's machine, or the driver and a mirror of the few files it needs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _MAX_KEY_FILE = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerAccess:
-    """Where a worker finds its driver and its files.
+    """The address of a worker's driver, and the folders of its files.
 
     `link`: the driver, for a worker whose host does not share the driver's disk; None if it does.
     """

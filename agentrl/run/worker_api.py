@@ -1,4 +1,4 @@
-"""The driver's HTTP interface for rollout workers: leases of groups, requests to the policy, results. With a key per run.
+"""The driver's HTTP interface for rollout workers: leases of groups, requests to the policy and results. Requests need the run's key.
 
 Every token passes through the driver, which withholds tokens of weights until their probe agrees. So no worker can keep tokens of weights
 that were rejected, and a worker needs no address of a server. A worker has no state that the run needs.

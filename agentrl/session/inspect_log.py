@@ -87,10 +87,10 @@ def _count(log: _Log, record: EpisodeRecord, sample: dict[str, Any]) -> None:
         log.unscored += 1
     else:
         log.scores.append(record.row.score)
-    kept = ("id", "epoch", "input", "target", "scores", "started_at", "completed_at", "total_time", "working_time", "uuid")
+    fields = ("id", "epoch", "input", "target", "scores", "started_at", "completed_at", "total_time", "working_time", "uuid")
     metadata = {name: sample["metadata"][name] for name in ("task_id", "kind", "outcome", "step")}
     error = sample.get("error", {}).get("message")
-    summary = {name: sample[name] for name in kept} | {"metadata": metadata, "completed": True, "message_count": len(sample["messages"])}
+    summary = {name: sample[name] for name in fields} | {"metadata": metadata, "completed": True, "message_count": len(sample["messages"])}
     log.summaries.append(summary | ({"error": error} if error else {}))
 
 

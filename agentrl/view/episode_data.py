@@ -93,8 +93,8 @@ def episode_tree(
         start, end = max(0, offset - first), max(0, offset + MAX_TURNS - first)
         sample = samples[number] if samples else None
         turns = [
-            _turn(place, trajectory.turns[place], _trained(sample, trajectory, place), budget, vocabulary, first=place == 0)
-            for place in range(len(trajectory.turns))[start:end]
+            _turn(turn, trajectory.turns[turn], _trained(sample, trajectory, turn), budget, vocabulary, first=turn == 0)
+            for turn in range(len(trajectory.turns))[start:end]
         ]
         trajectories.append(_trajectory(number, trajectory, turns, budget))
         first += len(trajectory.turns)
@@ -138,7 +138,7 @@ def tokens_data(source: RunSource, index: int, attempt: int, trajectory: int, tu
         "total": len(shown.completion_ids),
         "ids": list(ids),
         "texts": None if vocabulary is None else vocabulary.texts(ids),
-        "special": [] if vocabulary is None else [place for place, token in enumerate(ids) if token in vocabulary.special],
+        "special": [] if vocabulary is None else [position for position, token in enumerate(ids) if token in vocabulary.special],
         "logprobs": [finite(value) for value in shown.logprobs[offset:end]],
         "versions": _versions(shown, offset, end),
         "supports": None if shown.supports is None else [len(row) for row in shown.supports.rows[offset:end]],

@@ -1,4 +1,4 @@
-"""The JSON of a gate's verdict on a version: the cases that fell, each before and after."""
+"""The JSON of a gate's verdict on a version: the cases that regressed, each before and after."""
 
 from __future__ import annotations
 

@@ -61,13 +61,13 @@ def step_data(source: RunSource, step: int, *, offset: int = 0) -> Data:
         raise Missing(f"step {step} has no metrics and no groups yet", fix="choose a step in the curves of the run's page")
     page = entries[offset : offset + MAX_GROUPS]
     numbers = source.metrics.steps
-    place = numbers.index(step) if step in numbers else None
-    earlier = numbers[place - 1] if place else None
+    position = numbers.index(step) if step in numbers else None
+    earlier = numbers[position - 1] if position else None
     return {
         "run": source.id,
         "step": step,
         "previous": earlier,
-        "next": numbers[place + 1] if place is not None and place + 1 < len(numbers) else None,
+        "next": numbers[position + 1] if position is not None and position + 1 < len(numbers) else None,
         "metrics": metrics,
         "before": source.metrics.row(earlier) if earlier is not None else {},
         "groups": [group_line(source, entry) for entry in page],
@@ -247,8 +247,8 @@ def _neighbours(source: RunSource, entry: LedgerEntry) -> Data:
         indices = [other.index for other in source.store().entries(step=entry.step)]
     if entry.index not in indices:
         return {"previous": None, "next": None}
-    place = indices.index(entry.index)
-    return {"previous": indices[place - 1] if place else None, "next": indices[place + 1] if place + 1 < len(indices) else None}
+    position = indices.index(entry.index)
+    return {"previous": indices[position - 1] if position else None, "next": indices[position + 1] if position + 1 < len(indices) else None}
 
 
 def _kinds(source: RunSource, entries: Sequence[LedgerEntry], step: int) -> list[Data]:

@@ -1,4 +1,4 @@
-"""Server-sent events: pages learn that a run has changed, and read again what they show. All viewers of a run share one look at it."""
+"""Server-sent events: pages are notified when a run has changed and reload what they show. All viewers of a run share one poll."""
 
 from __future__ import annotations
 

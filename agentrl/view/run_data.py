@@ -89,11 +89,11 @@ def curve(source: RunSource, key: str, *, most: int = MAX_POINTS) -> list[tuple[
     if len(points) <= most:
         return points
     size = math.ceil(2 * len(points) / most)
-    kept: set[tuple[int, float]] = {points[0], points[-1]}
+    thinned: set[tuple[int, float]] = {points[0], points[-1]}
     for start in range(0, len(points), size):
         piece = points[start : start + size]
-        kept |= {min(piece, key=lambda point: point[1]), max(piece, key=lambda point: point[1])}
-    return sorted(kept)
+        thinned |= {min(piece, key=lambda point: point[1]), max(piece, key=lambda point: point[1])}
+    return sorted(thinned)
 
 
 def _charts(source: RunSource) -> list[dict[str, Any]]:
@@ -134,11 +134,11 @@ def _alerts(source: RunSource) -> list[dict[str, Any]]:
     first = max(0, len(numbers) - _ALERTED)
     rows = source.metrics.rows(numbers[max(0, first - HISTORY) :])
     alerts = []
-    for place in range(first, len(numbers)):
-        at = place - max(0, first - HISTORY)
+    for position in range(first, len(numbers)):
+        at = position - max(0, first - HISTORY)
         window = rows[max(0, at + 1 - HISTORY) : at + 1]
         texts = drift_alerts(window) + (limit_alerts(window, recipe.learner.limits) if recipe is not None else [])
-        alerts += [{"step": numbers[place], "text": text} for text in texts]
+        alerts += [{"step": numbers[position], "text": text} for text in texts]
     return alerts[::-1]
 
 
@@ -204,8 +204,8 @@ def _gate(source: RunSource, notes: list[str]) -> list[Line]:
         if verdict:
             fields = {name: verdict.get(name) for name in ("outcome", "reason", "compared_with")}
             figures = as_mapping(verdict.get("figures"))
-            kept = {name: figures.get(name) for name in ("pass_at_1", "low", "high", "attempts", "tokens") if is_finite(figures.get(name))}
-            rows.append({"version": number, **{name: str(value)[:600] for name, value in fields.items() if value is not None}, **kept})
+            rates = {name: figures.get(name) for name in ("pass_at_1", "low", "high", "attempts", "tokens") if is_finite(figures.get(name))}
+            rows.append({"version": number, **{name: str(value)[:600] for name, value in fields.items() if value is not None}, **rates})
     return rows
 
 

@@ -173,13 +173,13 @@ class TaskTable:
 
     def kind(self, group: int) -> str:
         """Returns the kind of a group's task; empty if it is unknown."""
-        place = self._groups.get(group)
-        return "" if place is None else self._names[self._kinds[place]]
+        row = self._groups.get(group)
+        return "" if row is None else self._names[self._kinds[row]]
 
     def mean(self, group: int) -> float | None:
         """Returns the mean score of a group; None if it is unknown."""
-        place = self._groups.get(group)
-        return None if place is None or math.isnan(self._means[place]) else self._means[place]
+        row = self._groups.get(group)
+        return None if row is None or math.isnan(self._means[row]) else self._means[row]
 
     def _clear(self) -> None:
         self._groups: dict[int, int] = {}

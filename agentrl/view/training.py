@@ -132,8 +132,8 @@ def sample_of(training: GroupTraining, episode_id: str, trajectory: Trajectory, 
     if len(same) < 2:
         return same[0] if same else None
     alike = [one for one in trajectories if tuple(t for turn in one.turns for t in (*turn.prompt_ids, *turn.completion_ids)) == ids]
-    place = next(number for number, one in enumerate(alike) if one is trajectory)
-    return same[place] if place < len(same) else None
+    position = next(number for number, one in enumerate(alike) if one is trajectory)
+    return same[position] if position < len(same) else None
 
 
 def recorded_tokens(source: RunSource, step: int | None, training: GroupTraining, sample: Sample | None) -> tuple[TokenRecord | None, str]:

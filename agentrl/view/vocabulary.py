@@ -24,7 +24,7 @@ _MARK = "\u2581"  # a space in SentencePiece vocabularies
 class Vocabulary:
     """Token id -> bytes. Ids without an entry have no text.
 
-    The tokens lie in one byte string, because a million Python objects would need 80 MiB.
+    The tokens are stored in one byte string, because a million Python objects would need 80 MiB.
     """
 
     def __init__(self, tokens: dict[int, bytes], special: frozenset[int]) -> None:
@@ -131,4 +131,4 @@ def _byte_of_character() -> dict[str, int]:
     """The alphabet of byte-level BPE: printable bytes stand for themselves, the others for the characters from U+0100 on."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(0x100 + place): byte for place, byte in enumerate(hidden)}
+    return {chr(byte): byte for byte in shown} | {chr(0x100 + number): byte for number, byte in enumerate(hidden)}

@@ -143,9 +143,9 @@ def run_frame(run: RunFrame, size: Size) -> list[Text]:
     sections = [section for section in _sections(run, width, tall=size.height >= 22) if section]
     room = size.height - len(top) - 1 - min(4, 1 + len(run.episodes))  # keys, and a list of three episodes
     for section in sections:
-        kept = section[: max(0, room)]
-        top += kept
-        room -= len(kept)
+        visible = section[: max(0, room)]
+        top += visible
+        room -= len(visible)
     rest = size.height - len(top) - 1
     body = _episode_list(run, width, rest)
     lines = [*top, *body]

@@ -161,7 +161,7 @@ class RunScreen:
             alerts=tuple(reversed(self._alerts)),
             running=len(self._in_flight) if self._seen_events else None,
             episodes=tuple(map(_listed, self._rows)),
-            selected=self._place(),
+            selected=self._position(),
             notes=tuple(note.replace(f"{self._folder}/", "") for note in dict.fromkeys([*unreadable, *notes])),
         )
 
@@ -173,11 +173,11 @@ class RunScreen:
         """Selects an episode, or opens the selected one."""
         moves = {"up": -1, "down": 1, "page up": -10, "page down": 10, "home": -_LISTED, "end": _LISTED}
         if name in moves and self._rows:
-            place = max(0, min(self._place() + moves[name], len(self._rows) - 1))
-            self._selected = self._rows[place].id if place else None
-            self.frame = replace(self.frame, selected=place)
+            position = max(0, min(self._position() + moves[name], len(self._rows) - 1))
+            self._selected = self._rows[position].id if position else None
+            self.frame = replace(self.frame, selected=position)
         if name in ("enter", "right") and self._rows:
-            return EpisodeScreen(self._folder, tuple(row.id for row in self._rows), self._place())
+            return EpisodeScreen(self._folder, tuple(row.id for row in self._rows), self._position())
         return None
 
     def close(self) -> None:
@@ -186,8 +186,8 @@ class RunScreen:
             self._index.close()
             self._index = None
 
-    def _place(self) -> int:
-        return next((place for place, row in enumerate(self._rows) if row.id == self._selected), 0)
+    def _position(self) -> int:
+        return next((position for position, row in enumerate(self._rows) if row.id == self._selected), 0)
 
     def _read_rows(self) -> tuple[EpisodeRow, ...]:
         try:
@@ -278,8 +278,8 @@ class RunsScreen:
 class EpisodeScreen:
     """The transcript of an episode; n and p show the next and the previous one of the list."""
 
-    def __init__(self, folder: Path, ids: tuple[str, ...], place: int) -> None:
-        self._folder, self._ids, self._place = folder, ids, place
+    def __init__(self, folder: Path, ids: tuple[str, ...], position: int) -> None:
+        self._folder, self._ids, self._position = folder, ids, position
         self._transcript: Transcript | None = None
         self._page = 10  # lines
 
@@ -288,7 +288,9 @@ class EpisodeScreen:
         if self._transcript is None:
             notes: list[str] = []
             self._transcript = _tried(self._read, None, notes) or Transcript(
-                title=self._ids[self._place], facts="", parts=tuple(Part(who="note", text=note) for note in notes or ["it is not stored"])
+                title=self._ids[self._position],
+                facts="",
+                parts=tuple(Part(who="note", text=note) for note in notes or ["the episode is not stored"]),
             )
 
     def lines(self, size: Size) -> list[Text]:
@@ -304,9 +306,9 @@ class EpisodeScreen:
         if self._transcript is not None:
             self._transcript.top += moves.get(name, 0)
         if name in ("n", "p"):
-            place = max(0, min(self._place + (1 if name == "n" else -1), len(self._ids) - 1))
-            if place != self._place:
-                self._place, self._transcript = place, None
+            position = max(0, min(self._position + (1 if name == "n" else -1), len(self._ids) - 1))
+            if position != self._position:
+                self._position, self._transcript = position, None
         return None
 
     def close(self) -> None:
@@ -314,7 +316,7 @@ class EpisodeScreen:
 
     def _read(self) -> Transcript | None:
         with EpisodeIndex(self._folder) as index:
-            record = index.episode(self._ids[self._place])
+            record = index.episode(self._ids[self._position])
         return None if record is None else transcript_of(record.group, record.scored)
 
 
