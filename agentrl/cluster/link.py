@@ -35,7 +35,7 @@ class SessionEnded(InfrastructureError):
     """The driver has started this part again, so this process must end."""
 
 
-class NotThere(LookupError):
+class NotFound(LookupError):
     """The driver, or another host, does not have what was requested."""
 
 
@@ -62,7 +62,7 @@ class Link:
     def call(self, method: str, path: str, body: bytes = b"", *, timeout_s: float = 60.0) -> bytes:
         """Returns the content of the answer. Repeats the request until `timeout_s` while the server does not answer.
 
-        Raises `LinkLost` if it does not answer in time, `NotThere` for status 404, `SessionEnded` for 409, `DiskFull` for 507, `StoreError`
+        Raises `LinkLost` if it does not answer in time, `NotFound` for status 404, `SessionEnded` for 409, `DiskFull` for 507, `StoreError`
         for 500, and `UserError` for a request that it rejects.
         """
         deadline, tries, reason = time.monotonic() + timeout_s, 0, ""
@@ -133,7 +133,7 @@ class Link:
             return answer
         message = _message(answer)
         if status == 404:
-            raise NotThere(message)
+            raise NotFound(message)
         if status == 409:
             raise SessionEnded(f"{self.what} has replaced this process: {message}")
         if status == 507:

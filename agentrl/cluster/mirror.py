@@ -32,7 +32,7 @@ from agentrl.cluster.chunks import (
     folder_path,
     numbered_folders,
 )
-from agentrl.cluster.link import Link, LinkLost, NotThere
+from agentrl.cluster.link import Link, LinkLost, NotFound
 from agentrl.errors import DiskFull, InfrastructureError
 from agentrl.records import codec
 
@@ -72,7 +72,7 @@ class Mirror:
             into: another path for a folder than in this mirror.
             weights: whether the files of a folder that contain weights are fetched too.
 
-        Raises `NotThere` if the driver does not have it, `DiskFull`, `LinkLost` if the driver does not answer, and `InfrastructureError`
+        Raises `NotFound` if the driver does not have it, `DiskFull`, `LinkLost` if the driver does not answer, and `InfrastructureError`
         for another fault of this host.
         """
         if "/" not in name:
@@ -91,7 +91,7 @@ class Mirror:
                 self.send(name, self.announce(name, listing, timeout_s=_left(deadline)), timeout_s=_left(deadline))
                 self.complete(name, timeout_s=_left(deadline))
                 return
-            except NotThere as error:  # the driver has forgotten the listing
+            except NotFound as error:  # the driver has forgotten the listing
                 if time.monotonic() > deadline:
                     raise LinkLost(f"{name} was not complete at the driver within {timeout_s:g} s: {error}") from error
 

@@ -17,7 +17,7 @@ from typing import Any
 from agentrl.base.files import has_intact_files
 from agentrl.cluster.chunks import FileChunks, FolderListing
 from agentrl.cluster.file_service import BASE_PROBE
-from agentrl.cluster.link import Link, NotThere
+from agentrl.cluster.link import Link, NotFound
 from agentrl.cluster.mirror import Mirror
 from agentrl.errors import DiskFull
 from agentrl.experience.step_uses import StepUses
@@ -153,7 +153,7 @@ class DriverHome:
         """Fetches a checkpoint, if the driver has it."""
         try:
             self._mirror.fetch(f"checkpoints/{number:06d}")
-        except NotThere:
+        except NotFound:
             return
 
     def checkpoint_written(self, folder: Path, spare: Spare, ranks: Collective) -> None:

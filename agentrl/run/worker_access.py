@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from agentrl.base.untrusted_files import read_bytes
-from agentrl.cluster.link import Link, NotThere
+from agentrl.cluster.link import Link, NotFound
 from agentrl.cluster.mirror import Mirror
 from agentrl.config.tools import MemoryConfig
 from agentrl.errors import ServingError, UserError
@@ -83,7 +83,7 @@ class WorkerAccess:
 
     def _fetch(self, link: Link) -> Path:
         mirror = Mirror(self.folder, link)
-        with suppress(NotThere):
+        with suppress(NotFound):
             mirror.fetch("mcp.json")
         return mirror.fetch("versions/000000", into=self.folder / "policy", weights=False)
 

@@ -70,7 +70,7 @@ def evaluated_data(source: RunSource, episode_id: str) -> Data:
         "question": question_of(source, record.group)[:_TEXT],
         "task": record.group.task_id[:400],
         "kind": record.row.kind,
-        "reason": f"An episode of the evaluation {record.row.phase}: nothing of it is trained.",
+        "reason": f"This episode belongs to the evaluation {record.row.phase}, so it is not trained on.",
         "advantage": None,
         "trajectories": episode_tree(scored.episode, budget, vocabulary),
         "turns": sum(len(trajectory.turns) for trajectory in scored.episode.trajectories),

@@ -66,7 +66,7 @@ def train_group(source: RunSource, entry: LedgerEntry, group: Group) -> GroupTra
     if objective.advantage.ref == "gae":
         notes.append("A critic computed the advantages; they are not recorded. The rewards that it read are shown instead.")
     if objective.kl == "k1_reward":
-        notes.append("The KL penalty that was subtracted from the scores is not recorded, so these advantages are those without it.")
+        notes.append("These advantages do not include the KL penalty, which was subtracted from the scores and is not recorded.")
     others, more = _others(source, entry, recipe)
     try:
         fit = batch_advantages([*others, group], objective, min_group_size=recipe.rollout.group.min_size)[-1]
@@ -147,7 +147,7 @@ def recorded_tokens(source: RunSource, step: int | None, training: GroupTraining
         return None, f"The record of the trained tokens of step {step} cannot be read: {str(error)[:200]}."
     record = next((one for one in records if one.episode_id == sample.episode_id and one.part == part), None)
     if record is None:
-        return None, f"Ratios and entropies of step {step} are not recorded, or were removed: the newest records are kept."
+        return None, f"Ratios and entropies of step {step} were not recorded, or were removed: only the newest records are kept."
     if len(record.logprobs) != sum(sample.loss_mask):
         return None, f"The record of the trained tokens of step {step} does not fit the stored episode."
     return record, ""

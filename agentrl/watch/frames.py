@@ -20,9 +20,9 @@ from agentrl.observe.terminal import sparkline
 
 Format = Callable[[float], str]
 MAX_LINES = 20_000
-"""Lines of a transcript. The rest is left out with a note."""
+"""Maximum number of lines of a transcript. A note replaces the rest."""
 MAX_CHARS = 100_000
-"""Characters of one message of a transcript."""
+"""Maximum number of characters of one message of a transcript."""
 _LEAST_WIDTH = 20
 _PLOT_HEIGHT = 4
 _LABEL = 10  # characters of a row's label

@@ -16,7 +16,7 @@ import pytest
 from agentrl.base.files import folder_manifest
 from agentrl.cluster import chunks, file_service, mirror
 from agentrl.cluster.chunks import ArrivingFolder, ChunkIndex, FileChunks, FolderListing
-from agentrl.cluster.link import Link, LinkLost, NotThere, SessionEnded
+from agentrl.cluster.link import Link, LinkLost, NotFound, SessionEnded
 from agentrl.cluster.mirror import Mirror
 from agentrl.cluster.relay import relaying
 from agentrl.cluster.run_service import HOST, LEARNER, WORKER
@@ -200,7 +200,7 @@ def test_old_folders_disappear_with_those_of_the_driver(tmp_path: Path, driver: 
     (tmp_path / "mirror" / "versions" / ".000009.part").mkdir()
     one.drop_extra("versions")
     assert sorted(path.name for path in (tmp_path / "mirror" / "versions").iterdir()) == ["000000", "000002"]
-    with pytest.raises(NotThere):
+    with pytest.raises(NotFound):
         one.fetch("versions/000005")
 
 
