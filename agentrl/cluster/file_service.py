@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TypeVar
 from agentrl.base.files import write_atomically
 from agentrl.base.untrusted_files import read_bytes
 from agentrl.cluster.chunks import CHUNK, ArrivingFolder, ChunkIndex, FolderListing, folder_path, numbered_folders
-from agentrl.cluster.run_service import HOST, LEARNER, WORKER, Route, bytes_response
+from agentrl.cluster.run_service import HOST, LEARNER, WORKER, Route, bytes_response, check_key_again
 from agentrl.errors import DiskFull
 from agentrl.gateway.request import RequestError
 from agentrl.gateway.wire import body_of, bytes_of, json_response
@@ -72,7 +72,7 @@ class FileService:
             Route("GET", "/files/{kind}/{number}", readers, self._listing),
             Route("GET", "/chunks/{sha256}", readers, self._chunk),
             Route("GET", "/single/{name}", readers, self._single),
-            Route("POST", "/peers", readers, self._join),
+            Route("POST", "/peers", frozenset({HOST}), self._join),
             Route("POST", "/arriving/{kind}/{number}", frozenset({LEARNER}), self._begin),
             Route("PUT", "/arriving/{kind}/{number}/{sha256}", frozenset({LEARNER}), self._write),
             Route("POST", "/arriving/{kind}/{number}/commit", frozenset({LEARNER}), self._commit),
@@ -137,6 +137,7 @@ class FileService:
         final = folder_path(self.folder, kind, number)
         listing = codec.from_json(FolderListing, await bytes_of(request, _BODY_S, most=MAX_LISTING))
         async with self._opening:
+            check_key_again(request)
             await self._stop(f"{kind}/{number}")
             arriving = self._arriving[f"{kind}/{number}"] = await self._in_thread(lambda: self._open(final, listing))
             while len(self._arriving) > MAX_ARRIVING:
@@ -160,11 +161,13 @@ class FileService:
     async def _commit(self, request: Request) -> Response:
         arriving = self._arriving_of(request)
         async with self._opening:
+            check_key_again(request)
             await self._in_thread(arriving.commit)
         return json_response({})
 
     async def _probe(self, request: Request) -> Response:
         content = await bytes_of(request, _BODY_S)
+        check_key_again(request)
         await self._in_thread(lambda: write_atomically(self.folder / BASE_PROBE, content, durable=True))
         return json_response({})
 

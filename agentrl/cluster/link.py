@@ -89,14 +89,17 @@ class Link:
         except (ValueError, RecursionError):
             raise LinkLost(f"{self.what} at {self.url} answered {path} with something other than JSON") from None
 
-    def request(self, method: str, path: str, body: bytes = b"", *, timeout_s: float) -> tuple[int, bytes]:
-        """Sends one request and returns status and content. Raises `OSError` or `http.client.HTTPException`."""
+    def request(self, method: str, path: str, body: bytes = b"", *, timeout_s: float, most: int = MAX_ANSWER) -> tuple[int, bytes]:
+        """Sends one request and returns status and content. `most`: bytes of the content.
+
+        Raises `OSError` or `http.client.HTTPException`.
+        """
         deadline = time.monotonic() + timeout_s
         connection = self._connection(min(self.silence_s, timeout_s))
         try:
             connection.request(method, quote(path, safe="/?=&"), body or None, self._headers(body))
             answer = connection.getresponse()
-            content = _content(answer, deadline)
+            content = _content(answer, deadline, most)
         except BaseException:
             self.close()
             raise
@@ -154,15 +157,15 @@ def take_key() -> str:
     return key
 
 
-def _content(answer: http.client.HTTPResponse, deadline: float) -> bytes:
+def _content(answer: http.client.HTTPResponse, deadline: float, most: int) -> bytes:
     """Returns the content of an answer. Raises `TimeoutError` at the deadline, also if bytes still arrive."""
-    if (answer.length or 0) > MAX_ANSWER:
-        raise http.client.HTTPException(f"the answer has {answer.length} bytes; the maximum is {MAX_ANSWER}")
+    if (answer.length or 0) > most:
+        raise http.client.HTTPException(f"the answer has {answer.length} bytes; the maximum is {most}")
     pieces, size = [], 0
     while piece := answer.read1(_PIECE):
         size += len(piece)
-        if size > MAX_ANSWER:
-            raise http.client.HTTPException(f"the answer has more than {MAX_ANSWER} bytes")
+        if size > most:
+            raise http.client.HTTPException(f"the answer has more than {most} bytes")
         if time.monotonic() > deadline:
             raise TimeoutError("the answer did not end in time")
         pieces.append(piece)

@@ -33,7 +33,7 @@ from agentrl.cluster.chunks import (
     numbered_folders,
 )
 from agentrl.cluster.link import Link, LinkLost, NotFound
-from agentrl.errors import DiskFull, InfrastructureError
+from agentrl.errors import DiskFull, InfrastructureError, UserError
 from agentrl.records import codec
 
 T = TypeVar("T")
@@ -163,13 +163,16 @@ class Mirror:
         """Returns the mirrors that started before this one. A source that fails once is not used again."""
         if self.relay is None:
             return []
-        peers = self.link.json("POST", "/peers", {"folder": name, "url": self.relay[0], "key": self.relay[1]})
-        return [Link(str(peer["url"]), str(peer["key"]), what="a mirror", silence_s=_PEER_S) for peer in peers[:_PEERS]]
+        sources: list[Link] = []
+        for peer in self.link.json("POST", "/peers", {"folder": name, "url": self.relay[0], "key": self.relay[1]})[:_PEERS]:
+            with contextlib.suppress(UserError, ValueError):  # another host gave an address that is none
+                sources.append(Link(str(peer["url"]), str(peer["key"]), what="a mirror", silence_s=_PEER_S))
+        return sources
 
     def _fetch_chunk(self, sha256: str, arriving: ArrivingFolder, sources: list[Link], deadline: float) -> None:
         for source in tuple(sources):
             try:
-                status, data = source.request("GET", f"/chunks/{sha256}", timeout_s=min(_PEER_S, _left(deadline)))
+                status, data = source.request("GET", f"/chunks/{sha256}", timeout_s=min(_PEER_S, _left(deadline)), most=CHUNK)
                 if status != 200:
                     raise LinkLost(f"{source.url} answered with status {status}")
                 arriving.write(sha256, data)

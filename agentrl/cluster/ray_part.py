@@ -229,7 +229,10 @@ class PartPoller:
             waiting = set(self._waiting.values())
             for part in parts:
                 if part not in waiting:
-                    self._waiting[part.poll()] = part
+                    try:
+                        self._waiting[part.poll()] = part
+                    except Exception:  # the connection to the cluster has ended: Ray raises arbitrary errors
+                        part.refused()
             self._receive()
             dead = self._dead_nodes(parts)
             for part in parts:
@@ -240,12 +243,15 @@ class PartPoller:
         if not self._waiting:
             return
         references = list(self._waiting)
-        arrived, _ = self._ray.wait(references, num_returns=len(references), timeout=_POLL_S)
+        try:
+            arrived, _ = self._ray.wait(references, num_returns=len(references), timeout=_POLL_S)
+        except Exception:  # as above
+            arrived = references
         for reference in arrived:
             part = self._waiting.pop(reference)
             try:
                 part.answered(self._ray.get(reference))
-            except self._ray.exceptions.RayError:
+            except Exception:  # as above
                 part.refused()
         for reference, part in list(self._waiting.items()):
             if part.returncode is not None:
@@ -258,5 +264,5 @@ class PartPoller:
             return set()
         try:
             return {node["NodeID"] for node in self._ray.nodes() if not node["Alive"]}
-        except self._ray.exceptions.RayError:
+        except Exception:  # as above
             return set()

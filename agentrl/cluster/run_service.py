@@ -14,6 +14,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agentrl.base.error_text import disk_full_error
@@ -34,6 +35,7 @@ LOOPBACK = "127.0.0.1"
 MAX_CONNECTIONS = 16384
 _KEYS = "a worker reads it from workers.json in the run folder, other parts get it from the driver"
 _TEXT = 1000  # characters of an error in an answer
+_CHECK = "agentrl.check_key"  # of the scope of a request
 
 
 class Replaced(AgentRLError):
@@ -114,9 +116,10 @@ class RunService:
         """Returns the route for parts with a valid key. An invalid request gets an answer that says why, and never ends the run."""
 
         async def guarded(request: Request) -> Response:
+            check = request.scope[_CHECK] = partial(self._check_key, key_of(request.headers), route)
             try:
                 check_source(request.headers)
-                self._check_key(key_of(request.headers), route)
+                check()
                 return await route.answer(request)
             except RequestError as refused:
                 return json_response({"error": refused.message}, refused.status)
@@ -142,6 +145,11 @@ class RunService:
             raise RequestError("wrong_key", f"the key is missing or wrong: {_KEYS}")
         if part not in route.parts:
             raise RequestError("ended", f"a {part} may not use {route.method} {route.path}")
+
+
+def check_key_again(request: Request) -> None:
+    """Raises `Replaced` if the key of a request has been revoked since its arrival: a body may take minutes to arrive."""
+    request.scope[_CHECK]()
 
 
 def bytes_response(content: bytes, *, kind: str = "application/json", status: int = 200) -> Response:

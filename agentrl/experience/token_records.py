@@ -25,8 +25,11 @@ from agentrl.base.untrusted_files import read_bytes
 FOLDER = "updates"
 MAX_TOTAL_BYTES = 256 << 20
 """Bytes of all records of a run."""
-_MAX_FILE, _MAX_CONTENT = 32 << 20, 64 << 20
+MAX_FILE = 32 << 20
+"""Bytes of one file."""
+_MAX_CONTENT = 64 << 20
 _MAX_RANKS = 512
+_LAST_STEP = 10**9
 _COLUMNS = 3  # of float32
 
 
@@ -52,9 +55,25 @@ def write_records(run_dir: Path, step: int, rank: int, records: Sequence[TokenRe
     header = json.dumps([[one.group, one.episode_id, one.part, len(one.logprobs)] for one in records], separators=(",", ":")).encode()
     columns = b"".join(_floats(value for one in records for value in getattr(one, name)) for name in ("logprobs", "entropies", "weights"))
     flags = bytes(bool(value) for one in records for value in one.clipped)
-    folder = run_dir / FOLDER
+    save_file(run_dir, step, rank, compress(struct.pack("<I", len(header)) + header + columns + flags))
+
+
+def load_file(run_dir: Path, step: int, rank: int) -> bytes:
+    """Returns the file of a rank. Raises `OSError`, and `ValueError` for one of more than `MAX_FILE` bytes."""
+    return read_bytes(_path(run_dir, step, rank), most=MAX_FILE, inside=run_dir)
+
+
+def save_file(run_dir: Path, step: int, rank: int, content: bytes) -> None:
+    """Writes the file of a rank, and removes the oldest files beyond `MAX_TOTAL_BYTES`.
+
+    Raises `OSError`, and `ValueError` for a step or rank that no run has.
+    """
+    if not 0 < step < _LAST_STEP or not 0 <= rank < _MAX_RANKS:
+        raise ValueError(f"no run has rank {rank} in step {step}")
+    path = _path(run_dir, step, rank)
+    folder = path.parent
     folder.mkdir(exist_ok=True)
-    write_atomically(folder / f"{step:06d}.{rank}.tokens", compress(struct.pack("<I", len(header)) + header + columns + flags))
+    write_atomically(path, content)
     sizes = [(path, path.stat().st_size) for path in sorted(folder.glob("*.tokens"))]
     total = sum(size for _, size in sizes)
     for path, size in sizes[:-1]:
@@ -68,13 +87,16 @@ def read_records(run_dir: Path, step: int, group: int) -> list[TokenRecord]:
     """Returns the records of one group in a step, from 1; empty without any. Raises `OSError`, and `ValueError` for a damaged file."""
     records: list[TokenRecord] = []
     for rank in range(_MAX_RANKS):
-        path = run_dir / FOLDER / f"{step:06d}.{rank}.tokens"
         try:
-            data = decompress(read_bytes(path, most=_MAX_FILE, inside=run_dir), most=_MAX_CONTENT)
+            data = decompress(load_file(run_dir, step, rank), most=_MAX_CONTENT)
         except FileNotFoundError:
             break
         records += _records(data, group)
     return records
+
+
+def _path(run_dir: Path, step: int, rank: int) -> Path:
+    return run_dir / FOLDER / f"{step:06d}.{rank}.tokens"
 
 
 def _records(data: bytes, group: int) -> list[TokenRecord]:

@@ -151,6 +151,10 @@ class RunHome(Protocol):
     def base_probe_written(self) -> None:
         """Returns when the driver has the probe of version 0."""
 
+    def tokens_recorded(self, step: int, rank: int) -> None:
+        """Gives readers of the run the tokens that a rank recorded in a step (`agentrl.experience.token_records`), if it did. A fault is
+        logged and ends nothing. Each rank that records calls it, after the version is published."""
+
     def record_uses(self, uses: StepUses) -> None:
         """Records durably how the next step used its groups; its checkpoint is written next."""
 
@@ -200,6 +204,9 @@ class FolderHome:
         """Does nothing."""
 
     def base_probe_written(self) -> None:
+        """Does nothing."""
+
+    def tokens_recorded(self, step: int, rank: int) -> None:
         """Does nothing."""
 
     def record_uses(self, uses: StepUses) -> None:

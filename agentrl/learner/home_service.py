@@ -2,9 +2,10 @@
 
     POST /learner/METHOD    {"id": ..., ...}: a call; repeated with the same id, it is not executed again
     POST /learner/group     {"index": ...}: one group of the ledger
+    PUT  /updates/STEP/RANK     the tokens that a rank recorded (`agentrl.experience.token_records`), for readers
 
-Calls are executed one at a time, in the order of their arrival. A learner that the driver has replaced is rejected before that, so none of
-its calls follows one of its successor.
+Calls are executed one at a time, in the order of their arrival. The key is checked again when a call's turn comes, so no call of a learner
+that the driver has replaced follows one of its successor.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.cluster.chunks import checkpoints_to_drop, drop_folders, numbered_folders
 from agentrl.cluster.file_service import FileService
-from agentrl.cluster.run_service import LEARNER, Route, RunService, bytes_response, call_once
-from agentrl.experience import DriverStore
+from agentrl.cluster.run_service import LEARNER, Route, RunService, bytes_response, call_once, check_key_again
+from agentrl.experience import DriverStore, token_records
 from agentrl.gateway.request import RequestError, read_json
 from agentrl.gateway.wire import body_of, bytes_of, json_response
 from agentrl.learner.home import FolderHome
@@ -35,6 +36,7 @@ T = TypeVar("T")
 MAX_CALL = 512 << 20
 """Bytes of a call; the largest are the uses of a step and the setbacks of an update."""
 _BODY_S = 120.0
+_READS = frozenset({"entries", "get", "latest", "verify", "pinned", "pending_rollback"})  # executed again when they are repeated
 
 
 class HomeService:
@@ -49,6 +51,7 @@ class HomeService:
         self._folder, self._store, self._registry = folder, store, registry
         self._calls: dict[str, asyncio.Task[Any]] = {}
         self._turn = asyncio.Lock()  # the order of the calls; its waiters get it in turn
+        self._records = asyncio.Lock()
         self._methods: dict[str, Callable[[Any], Awaitable[Any]]] = {
             "entries": self._entries,
             "assign": self._assign,
@@ -72,23 +75,38 @@ class HomeService:
     def routes(self) -> list[Route]:
         """Returns the routes, which only the learner may use."""
         learner = frozenset({LEARNER})
-        return [Route("POST", "/learner/group", learner, self._group), Route("POST", "/learner/{method}", learner, self._call)]
+        return [
+            Route("POST", "/learner/group", learner, self._group),
+            Route("POST", "/learner/{method}", learner, self._call),
+            Route("PUT", "/updates/{step}/{rank}", learner, self._tokens),
+        ]
 
     async def _call(self, request: Request) -> Response:
-        method = self._methods.get(request.path_params["method"])
+        name = request.path_params["method"]
+        method = self._methods.get(name)
         if method is None:
-            raise RequestError("invalid", f"the learner has no call {request.path_params['method'][:100]!a}")
+            raise RequestError("invalid", f"the learner has no call {name[:100]!a}")
         data = read_json(await bytes_of(request, _BODY_S, most=MAX_CALL))
-        return json_response(await call_once(self._calls, str(data["id"])[:100], lambda: self._in_turn(method, data)))
 
-    async def _in_turn(self, method: Callable[[Any], Awaitable[Any]], data: Any) -> Any:
-        async with self._turn:
-            return await method(data)
+        async def in_turn() -> Any:
+            async with self._turn:
+                check_key_again(request)
+                return await method(data)
+
+        return json_response(await (in_turn() if name in _READS else call_once(self._calls, str(data["id"])[:100], in_turn)))
 
     async def _group(self, request: Request) -> Response:
         index = int((await body_of(request, _BODY_S))["index"])
         (group,) = await self._store.groups((index,))
         return bytes_response(await asyncio.to_thread(codec.to_json, group))
+
+    async def _tokens(self, request: Request) -> Response:
+        step, rank = (int(request.path_params[name]) for name in ("step", "rank"))
+        content = await bytes_of(request, _BODY_S, most=token_records.MAX_FILE)
+        async with self._records:  # they are pruned together
+            check_key_again(request)
+            await asyncio.to_thread(token_records.save_file, self._folder, step, rank, content)
+        return json_response({})
 
     async def _entries(self, data: Any) -> Any:
         first, step = (None if data[name] is None else int(data[name]) for name in ("first", "step"))

@@ -8,6 +8,7 @@ is deleted at the next start: its step is repeated, with the same result.
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,16 +20,20 @@ from agentrl.cluster.chunks import FileChunks, FolderListing
 from agentrl.cluster.file_service import BASE_PROBE
 from agentrl.cluster.link import Link, NotFound
 from agentrl.cluster.mirror import Mirror
-from agentrl.errors import DiskFull
+from agentrl.errors import AgentRLError, DiskFull
+from agentrl.experience import token_records
 from agentrl.experience.step_uses import StepUses
 from agentrl.learner.home import Collective, Spare
 from agentrl.learner.update_guard import UpdateFailure
 from agentrl.records import Group, GroupUse, LedgerEntry, PolicyVersion, VersionState, codec
 from agentrl.version.rollback import RollbackRequest
 
+log = logging.getLogger("agentrl.learner")
+
 CALL_S = 300.0
 """Deadline of a call, in which it is repeated while the driver does not answer."""
 _GROUPS = 4  # groups read at a time
+_TOKENS_S = 20.0  # to send the recorded tokens of a step
 
 
 class Calls:
@@ -130,6 +135,7 @@ class DriverHome:
     def __init__(self, mirror: Mirror) -> None:
         self.folder, self._mirror = mirror.folder, mirror
         self._calls = Calls(mirror.link)
+        self._tokens_failed = False
         self.store, self.registry = RemoteStore(self._calls), RemoteRegistry(self._calls, mirror)
 
     @classmethod
@@ -200,6 +206,18 @@ class DriverHome:
     def base_probe_written(self) -> None:
         """Sends the probe of version 0."""
         self._mirror.link.call("PUT", "/base_probe", (self.folder / BASE_PROBE).read_bytes())
+
+    def tokens_recorded(self, step: int, rank: int) -> None:
+        """Sends the tokens that a rank recorded, within some seconds. The first fault is logged."""
+        try:
+            content = token_records.load_file(self.folder, step, rank)
+            self._mirror.link.call("PUT", f"/updates/{step}/{rank}", content, timeout_s=_TOKENS_S)
+        except FileNotFoundError:
+            return
+        except (AgentRLError, LookupError, OSError, ValueError) as error:
+            if not self._tokens_failed:
+                log.warning("the driver did not get the tokens of step %d, so agentrl view shows no ratios: %s", step, error)
+            self._tokens_failed = True
 
     def record_uses(self, uses: StepUses) -> None:
         """Records how the next step used its groups."""

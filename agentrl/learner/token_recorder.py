@@ -49,7 +49,7 @@ class TokenRecorder:
         parts, self._parts = self._parts, []
         try:
             write_records(self._run_dir, step, self._rank, [record for part in parts for record in _records(*part)])
-        except OSError as error:
+        except (OSError, ValueError) as error:
             if not self._failed:
                 log.warning("the tokens of step %d were not recorded, so agentrl view shows no ratios: %s", step, error)
             self._failed = True

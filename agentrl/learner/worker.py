@@ -114,6 +114,8 @@ class Worker:
         if self.ranks.is_first:
             self.store.commit(step, uses, name)
         self._publish(meta)
+        if self.updater.recorder is not None:
+            self.home.tokens_recorded(step + 1, self.ranks.data_parallel_rank)
         self.next_step = step + 1
         end = time.perf_counter()
         log.info(

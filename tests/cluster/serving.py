@@ -48,14 +48,16 @@ class Driver:
 
 
 @contextlib.contextmanager
-def driving(folder: Path, *, host: str = LOOPBACK, within: Callable[[], None] = lambda: None) -> Iterator[Driver]:
+def driving(
+    folder: Path, *, host: str = LOOPBACK, within: Callable[[], None] = lambda: None, keep_steps: int | None = None
+) -> Iterator[Driver]:
     """Serves the run in `folder`. `within`: called first in the service's thread, for instance to enter a network namespace."""
     folder.mkdir(exist_ok=True)
     ready: list[Driver | BaseException] = []
     told, ended = threading.Event(), asyncio.Event()
 
     async def serve() -> None:
-        store = await DriverStore.open(lambda: SqliteStore(folder / "experience.sqlite"))
+        store = await DriverStore.open(lambda: SqliteStore(folder / "experience.sqlite", keep_steps=keep_steps))
         files, registry = FileService(folder), FolderRegistry(folder / "versions")
         service = RunService(host=host, routes=[*files.routes(), *HomeService(folder, store, registry).routes()])
         async with service.serving():

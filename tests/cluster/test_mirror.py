@@ -7,8 +7,11 @@ import itertools
 import json
 import os
 import random
+import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from pathlib import Path
 
 import pytest
@@ -166,6 +169,32 @@ def test_only_missing_chunks_are_transferred(tmp_path: Path, driver: Driver, mon
     assert (tmp_path / "mirror" / "versions" / "000001" / "config.json").read_text() == "{ }"
 
 
+async def test_a_hostile_peer_cannot_stop_a_mirror_or_fill_its_memory(tmp_path: Path, driver: Driver) -> None:
+    folder = driver.folder / "versions" / "000001"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(random.Random(6).randbytes(9 * SMALL))
+    host, asked = driver.link(HOST), list[str]()
+
+    async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append((await reader.readuntil(b"\r\n")).decode())
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 900000000\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(flood, "127.0.0.1", 0) as server:
+        flooding = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        for url in (flooding, "file:///etc/passwd"):
+            await asyncio.to_thread(host.json, "POST", "/peers", {"folder": "versions/000001", "url": url, "key": "a\r\nb"})
+        mirror = driver.mirror(tmp_path / "host")
+        async with relaying(mirror, host="127.0.0.1"):
+            await asyncio.to_thread(mirror.fetch, "versions/000001")
+        too_much = Link(flooding, "key")
+        with pytest.raises(HTTPException, match="the maximum is 64"):
+            await asyncio.to_thread(too_much.request, "GET", "/chunks/x", timeout_s=5, most=SMALL)
+    assert folder_manifest(tmp_path / "host" / "versions" / "000001") == folder_manifest(folder)
+    status, _ = driver.link(WORKER).request("POST", "/peers", b'{"folder":"versions/000001","url":"http://x","key":""}', timeout_s=10)
+    assert status == 403, "workers serve no mirrors"
+
+
 async def test_mirrors_forward_what_they_receive_and_distrust_each_other(tmp_path: Path, driver: Driver) -> None:
     """The driver sends most chunks once. A mirror whose chunks are damaged, or that ends, costs the others no more than a retry."""
     rng, folder = random.Random(2), driver.folder / "versions" / "000001"
@@ -242,6 +271,36 @@ def test_a_replaced_learner_changes_nothing_any_more(tmp_path: Path, driver: Dri
     with pytest.raises(SessionEnded, match="has replaced this process"):
         first.push("checkpoints/000001")
     assert not (driver.folder / "checkpoints" / "000001").exists()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "/arriving/checkpoints/000001", b'{"files":[]}'),
+        ("POST", "/learner/record_setbacks", b'{"id":"1","setbacks":[]}'),
+        ("POST", "/learner/prune_checkpoints", b'{"id":"2","keep":1,"spare":[]}'),
+        ("PUT", "/base_probe", b"{}"),
+        ("PUT", "/updates/1/0", b"tokens"),
+    ],
+)
+def test_a_request_that_was_still_arriving_when_its_learner_was_replaced_is_rejected(
+    driver: Driver, method: str, path: str, body: bytes
+) -> None:
+    (driver.folder / "versions" / "000000").mkdir(parents=True)
+    for name in ("000001", "000002"):
+        (driver.folder / "checkpoints" / name).mkdir(parents=True)
+        (driver.folder / "checkpoints" / name / "meta.json").write_text(name)
+    before = folder_manifest(driver.folder / "checkpoints")
+    address = driver.url.removeprefix("http://").split(":")
+    head = f"{method} {path} HTTP/1.1\r\nhost: {address[0]}\r\nauthorization: Bearer {driver.start_learner()}\r\n"
+    with socket.create_connection((address[0], int(address[1])), timeout=10) as connection:
+        connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body[:1])
+        time.sleep(0.2)  # the driver has read the head
+        driver.start_learner()
+        connection.sendall(body[1:])
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 409")
+    assert folder_manifest(driver.folder / "checkpoints") == before
+    assert not (driver.folder / "updates").exists() and not list((driver.folder / "versions" / "000000").iterdir())
 
 
 NAMES = ["../../etc/passwd", "/etc/passwd", ".hidden", "a/../b", "version.json", "a\0b", "a//b", "", "x" * 300, "a/b/c/d/e", "a\nb"]

@@ -15,7 +15,7 @@ import pytest
 
 from agentrl.cluster import ray_part
 from agentrl.cluster.ray_host import LEASE_S, PartState
-from agentrl.cluster.ray_part import REFUSED_S, SILENT_S, RayPart
+from agentrl.cluster.ray_part import REFUSED_S, SILENT_S, PartPoller, RayPart
 from agentrl.errors import LaunchError
 
 RUNS = PartState(
@@ -107,3 +107,21 @@ async def test_output_and_reports_arrive_once_and_are_bounded(tmp_path: Path, mo
     assert (await part.wait(), part.reasons(), part.lost) == (3, b"why", "")
     assert (tmp_path / "part.log").read_text() == "one\ntwo\n"
     await asyncio.sleep(0)
+
+
+async def test_parts_are_lost_when_the_connection_to_the_cluster_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's client then raises errors of the system, which must not end the thread that notices lost parts."""
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise ConnectionError("GRPC connection failed")
+
+    monkeypatch.setattr(ray_part, "REFUSED_S", 0.05)
+    monkeypatch.setattr(ray_part, "_POLL_S", 0.01)
+    sent = SimpleNamespace(remote=lambda *_: SimpleNamespace())
+    for poll in (SimpleNamespace(remote=broken), sent):
+        part = RayPart(RAY, SimpleNamespace(poll=poll), "start", "learner", RUNS)
+        poller = PartPoller(SimpleNamespace(exceptions=RAY.exceptions, wait=broken, get=broken, nodes=broken))
+        poller.add(part)
+        async with asyncio.timeout(5):
+            assert await part.wait() == -signal.SIGKILL and part.lost == "its host on node n is gone"
+        await asyncio.to_thread(poller.close)

@@ -8,13 +8,14 @@ import pytest
 
 from agentrl.cluster.link import Link
 from agentrl.cluster.mirror import Mirror
+from agentrl.cluster.run_service import LEARNER
 from agentrl.errors import StoreError
-from agentrl.experience import SqliteStore, step_uses
+from agentrl.experience import SqliteStore, step_uses, token_records
 from agentrl.learner.driver_reports import FILE
 from agentrl.learner.home import FolderHome, RunHome
 from agentrl.learner.remote_home import DriverHome
 from agentrl.learner.update_guard import UpdateFailure
-from agentrl.records import GroupUse, PolicyVersion, VersionState
+from agentrl.records import GroupUse, PolicyVersion, VersionState, codec
 from agentrl.testing.store_contract import make_group
 from agentrl.version import FolderRegistry
 from agentrl.version.rollback import RollbackRequest, request_rollback
@@ -98,3 +99,60 @@ def test_calls_whose_answers_are_lost_have_the_effect_of_one_call(tmp_path: Path
         ends.append((answers, records, store.entries(), registry.versions()))
         store.close()
     assert ends[0] == ends[1]
+
+
+def test_a_call_is_recognised_after_any_number_of_reads(tmp_path: Path) -> None:
+    """The ranks of a large learner read while the answer to a call of the first one is lost."""
+    with driving(tmp_path / "run") as driver:
+        link = driver.link(LEARNER)
+        call = {"id": "uses", "uses": {"0": codec.to_data(GroupUse(tokens_trained=4))}}
+        link.json("POST", "/learner/record_uses", call)
+        for number in range(100):
+            link.json("POST", "/learner/latest", {"id": f"read {number}", "states": ["serving"]})
+        link.json("POST", "/learner/record_uses", call)
+    assert len((tmp_path / "run" / "checkpoints" / step_uses.CONSUMED_FILE).read_text().splitlines()) == 1
+
+
+def test_recorded_tokens_reach_the_driver_and_a_fault_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, own = tmp_path / "run", tmp_path / "mirror"
+    monkeypatch.setattr(token_records, "MAX_TOTAL_BYTES", 400)
+    record = token_records.TokenRecord(group=3, episode_id="a", part=0, logprobs=[-1.5], entropies=[0.5], weights=[1.25], clipped=[True])
+    with driving(run) as driver:
+        key = driver.start_learner()
+        home = DriverHome(Mirror(own, Link(driver.url, key)))
+        home.tokens_recorded(1, 0)  # a step that recorded none
+        for step in range(1, 9):
+            token_records.write_records(own, step, 0, [record])
+            token_records.write_records(own, step, 1, [record])
+            home.tokens_recorded(step, 0)
+            home.tokens_recorded(step, 1)
+        assert token_records.read_records(run, 8, 3) == token_records.read_records(own, 8, 3) != []
+        assert sum(path.stat().st_size for path in (run / "updates").iterdir()) <= 400
+        for path in ("/updates/0/0", "/updates/1/-1", "/updates/1/512", "/updates/x/0", "/updates/..%2f1/0"):
+            assert home._mirror.link.request("PUT", path, b"x", timeout_s=10)[0] in (400, 404), path
+        (run / "updates").rename(run / "moved")
+        (run / "updates").write_text("no folder")
+        home.tokens_recorded(8, 0)
+        home.tokens_recorded(8, 1)
+        home.close()
+    assert [one.message.partition(":")[0] for one in caplog.records if "no ratios" in one.message] == [
+        "the driver did not get the tokens of step 8, so agentrl view shows no ratios"
+    ]
+
+
+def test_episodes_of_old_steps_are_deleted_when_the_learner_has_no_disk_of_the_run(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "run" / "experience.sqlite")
+    for index in range(6):
+        store.put(make_group(index))
+    store.close()
+    with driving(tmp_path / "run", keep_steps=2) as driver:
+        home = DriverHome(Mirror(tmp_path / "mirror", Link(driver.url, driver.start_learner())))
+        for step in range(6):
+            home.store.assign(step, (step,))
+            home.store.commit(step, {step: GroupUse(tokens_trained=1)}, f"{step + 1:06d}")
+        with pytest.raises(StoreError, match="keep_steps"):
+            home.store.groups((3,))
+        assert [group.index for group in home.store.groups((4, 5))] == [4, 5] and len(home.store.entries()) == 6
+        home.close()

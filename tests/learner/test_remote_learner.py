@@ -18,6 +18,7 @@ from agentrl.errors import LearnerError
 from agentrl.experience import SqliteStore
 from agentrl.experience.audit import verify
 from agentrl.experience.step_uses import CONSUMED_FILE, read_steps
+from agentrl.experience.token_records import read_records
 from agentrl.learner import LearnerProcess
 from agentrl.records import VersionState
 from agentrl.version import FolderRegistry
@@ -101,6 +102,7 @@ def test_a_damaged_checkpoint_at_the_driver_gives_way_to_the_one_before(tmp_path
     write_run(run, made, groups)
     with driving(run) as driver:
         assert run_learner(host, tmp_path / "a", driver).returncode == 0
+        assert [len(read_records(run, step, group)) for step, group in ((1, 0), (2, 3))] == [4, 4], "readers see the tokens of each step"
         version = (run / "versions" / "000002" / "model.safetensors").read_bytes()
         state = run / "checkpoints" / "000002" / "state" / "mp_rank_00_model_states.pt"
         data = bytearray(state.read_bytes())
