@@ -309,7 +309,7 @@ def _base_policy() -> list[Check]:
 
 
 def _run(command: list[str]) -> tuple[int, str]:
-    """Exit code and output of a command; 124 after the deadline, 126 if it cannot be started."""
+    """Returns exit code and output of a command; 124 after the deadline, 126 if it cannot be started."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=DEADLINE_S, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:

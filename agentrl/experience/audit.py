@@ -212,7 +212,7 @@ def _step_problems(run_dir: Path, entries: Sequence[LedgerEntry]) -> Iterator[st
 
 
 def _reported_tokens(run_dir: Path) -> Iterator[tuple[int, float]]:
-    """The lines of steps in metrics.jsonl: number of the version, and trained tokens. Other lines are skipped."""
+    """Yields version number and trained tokens of each line of a step in metrics.jsonl. Skips other lines."""
     path = run_dir / "metrics.jsonl"
     if not path.exists():
         return

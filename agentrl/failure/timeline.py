@@ -104,7 +104,7 @@ _newest: tuple[Trace, Timeline] | None = None
 
 
 def timeline_of(trace: Trace) -> Timeline:
-    """Returns the timeline of a trace. The newest is cached, because each rule asks for it."""
+    """Returns the timeline of a trace. The newest is cached, because every rule reads it."""
     global _newest
     cached = _newest
     if cached is not None and cached[0] is trace:

@@ -89,7 +89,7 @@ def read_build_context(folder: Path) -> BuildContext:
 
 
 def dockerfile_steps(text: str) -> list[tuple[int, str]]:
-    """(line number, instruction) of each step of a Dockerfile, in the daemon's order."""
+    """Returns (line number, instruction) of each step of a Dockerfile, in the daemon's order."""
     lines = text.splitlines()
     escape = _escape(lines)
     steps: list[tuple[int, list[str]]] = []
@@ -298,7 +298,7 @@ def has_image(api: docker.APIClient, tag: str) -> bool:
 
 @contextlib.contextmanager
 def _container(api: docker.APIClient, config: dict[str, Any]) -> Iterator[str]:
-    """A container for the block, removed with its volumes. It has a lease, so that the reaper can remove it too."""
+    """Yields a container, and removes it with its volumes after the block. It has a lease, so that the reaper can remove it too."""
     name = sandbox_name()
     labels = {docker_client.LABEL_RUN: "image check", docker_client.LABEL_LEASE: lease()}
     api.create_container_from_config({**config, "Labels": labels}, name=name)

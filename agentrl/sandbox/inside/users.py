@@ -58,7 +58,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def last_error(action: str) -> OSError:
-    """The error of the C library's last call."""
+    """Returns the error of the C library's last call."""
     code = ctypes.get_errno()
     return OSError(code, f"{action}: {os.strerror(code)}")
 
