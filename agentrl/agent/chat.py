@@ -282,7 +282,7 @@ def load_chat(folder: str, template: str | None = None, *, tool_format: str | No
 
 
 def _control_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """Texts that are always one token, and their ids; without runs of white space, which some tokenizers add for code."""
+    """Returns the texts that are always one token, and their ids; without runs of white space, which some tokenizers add for code."""
     added = {str(token): (number, bool(token.special)) for number, token in tokenizer.added_tokens_decoder.items()}
     named = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
     return {text: number for text, (number, special) in added.items() if special or not text.isspace()} | named

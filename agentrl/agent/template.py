@@ -106,7 +106,7 @@ def probe_tokenizer(folder: str, text: str | None = None, *, cpu_s: float = _CPU
 
 
 def _content(folder: Path) -> tuple[tuple[str, str], ...]:
-    """Names and sha256 of a model folder's files, without its weights."""
+    """Returns the names and sha256 of a model folder's files, without its weights."""
     files = (path for path in sorted(folder.rglob("*")) if path.suffix not in _WEIGHTS and path.is_file())
     return tuple((path.relative_to(folder).as_posix(), sha256_file(path)) for path in files)
 

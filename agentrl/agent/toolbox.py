@@ -303,7 +303,7 @@ class RecordedTool:
         return ToolOutcome(output=f"error: {self.name} has no recorded answer to this call; {recorded}", ok=False)
 
     def _names(self) -> str:
-        """Names of arguments. Values stay hidden: what the recorded agent passed may be the answer to the task."""
+        """Returns the names of arguments. Values stay hidden: what the recorded agent passed may be the answer to the task."""
         names = dict.fromkeys(name[:_MAX_NAME] for call in self._calls.values() for name in call.arguments if name in self._declared)
         return ", ".join(list(names)[:_MAX_LISTED]) or "that its schema does not declare"
 

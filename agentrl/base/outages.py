@@ -158,7 +158,7 @@ def outage_phrase(text: str, asked: Mapping[str, Any] | Sequence[Any] | None = N
 
 
 def _reports(text: str) -> Iterator[str]:
-    """The phrases of a text that report outages."""
+    """Yields the phrases of a text that report outages."""
     for match in _SAYS.finditer(text):
         yield match[0]
     for match in _FIELD.finditer(text):
@@ -291,7 +291,7 @@ def _is_address(key: str, text: str) -> bool:
 
 
 def _hosts(error: BaseException) -> Iterator[str]:
-    """The hosts in a client's exception that the client connected to."""
+    """Yields the hosts in a client's exception that the client connected to."""
     for path in ("host", "request.url", "request_info.url", "url", "pool.host", "filename"):
         value: Any = error
         for name in path.split("."):
@@ -310,7 +310,7 @@ def _hosts(error: BaseException) -> Iterator[str]:
 
 
 def _named(value: Any, key: str = "", depth: int = 8) -> Iterator[tuple[str, str]]:
-    """Every text in the arguments, with the name of its argument or field."""
+    """Yields every text in the arguments, with the name of its argument or field."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, Mapping) and depth:

@@ -210,6 +210,6 @@ def openmp_environment(threads: int, *, alone: bool) -> dict[str, str]:
 
 
 def process_age_s() -> float:
-    """Seconds since this process was started, to a hundredth (`proc(5)`); 0 without /proc."""
+    """Returns the seconds since this process was started, to a hundredth (`proc(5)`); 0 without /proc."""
     stat = read_stat(os.getpid())
     return 0.0 if stat is GONE else max(time.clock_gettime(time.CLOCK_BOOTTIME) - stat.started / os.sysconf("SC_CLK_TCK"), 0.0)

@@ -108,7 +108,7 @@ def literal_secret_errors(value: Any, where: str = "") -> Iterator[str]:
 
 
 def _under(key: str, value: Any, path: str) -> Iterator[str]:
-    """The error messages of `literal_secret_errors` for the value of a key."""
+    """Yields the error messages of `literal_secret_errors` for the value of a key."""
     if isinstance(value, Mapping) and secret_forms.marks_secrets(key):
         for name, one in value.items():
             yield from _under(key, one, f"{path}.{name}")

@@ -187,7 +187,7 @@ async def attack_backend(
 
 
 def _tasks(family: TaskFamily, wanted: Mapping[Split, int]) -> Iterator[Task]:
-    """The tasks that can be created; the proof of purity reports the others."""
+    """Yields the tasks that can be created; the proof of purity reports the others."""
     for draw in ((split, index) for split, size in wanted.items() for index in range(size)):
         try:
             task = make_task(family, *draw)

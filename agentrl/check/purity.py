@@ -57,7 +57,7 @@ def draw_name(draw: Draw) -> str:
 
 
 def split_sizes(family: TaskFamily, count: int | None) -> dict[Split, int]:
-    """Number of tasks to examine of each split, at most `count`. Raises `ValueError` for an endless split without a count."""
+    """Returns the number of tasks to examine of each split, at most `count`. Raises `ValueError` for an endless split without a count."""
     number: dict[Split, int] = {}
     for split in Split:
         size = family.size(split)

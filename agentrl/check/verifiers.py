@@ -102,7 +102,7 @@ def _malformed_episodes(task: Task, golden: GoldAttempt | None) -> list[tuple[st
 
 
 def _problem(score: Score) -> str:
-    """What is wrong with the score of malformed work; empty if it is 0."""
+    """Returns what is wrong with the score of malformed work; empty if it is 0."""
     if score.value is None:
         return f"no score: {shorten(score.reason, 300)}"
     if not math.isfinite(score.value):

@@ -96,7 +96,7 @@ def _first_fit(
 
 
 def _copies(wanted: Mapping[str, float], free: Mapping[str, float]) -> int:
-    """How many bundles with these amounts fit into what is free."""
+    """Returns how many bundles with these amounts fit into what is free."""
     if not wanted:
         return 1 << 30
     return min(math.floor(free.get(name, 0.0) / amount + _SLACK) for name, amount in wanted.items())
@@ -145,7 +145,7 @@ def describe_plan(plan: ClusterPlan, assignment: Mapping[str, str] | None = None
 
 
 def _gpus(plan: ClusterPlan, part: PlannedPart) -> str:
-    """The GPUs of a part: its number, or on one machine the devices."""
+    """Returns the GPUs of a part: its number, or on one machine the devices."""
     devices = [plan.devices[bundle.name] for bundle in part.bundles() if bundle.name in plan.devices] if plan.is_local else []
     if plan.is_local and part.bundle.gpus:
         return f"device {', '.join(devices)}" if devices else "all, shared"

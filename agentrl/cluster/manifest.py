@@ -90,7 +90,7 @@ def build_objects(recipe: Recipe, plan: ClusterPlan, options: ManifestOptions) -
 
 
 def _start_script(recipe: Recipe, plan: ClusterPlan, options: ManifestOptions, name: str) -> str:
-    """The script of the driver: it starts the run, or continues it in the cluster of a retry."""
+    """Returns the script of the driver: it starts the run, or continues it in the cluster of a retry."""
     overrides = [*options.overrides, "cluster.address=auto", f"cluster.resources={json.dumps(_reservations(plan))}"]
     if plan.part("redis") is not None:
         own = {"ref": "redis", "options": {"url": f"redis://{name}-redis:{_REDIS_PORT}/1", "password": f"env:{_PASSWORD}"}}
@@ -119,7 +119,7 @@ def _reservations(plan: ClusterPlan) -> dict[str, dict[str, float | str]]:
 
 
 def _resource(part: PlannedPart) -> str:
-    """The custom resource of the pods of a part. KubeRay takes names that end in gpu for GPUs, hence the suffix."""
+    """Returns the custom resource of the pods of a part. KubeRay takes names that end in gpu for GPUs, hence the suffix."""
     return f"agentrl-{object_name(part.name)}-pod"
 
 
@@ -228,7 +228,7 @@ class _Builder:
         selector: Mapping[str, str] | None = None,
         nested: bool = False,
     ) -> dict[str, Any]:
-        """A pod template. `nested`: its processes open sandboxes.
+        """Returns a pod template. `nested`: its processes open sandboxes.
 
         bubblewrap needs user namespaces and a mount of /proc, which the container runtime's filter of system calls forbids. Such a pod
         runs in a user namespace of its own, and each sandbox has a filter (`agentrl/sandbox/seccomp.py`).

@@ -60,7 +60,7 @@ def _port(number: int) -> dict[str, Any]:
 
 
 def _policy(pods: Mapping[str, Any], **rules: list[dict[str, Any]]) -> dict[str, Any]:
-    """A policy that allows these rules and nothing else in their directions."""
+    """Returns a policy that allows these rules and nothing else in their directions."""
     types = [{"ingress": "Ingress", "egress": "Egress"}[direction] for direction in rules]
     return {"podSelector": dict(pods), "policyTypes": types, **rules}
 

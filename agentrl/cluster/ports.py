@@ -54,7 +54,7 @@ def free_port(host: str) -> int:
 
 
 def _unassigned_ports() -> list[int]:
-    """Some ports, in random order, outside the range from which the kernel assigns ports."""
+    """Returns some ports, in random order, outside the range from which the kernel assigns ports."""
     try:
         low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     except (OSError, ValueError):

@@ -266,7 +266,7 @@ def _texts(command: PartCommand) -> Iterable[str]:
 
 
 def _living(members: Mapping[int, int]) -> dict[int, int]:
-    """Those of some processes that have not ended."""
+    """Returns those of the given processes that have not ended."""
     stats = {pid: read_stat(pid) for pid in members}
     return {pid: started for pid, started in members.items() if not stats[pid].has_ended and stats[pid].started == started}
 

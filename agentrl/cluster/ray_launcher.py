@@ -256,7 +256,7 @@ class RayLauncher:
         log.warning("ended %d parts of an earlier driver of this run", len(names))
 
     async def _described(self, name: str) -> HostState | None:
-        """The state of a host of another session; None if it does not answer."""
+        """Returns the state of a host of another session; None if it does not answer."""
         try:
             state = await answer_of(self._ray.get_actor(name).describe.remote(), timeout_s=_DESCRIBE_S)
         except (ValueError, TimeoutError, self._ray.exceptions.RayError):

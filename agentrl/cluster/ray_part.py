@@ -258,7 +258,7 @@ class PartPoller:
                 del self._waiting[reference]
 
     def _dead_nodes(self, parts: list[RayPart]) -> set[str]:
-        """The nodes that Ray reports as dead. Requested only while a host does not answer."""
+        """Returns the nodes that Ray reports as dead. Requested only while a host does not answer."""
         now = time.monotonic()
         if all(part.refused_at is None and now - part.answered_at < _ANSWER_S for part in parts):
             return set()

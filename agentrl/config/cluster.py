@@ -79,7 +79,7 @@ def resource_errors(resources: dict[str, Amounts], parts: list[str], *, ranks: i
 
 
 def _amount_error(part: str, name: str, amount: float | str) -> str:
-    """What is wrong with one entry of a part; empty if nothing is."""
+    """Returns what is wrong with one entry of a part; empty if nothing is."""
     if name in _OF_RAY:
         return f"unknown; write {_OF_RAY[name]}"
     if not _NAME.fullmatch(name):

@@ -144,7 +144,7 @@ async def replay_state(trace: Trace, turn: int, stage: ReplaySetup) -> EpisodeSt
 
 
 def _differs(state: EpisodeState, recorded: Sequence[Turn], turn: int) -> str:
-    """How a state differs from the record before a turn; empty if it does not."""
+    """Returns how a state differs from the record before a turn; empty if it does not."""
     for number, (mine, theirs) in enumerate(zip(state.trajectories[0].turns, recorded, strict=False)):
         if mine.message != theirs.message:
             return f"turn {number + 1} reads as another message"

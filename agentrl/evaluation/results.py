@@ -76,7 +76,7 @@ class EvaluationInfo(Record):
     format: int = FORMAT
 
     def pass_threshold(self, case: str) -> float:
-        """Score from which an attempt at a case passes."""
+        """Returns the score from which an attempt at a case passes."""
         return self.thresholds.get(case, self.threshold)
 
     def __post_init__(self) -> None:

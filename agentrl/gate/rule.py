@@ -56,7 +56,7 @@ class GateRule(Record):
         return can_trigger_retry(before, now) and best <= self.case_alpha / cases
 
     def pass_threshold(self, case: str) -> float:
-        """Score from which an attempt at a case passes."""
+        """Returns the score from which an attempt at a case passes."""
         return self.thresholds.get(case, self.threshold)
 
     @property

@@ -30,11 +30,11 @@ class Clock(Protocol):
     """Time and waiting. Tests use a fake clock."""
 
     def monotonic(self) -> float:
-        """Seconds of a monotonic clock."""
+        """Returns the seconds of a monotonic clock."""
         ...
 
     def time(self) -> float:
-        """Seconds since 1970."""
+        """Returns the seconds since 1970."""
         ...
 
     async def sleep(self, seconds: float) -> None:
@@ -47,11 +47,11 @@ class SystemClock:
     """The system clock."""
 
     def monotonic(self) -> float:
-        """Seconds of a monotonic clock."""
+        """Returns the seconds of a monotonic clock."""
         return time.monotonic()
 
     def time(self) -> float:
-        """Seconds since 1970."""
+        """Returns the seconds since 1970."""
         return time.time()
 
     async def sleep(self, seconds: float) -> None:
@@ -60,7 +60,7 @@ class SystemClock:
 
 
 def requested_wait_s(headers: Mapping[str, str], *, now: float) -> float | None:
-    """Seconds that a server asks to wait; None if its headers contain no valid wait.
+    """Returns the seconds that a server asks to wait; None if its headers contain no valid wait.
 
     The first of these counts: `retry-after-ms`; `retry-after` (seconds, or a date as in RFC 9110); the longest `x-ratelimit-reset-*`
     whose `x-ratelimit-remaining-*` is 0 or missing.
@@ -110,7 +110,7 @@ def _seconds_or_date(text: str, now: float) -> float | None:
 
 
 def _duration(text: str) -> float | None:
-    """Seconds in "1s", "6m0s", "20ms" or a bare number."""
+    """Returns the seconds in "1s", "6m0s", "20ms" or a bare number."""
     text = text.strip()[:64]
     if _DURATION.fullmatch(text):
         return math.fsum(float(number) * _UNITS[unit] for number, unit in _PIECE.findall(text))

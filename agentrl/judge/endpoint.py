@@ -273,7 +273,7 @@ class Endpoint:
         return parse_completion(content, self.max_bytes, messages)
 
     def _refusal(self, status: int, headers: Mapping[str, str], text: str, schema: Mapping[str, Any] | None) -> _Later:
-        """How to handle a status other than 200. Raises `JudgeError` if a retry would not help."""
+        """Returns how to handle a status other than 200. Raises `JudgeError` if a retry would not help."""
         if status in _SCHEMA_REFUSED and schema is not None and self.structured == "auto":
             return _Later(why=f"status {status}: {text}", without_schema=True)
         if status in TRANSIENT:

@@ -105,7 +105,7 @@ class Ensemble:
         return replace(self, judges=members, calibration=None, min_agreement=0.0, min_coverage=0.0)
 
     def spent(self) -> JudgeUsage:
-        """Usage of all members together."""
+        """Returns the usage of all members together."""
         total = JudgeUsage()
         for judge in self.judges.values():
             if (spent := getattr(judge, "spent", None)) is not None:

@@ -115,7 +115,7 @@ class LabellingSession:
 
 
 def _conversation(item: AnswerItem) -> Iterator[tuple[str, str]]:
-    """The conversation after the question."""
+    """Yields the conversation after the question."""
     started = False
     for message in item.messages:
         role = str(message.get("role", "?"))
@@ -140,7 +140,7 @@ def _safe(text: str) -> str:
 
 
 def _items(path: Path) -> Iterator[AnswerItem]:
-    """The answers of a file of episodes. Unreadable lines are skipped, such as those of a newer version."""
+    """Yields the answers of a file of episodes. Unreadable lines are skipped, such as those of a newer version."""
     for raw in complete_lines(path):
         if len(raw) > _LONGEST_LINE:
             continue

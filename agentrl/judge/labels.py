@@ -195,7 +195,7 @@ def _labels(path: Path) -> Iterator[tuple[AnswerItem, str, str]]:
 
 
 def _turns(messages: Sequence[Mapping[str, Any]]) -> Iterator[Turn]:
-    """The agent's messages, each with its tool results. Messages before the first one of the agent are skipped."""
+    """Yields the agent's messages, each with its tool results. Messages before the first one of the agent are skipped."""
     turns: list[tuple[Message, list[ToolResult]]] = []
     for message in messages:
         content = text(message.get("content") or "")

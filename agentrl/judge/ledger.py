@@ -92,7 +92,7 @@ _NAMES = tuple(figure.name for figure in fields(JudgeUsage))
 
 
 def usage_in(folder: Path) -> JudgeUsage | None:
-    """Usage of all judges of a run, from the ledger in its folder; None if no judge was called.
+    """Returns the usage of all judges of a run, from the ledger in its folder; None if no judge was called.
 
     Raises `StoreError` for a ledger that cannot be read.
     """

@@ -121,7 +121,7 @@ class ModelJudge(JudgeBase):
         return JudgeBase._ledger(self)
 
     def _non_answer(self, task: Task, episode: Episode) -> str:
-        """Why the answer is wrong without a query; empty if it has to be judged."""
+        """Returns why the answer is wrong without a query; empty if it has to be judged."""
         return non_answer_reason(episode.answer, question=user_text(task), reference=reference_text(task, self.reference))
 
     def _unscored(self, answer: JudgeAnswer) -> Score:

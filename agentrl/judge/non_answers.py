@@ -30,7 +30,7 @@ _AROUND = re.compile(rf"(?<![{_MARKS}])[{_MARKS}]++(?=\s|$)|(?<!\S)[{_MARKS}]++"
 
 
 def non_answer_reason(answer: str | None, *, question: str = "", reference: str | None = None) -> str:
-    """Why an answer cannot be right for any question; empty if it has to be judged.
+    """Returns why an answer cannot be right for any question; empty if it has to be judged.
 
     The reference is always judged, as is an answer with a letter, a digit or a symbol that is not a known opening phrase.
     """

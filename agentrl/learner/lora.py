@@ -91,7 +91,7 @@ def _peft_config(config: LoraConfig) -> Any:
 
 
 def _adapted(lm: Any) -> Iterator[tuple[str, Any]]:
-    """Path and layer of every layer with an adapter."""
+    """Yields the path and layer of every layer with an adapter."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for path, module in lm.named_modules():

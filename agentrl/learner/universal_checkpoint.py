@@ -219,7 +219,7 @@ def _load_whole(engine: Any, folder: Path) -> None:
 
 
 def _names(engine: Any) -> list[list[str]]:
-    """Names of the trained parameters of each optimizer group, in order."""
+    """Returns the names of the trained parameters of each optimizer group, in order."""
     optimizer = engine.optimizer
     if not engine.zero_optimization():
         groups: Iterator[Any] = (group["params"] for group in optimizer.param_groups)

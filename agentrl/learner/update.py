@@ -163,7 +163,7 @@ class Updater:
 
     @torch.no_grad()
     def _before(self, batch: MicroBatch, critic_step: int, piece: Batch, recomputes: bool) -> PreparedMicroBatch:
-        """A micro-batch of `piece` with the results of policy, critic and KL reference model; a shared trunk runs once for both."""
+        """Returns a micro-batch of `piece` with the results of policy, critic and KL reference model; a shared trunk runs once for both."""
         self.engine.ranks.report_progress("computing reference logprobs", batch.layout.length)
         in_loss = self._reference if self._objective.kl != "k1_reward" else None
         proximal, values = None, None

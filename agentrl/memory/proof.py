@@ -131,7 +131,7 @@ class _Reads:
                 self._authors[episode.id] = _Author(step, knows)
 
     def _why(self, name: str, author: _Author | None, task_key: str, version: int) -> str:
-        """Why an attempt at a task must not read a note of this author; empty if it may."""
+        """Returns why an attempt at a task must not read a note of this author; empty if it may."""
         if author is None:
             return f"read a note of {name}, which is not an earlier training episode that counts"
         if author.step is None or author.step >= version:
@@ -152,7 +152,7 @@ class _Reads:
 
 
 def _lines(paths: Iterable[Path], required: Mapping[str, type]) -> Iterator[dict[str, Any]]:
-    """The JSON objects of files, one per line. Raises `UserError` for a line without the required fields."""
+    """Yields the JSON objects of files, one per line. Raises `UserError` for a line without the required fields."""
     for path in paths:
         try:
             lines = complete_lines(path)

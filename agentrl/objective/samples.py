@@ -99,7 +99,7 @@ def counted_samples(groups: Sequence[Group], *, longest: int | None = None) -> t
 
 
 def _unfit(group: Group, longest: int | None) -> str:
-    """Why none of the group's tokens can be trained, whatever its scores; empty if they can."""
+    """Returns why none of the group's tokens can be trained, whatever its scores; empty if they can."""
     if group.fault is not None:
         return "broken_task"
     for scored in group.scored:

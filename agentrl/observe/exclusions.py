@@ -88,7 +88,7 @@ def format_counts(counts: Mapping[str, int], *, first: int = 3) -> str:
 
 
 def run_problems(lines: Sequence[Mapping[str, Any]], left_out: Mapping[str, int], phases: Mapping[str, Any]) -> tuple[str, ...]:
-    """Why a run has no outcome, one sentence each; empty if it scored episodes and learned.
+    """Returns why a run has no outcome, one sentence each; empty if it scored episodes and learned.
 
     Args:
         lines: the lines of `metrics.jsonl`, one for each finished step.
@@ -108,7 +108,7 @@ def run_problems(lines: Sequence[Mapping[str, Any]], left_out: Mapping[str, int]
 
 
 def why_nothing_learned(lines: Sequence[Mapping[str, Any]], left_out: Mapping[str, int]) -> str:
-    """Why steps changed no weights; empty if one of them did, or if there are no steps."""
+    """Returns why steps changed no weights; empty if one of them did, or if there are no steps."""
     if not lines or any(line.get("weights_changed") for line in lines):
         return ""
     steps = "1 step" if len(lines) == 1 else f"{len(lines)} steps"

@@ -219,7 +219,7 @@ def _nonzero(count: int, label: str) -> list[tuple[str, str]]:
 
 
 def _judge_tiles(usage: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Usage and cost of judges; empty without judges."""
+    """Returns the usage and cost of judges; empty without judges."""
     if not usage:
         return []
     tokens = usage.get("prompt_tokens", 0) + usage.get("completion_tokens", 0)

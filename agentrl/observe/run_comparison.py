@@ -99,7 +99,7 @@ class _Run:
     notes: tuple[str, ...]
 
     def series(self, key: str) -> list[float]:
-        """The finite values of a metric, in the order of the steps."""
+        """Returns the finite values of a metric, in the order of the steps."""
         values = (self.steps[step].get(key) for step in sorted(self.steps))
         return [value for value in values if is_finite(value)]
 

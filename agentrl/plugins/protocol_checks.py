@@ -22,7 +22,7 @@ class ProtocolError(NamedTuple):
 def protocol_errors(
     candidate: Any, protocol: type, options: Mapping[str, Any] | None = None, *, has_defaults: bool = False
 ) -> list[ProtocolError]:
-    """How a class, an object, or a function (for a callable protocol) violates `protocol`; empty if it conforms.
+    """Returns how a class, an object, or a function (for a callable protocol) violates `protocol`; empty if it conforms.
 
     Data attributes are checked on objects only, because a class may set them in `__init__`. `options` are additional keyword arguments of a
     callable protocol. A method inherited from the protocol does not count, unless the protocol `has_defaults`.
@@ -42,7 +42,7 @@ def protocol_errors(
 
 
 def signature_error(function: Callable[..., Any], *given: Any, **named: Any) -> str:
-    """Why `function` cannot be called with these arguments; empty if it can, or if its signature is unknown."""
+    """Returns why `function` cannot be called with these arguments; empty if it can, or if its signature is unknown."""
     try:
         signature = inspect.signature(_constructor(function))
     except (TypeError, ValueError):
@@ -101,7 +101,7 @@ def _is_unbound(candidate: Any, name: str) -> bool:
 
 
 def _misfit(name: str, theirs: Callable[..., Any], wanted: Callable[..., Any], *, unbound: bool, options: Mapping[str, Any]) -> str:
-    """Why a method does not match the method of the protocol: other arguments, or only one of them is async."""
+    """Returns why a method does not match the method of the protocol: other arguments, or only one of them is async."""
     ours = list(inspect.signature(wanted).parameters.values())[1:]
     given = [None] * (len([one for one in ours if one.kind is one.POSITIONAL_OR_KEYWORD]) + unbound)
     fewest = [None] * (len([one for one in ours if one.kind is one.POSITIONAL_OR_KEYWORD and one.default is one.empty]) + unbound)

@@ -14,7 +14,7 @@ class TaskFamily(Protocol):
     name: str
 
     def size(self, split: Split) -> int | None:
-        """Number of tasks in the split; None if it is endless."""
+        """Returns the number of tasks in the split; None if it is endless."""
 
     def task(self, split: Split, index: int) -> Task:
         """Returns the task at an index of a split."""

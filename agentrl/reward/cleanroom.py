@@ -208,7 +208,7 @@ async def _execute_run(run: GradingRun, sandbox: Sandbox, tests: Mapping[str, by
 
 
 async def _read(sandbox: Sandbox, paths: Sequence[str], left: int) -> dict[str, bytes]:
-    """Those of `paths` that are regular files, within `left` bytes in total. The tests see the others as missing."""
+    """Returns those of `paths` that are regular files, within `left` bytes in total. The tests see the others as missing."""
     files: dict[str, bytes] = {}
     for path in paths:
         try:

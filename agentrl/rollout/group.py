@@ -359,7 +359,7 @@ class GroupRunner:
         return on_turn
 
     async def _stored_attempt(self, member: _Member, task: Task) -> EpisodeState | ScoredEpisode | None:
-        """What a process that died stored of this attempt, if it is still usable."""
+        """Returns what a process that died stored of this attempt, if it is still usable."""
         stored: EpisodeState | ScoredEpisode | None = None
         if self.checkpoints is not None:
             with user_code.logging_faults("storing a running episode"):

@@ -40,7 +40,7 @@ class OutOfTime(ServingError):
 
 
 def fetch_reserve_s(limit_s: float) -> float:
-    """Seconds before the end of an episode's time at which a request in progress is cut off."""
+    """Returns the seconds before the end of an episode's time at which a request in progress is cut off."""
     return min(CUT_S, 0.05 * limit_s)
 
 
@@ -228,7 +228,7 @@ class Pace:
         return Reading(tokens=tokens, seconds=seconds, in_flight=in_flight, usual_s=usual)
 
     def usual_s(self, tokens: int, in_flight: float, *, cut: bool = False, reads: int = 0, others: int = 0) -> float | None:
-        """Seconds that a request of `tokens` tokens usually takes with `in_flight` requests; None without history.
+        """Returns the seconds that a request of `tokens` tokens usually takes with `in_flight` requests; None without history.
 
         The server computes `reads` prompt tokens for it, and `others` for requests that started in the meantime. Without a request of this
         size, the next smaller size is scaled up; without a smaller one, the next larger size is used unchanged.

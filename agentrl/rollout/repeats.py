@@ -150,7 +150,7 @@ class FaultHistory:
         return others >= MIN_OTHERS and (met + 1) / (others + 2) <= MAX_CHANCE
 
     def _met_by_others(self, fault: Failure, group: str, since: int) -> tuple[int, int]:
-        """How many episodes of other groups met the fault after event `since`, and how many met it or used the part that failed."""
+        """Returns how many episodes of other groups met the fault after event `since`, and how many met it or used the part that failed."""
         part = SANDBOX if fault.stage in _IN_SANDBOXES else GENERATE
         events = [(episode, what) for (other, episode, what), number in self._newest.items() if number > since and other != group]
         met = {episode for episode, what in events if what == _name(fault)}

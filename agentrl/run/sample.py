@@ -190,7 +190,7 @@ def _append_transcripts(path: Path, task: Task, group: Group) -> None:
 
 
 async def _stored(run: Run, requested: int) -> AsyncIterator[tuple[Group, Task | None]]:
-    """The stored groups with their tasks; None for a task that cannot be created."""
+    """Yields the stored groups with their tasks; None for a task that cannot be created."""
     for index in range(requested):
         if await run.store.has(index):
             try:

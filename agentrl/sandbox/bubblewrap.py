@@ -205,7 +205,7 @@ async def _end(process: subprocess.Popen[bytes], *, patience_s: float) -> None:
 
 
 def unavailable_reason(timeout_s: float = 10.0) -> str:
-    """Why bubblewrap cannot create a sandbox's namespaces on this machine; empty if it can."""
+    """Returns why bubblewrap cannot create a sandbox's namespaces on this machine; empty if it can."""
     if shutil.which("bwrap") is None:
         return "bwrap is not installed"
     command = ["bwrap", "--unshare-pid", "--unshare-net", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "true"]

@@ -75,7 +75,7 @@ class BuildContext(BaseModel):
 
     @contextlib.contextmanager
     def archive(self) -> Iterator[IO[bytes]]:
-        """The context as a tar archive in a temporary file. Raises `TaskError` if the folder has changed since it was read."""
+        """Yields the context as a tar archive in a temporary file. Raises `TaskError` if the folder has changed since it was read."""
         with tempfile.TemporaryFile(prefix="agentrl-context-") as file:
             if _pack(self.folder, file) != self.key:
                 raise TaskError(f"{self.folder} changed while its image was being built", fix="start again once nothing changes it")
@@ -362,7 +362,7 @@ def _failure(context: BuildContext, step: int, message: str, output: deque[str])
 
 
 def _messages(tag: str, context: BuildContext) -> Iterator[dict[str, Any]]:
-    """The daemon's messages during a build. A thread reads them, so that a hung daemon can be distinguished from a slow step."""
+    """Yields the daemon's messages during a build. A thread reads them, so that a hung daemon can be distinguished from a slow step."""
     messages: queue.SimpleQueue[dict[str, Any] | Exception | None] = queue.SimpleQueue()
     abandoned = threading.Event()
     threading.Thread(target=_read_messages, args=(tag, context, messages, abandoned), name="docker build", daemon=True).start()

@@ -122,7 +122,7 @@ def is_running(name: str) -> bool:
 
 
 def containers(label: str) -> dict[str, dict[str, str]]:
-    """Name -> labels of every container, running or not, with `label` (`key` or `key=value`). Raises `SandboxError`."""
+    """Returns the labels of every container, by name, running or not, with `label` (`key` or `key=value`). Raises `SandboxError`."""
     with connection(QUICK_S) as api:
         listed = api.containers(all=True, filters={"label": [label]})
     return {item["Names"][0].lstrip("/"): item["Labels"] for item in listed if item["Names"]}

@@ -146,7 +146,7 @@ def _read(path: Path) -> ImageRecipe:
 
 
 def ensure_tarball(image: Image, progress: Progress = no_progress) -> Path:
-    """Path of the image's file tree as a tar archive. Builds it unless it is cached (minutes the first time)."""
+    """Returns the path of the image's file tree as a tar archive. Builds it unless it is cached (minutes the first time)."""
     if image.tarball.exists():
         return image.tarball
     with locked(image):
@@ -171,7 +171,7 @@ def ensure_built(image: Image, progress: Progress = no_progress) -> None:
 
 
 def ensure_rootfs(image: Image, progress: Progress = no_progress) -> Path:
-    """Path of the image's file tree as a folder."""
+    """Returns the path of the image's file tree as a folder."""
     if image.rootfs.exists():
         return image.rootfs
     tarball = ensure_tarball(image, progress)
@@ -260,7 +260,7 @@ def locked(image: Image, name: str = "files", *, timeout_s: float = BUILD_S + 60
 
 @contextlib.contextmanager
 def _part(path: Path) -> Iterator[Path]:
-    """A temporary path, renamed to `path` after the block, or removed if it raises."""
+    """Yields a temporary path, renamed to `path` after the block, or removed if it raises."""
     part = path.with_name(f"{path.stem}.{os.getpid()}{path.suffix}")
     try:
         yield part

@@ -68,7 +68,7 @@ def disk_bytes(spec: SandboxSpec) -> int:
 
 
 def max_inodes(spec: SandboxSpec) -> int:
-    """Number of files and folders that each writable folder may hold. Empty ones take kernel memory too."""
+    """Returns the number of files and folders that each writable folder may hold. Empty ones take kernel memory too."""
     return _INODES_PER_MEBIBYTE * spec.memory_mb
 
 

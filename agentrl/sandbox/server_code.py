@@ -41,7 +41,7 @@ def source() -> str:
 
 
 def ensure_source(image: Image) -> Path:
-    """Path of the exec server as source, `<image.folder>/exec_server-<hash of source>.py`. Writes it if it is missing."""
+    """Returns the path of the exec server as source, `<image.folder>/exec_server-<hash of source>.py`. Writes it if it is missing."""
     path = _path(image, ".py")
     if not path.exists():
         _write(path, source().encode())
@@ -49,7 +49,7 @@ def ensure_source(image: Image) -> Path:
 
 
 async def ensure_compiled(image: Image, open_from_source: Callable[[], Awaitable[Sandbox]]) -> Path:
-    """Path of the exec server compiled by the image's interpreter, `<image.folder>/exec_server-<hash of source>.pyc`.
+    """Returns the path of the exec server compiled by the image's interpreter, `<image.folder>/exec_server-<hash of source>.pyc`.
 
     If it is missing, it is compiled in the sandbox that `open_from_source` opens.
     """

@@ -225,7 +225,7 @@ def check_disk_space(recipe: Recipe, model: Path, folder: Path) -> tuple[str, ..
 
 
 def _replaced_bytes(folder: Path) -> int:
-    """Bytes of the versions and checkpoints that a resumed run already has and will replace."""
+    """Returns the bytes of the versions and checkpoints that a resumed run already has and will replace."""
     files = (path for name in ("versions", "checkpoints") for path in (folder / name).rglob("*"))
     return sum(path.stat().st_size for path in files if path.is_file() and not path.is_symlink())
 

@@ -389,7 +389,7 @@ async def check_snapshots(recipe: Recipe, task: Task, sandboxes: SandboxBackend)
 
 
 async def _copy_problem(recipe: Recipe, task: Task, sandboxes: SandboxBackend, first: Sandbox) -> str:
-    """What is wrong with a copy of the first sandbox's working directory; empty if nothing is."""
+    """Returns what is wrong with a copy of the first sandbox's working directory; empty if nothing is."""
     await first.write(_COPY_PATH, _COPY_DATA)
     try:
         archive = await first.snapshot()

@@ -70,7 +70,7 @@ def select_preferences(groups: Iterable[Group], *, margin: float = 0.5, per_task
 
 
 def _episodes(group: Group) -> list[tuple[float, list[Sample]]]:
-    """Score and samples of the counted episodes."""
+    """Returns the score and samples of the counted episodes."""
     samples: dict[str, list[Sample]] = defaultdict(list)
     for sample in counted_samples([group]):
         samples[sample.episode_id].append(sample)

@@ -116,7 +116,7 @@ class TaskFolders:
         self._splits = _draw(tasks, seed=seed, heldout=heldout)
 
     def size(self, split: Split) -> int | None:
-        """Number of tasks in the split."""
+        """Returns the number of tasks in the split."""
         return len(self._splits[split])
 
     def task(self, split: Split, index: int) -> Task:

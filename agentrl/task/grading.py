@@ -128,7 +128,7 @@ class Grading(BaseModel):
         return {path: base64.b64decode(text) for path, text in self.tests.items()}
 
     def test_names(self) -> tuple[str, ...]:
-        """Names of the tests that must all pass, parsed from their source on the host. Raises `ValueError` if there are none."""
+        """Returns names of the tests that must all pass, parsed from their source on the host. Raises `ValueError` if there are none."""
         if self.mode in SCRIPTED:
             return ("test.sh",)
         files = self.files()

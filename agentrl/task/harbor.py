@@ -122,7 +122,7 @@ _DOWNLOADS = re.compile(
 
 
 def script_problem(script: str, *, network: bool) -> str:
-    """Why a script cannot work in a sandbox, as "line 3: ..."; empty if it can.
+    """Returns why a script cannot work in a sandbox, as "line 3: ..."; empty if it can.
 
     Only commands at the start of a line count, because they always run. A command inside an `if`, or after `||`, may be meant for other
     machines.

@@ -68,7 +68,7 @@ def hidden_truths(task: Task, printed: str = "") -> tuple[Truth, ...]:
 
 
 def _answers(key: str, value: Any) -> Iterator[str]:
-    """Texts under a key that is named like an answer."""
+    """Yields the texts under a key that is named like an answer."""
     if not _DATA_KEY.fullmatch(key.rpartition(".")[2]):
         if isinstance(value, Mapping):
             for inner, part in value.items():
@@ -83,7 +83,7 @@ def _answers(key: str, value: Any) -> Iterator[str]:
 
 
 def _hidden(grading: Grading) -> Iterator[Truth]:
-    """The tests and solution, and the longer texts that the tests compare with."""
+    """Yields the tests and solution, and the longer texts that the tests compare with."""
     tests = {f"tests/{path}": data for path, data in grading.files().items()}
     for path, data in {**tests, **_solution(grading.gold)}.items():
         text = data.decode("utf-8", "replace").strip()
@@ -144,7 +144,7 @@ def _leak(path: str, text: str, beside: list[str], truth: Truth) -> Leak | None:
 
 
 def _labelled_texts(text: str) -> Iterator[str]:
-    """Texts after a key such as `answer:`, and in columns with such a name."""
+    """Yields the texts after a key such as `answer:`, and in columns with such a name."""
     for match in _PAIR.finditer(text):
         yield text[match.end() : match.end() + LONGEST + 2]
     lines = text.splitlines()

@@ -212,7 +212,7 @@ def _root(pattern: str) -> str:
 
 
 async def _listing(sandbox: Sandbox, roots: Sequence[str]) -> tuple[list[str], str]:
-    """Names of files below `roots` according to the sandbox, and what is wrong with its answer."""
+    """Returns the names of files below `roots` according to the sandbox, and what is wrong with its answer."""
     answer, problem = await _answer(sandbox, _LISTING % (list(roots), MAX_DEPTH, MAX_PATH))
     names = _names(answer)
     if not problem and names is None:

@@ -58,7 +58,7 @@ Read = Callable[[RunSource, Query], Any]
 
 
 def _runs(library: RunLibrary, query: Query) -> Any:
-    """The runs whose name, recipe or model contains the search text, the newest first."""
+    """Returns the runs whose name, recipe or model contains the search text, the newest first."""
     search, entries = query.text("search").casefold(), library.entries()
     runs = list_runs(entries)
     matching = [run for run in runs if search in f"{run['name']}\n{run['recipe']}\n{run['model']}".casefold()]

@@ -128,7 +128,7 @@ def _token_bytes(token: str, *, byte_level: bool) -> bytes:
 
 @cache
 def _byte_of_character() -> dict[str, int]:
-    """The alphabet of byte-level BPE: printable bytes stand for themselves, the others for the characters from U+0100 on."""
+    """Returns the alphabet of byte-level BPE: printable bytes stand for themselves, the others for the characters from U+0100 on."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(0x100 + number): byte for number, byte in enumerate(hidden)}

@@ -210,7 +210,7 @@ class RunScreen:
         return token_balance({"sampled": sampled, "trained": trained, "excluded": sampled - trained - left, "open": left})
 
     def _success(self, steps: list[Line]) -> Iterator[tuple[str, float]]:
-        """The newest success on held-out tasks: after training, or during it, or before."""
+        """Yields the newest success on held-out tasks: after training, or during it, or before."""
         phases = self._evaluations.get()
         for split, label in (("heldout", "held-out"), ("heldout_real", "held-out, real")):
             during = [line[split] for line in steps if is_finite(line.get(split))]

@@ -269,7 +269,7 @@ def _fields(event: Event) -> dict[str, Any]:
 
 
 def _plain_messages(attributes: Mapping[str, Any], name: str, role: str, gaps: Gaps) -> Iterator[ImportedMessage]:
-    """The messages of an attribute up to v1.27: chat messages as JSON, or plain text."""
+    """Yields the messages of an attribute up to v1.27: chat messages as JSON, or plain text."""
     value = decode_json(attributes.get(name))
     if isinstance(value, str):
         yield build_message(role, value)
@@ -279,7 +279,7 @@ def _plain_messages(attributes: Mapping[str, Any], name: str, role: str, gaps: G
 
 
 def _messages(attributes: Mapping[str, Any], name: str, gaps: Gaps) -> Iterator[ImportedMessage]:
-    """The messages of an attribute, JSON text or structured. Text that the emitter has cut off is a gap, not an error."""
+    """Yields the messages of an attribute, JSON text or structured. Text that the emitter has cut off is a gap, not an error."""
     value = decode_json(attributes.get(name))
     if isinstance(value, str):
         gaps.add(f"{name} of a call: it is not JSON, perhaps cut by the emitter's limit")
@@ -289,7 +289,7 @@ def _messages(attributes: Mapping[str, Any], name: str, gaps: Gaps) -> Iterator[
 
 
 def _message(item: Mapping[str, Any], what: str, gaps: Gaps) -> Iterator[ImportedMessage]:
-    """The messages of one message in parts: each tool result in it is a separate message."""
+    """Yields the messages of one message in parts: each tool result in it is a separate message."""
     if "parts" not in item:
         yield openai.parse_message(item, what, gaps)
         return

@@ -132,7 +132,7 @@ def _span(span: Mapping[str, Any], service: str, location: SourceLocation) -> Sp
 
 
 def _events(span: Span, events: Any) -> Iterator[Event | UnreadableDocument]:
-    """The events of a span that concern generative AI: earlier conventions put messages there."""
+    """Yields the events of a span that concern generative AI: earlier conventions put messages there."""
     try:
         for event in as_objects(events, "events"):
             name = event.get("name")

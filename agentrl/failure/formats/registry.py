@@ -135,7 +135,7 @@ def _parse(document: Document, kind: str) -> Trace | UnreadableDocument:
 
 
 def _parts(document: Document, format: str | None) -> Iterator[Document]:
-    """The entries of a list of documents, or the document itself."""
+    """Yields the entries of a list of documents, or the document itself."""
     value, location = document.value, document.location
     if isinstance(value, list) and not openai.recognizes(value) and any(_format(item, format) for item in value[:_PROBED]):
         for number, item in enumerate(value):

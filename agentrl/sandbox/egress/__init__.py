@@ -36,7 +36,7 @@ def server_options(spec: SandboxSpec) -> dict[str, Any]:
 
 
 def socket_mounts(folder: Path, spec: SandboxSpec) -> dict[str, Path]:
-    """Path in the sandbox -> path on the host of the socket through which the exec server hands over its listener."""
+    """Returns the path in the sandbox -> path on the host of the socket through which the exec server hands over its listener."""
     return {_LINK_INSIDE: folder / LINK} if spec.network else {}
 
 
