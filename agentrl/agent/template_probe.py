@@ -227,7 +227,10 @@ def rewrites(renderer: Renderer, seam: Seam, detected: TemplateForm) -> str:
 
 
 def _random_opening(renderer: Renderer, seed: int) -> tuple[list[Message], tuple[Mapping[str, Any], ...]]:
-    """The first messages of a conversation and its tools. Odd seeds have a system message and a tool, if the template accepts them."""
+    """Returns the first messages of a conversation and its tools.
+
+    Odd seeds have a system message and a tool, if the template accepts them.
+    """
     user = Message(role="user", content=_TEXTS[seed])
     if seed % 2:
         messages = [Message(role="system", content=_TEXTS[-1 - seed]), user]

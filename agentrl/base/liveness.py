@@ -247,7 +247,10 @@ class AnswerLiveness:
         return self._first_s if self._longest_s is None else max(self._least_s, DEADLINE_FACTOR * self._longest_s)
 
     def overdue(self) -> str:
-        """The reason why the part counts as stuck; empty if it answers, or if no question has waited long enough. Call it regularly."""
+        """Returns the reason why the part counts as stuck; empty if it answers, or if no question has waited long enough.
+
+        Call it regularly.
+        """
         self._count()
         if self._silent_s <= (deadline := self.deadline_s):
             return ""

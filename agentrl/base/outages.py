@@ -149,7 +149,10 @@ def outage_of(error: BaseException, asked: Mapping[str, Any] | None = None, *, s
 
 
 def outage_phrase(text: str, asked: Mapping[str, Any] | Sequence[Any] | None = None) -> str:
-    """The phrase in which a text reports an outage; "" if there is none. Words in `asked` do not count: a tool may repeat its arguments."""
+    """Returns the phrase in which a text reports an outage; "" if there is none.
+
+    Words in `asked` do not count: a tool may repeat its arguments.
+    """
     own = set(_WORD.findall(" ".join(_texts(asked)).lower())) if asked else set()
     for report in _reports(text[:_MAX_TEXT]):
         if not own or not set(_WORD.findall(report.lower())) <= own:

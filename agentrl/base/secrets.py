@@ -74,7 +74,10 @@ def register(secret: str) -> str:
 
 
 def resolve_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a plug-in, with references under secret keys replaced by the secrets. Raises `UserError` as `read_secret` does."""
+    """Returns the options of a plug-in, with references under secret keys replaced by the secrets.
+
+    Raises `UserError` as `read_secret` does.
+    """
     return {key: _resolved(str(key), value) for key, value in options.items()}
 
 

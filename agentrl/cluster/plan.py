@@ -124,7 +124,10 @@ def plan_here(recipe: Recipe, *, training: bool = True) -> ClusterPlan:
 
 
 def _default_bundle(recipe: Recipe, name: str, on_gpus: bool) -> Bundle:
-    """What a part reserves if `cluster.resources` does not set it. The memory of models is an estimate, because no file is read here."""
+    """Returns what a part reserves if `cluster.resources` does not set it.
+
+    The memory of models is an estimate, because no file is read here.
+    """
     if name == "redis":
         return Bundle(name=name, cpus=0.5, memory=int(_REDIS_GIB * GIB))
     if name == "worker":

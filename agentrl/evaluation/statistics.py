@@ -246,7 +246,10 @@ def pass_at_attempt_counts(tasks: Sequence[Sequence[CountedAttempt]]) -> dict[in
 
 
 def compute_curves(tasks: Sequence[Sequence[CountedAttempt]]) -> tuple[ComputeCurve, ...]:
-    """A curve for each number of attempts. Its points are token budgets per attempt: 0, those at which attempts pass, and the longest."""
+    """Returns a curve for each number of attempts.
+
+    Its points are token budgets per attempt: 0, those at which attempts pass, and the longest.
+    """
     every = [attempt for attempts in tasks for attempt in attempts]
     if not every:
         return ()

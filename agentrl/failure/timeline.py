@@ -123,7 +123,10 @@ def truncate_middle(text: str, most: int = MAX_CHARS) -> str:
 
 
 def render_trace(trace: Trace) -> str:
-    """The text of a trace: question, turns, outcome. `>>` marks the failing turn. Turns are counted from 1 (records count from 0)."""
+    """Returns the text of a trace: question, turns, outcome.
+
+    `>>` marks the failing turn. Turns are counted from 1 (records count from 0).
+    """
     timeline = timeline_of(trace)
     tag = deciding_tag(trace.tags)
     failing = None if tag is None else (tag.trajectory, tag.turn)

@@ -101,6 +101,9 @@ def _infinite(like: Any) -> Any:
 
 
 def _combined(measured: Any) -> float:
-    """The model's norm. Stage 3 reports one norm per group, the others a single one; a negative norm means that it is not finite."""
+    """Returns the model's norm.
+
+    Stage 3 reports one norm per group, the others a single one; a negative norm means that it is not finite.
+    """
     values = [float(value) for value in (measured if isinstance(measured, list) else [measured])]
     return math.hypot(*values) if all(math.isfinite(value) and value >= 0 for value in values) else math.nan

@@ -40,7 +40,10 @@ def printable_text(text: str) -> str:
 
 
 def exclusion_reason(scored: ScoredEpisode) -> str:
-    """Why an episode is excluded, in one normalized line; empty if it counts. `REACHABLE` marks what the policy can have provoked."""
+    """Returns why an episode is excluded, in one normalized line; empty if it counts.
+
+    `REACHABLE` marks what the policy can have provoked.
+    """
     failure = next((one for one in reversed(scored.episode.failures) if one.blame is not Blame.POLICY), None)
     if failure is not None:
         text = f"{failure.blame}: {failure.kind}: {failure.message}"

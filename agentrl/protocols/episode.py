@@ -184,7 +184,10 @@ class LiveEpisode(Protocol):
         ...
 
     async def working_copy(self) -> bytes | None:
-        """A snapshot of the working directory for `sub_episode`; None if no sandbox is open. Raises `ValueError` if it is too large."""
+        """Returns a snapshot of the working directory for `sub_episode`; None if no sandbox is open.
+
+        Raises `ValueError` if it is too large.
+        """
 
     def sub_episode(self, copy: bytes | None) -> AbstractAsyncContextManager[LiveEpisode]:
         """Context with a view of this episode for a sub-agent with a separate sandbox, which starts from a `working_copy`.

@@ -118,7 +118,10 @@ class _History:
         return self._usual
 
     def to_data(self) -> dict[str, Any]:
-        """The history as JSON data. Times and rates have three significant digits; tokens are exact, because they weight the medians."""
+        """Returns the history as JSON data.
+
+        Times and rates have three significant digits; tokens are exact, because they weight the medians.
+        """
         return {
             "stride": self._stride,
             "requests": [[float(f"{pace:.3g}"), float(f"{rate:.3g}"), tokens] for pace, rate, tokens in self._kept],

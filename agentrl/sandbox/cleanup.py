@@ -42,7 +42,10 @@ class OpenSandbox:
 
 
 def list_open() -> list[OpenSandbox]:
-    """Every sandbox of this user's drivers, dead ones included. Raises `SandboxError`, or `SandboxTimeout` if the daemon is silent."""
+    """Returns every sandbox of this user's drivers, dead ones included.
+
+    Raises `SandboxError`, or `SandboxTimeout` if the daemon is silent.
+    """
     sandboxes: dict[str, OpenSandbox] = {}
     for driver in _subfolders(runtime_folder()):
         for folder in _subfolders(driver):

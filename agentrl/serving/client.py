@@ -251,7 +251,10 @@ def proven_support(table: dict[int, float], most: int) -> dict[int, float]:
 
 
 def _supports(answer: Any, choice: _Choice, params: SamplingParams) -> Supports:
-    """The tokens that could have been sampled at each position. Raises `ServingError`, or `ValueError` for values that a record rejects."""
+    """Returns the tokens that could have been sampled at each position.
+
+    Raises `ServingError`, or `ValueError` for values that a record rejects.
+    """
     rows = []
     for sampled, table in zip(choice.logprobs.content, parse_alternatives(answer), strict=True):
         support = proven_support(table, params.top_k + TIES)

@@ -72,7 +72,10 @@ _ASKS_FOR_NETWORK = ("allow_internet", "network_mode")
 
 
 def translate_keys(description: dict[str, Any]) -> dict[str, Any]:
-    """A `task.toml` with Harbor's keys removed or replaced by ours. Raises a validation error with one line for each rejected key."""
+    """Returns a `task.toml` with Harbor's keys removed or replaced by ours.
+
+    Raises a validation error with one line for each rejected key.
+    """
     ours = {key: dict(value) if isinstance(value, dict) else value for key, value in description.items()}
     hosts_named = isinstance(ours.get("environment"), dict) and "network" in ours["environment"]
     wrong: list[str] = []

@@ -56,7 +56,10 @@ def read_harmony(text: str, schemas: Schemas) -> Reading:
 
 
 def _parse_header(header: str, *, first: bool) -> tuple[str, str]:
-    """The channel and recipient of a message. Raises `CallError` if it is not the assistant's: the model must not write tool results."""
+    """Returns the channel and recipient of a message.
+
+    Raises `CallError` if it is not the assistant's: the model must not write tool results.
+    """
     if len(header) > _MOST_HEADER:
         raise CallError(f"the header of a message has {len(header)} characters; it may have {_MOST_HEADER}")
     started = header.strip().startswith(START)
