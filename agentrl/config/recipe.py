@@ -199,6 +199,8 @@ class Recipe(Section):
 
     def _parts_are_started(self) -> Iterator[str]:
         yield from resource_errors(self.cluster.resources, list(self.part_counts), ranks=self.learner.ranks)
+        if not self.cluster.is_local and self.serving.weight_transfer.ref == "nccl":
+            yield "serving.weight_transfer=nccl works on one machine: with cluster.address set serving.weight_transfer=file"
 
     def _store_options(self) -> Iterator[str]:
         options = self.store.options
