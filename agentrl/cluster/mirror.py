@@ -149,7 +149,7 @@ class Mirror:
         final.parent.mkdir(exist_ok=True)
         arriving = ArrivingFolder(final, listing, self.index)
         if missing := arriving.missing:
-            _check_space(final.parent, len(missing) * CHUNK, name)
+            _check_space(final.parent, min(arriving.missing_bytes, listing.size), name)
             self.expected |= frozenset(missing)
             try:
                 sources = self._sources(name)
