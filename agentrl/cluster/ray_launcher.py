@@ -117,10 +117,11 @@ class RayLauncher:
         """
         if command.name not in self._bundles:
             return self._here.start(command)
-        earlier = self._parts.get(command.name)
-        if command.exclusive and earlier is not None and earlier.lost:
-            await self._wait_for_lease(earlier)
-        actor, start = self._actor(command.name), uuid.uuid4().hex
+        earlier, actor, start = self._parts.get(command.name), self._actor(command.name), uuid.uuid4().hex
+        if earlier is not None and earlier.lost:
+            if command.exclusive:
+                await self._wait_for_lease(earlier)
+            await self._replace_silent(actor)
         if self._driver is not None and command.needs:
             fetching = partial(actor.fetch.remote, self._driver, command.needs)
             if failure := await self._retry(command.name, fetching, timeout_s=FETCH_S):
@@ -270,6 +271,16 @@ class RayLauncher:
         except (ValueError, TimeoutError, self._ray.exceptions.RayError):
             return None
         return state if isinstance(state, HostState) else None
+
+    async def _replace_silent(self, actor: Any) -> None:
+        """Kills a host that does not answer, with its processes, so that Ray replaces it: it may be stopped, and then it ends nothing."""
+        try:
+            await answer_of(actor.describe.remote(), timeout_s=_DESCRIBE_S)
+        except TimeoutError:
+            with contextlib.suppress(self._ray.exceptions.RayError):
+                self._ray.kill(actor, no_restart=False)
+        except self._ray.exceptions.RayError:  # Ray replaces it
+            return
 
     async def _wait_for_lease(self, part: RayPart) -> None:
         """Waits until a lost host has ended its processes, in case that it is only unreachable."""
