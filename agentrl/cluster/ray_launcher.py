@@ -173,7 +173,7 @@ class RayLauncher:
         ray = self._ray
         if not ray.is_initialized():
             return
-        with contextlib.suppress(ray.exceptions.RayError):
+        with contextlib.suppress(ray.exceptions.RayError, OSError):
             for actor in self._actors.values():
                 ray.kill(actor)
             if self._group is not None:
@@ -208,6 +208,8 @@ class RayLauncher:
                 break
             except self._ray.exceptions.RayTaskError as error:
                 raise LaunchError(f"{name} does not start: {error}") from error
+            except ConnectionError as error:
+                raise LaunchError(f"{name} does not start: the connection to {self._plan.address} has ended: {error}") from error
             except self._ray.exceptions.RayError as error:
                 reason = f"its host is lost: {error}".partition("\n")[0]
                 if "ModuleNotFoundError" in str(error) or "ImportError" in str(error):

@@ -12,6 +12,7 @@ import pytest
 
 from agentrl.cluster import ray_launcher
 from agentrl.cluster.ray_launcher import RayLauncher
+from agentrl.errors import LaunchError
 from agentrl.protocols.cluster import PartCommand
 from tests.cluster.ray_nodes import plan_of
 from tests.cluster.test_ray_part import RUNS, RayError
@@ -43,6 +44,16 @@ class LosingHosts:
         return SimpleNamespace(future=lambda: future)
 
 
+def launcher_of(actor: Any, folder: Path) -> RayLauncher:
+    """A launcher whose hosts are `actor`."""
+    actor_class = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda _: actor))
+    errors = SimpleNamespace(RayError=RayError, RayTaskError=KeyError)
+    strategies = SimpleNamespace(PlacementGroupSchedulingStrategy=lambda **_: None)
+    util = SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1", scheduling_strategies=strategies)
+    ray = SimpleNamespace(util=util, exceptions=errors, remote=lambda _: actor_class)
+    return RayLauncher(ray, plan_of("auto", "learner"), folder, root=folder, nodes=[])
+
+
 @pytest.mark.parametrize("exclusive", [True, False])
 async def test_a_second_learner_starts_only_after_the_host_of_a_lost_start_has_ended_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exclusive: bool
@@ -50,13 +61,17 @@ async def test_a_second_learner_starts_only_after_the_host_of_a_lost_start_has_e
     monkeypatch.setattr(ray_launcher, "_LEASE_ENDS_S", LEASE_ENDS_S)
     monkeypatch.setattr(ray_launcher, "_RETRY_S", 0.01)
     hosts = LosingHosts(replaced_after=3)
-    actor_class = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda _: hosts))
-    errors = SimpleNamespace(RayError=RayError, RayTaskError=KeyError)
-    strategies = SimpleNamespace(PlacementGroupSchedulingStrategy=lambda **_: None)
-    util = SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1", scheduling_strategies=strategies)
-    ray = SimpleNamespace(util=util, exceptions=errors, remote=lambda _: actor_class)
-    launcher = RayLauncher(ray, plan_of("auto", "learner"), tmp_path, root=tmp_path, nodes=[])
+    launcher = launcher_of(hosts, tmp_path)
     monkeypatch.setattr(launcher._poller, "add", lambda _: None)
     part = await launcher.start(PartCommand(name="learner", argv=("true",), log="log", exclusive=exclusive))
     assert part.returncode is None and len(hosts.starts) == 2
     assert (hosts.starts[1] - hosts.starts[0] >= LEASE_ENDS_S) == exclusive, "a server need not wait"
+
+
+async def test_a_start_without_a_connection_to_the_cluster_is_an_error(tmp_path: Path) -> None:
+    def broken(*_: Any) -> Any:
+        raise ConnectionError("GRPC connection failed")
+
+    launcher = launcher_of(SimpleNamespace(start=SimpleNamespace(remote=broken)), tmp_path)
+    with pytest.raises(LaunchError, match="the connection to auto has ended: GRPC connection failed"):
+        await launcher.start(PartCommand(name="learner", argv=("true",), log="log"))
