@@ -61,6 +61,7 @@ class FileService:
         self.index = ChunkIndex()
         self._arriving: dict[str, ArrivingFolder] = {}  # by kind/number
         self._peers: dict[str, dict[str, str]] = {}  # kind/number -> address of a mirror -> its key, in the order of their starts
+        self._listings: dict[Path, asyncio.Task[bytes]] = {}  # that are computed now
         self._reads = asyncio.Semaphore(_READS)
         self._opening = asyncio.Lock()
 
@@ -94,11 +95,14 @@ class FileService:
 
     async def _listing(self, request: Request) -> Response:
         path = folder_path(self.folder, request.path_params["kind"], request.path_params["number"])
+        if (listing := self._listings.get(path)) is None:  # hashing may take minutes, and hosts repeat the request
+            listing = asyncio.create_task(self._in_thread(lambda: codec.to_json(self.index.list_folder(path))))
+            self._listings[path] = listing
+            listing.add_done_callback(lambda _: self._listings.pop(path))
         try:
-            listing = await self._in_thread(lambda: codec.to_json(self.index.list_folder(path)))
+            return bytes_response(await asyncio.shield(listing))
         except FileNotFoundError:
             raise RequestError("not_found", f"{path.parent.name}/{path.name} does not exist") from None
-        return bytes_response(listing)
 
     async def _chunk(self, request: Request) -> Response:
         sha256 = request.path_params["sha256"]

@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -248,6 +249,29 @@ def test_a_chunk_that_occurs_many_times_needs_room_for_each_of_them(
         learner.json("POST", "/arriving/checkpoints/000001", listing)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free + SMALL))
     assert learner.json("POST", "/arriving/checkpoints/000001", listing) == [zeros]
+
+
+def test_a_folder_that_takes_long_to_hash_stops_no_other_request(driver: Driver) -> None:
+    """A host asks again after 30 s without a byte."""
+    folder, counted, hashed = driver.folder / "versions" / "000001", list[Path](), threading.Event()
+    folder.mkdir(parents=True)
+    (folder / "a.bin").write_bytes(b"abc")
+    real = driver.files.index.list_folder
+
+    def slow(path: Path) -> FolderListing:
+        counted.append(path)
+        assert hashed.wait(30)
+        return real(path)
+
+    driver.files.index.list_folder = slow  # type: ignore[method-assign]
+    try:
+        for _ in range(file_service._READS + 1):
+            with pytest.raises(TimeoutError):
+                driver.link().request("GET", "/files/versions/000001", timeout_s=0.05)
+        assert driver.link().json("GET", "/files/checkpoints") == [] and len(counted) == 1
+    finally:
+        hashed.set()
+    assert len(driver.link().json("GET", "/files/versions/000001")["files"]) == 1
 
 
 def test_a_full_disk_is_reported_on_either_side(tmp_path: Path, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
