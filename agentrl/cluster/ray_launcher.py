@@ -117,6 +117,12 @@ class RayLauncher:
         """
         if command.name not in self._bundles:
             return self._here.start(command)
+        try:
+            return await self._start_on_node(command)
+        except ConnectionError as error:
+            raise LaunchError(f"{command.name} does not start: the connection to {self._plan.address} has ended: {error}") from error
+
+    async def _start_on_node(self, command: PartCommand) -> RayPart:
         earlier, actor, start = self._parts.get(command.name), self._actor(command.name), uuid.uuid4().hex
         if earlier is not None and earlier.lost:
             if command.exclusive:
@@ -208,8 +214,6 @@ class RayLauncher:
                 break
             except self._ray.exceptions.RayTaskError as error:
                 raise LaunchError(f"{name} does not start: {error}") from error
-            except ConnectionError as error:
-                raise LaunchError(f"{name} does not start: the connection to {self._plan.address} has ended: {error}") from error
             except self._ray.exceptions.RayError as error:
                 reason = f"its host is lost: {error}".partition("\n")[0]
                 if "ModuleNotFoundError" in str(error) or "ImportError" in str(error):

@@ -72,6 +72,9 @@ async def test_a_start_without_a_connection_to_the_cluster_is_an_error(tmp_path:
     def broken(*_: Any) -> Any:
         raise ConnectionError("GRPC connection failed")
 
-    launcher = launcher_of(SimpleNamespace(start=SimpleNamespace(remote=broken)), tmp_path)
-    with pytest.raises(LaunchError, match="the connection to auto has ended: GRPC connection failed"):
-        await launcher.start(PartCommand(name="learner", argv=("true",), log="log"))
+    gone = SimpleNamespace(remote=broken)
+    launcher = launcher_of(SimpleNamespace(start=gone, describe=gone), tmp_path)
+    for earlier in ({}, {"learner": SimpleNamespace(lost="node n is gone")}):
+        launcher._parts = dict(earlier)
+        with pytest.raises(LaunchError, match="the connection to auto has ended: GRPC connection failed"):
+            await launcher.start(PartCommand(name="learner", argv=("true",), log="log"))
