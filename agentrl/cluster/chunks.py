@@ -194,6 +194,12 @@ class ArrivingFolder:
         with self._lock:
             return tuple(self._slots)
 
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes that the missing chunks take on the disk; a chunk may occur many times. At most `CHUNK` too many for each file."""
+        with self._lock:
+            return sum(len(slots) for slots in self._slots.values()) * CHUNK
+
     def write(self, sha256: str, data: bytes) -> None:
         """Writes a chunk to every file that needs it. Raises `ValueError` if the data does not have the checksum, and `OSError`."""
         if hashlib.sha256(data).hexdigest() != sha256:

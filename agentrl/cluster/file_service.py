@@ -61,6 +61,7 @@ class FileService:
         self.index = ChunkIndex()
         self._arriving: dict[str, ArrivingFolder] = {}  # by kind/number
         self._peers: dict[str, dict[str, str]] = {}  # kind/number -> address of a mirror -> its key, in the order of their starts
+        self._listings: dict[Path, asyncio.Task[bytes]] = {}  # that are computed now
         self._reads = asyncio.Semaphore(_READS)
         self._opening = asyncio.Lock()
 
@@ -94,11 +95,14 @@ class FileService:
 
     async def _listing(self, request: Request) -> Response:
         path = folder_path(self.folder, request.path_params["kind"], request.path_params["number"])
+        if (listing := self._listings.get(path)) is None:  # hashing may take minutes, and hosts repeat the request
+            listing = asyncio.create_task(self._in_thread(lambda: codec.to_json(self.index.list_folder(path))))
+            self._listings[path] = listing
+            listing.add_done_callback(lambda _: self._listings.pop(path))
         try:
-            listing = await self._in_thread(lambda: self.index.list_folder(path))
+            return bytes_response(await asyncio.shield(listing))
         except FileNotFoundError:
             raise RequestError("not_found", f"{path.parent.name}/{path.name} does not exist") from None
-        return bytes_response(codec.to_json(listing))
 
     async def _chunk(self, request: Request) -> Response:
         sha256 = request.path_params["sha256"]
@@ -135,7 +139,8 @@ class FileService:
     async def _begin(self, request: Request) -> Response:
         kind, number = request.path_params["kind"], request.path_params["number"]
         final = folder_path(self.folder, kind, number)
-        listing = codec.from_json(FolderListing, await bytes_of(request, _BODY_S, most=MAX_LISTING))
+        content = await bytes_of(request, _BODY_S, most=MAX_LISTING)
+        listing = await self._in_thread(lambda: codec.from_json(FolderListing, content))
         async with self._opening:
             check_key_again(request)
             await self._stop(f"{kind}/{number}")
@@ -147,8 +152,8 @@ class FileService:
     def _open(self, final: Path, listing: FolderListing) -> ArrivingFolder:
         final.parent.mkdir(exist_ok=True)
         arriving = ArrivingFolder(final, listing, self.index)
-        needs, free = len(arriving.missing) * CHUNK, shutil.disk_usage(final.parent).free
-        if not arriving.unchanged and min(needs, listing.size) + _SPARE_BYTES > free:
+        needs, free = min(arriving.missing_bytes, listing.size), shutil.disk_usage(final.parent).free
+        if not arriving.unchanged and needs + _SPARE_BYTES > free:
             raise DiskFull(f"no room for {final}: {needs >> 20} MiB are missing, {free >> 20} MiB are free")
         return arriving
 

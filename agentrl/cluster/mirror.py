@@ -120,14 +120,19 @@ class Mirror:
         """Returns the driver's complete folders of a kind, in ascending order."""
         return [str(name) for name in self.link.json("GET", f"/files/{kind}")]
 
-    def drop_extra(self, kind: str, *, keep: Sequence[str] = ()) -> None:
-        """Deletes the local folders that the driver no longer has, and what is left of interrupted transfers of them."""
+    def drop_extra(self, kind: str, *, keep: Sequence[str] = (), unsent: bool = True) -> None:
+        """Deletes the local folders that the driver does not have, and what is left of interrupted transfers of them.
+
+        `unsent`: also those newer than all of the driver's, which a learner of this host may be writing.
+        """
         there = {*self.names(kind), *keep}
+        before = float("inf") if unsent else max(map(int, there), default=0)
         with _local_errors(str(self.folder / kind)), self._locked(TRANSFER_S):
-            extra = [name for name in numbered_folders(self.folder, kind) if name not in there]
+            extra = [name for name in numbered_folders(self.folder, kind) if name not in there and int(name) < before]
             drop_folders(self.folder, kind, extra)
             for part in (self.folder / kind).glob(".*.part"):
-                if part.name[1:-5] not in there:
+                name = part.name[1:-5]
+                if name not in there and name.isdecimal() and int(name) < before:
                     shutil.rmtree(part, ignore_errors=True)
         for name in extra:
             self.index.forget(self.folder / kind / name)
@@ -149,7 +154,7 @@ class Mirror:
         final.parent.mkdir(exist_ok=True)
         arriving = ArrivingFolder(final, listing, self.index)
         if missing := arriving.missing:
-            _check_space(final.parent, len(missing) * CHUNK, name)
+            _check_space(final.parent, min(arriving.missing_bytes, listing.size), name)
             self.expected |= frozenset(missing)
             try:
                 sources = self._sources(name)

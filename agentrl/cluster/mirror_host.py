@@ -51,7 +51,8 @@ class MirrorHost:
             for path in paths:
                 await asyncio.to_thread(self._mirror.fetch, path)
             if paths:
-                await asyncio.to_thread(self._mirror.drop_extra, "versions", keep=[Path(path).name for path in paths])
+                keep = [path.removeprefix("versions/") for path in paths if path.startswith("versions/")]
+                await asyncio.to_thread(self._mirror.drop_extra, "versions", keep=keep, unsent=False)
         except (LinkLost, LookupError, InfrastructureError, UserError) as error:
             fix = "check the disk of that host, and its network to the driver"
             raise LaunchError(f"{', '.join(paths)} cannot be fetched to {self._host}: {error}\n  fix: {fix}") from error

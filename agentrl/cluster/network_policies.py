@@ -7,7 +7,7 @@ of the first three.
     redis      from the pods of `inside`; to nothing
     sandbox    to and from nothing
     operator   the KubeRay operator to the dashboard of the head, on which it reads the state of the job
-    outside    driver and workers to the given address ranges
+    outside    driver and workers to the given address ranges, without the link-local one, at which clouds serve credentials of a node
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from agentrl.errors import UserError
 _NAME, _PART = "app.kubernetes.io/instance", "agentrl-part"
 _APART = ["redis", "sandbox"]
 _DASHBOARD, _REDIS = 8265, 6379
+_LINK_LOCAL = {4: ipaddress.ip_network("169.254.0.0/16"), 6: ipaddress.ip_network("fe80::/10")}
 
 
 def network_policies(name: str, egress: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -47,7 +48,7 @@ def network_policies(name: str, egress: Sequence[str] = ()) -> Iterator[tuple[st
     yield f"{name}-operator", _policy(_of(name, "driver"), ingress=[{"from": [operator], "ports": [_port(_DASHBOARD)]}])
     if egress:
         outside = {**_of(name), "matchExpressions": [{"key": _PART, "operator": "In", "values": ["driver", "worker"]}]}
-        blocks = [{"ipBlock": {"cidr": _network(block)}} for block in egress]
+        blocks = [{"ipBlock": _block(block)} for block in egress]
         yield f"{name}-outside", _policy(outside, egress=[{"to": blocks}])
 
 
@@ -65,8 +66,13 @@ def _policy(pods: Mapping[str, Any], **rules: list[dict[str, Any]]) -> dict[str,
     return {"podSelector": dict(pods), "policyTypes": types, **rules}
 
 
-def _network(block: str) -> str:
+def _block(block: str) -> dict[str, Any]:
+    """Returns the peers of an address range. Raises `UserError` for an invalid or a link-local one."""
     try:
-        return str(ipaddress.ip_network(block))
+        network = ipaddress.ip_network(block)
     except ValueError:
         raise UserError(f"--egress {block[:60]!r} is not an address range", fix="give one such as 203.0.113.0/24 or 0.0.0.0/0") from None
+    link_local: Any = _LINK_LOCAL[network.version]
+    if network.subnet_of(link_local):
+        raise UserError(f"--egress {block[:60]!r} is link-local: clouds serve credentials of the node there", fix="remove it")
+    return {"cidr": str(network)} | ({"except": [str(link_local)]} if network.supernet_of(link_local) else {})

@@ -44,6 +44,7 @@ RESERVE_S = 25.0
 START_S = 60.0
 """Deadline for a start, in which a lost host may be replaced."""
 _RETRY_S = 0.5
+_LEASE_ENDS_S = LEASE_S + 2.0  # after the last call of a host, its processes have ended
 _DESCRIBE_S = 5.0
 _OTHER_DRIVER_S = 3.0  # in which a driver that is alive polls its hosts
 _CLOSE_S = 20.0
@@ -116,15 +117,26 @@ class RayLauncher:
         """
         if command.name not in self._bundles:
             return self._here.start(command)
-        earlier = self._parts.get(command.name)
-        if command.exclusive and earlier is not None and earlier.lost:
-            await self._wait_for_lease(earlier)
-        actor, start = self._actor(command.name), uuid.uuid4().hex
+        try:
+            return await self._start_on_node(command)
+        except ConnectionError as error:
+            raise LaunchError(f"{command.name} does not start: the connection to {self._plan.address} has ended: {error}") from error
+
+    async def _start_on_node(self, command: PartCommand) -> RayPart:
+        earlier, actor, start = self._parts.get(command.name), self._actor(command.name), uuid.uuid4().hex
+        if earlier is not None and earlier.lost:
+            if command.exclusive:
+                await self._wait_for_lease(earlier)
+            await self._replace_silent(actor)
         if self._driver is not None and command.needs:
             fetching = partial(actor.fetch.remote, self._driver, command.needs)
             if failure := await self._retry(command.name, fetching, timeout_s=FETCH_S):
                 raise LaunchError(f"{command.name} does not start: {failure}")
-        state = await self._retry(command.name, lambda: actor.start.remote(start, command, self._driver), timeout_s=START_S)
+        starting, pause_s = partial(actor.start.remote, start, command, self._driver), _RETRY_S
+        if command.exclusive:  # a call whose answer is lost may have started it on a host that Ray has replaced
+            await self._retry(command.name, actor.describe.remote, timeout_s=START_S)
+            pause_s = _LEASE_ENDS_S
+        state = await self._retry(command.name, starting, timeout_s=START_S + pause_s, pause_s=pause_s)
         if not isinstance(state, PartState):
             raise LaunchError(f"{command.name} does not start on a node of {self._plan.address}: {state}")
         log = None if self.shared_folder else self._folder / command.log
@@ -167,7 +179,7 @@ class RayLauncher:
         ray = self._ray
         if not ray.is_initialized():
             return
-        with contextlib.suppress(ray.exceptions.RayError):
+        with contextlib.suppress(ray.exceptions.RayError, OSError):
             for actor in self._actors.values():
                 ray.kill(actor)
             if self._group is not None:
@@ -189,8 +201,11 @@ class RayLauncher:
             self._actors[name] = self._ray.remote(NodeHost).options(**options).remote(self._settings)
         return self._actors[name]
 
-    async def _retry(self, name: str, call: Callable[[], Any], *, timeout_s: float) -> Any:
-        """Returns the answer of an idempotent call to a host, which Ray may be replacing. Raises `LaunchError` after `timeout_s`."""
+    async def _retry(self, name: str, call: Callable[[], Any], *, timeout_s: float, pause_s: float = _RETRY_S) -> Any:
+        """Returns the answer of an idempotent call to a host, which Ray may be replacing. Raises `LaunchError` after `timeout_s`.
+
+        `pause_s`: between two calls.
+        """
         deadline, reason = time.monotonic() + timeout_s, "its host does not answer"
         while (left_s := deadline - time.monotonic()) > 0:
             try:
@@ -204,7 +219,7 @@ class RayLauncher:
                 if "ModuleNotFoundError" in str(error) or "ImportError" in str(error):
                     fix = f"install agentrl {agentrl.__version__} in the environment of every node"
                     raise UserError(f"a node of {self._plan.address} cannot import agentrl: {reason}", fix=fix) from error
-            await asyncio.sleep(_RETRY_S)
+            await asyncio.sleep(pause_s)
         nodes = await asyncio.to_thread(self._current_nodes)
         raise LaunchError(
             f"{name} did not start on {self._plan.address} within {timeout_s:g} s ({reason}): a node may be lost, and no other has room\n"
@@ -263,9 +278,19 @@ class RayLauncher:
             return None
         return state if isinstance(state, HostState) else None
 
+    async def _replace_silent(self, actor: Any) -> None:
+        """Kills a host that does not answer, with its processes, so that Ray replaces it: it may be stopped, and then it ends nothing."""
+        try:
+            await answer_of(actor.describe.remote(), timeout_s=_DESCRIBE_S)
+        except TimeoutError:
+            with contextlib.suppress(self._ray.exceptions.RayError):
+                self._ray.kill(actor, no_restart=False)
+        except self._ray.exceptions.RayError:  # Ray replaces it
+            return
+
     async def _wait_for_lease(self, part: RayPart) -> None:
         """Waits until a lost host has ended its processes, in case that it is only unreachable."""
-        await asyncio.sleep(max(0.0, part.answered_at + LEASE_S + 2.0 - time.monotonic()))
+        await asyncio.sleep(max(0.0, part.answered_at + _LEASE_ENDS_S - time.monotonic()))
 
 
 async def answer_of(reference: Any, *, timeout_s: float) -> Any:

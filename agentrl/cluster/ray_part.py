@@ -84,7 +84,8 @@ class RayPart:
     def send_kill(self) -> None:
         """Kills all processes of the part, without waiting for their end."""
         if self.returncode is None:
-            self._actor.end.remote(self.start, 0.0)
+            with contextlib.suppress(OSError):  # the connection to the cluster has ended; the poller detects the loss
+                self._actor.end.remote(self.start, 0.0)
 
     async def kill(self) -> None:
         """Kills all processes of the part and returns when none is left. A lost part is ended by its host, or with it.
@@ -101,9 +102,9 @@ class RayPart:
         """Ends the part, or returns when it is lost."""
         if self.lost:
             return
-        ending = asyncio.wrap_future(self._actor.end.remote(self.start, grace_s).future())
         lost = asyncio.create_task(self._ended.wait())
         try:
+            ending = asyncio.wrap_future(self._actor.end.remote(self.start, grace_s).future())
             async with asyncio.timeout(grace_s + _END_S):
                 await asyncio.wait([ending, lost] if self.returncode is None else [ending], return_when=asyncio.FIRST_COMPLETED)
                 if not self.lost:
@@ -111,7 +112,7 @@ class RayPart:
                     if isinstance(state, str):
                         raise LaunchError(f"{state}, on {self.node}")
                     self.answered(state)
-        except (TimeoutError, self._ray.exceptions.RayError) as error:
+        except (OSError, self._ray.exceptions.RayError) as error:  # also at the deadline, or without a connection to the cluster
             self.lose(f"node {self.node} does not answer: {type(error).__name__}")
         finally:
             lost.cancel()
@@ -119,7 +120,7 @@ class RayPart:
     async def signal_children(self, number: int) -> None:
         """Sends a signal to the children of the first process."""
         if self.returncode is None:
-            with contextlib.suppress(TimeoutError, self._ray.exceptions.RayError):  # the poller detects a loss
+            with contextlib.suppress(OSError, self._ray.exceptions.RayError):  # the poller detects a loss
                 async with asyncio.timeout(_ANSWER_S):
                     await asyncio.wrap_future(self._actor.signal_children.remote(self.start, number).future())
 
@@ -144,7 +145,7 @@ class RayPart:
         try:
             async with asyncio.timeout(FETCH_S):
                 failure = await asyncio.wrap_future(self._actor.fetch.remote(self._driver, paths).future())
-        except (TimeoutError, self._ray.exceptions.RayError) as error:
+        except (OSError, self._ray.exceptions.RayError) as error:
             failure = f"node {self.node} does not answer: {type(error).__name__}"
         if failure:
             raise LaunchError(failure)

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agentrl.base.error_text import disk_full_error
-from agentrl.errors import AgentRLError, InfrastructureError
+from agentrl.errors import AgentRLError
 from agentrl.gateway.http_server import HttpServer
 from agentrl.gateway.request import RequestError
 from agentrl.gateway.wire import check_source, json_response, key_of
@@ -40,10 +40,6 @@ _CHECK = "agentrl.check_key"  # of the scope of a request
 
 class Replaced(AgentRLError):
     """The request comes from a process of a part that the driver has restarted since then."""
-
-
-class Unavailable(InfrastructureError):
-    """The driver cannot answer now; the part repeats the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +123,6 @@ class RunService:
                 return json_response({"error": str(error)}, 409)
             except (ValueError, LookupError, TypeError) as error:
                 return json_response({"error": f"invalid request: {_text(error)}"}, 400)
-            except Unavailable as error:
-                return json_response({"error": _text(error)}, 503)
             except (AgentRLError, OSError) as error:
                 full = disk_full_error(error) is not None
                 log.warning("%s %s failed: %s", route.method, route.path, _text(error))

@@ -201,8 +201,9 @@ class WorkerApi:
         return json_response({})
 
     async def _save_running(self, request: Request) -> Response:
-        checkpoints, group, member, kind = self._running(request)
+        self._running(request)
         body = await bytes_of(request, _BODY_S, most=MAX_BYTES)
+        checkpoints, group, member, kind = self._running(request)  # the lease may have been lost meanwhile: its successor saves newer ones
         await asyncio.to_thread(checkpoints.receive, group, member, kind, body)
         return json_response({})
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ipaddress
 import json
 import re
 import shlex
@@ -217,6 +218,15 @@ def test_sandboxes_reach_nothing_and_servers_only_the_run() -> None:
     assert reach == {"driver", "worker"}
 
 
+@pytest.mark.parametrize("everything", ["0.0.0.0/0", "::/0", "128.0.0.0/1"])
+def test_a_range_of_everything_does_not_reach_the_credentials_of_a_node(everything: str) -> None:
+    outside = dict(network_policies("x", [everything]))["x-outside"]
+    (to,) = outside["egress"][0]["to"]
+    service = ipaddress.ip_address("fe80::a9fe:a9fe" if ":" in everything else "169.254.169.254")
+    assert service in ipaddress.ip_network(to["ipBlock"]["cidr"])
+    assert any(service in ipaddress.ip_network(block) for block in to["ipBlock"]["except"])
+
+
 def test_the_start_script_starts_the_planned_run_and_continues_it_in_a_later_cluster(tmp_path: Path) -> None:
     hostile = "rollout.instructions=$(touch hacked) 'a' \"b\"\n---\nkind: Secret `touch hacked`"
     recipe = build({**RECIPE, **LARGE}).but(hostile)
@@ -263,6 +273,7 @@ def test_names_of_objects_are_labels_and_differ_for_different_names(one: str, ot
         ({"namespace": "Default"}, "--namespace"),
         ({"storage": "100"}, "--storage"),
         ({"egress": ("everything",)}, "--egress 'everything' is not an address range"),
+        ({"egress": ("169.254.169.254/32",)}, "link-local"),
     ],
 )
 def test_values_that_kubernetes_rejects_are_errors(options: dict[str, Any], message: str) -> None:

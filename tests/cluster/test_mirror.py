@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import json
 import os
 import random
+import shutil
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,6 +28,7 @@ from agentrl.cluster.mirror import Mirror
 from agentrl.cluster.relay import relaying
 from agentrl.cluster.run_service import HOST, LEARNER, WORKER
 from agentrl.errors import DiskFull, UserError
+from agentrl.records import codec
 from tests.cluster.serving import Driver, driving
 
 SMALL = 64
@@ -231,6 +236,42 @@ def test_old_folders_disappear_with_those_of_the_driver(tmp_path: Path, driver: 
     assert sorted(path.name for path in (tmp_path / "mirror" / "versions").iterdir()) == ["000000", "000002"]
     with pytest.raises(NotFound):
         one.fetch("versions/000005")
+
+
+def test_a_chunk_that_occurs_many_times_needs_room_for_each_of_them(
+    tmp_path: Path, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zeros = hashlib.sha256(bytes(SMALL)).hexdigest()
+    listing = codec.to_data(FolderListing(files=(FileChunks(name="a.bin", size=9 * SMALL, chunks=(zeros,) * 9),)))
+    learner, free = driver.link(LEARNER), file_service._SPARE_BYTES + 8 * SMALL
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    with pytest.raises(DiskFull, match="no room for"):
+        learner.json("POST", "/arriving/checkpoints/000001", listing)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free + SMALL))
+    assert learner.json("POST", "/arriving/checkpoints/000001", listing) == [zeros]
+
+
+def test_a_folder_that_takes_long_to_hash_stops_no_other_request(driver: Driver) -> None:
+    """A host asks again after 30 s without a byte."""
+    folder, counted, hashed = driver.folder / "versions" / "000001", list[Path](), threading.Event()
+    folder.mkdir(parents=True)
+    (folder / "a.bin").write_bytes(b"abc")
+    real = driver.files.index.list_folder
+
+    def slow(path: Path) -> FolderListing:
+        counted.append(path)
+        assert hashed.wait(30)
+        return real(path)
+
+    driver.files.index.list_folder = slow  # type: ignore[method-assign]
+    try:
+        for _ in range(file_service._READS + 1):
+            with pytest.raises(TimeoutError):
+                driver.link().request("GET", "/files/versions/000001", timeout_s=0.05)
+        assert driver.link().json("GET", "/files/checkpoints") == [] and len(counted) == 1
+    finally:
+        hashed.set()
+    assert len(driver.link().json("GET", "/files/versions/000001")["files"]) == 1
 
 
 def test_a_full_disk_is_reported_on_either_side(tmp_path: Path, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,21 @@ async def test_a_part_starts_with_what_it_needs_and_gets_more_when_the_driver_re
     assert process.returncode is not None
 
 
+async def test_a_server_leaves_what_a_learner_of_its_host_is_about_to_send(tmp_path: Path, driver: Driver) -> None:
+    versions = tmp_path / "disk" / "versions"
+    for name in ("000003", ".000004.part", ".000001.part", ".newest.part"):  # two of the learner, one of an interrupted transfer
+        (versions / name).mkdir(parents=True)
+        (versions / name / "model.safetensors").write_text("weights 3")
+    (driver.folder / "versions" / "000001" / "model.safetensors").unlink()
+    (driver.folder / "recipe.json").write_text("{}")
+    host = await MirrorHost.open(tmp_path / "disk", driver.link(), root=None, host=LOOPBACK)
+    try:
+        await host.fetch("versions/000002", "recipe.json")
+    finally:
+        await host.close()
+    assert sorted(path.name for path in versions.iterdir()) == [".000004.part", ".newest.part", "000002", "000003"]
+
+
 @pytest.mark.parametrize(("codes", "expected"), [((0, 0), 0), ((0, 3), 3)])
 async def test_a_part_on_several_hosts_ends_with_its_members(tmp_path: Path, codes: tuple[int, ...], expected: int) -> None:
     launcher = LocalLauncher(tmp_path)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from agentrl.base.processes import read_stat
-from agentrl.cluster import ray_launcher
+from agentrl.cluster import ray_launcher, ray_part
 from agentrl.cluster.plan import ClusterPlan
 from agentrl.cluster.ports import free_port
 from agentrl.cluster.ray_launcher import RayLauncher
@@ -81,6 +81,24 @@ async def test_a_killed_host_process_loses_its_part_only(ray_nodes: RayNodes, tm
             await part.wait()
         assert part.lost and other.returncode is None
         again = await launcher.start(command(BOUND, PARENT, name="server"))
+        assert again.returncode is None and read_stat(part.pid).has_ended
+
+
+async def test_a_stopped_host_is_replaced_and_its_part_ends_before_the_next_starts(
+    ray_nodes: RayNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped host cannot end its processes when its lease ends."""
+    monkeypatch.setattr(ray_part, "SILENT_S", 3.0)
+    monkeypatch.setattr(ray_launcher, "_LEASE_ENDS_S", 3.0)
+    monkeypatch.setattr(ray_launcher, "_DESCRIBE_S", 2.0)
+    async with ray_nodes.launcher(plan_of(ray_nodes.address, "learner"), tmp_path) as launcher:
+        exclusive = replace(command(BOUND, PARENT, name="learner"), exclusive=True)
+        part = await launcher.start(exclusive)
+        os.kill(read_stat(part.pid).parent, signal.SIGSTOP)
+        async with asyncio.timeout(LONG_S):
+            await part.wait()
+            assert "has not answered" in part.lost
+            again = await launcher.start(exclusive)
         assert again.returncode is None and read_stat(part.pid).has_ended
 
 

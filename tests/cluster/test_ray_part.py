@@ -117,11 +117,19 @@ async def test_parts_are_lost_when_the_connection_to_the_cluster_ends(monkeypatc
 
     monkeypatch.setattr(ray_part, "REFUSED_S", 0.05)
     monkeypatch.setattr(ray_part, "_POLL_S", 0.01)
-    sent = SimpleNamespace(remote=lambda *_: SimpleNamespace())
-    for poll in (SimpleNamespace(remote=broken), sent):
+    sent, gone = SimpleNamespace(remote=lambda *_: SimpleNamespace()), SimpleNamespace(remote=broken)
+    for poll in (gone, sent):
         part = RayPart(RAY, SimpleNamespace(poll=poll), "start", "learner", RUNS)
         poller = PartPoller(SimpleNamespace(exceptions=RAY.exceptions, wait=broken, get=broken, nodes=broken))
         poller.add(part)
         async with asyncio.timeout(5):
             assert await part.wait() == -signal.SIGKILL and part.lost == "its host on node n is gone"
         await asyncio.to_thread(poller.close)
+
+    lost = RayPart(RAY, SimpleNamespace(end=gone, signal_children=gone, fetch=gone), "start", "learner", RUNS, driver=("http://a:1", "key"))
+    lost.send_kill()
+    await lost.signal_children(signal.SIGTERM)
+    with pytest.raises(LaunchError, match="node n does not answer: ConnectionError"):
+        await lost.fetch("versions/000001")
+    await lost.kill()
+    assert lost.lost == "node n does not answer: ConnectionError"

@@ -83,6 +83,25 @@ async def test_a_damaged_or_foreign_state_is_no_fault_of_the_episode(tmp_path: P
         connection.close()
 
 
+async def test_a_state_that_arrives_after_its_lease_was_lost_is_rejected(tmp_path: Path) -> None:
+    async with driving(tmp_path) as (drive, access):
+        waiting = asyncio.create_task(drive.leases.run_group(0, make_task(0)))
+        connection = drive.connect("a")
+        lease = json.loads(await connection.call("/lease", {}))["id"]
+        host, port = access.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = f"POST /running/{lease}/0/state HTTP/1.1\r\nhost: {host}\r\nauthorization: Bearer {access.key}\r\ncontent-length: 3\r\n\r\n"
+        writer.write(head.encode() + b"o")
+        await asyncio.sleep(0.2)  # the driver has read the head
+        await drive.leases.lose("a")
+        writer.write(b"ld")
+        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 503")
+        assert not (tmp_path / "running").exists()
+        writer.close()
+        waiting.cancel()
+        connection.close()
+
+
 async def test_a_hostile_path_writes_nothing(tmp_path: Path) -> None:
     async with driving(tmp_path) as (drive, access):
         waiting = asyncio.create_task(drive.leases.run_group(0, make_task(0)))
