@@ -263,7 +263,7 @@ class SqliteStore:
                 db.executemany(_INSERT, rows)
 
     def _decode(self, index: int, body: bytes) -> Group:
-        if body.startswith(_DELETED):
+        if isinstance(body, bytes) and body.startswith(_DELETED):
             raise StoreError(f"the episodes of group {index} in {self.path} were deleted, because of store.options.keep_steps")
         try:
             return codec.from_json(Group, decompress(body))
