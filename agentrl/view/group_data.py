@@ -154,7 +154,7 @@ def _line(source: RunSource, entry: LedgerEntry, group: Group, training: GroupTr
         "problem": None,
         "scores": scores,
         "advantages": list(training.advantages),
-        "mean": finite(statistics.fmean(counted)) if counted and all(map(math.isfinite, counted)) else None,
+        "mean": finite(sum(counted) / len(counted)) if counted else None,
         "stops": dict(Counter(scored.episode.stop_reason for scored in group.episodes).most_common(6)),
         "tokens": [scored.episode.completion_tokens for scored in group.episodes],
         "reason": reason[:_MAX_CHARS],

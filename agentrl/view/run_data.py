@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
@@ -13,7 +14,7 @@ from agentrl.errors import StoreError
 from agentrl.observe.charts import CHARTS
 from agentrl.observe.drift import HISTORY, drift_alerts, limit_alerts
 from agentrl.observe.exclusions import printable_text
-from agentrl.observe.rundata import Line, as_list, is_finite, read_lines, read_object
+from agentrl.observe.rundata import Line, as_list, is_finite, iter_lines, read_object
 from agentrl.observe.summary import SUMMARY_FILE, read_sessions
 from agentrl.observe.timeline import PREFIX, time_by_state
 from agentrl.view.library import run_state
@@ -24,7 +25,9 @@ MAX_POINTS, SMALL_POINTS = 1500, 300
 _ALERTED = 400  # newest steps whose alerts are computed
 _DROPS = 8
 _NEWEST = 10  # steps that the remaining time is estimated from
-_MAX_FILE = 16 << 20
+_MAX_FILE = 2 << 20  # a small JSON text may need twenty times its size in memory
+_MAX_SETBACKS = 64 << 20
+_SETBACKS = 50
 _SETBACK: Mapping[str, type] = {"step": int, "action": str, "reasons": list, "groups": list, "episodes": list}
 
 
@@ -182,12 +185,14 @@ def _summary_facts(summary: Line) -> Line:
 
 def _setbacks(source: RunSource, notes: list[str]) -> list[Line]:
     """Returns the newest updates and groups that were not trained on, with reasons."""
-    lines = read_lines(source.path / "failures" / "updates.jsonl", _SETBACK, notes, most=_MAX_FILE)
+    path = source.path / "failures" / "updates.jsonl"
+    lines = deque(iter_lines(path, _SETBACK, notes, most=_MAX_SETBACKS, inside=source.path), maxlen=_SETBACKS)
     names = ("step", "what", "action")
     return [
         {name: line.get(name) for name in names if isinstance(line.get(name), int | str)}
-        | {"reasons": [str(reason)[:300] for reason in line["reasons"][:8]], "groups": line["groups"][:50]}
-        for line in lines[-50:][::-1]
+        | {"reasons": [str(reason)[:300] for reason in line["reasons"][:8]]}
+        | {"groups": [group for group in line["groups"][:50] if isinstance(group, int)]}
+        for line in reversed(lines)
     ]
 
 
@@ -200,7 +205,7 @@ def _gate(source: RunSource, notes: list[str]) -> list[Line]:
         return []
     rows = []
     for number in numbers[:200]:
-        verdict = read_object(folder / f"{number:06d}" / "verdict.json", notes, most=_MAX_FILE)
+        verdict = read_object(folder / f"{number:06d}" / "verdict.json", notes, most=_MAX_FILE, inside=source.path)
         if verdict:
             fields = {name: verdict.get(name) for name in ("outcome", "reason", "compared_with")}
             figures = as_mapping(verdict.get("figures"))
