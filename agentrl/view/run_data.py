@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeGuard
 
 from agentrl.errors import StoreError
 from agentrl.observe.charts import CHARTS
@@ -28,6 +28,7 @@ _NEWEST = 10  # steps that the remaining time is estimated from
 _MAX_FILE = 2 << 20  # a small JSON text may need twenty times its size in memory
 _MAX_SETBACKS = 64 << 20
 _SETBACKS = 50
+_MAX_ENTRIES = 200  # of a table in summary.json
 _SETBACK: Mapping[str, type] = {"step": int, "action": str, "reasons": list, "groups": list, "episodes": list}
 
 
@@ -125,7 +126,7 @@ def _held_out(source: RunSource, summary: Line, key: str, label: str) -> dict[st
     rates = {}
     for phase, step in (("before", 0), ("after", source.metrics.steps[-1] if source.metrics.steps else 0)):
         rate = summary.get(f"{key}_{phase}")
-        if isinstance(rate, dict) and all(is_finite(rate.get(name)) for name in ("value", "ci_low", "ci_high", "n")):
+        if _is_rate(rate):
             rates[phase] = {"step": step, **{name: rate[name] for name in ("value", "ci_low", "ci_high", "n")}}
     return {"label": label, "points": curve(source, key), **rates}
 
@@ -177,10 +178,23 @@ def _recipe_facts(recipe: Line) -> dict[str, str]:
 def _summary_facts(summary: Line) -> Line:
     """Returns the figures of summary.json, without texts that may be large."""
     facts: Line = {key: value for key, value in summary.items() if is_finite(value) or isinstance(value, bool)}
-    for key in ("wall_s", "failures", "left_out_reasons", "tokens", "by_kind", "versions", "judges"):
+    for key in ("failures", "left_out_reasons", "tokens", "versions", "judges"):
         if isinstance(summary.get(key), dict):
-            facts[key] = dict(list(summary[key].items())[:200])
+            facts[key] = dict(list(summary[key].items())[:_MAX_ENTRIES])
+    if times := {name: value for name, value in _entries(summary.get("wall_s")) if is_finite(value)}:
+        facts["wall_s"] = times
+    facts["by_kind"] = {
+        phase: {kind: rate for kind, rate in _entries(kinds) if _is_rate(rate)} for phase, kinds in _entries(summary.get("by_kind"))
+    }
     return facts | {"problems": [str(problem)[:500] for problem in as_list(summary.get("problems"))[:20]]}
+
+
+def _entries(value: Any) -> list[tuple[str, Any]]:
+    return list(as_mapping(value).items())[:_MAX_ENTRIES]
+
+
+def _is_rate(value: Any) -> TypeGuard[Line]:
+    return isinstance(value, dict) and all(is_finite(value.get(name)) for name in ("value", "ci_low", "ci_high", "n"))
 
 
 def _setbacks(source: RunSource, notes: list[str]) -> list[Line]:
