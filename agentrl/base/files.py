@@ -41,6 +41,8 @@ def replace_file(path: Path, *, tag: str = "", durable: bool = False) -> Iterato
                 shutil.copyfileobj(source, sink)
         return
     part = path.with_name(f".{path.name}.{tag}.part" if tag else f".{path.name}.part")
+    if part.is_symlink() or (part.exists() and not part.is_file()):  # in a stranger's folder it could lead to a file of the user
+        part.unlink()
     try:
         yield part
         if is_private(path.parent):

@@ -48,6 +48,21 @@ def check_file(path: Path, *, inside: Path) -> None:
         pass
 
 
+def check_output(path: Path, *, inside: Path) -> None:
+    """Raises `ValueError` unless `path` is a regular file below `inside`, or can become one, after links are followed.
+
+    For files that are written in a folder of a third party: a link could make a write reach another file of the user, and a pipe could
+    block it forever.
+    """
+    if not path.parent.resolve().is_relative_to(inside.resolve()):
+        raise ValueError(f"is in a folder that is a link to a folder outside {inside}")
+    try:
+        check_file(path, inside=inside)
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise ValueError("is a link to a file that does not exist") from None
+
+
 @contextmanager
 def _checked(path: Path, inside: Path | None) -> Iterator[int]:
     handle = os.open(path, os.O_PATH | os.O_CLOEXEC)  # does not open a device or pipe, and its end leaves all locks

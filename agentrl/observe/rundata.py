@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from agentrl.base.untrusted_files import read_bytes
+from agentrl.base.untrusted_files import open_file, read_bytes
 from agentrl.errors import StoreError
 from agentrl.observe.stats import Rate
 from agentrl.observe.summary import Summary
@@ -21,6 +22,7 @@ Curves = tuple[Curve, ...]
 
 _MAX_DIGITS = 18  # of an integer; longer ones become floats
 _MAX_BYTES = 1 << 30  # of a file
+_MAX_LINE = 64 << 20
 _EPISODE: Mapping[str, type] = {"task_id": str, "split": str, "messages": list}
 _TASK_GROUP: Mapping[str, type] = {"group": int, "task": str, "kind": str, "counted": int}
 _SETBACK: Mapping[str, type] = {"step": int, "action": str, "reasons": list, "groups": list, "episodes": list}
@@ -66,13 +68,13 @@ def read_run(run_dir: Path) -> RunData:
         summary=_read_summary(run_dir, [] if evaluated else notes),
         metrics=tuple(by_step[step] for step in sorted(by_step)),
         episodes=episodes,
-        setbacks=tuple(read_lines(run_dir / "failures" / "updates.jsonl", _SETBACK, notes)),
+        setbacks=tuple(read_lines(run_dir / "failures" / "updates.jsonl", _SETBACK, notes, inside=run_dir)),
         left_out=tuple(_read_left_out(evaluations)),
         compute=tuple(_read_compute(evaluations)),
         thinking=tuple(_read_thinking(evaluations)),
         evaluated=evaluated,
         taught=tuple(read_lines(run_dir / "tasks.jsonl", _TASK_GROUP, notes)),
-        failures=read_object(run_dir / "failures" / "failures.json", notes),
+        failures=read_object(run_dir / "failures" / "failures.json", notes, inside=run_dir),
         notes=tuple(notes),
     )
 
@@ -135,39 +137,60 @@ def is_finite(value: Any) -> TypeGuard[float]:
 
 def _read_episodes(path: Path, notes: list[str]) -> tuple[Line, ...]:
     """Transcripts of one phase. A repeated evaluation replaces the earlier one."""
-    lines = read_lines(path, _EPISODE, notes)
+    lines = read_lines(path, _EPISODE, notes, inside=path.parent.parent)
     return tuple({(line["split"], line["task_id"], str(line.get("step")) if path.stem == "train" else ""): line for line in lines}.values())
 
 
-def read_lines(path: Path, required: Mapping[str, type], notes: list[str], *, most: int = _MAX_BYTES) -> list[Line]:
-    """Returns the lines of a file with the `required` keys and types; empty if it is missing. `most`: bytes of the file."""
-    lines: list[Line] = []
+def read_lines(
+    path: Path, required: Mapping[str, type], notes: list[str], *, most: int = _MAX_BYTES, inside: Path | None = None
+) -> list[Line]:
+    """Returns the lines of a file as `iter_lines` yields them."""
+    return list(iter_lines(path, required, notes, most=most, inside=inside))
+
+
+def iter_lines(
+    path: Path, required: Mapping[str, type], notes: list[str], *, most: int = _MAX_BYTES, inside: Path | None = None
+) -> Iterator[Line]:
+    """Yields the lines of a file with the `required` keys and types, with one in memory at a time; none if the file is missing.
+
+    Args:
+        notes: gets what cannot be read.
+        most: bytes of the file.
+        inside: folder that must contain the file after links are followed; None means the file's own folder.
+    """
     bad = 0
-    for text in (_text(path, notes, most) or "").split("\n"):
-        if not text.strip():
-            continue
-        line = parse_object(text)
-        if line is not None and all(isinstance(line.get(key), kind) for key, kind in required.items()):
-            lines.append(line)
-        else:
-            bad += 1
+    try:
+        with open_file(path, inside=inside or path.parent) as file:
+            if os.fstat(file.fileno()).st_size > most:
+                raise ValueError(f"is larger than {most >> 20} MiB")
+            while text := file.readline(_MAX_LINE):
+                if not text.strip():
+                    continue
+                line = parse_object(text.decode("utf-8", "replace"))
+                if line is not None and all(isinstance(line.get(key), kind) for key, kind in required.items()):
+                    yield line
+                else:
+                    bad += 1
+    except (OSError, ValueError) as error:
+        _note_unreadable(path, error, notes)
     if bad:
         notes.append(f"{path.name}: {bad} unreadable {'line' if bad == 1 else 'lines'} ignored")
-    return lines
 
 
-def _text(path: Path, notes: list[str], most: int) -> str | None:
+def _text(path: Path, notes: list[str], most: int, inside: Path | None) -> str | None:
     """Returns the text of a file; None if it is missing or cannot be read."""
     try:
-        return read_bytes(path, most=most, inside=path.parent).decode("utf-8", "replace")
-    except FileNotFoundError:
+        return read_bytes(path, most=most, inside=inside or path.parent).decode("utf-8", "replace")
+    except (OSError, ValueError) as error:
+        _note_unreadable(path, error, notes)
         return None
-    except ValueError as error:
+
+
+def _note_unreadable(path: Path, error: OSError | ValueError, notes: list[str]) -> None:
+    if isinstance(error, ValueError):
         notes.append(f"{path.name} cannot be read, because it {error}")
-        return None
-    except OSError as error:
+    elif not isinstance(error, FileNotFoundError):
         notes.append(f"{path.name} cannot be read: {error.strerror or error}")
-        return None
 
 
 def parse_object(text: str) -> Line | None:
@@ -184,9 +207,9 @@ def as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def read_object(path: Path, notes: list[str], *, most: int = _MAX_BYTES) -> Line:
-    """Returns the JSON object in a file; empty if it is missing or something else. `most`: bytes of the file."""
-    text = _text(path, notes, most)
+def read_object(path: Path, notes: list[str], *, most: int = _MAX_BYTES, inside: Path | None = None) -> Line:
+    """Returns the JSON object in a file; empty if it is missing or something else. `most` and `inside`: see `iter_lines`."""
+    text = _text(path, notes, most, inside)
     content = {} if text is None else parse_object(text)
     if content is None:
         notes.append(f"{path.name} cannot be read")

@@ -21,7 +21,7 @@ from agentrl.errors import StoreError
 from agentrl.observe.stats import Rate
 
 SUMMARY_FILE, SESSIONS_FILE = "summary.json", "sessions.jsonl"
-_MAX_BYTES = 64 << 20
+_MAX_BYTES, _MAX_SESSIONS = 64 << 20, 16 << 20
 _MAX_WHY = 2000  # characters
 Ended = Literal["finished", "interrupted", "failed", "killed"]
 
@@ -150,9 +150,16 @@ def record_end(folder: Path, how: Ended, *, why: str = "", figures: Mapping[str,
 
 
 def read_sessions(folder: Path) -> tuple[Session, ...]:
-    """Returns the starts of a run, the oldest first; empty if the file is missing. Invalid lines are ignored."""
+    """Returns the starts of a run, the oldest first; empty if the file is missing. Invalid lines are ignored.
+
+    Raises `OSError`, and `ValueError` if the file is not a regular file in its folder or is too large.
+    """
     sessions: list[Session] = []
-    for text in complete_lines(folder / SESSIONS_FILE):
+    try:
+        lines = read_bytes(folder / SESSIONS_FILE, most=_MAX_SESSIONS, inside=folder).split(b"\n")[:-1]
+    except FileNotFoundError:
+        return ()
+    for text in lines:
         try:
             line = json.loads(text)
             if "began" in line:

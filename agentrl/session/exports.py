@@ -41,7 +41,7 @@ def export_episodes(
 
     Raises `UserError` if no episode matches, and `StoreError` for a damaged one.
     """
-    folder = out or run_dir / FOLDER / to
+    folder = out or _default_folder(run_dir, to)
     with EpisodeIndex(run_dir, timeout_s=300.0) as index:
         numbers = index.numbers(query)
         if not numbers:
@@ -57,6 +57,14 @@ def export_episodes(
             write(map(ExportedEpisode.of, records), folder / f"episodes.{to}")
             files = 1
     return Exported(folder=folder, files=files, episodes=len(numbers))
+
+
+def _default_folder(run_dir: Path, to: str) -> Path:
+    """Returns the folder of exports in a run folder. Raises `UserError` if a link in it leads elsewhere: the run may be a stranger's."""
+    folder = run_dir / FOLDER / to
+    if not folder.resolve().is_relative_to(run_dir.resolve()):
+        raise UserError(f"{run_dir / FOLDER} is a link to a folder outside of the run", fix="give a folder with --out")
+    return folder
 
 
 def _counted(records: Iterable[EpisodeRecord], total: int, progress: Progress) -> Iterator[EpisodeRecord]:

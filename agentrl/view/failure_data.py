@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from agentrl.errors import StoreError, UserError
 from agentrl.failure.collection import FILE, Collection, TraceFilter, TraceRow
 from agentrl.failure.digest import build_digest
 from agentrl.failure.trace import Trace
-from agentrl.observe.rundata import Line, as_list, read_lines
+from agentrl.observe.rundata import Line, as_list, iter_lines
 from agentrl.records import ScoredEpisode
 from agentrl.view.episode_data import Budget, episode_tree
 from agentrl.view.group_data import failures_data as failures_of
@@ -28,6 +29,7 @@ _MAX_BODY = 4 << 20  # compressed bytes of a trace that is shown
 _MAX_TRANSCRIPTS = 64 << 20
 _CLUSTER_S = 45.0
 _CLUSTERS = 40
+_ELSEWHERE = 12
 _PHASES = ("before", "after", "train")
 
 
@@ -57,7 +59,8 @@ def failures_data(source: RunSource, query: Query) -> dict[str, Any]:
 def clusters_data(source: RunSource, query: Query) -> dict[str, Any]:
     """Returns clusters of similar failures. The command computes them in a process of its own, whose memory ends with it."""
     filters = [f"--{name}={value}" for name in ("tag", "kind", "phase") if (value := query.text(name))]
-    command = [sys.executable, "-m", "agentrl", "failures", "cluster", str(source.path), "--json", *filters]
+    # -P: the current folder may be a stranger's, and must not provide modules
+    command = [sys.executable, "-P", "-m", "agentrl", "failures", "cluster", str(source.path), "--json", *filters]
     try:
         done = subprocess.run(command, capture_output=True, timeout=_CLUSTER_S, check=False, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
@@ -122,9 +125,10 @@ def _elsewhere(path: Path, task: str) -> list[dict[str, Any]]:
     """Returns the attempts at a task in the run's transcripts, by phase."""
     shown: list[dict[str, Any]] = []
     for phase in _PHASES if task else ():
-        lines = read_lines(path / "episodes" / f"{phase}.jsonl", {"task_id": str, "messages": list}, [], most=_MAX_TRANSCRIPTS)
-        shown += [transcript_data(phase, line) for line in lines if line["task_id"] == task]
-    return shown[:12]
+        file = path / "episodes" / f"{phase}.jsonl"
+        lines = iter_lines(file, {"task_id": str, "messages": list}, [], most=_MAX_TRANSCRIPTS, inside=path)
+        shown += [transcript_data(phase, line) for line in islice((line for line in lines if line["task_id"] == task), _ELSEWHERE)]
+    return shown[:_ELSEWHERE]
 
 
 def transcript_data(phase: str, line: Line) -> dict[str, Any]:

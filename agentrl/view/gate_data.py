@@ -7,7 +7,7 @@ from typing import Any
 
 from agentrl.evaluation.results import EPISODES
 from agentrl.gate.verdict import evaluation_folder, read_verdict
-from agentrl.observe.rundata import Line, read_lines
+from agentrl.observe.rundata import Line, iter_lines
 from agentrl.view.failure_data import transcript_data
 from agentrl.view.source import Missing, RunSource
 
@@ -45,7 +45,7 @@ def gate_data(source: RunSource, version: int) -> dict[str, Any]:
 
 def _episodes(run_dir: Path, version: int, wanted: set[str]) -> dict[str, Line]:
     path = evaluation_folder(run_dir, version) / EPISODES
-    lines = read_lines(path, {"episode": str, "messages": list}, [], most=_MAX_EPISODES)
+    lines = iter_lines(path, {"episode": str, "messages": list}, [], most=_MAX_EPISODES, inside=run_dir)
     return {line["episode"]: line for line in lines if line["episode"] in wanted}
 
 

@@ -53,10 +53,12 @@ def step_data(source: RunSource, step: int, *, offset: int = 0) -> Data:
     notes = source.refresh()
     metrics = source.metrics.row(step)
     entries: tuple[LedgerEntry, ...] = ()
+    is_unreadable = False
     try:
         entries = source.store().entries(step=step - 1)
     except StoreError as error:
         notes.append(str(error)[:600])
+        is_unreadable = True
     if not metrics and not entries:
         raise Missing(f"step {step} has no metrics and no groups yet", fix="choose a step in the curves of the run's page")
     page = entries[offset : offset + MAX_GROUPS]
@@ -74,6 +76,7 @@ def step_data(source: RunSource, step: int, *, offset: int = 0) -> Data:
         "offset": offset,
         "total": len(entries),
         "kinds": _kinds(source, entries, step),
+        "is_unreadable": is_unreadable,
         "notes": notes,
     }
 
@@ -84,9 +87,15 @@ def newest_groups(source: RunSource, *, before: int | None) -> Data:
     try:
         entries = source.store().newest_entries(before=before, limit=MAX_GROUPS)
     except StoreError as error:
-        return {"run": source.id, "groups": [], "next": None, "notes": [*notes, str(error)[:600]]}
+        return {"run": source.id, "groups": [], "next": None, "is_unreadable": True, "notes": [*notes, str(error)[:600]]}
     more = entries[-1].index if len(entries) == MAX_GROUPS else None
-    return {"run": source.id, "groups": [group_line(source, entry) for entry in entries], "next": more, "notes": notes}
+    return {
+        "run": source.id,
+        "groups": [group_line(source, entry) for entry in entries],
+        "next": more,
+        "is_unreadable": False,
+        "notes": notes,
+    }
 
 
 def group_data(source: RunSource, index: int) -> Data:
@@ -154,7 +163,7 @@ def _line(source: RunSource, entry: LedgerEntry, group: Group, training: GroupTr
         "problem": None,
         "scores": scores,
         "advantages": list(training.advantages),
-        "mean": finite(statistics.fmean(counted)) if counted and all(map(math.isfinite, counted)) else None,
+        "mean": finite(sum(counted) / len(counted)) if counted else None,
         "stops": dict(Counter(scored.episode.stop_reason for scored in group.episodes).most_common(6)),
         "tokens": [scored.episode.completion_tokens for scored in group.episodes],
         "reason": reason[:_MAX_CHARS],

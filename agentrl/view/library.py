@@ -25,7 +25,7 @@ MAX_RUNS = 2000
 """Runs that a folder shows; the newest are kept."""
 MAX_OPEN = 8
 """Runs whose metrics stay in memory."""
-_MAX_SUMMARY = 4 << 20
+_MAX_SUMMARY = 2 << 20
 _LAST = 256 << 10  # bytes at the end of metrics.jsonl that are searched for the newest step
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.base.files import append_lines, json_line
+from agentrl.base.untrusted_files import check_output
 from agentrl.errors import UserError
 from agentrl.experience.late_parts import Clock
 from agentrl.experience.store import SqliteStore
@@ -47,9 +48,14 @@ class Operation:
     def run(self, source: RunSource, body: Body, user: str) -> dict[str, Any]:
         """Runs the operation and records it. Raises `UserError` and `StoreError`."""
         with source.lock:
-            result = self.work(source, body, user)
-            at = datetime.now(UTC).isoformat(timespec="seconds")
-            append_lines(source.path / LOG_FILE, [json_line({"at": at, "by": user, "operation": self.name, **body, "result": result})])
+            _check_output(source, source.path / LOG_FILE)
+            _check_text(body)
+            try:
+                result = self.work(source, body, user)
+                at = datetime.now(UTC).isoformat(timespec="seconds")
+                append_lines(source.path / LOG_FILE, [json_line({"at": at, "by": user, "operation": self.name, **body, "result": result})])
+            except OSError as error:  # a full disk, a read-only folder, or a name that is too long
+                raise UserError(f"{self.name} failed: {error.strerror}", fix="check the disk, and who may write to the folder") from error
         log.info("%s of run %s by %s", self.name, source.name, user)
         return result
 
@@ -80,6 +86,7 @@ def _label(source: RunSource, body: Body, user: str) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"trace {trace.id} has no answer to label: {error}", fix="label an episode that submitted an answer") from None
     path = labels_file(source.path, user)
+    _check_output(source, path)
     LabellingSession(items=[item], path=path, by=user).save(item, label)
     return {"message": f"the answer of {trace.id} is labelled {label} in {path.relative_to(source.path)}"}
 
@@ -118,7 +125,26 @@ def _text(body: Body, name: str, *, optional: bool = False) -> str:
     value = body.get(name, "" if optional else None)
     if not isinstance(value, str) or len(value) > MAX_NOTE or not (value or optional):
         raise UserError(f"{name} must be a text of at most {MAX_NOTE} characters", fix="fill in the field")
+    if "\0" in value:
+        raise UserError(f"{name} contains a null character", fix="type it again")
     return value
+
+
+def _check_text(body: Body) -> None:
+    """Raises `UserError` for half a surrogate pair, which no file can store."""
+    try:
+        json_line(dict(body))
+    except UnicodeEncodeError:
+        raise UserError("a field contains half a surrogate pair, which is no character", fix="type it again") from None
+
+
+def _check_output(source: RunSource, path: Path) -> None:
+    """Raises `UserError` if a write would leave the run folder, which may come from a third party."""
+    try:
+        check_output(path, inside=source.path)
+    except (OSError, ValueError) as error:
+        name = path.relative_to(source.path)
+        raise UserError(f"{name} of {source.name} {error}, so nothing was changed", fix=f"remove {name} from the run folder") from None
 
 
 def _trace(collection: Collection, body: Body) -> Trace:

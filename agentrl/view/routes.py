@@ -28,6 +28,8 @@ class Query:
         value = next((value for key, value in self.pairs if key == name), "")
         if len(value) > most:
             raise RequestError("invalid", f"{name} has more than {most} characters.")
+        if "\0" in value:
+            raise RequestError("invalid", f"{name} contains a null character.")
         return value
 
     def texts(self, name: str, *, most: int) -> list[str]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeGuard
 
 from agentrl.errors import StoreError
 from agentrl.observe.charts import CHARTS
 from agentrl.observe.drift import HISTORY, drift_alerts, limit_alerts
 from agentrl.observe.exclusions import printable_text
-from agentrl.observe.rundata import Line, as_list, is_finite, read_lines, read_object
+from agentrl.observe.rundata import Line, as_list, is_finite, iter_lines, read_object
 from agentrl.observe.summary import SUMMARY_FILE, read_sessions
 from agentrl.observe.timeline import PREFIX, time_by_state
 from agentrl.view.library import run_state
@@ -24,7 +25,10 @@ MAX_POINTS, SMALL_POINTS = 1500, 300
 _ALERTED = 400  # newest steps whose alerts are computed
 _DROPS = 8
 _NEWEST = 10  # steps that the remaining time is estimated from
-_MAX_FILE = 16 << 20
+_MAX_FILE = 2 << 20  # a small JSON text may need twenty times its size in memory
+_MAX_SETBACKS = 64 << 20
+_SETBACKS = 50
+_MAX_ENTRIES = 200  # of a table in summary.json
 _SETBACK: Mapping[str, type] = {"step": int, "action": str, "reasons": list, "groups": list, "episodes": list}
 
 
@@ -122,7 +126,7 @@ def _held_out(source: RunSource, summary: Line, key: str, label: str) -> dict[st
     rates = {}
     for phase, step in (("before", 0), ("after", source.metrics.steps[-1] if source.metrics.steps else 0)):
         rate = summary.get(f"{key}_{phase}")
-        if isinstance(rate, dict) and all(is_finite(rate.get(name)) for name in ("value", "ci_low", "ci_high", "n")):
+        if _is_rate(rate):
             rates[phase] = {"step": step, **{name: rate[name] for name in ("value", "ci_low", "ci_high", "n")}}
     return {"label": label, "points": curve(source, key), **rates}
 
@@ -174,20 +178,35 @@ def _recipe_facts(recipe: Line) -> dict[str, str]:
 def _summary_facts(summary: Line) -> Line:
     """Returns the figures of summary.json, without texts that may be large."""
     facts: Line = {key: value for key, value in summary.items() if is_finite(value) or isinstance(value, bool)}
-    for key in ("wall_s", "failures", "left_out_reasons", "tokens", "by_kind", "versions", "judges"):
+    for key in ("failures", "left_out_reasons", "tokens", "versions", "judges"):
         if isinstance(summary.get(key), dict):
-            facts[key] = dict(list(summary[key].items())[:200])
+            facts[key] = dict(list(summary[key].items())[:_MAX_ENTRIES])
+    if times := {name: value for name, value in _entries(summary.get("wall_s")) if is_finite(value)}:
+        facts["wall_s"] = times
+    facts["by_kind"] = {
+        phase: {kind: rate for kind, rate in _entries(kinds) if _is_rate(rate)} for phase, kinds in _entries(summary.get("by_kind"))
+    }
     return facts | {"problems": [str(problem)[:500] for problem in as_list(summary.get("problems"))[:20]]}
+
+
+def _entries(value: Any) -> list[tuple[str, Any]]:
+    return list(as_mapping(value).items())[:_MAX_ENTRIES]
+
+
+def _is_rate(value: Any) -> TypeGuard[Line]:
+    return isinstance(value, dict) and all(is_finite(value.get(name)) for name in ("value", "ci_low", "ci_high", "n"))
 
 
 def _setbacks(source: RunSource, notes: list[str]) -> list[Line]:
     """Returns the newest updates and groups that were not trained on, with reasons."""
-    lines = read_lines(source.path / "failures" / "updates.jsonl", _SETBACK, notes, most=_MAX_FILE)
+    path = source.path / "failures" / "updates.jsonl"
+    lines = deque(iter_lines(path, _SETBACK, notes, most=_MAX_SETBACKS, inside=source.path), maxlen=_SETBACKS)
     names = ("step", "what", "action")
     return [
         {name: line.get(name) for name in names if isinstance(line.get(name), int | str)}
-        | {"reasons": [str(reason)[:300] for reason in line["reasons"][:8]], "groups": line["groups"][:50]}
-        for line in lines[-50:][::-1]
+        | {"reasons": [str(reason)[:300] for reason in line["reasons"][:8]]}
+        | {"groups": [group for group in line["groups"][:50] if isinstance(group, int)]}
+        for line in reversed(lines)
     ]
 
 
@@ -200,7 +219,7 @@ def _gate(source: RunSource, notes: list[str]) -> list[Line]:
         return []
     rows = []
     for number in numbers[:200]:
-        verdict = read_object(folder / f"{number:06d}" / "verdict.json", notes, most=_MAX_FILE)
+        verdict = read_object(folder / f"{number:06d}" / "verdict.json", notes, most=_MAX_FILE, inside=source.path)
         if verdict:
             fields = {name: verdict.get(name) for name in ("outcome", "reason", "compared_with")}
             figures = as_mapping(verdict.get("figures"))

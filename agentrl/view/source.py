@@ -22,7 +22,7 @@ from agentrl.records import Group
 from agentrl.view.tails import MetricsTable, TaskTable
 from agentrl.view.vocabulary import Vocabulary, read_vocabulary
 
-MAX_RECIPE = 4 << 20
+MAX_RECIPE = 1 << 20
 _GROUPS_KEPT = 2
 _KEPT_TOKENS = 200_000  # of a group that stays in memory
 

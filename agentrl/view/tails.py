@@ -7,7 +7,7 @@ import os
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from agentrl.base.untrusted_files import open_file
 from agentrl.observe.rundata import is_finite, parse_object
@@ -17,6 +17,11 @@ MAX_LINE = 1 << 20
 MAX_CELLS = 4_000_000
 """Numbers of a run's metrics in memory, 8 bytes each. Later steps of a longer run are not shown."""
 MAX_KEYS = 2000
+MAX_ROWS = 500_000
+MAX_NUMBER = 1e100
+"""Larger numbers are not shown, so that sums and squares of the others are finite."""
+MAX_BYTES = 1 << 30
+"""Bytes of a file; a larger one is not read."""
 _PIECE = 4 << 20
 
 
@@ -44,6 +49,8 @@ class JsonTail:
                     self._restart((status.st_dev, status.st_ino))
                 if status.st_size == self._offset:
                     return False
+                if status.st_size > MAX_BYTES:
+                    raise ValueError(f"is larger than {MAX_BYTES >> 20} MiB")
                 file.seek(self._offset)
                 while piece := file.read(min(_PIECE, status.st_size - self._offset)):
                     self._offset += len(piece)
@@ -92,7 +99,9 @@ class MetricsTable:
     def notes(self) -> list[str]:
         """What could not be read."""
         notes = [f"metrics.jsonl: {self._tail.bad_lines} unreadable lines ignored"] if self._tail.bad_lines else []
-        return notes + ([f"metrics.jsonl has more than {MAX_CELLS:,} numbers; the later steps are not shown"] if self._full else [])
+        return notes + (
+            [f"metrics.jsonl has more than {MAX_ROWS:,} steps or {MAX_CELLS:,} numbers; the later ones are not shown"] if self._full else []
+        )
 
     @property
     def steps(self) -> list[int]:
@@ -139,19 +148,27 @@ class MetricsTable:
         step = line.get("step")
         if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 53:
             return
-        if step not in self._rows and (len(self._rows) + 1) * max(1, len(self._columns)) > MAX_CELLS:
+        rows = len(self._rows) + (step not in self._rows)
+        if rows * max(1, len(self._columns)) > MAX_CELLS or rows > MAX_ROWS:
             self._full = True
             return
+        most_keys = min(MAX_KEYS, MAX_CELLS // rows)  # a new metric has a number for each step
         row = self._rows.setdefault(step, len(self._rows))
         for column in self._columns.values():
             if row < len(column):
                 column[row] = math.nan
         for key, value in line.items():
-            if key != "step" and is_finite(value) and (key in self._columns or len(self._columns) < MAX_KEYS):
-                column = self._columns.setdefault(key[:200], array("d"))
+            if key == "step" or not _is_shown(value):
+                continue
+            if (name := key[:200]) in self._columns or len(self._columns) < most_keys:
+                column = self._columns.setdefault(name, array("d"))
                 while len(column) <= row:
                     column.append(math.nan)
                 column[row] = value
+
+
+def _is_shown(value: Any) -> TypeGuard[float]:
+    return is_finite(value) and abs(value) <= MAX_NUMBER
 
 
 def _at(column: array[float], row: int) -> float:
@@ -197,4 +214,4 @@ class TaskTable:
             self._names.append(name)
         self._groups[group] = len(self._kinds)
         self._kinds.append(self._numbers[name])
-        self._means.append(mean if is_finite(mean) else math.nan)
+        self._means.append(mean if _is_shown(mean) else math.nan)

@@ -78,7 +78,12 @@ async def test_every_route_answers_for_a_run_and_no_answer_has_a_number_that_bro
         *(("/steps/99", 404), ("/groups/99", 404), ("/groups/4/9", 404), ("/groups/4/0/0/9", 404), ("/groups/4/0/7/0", 404)),
         *(("/failures/none", 404), ("/evaluated/none", 404), ("/steps/x", 400), ("/groups/9999999999999999999999", 400)),
         *(("/groups/4/-1", 400), ("/groups/4/0/0/0?offset=-5", 400), ("/episodes?min_score=nan", 400), ("/episodes?sort=evil", 422)),
-        *(("/episodes?after=%00", 422), ("/curves?" + "key=a&" * 41, 400), ("/episodes?text=" + "a" * 500, 400)),
+        *(
+            ("/episodes?after=%00", 400),
+            ("/episodes?after=x", 422),
+            ("/curves?" + "key=a&" * 41, 400),
+            ("/episodes?text=" + "a" * 500, 400),
+        ),
     ],
 )
 async def test_a_wrong_address_gets_a_message(runs: Path, path: str, status: int) -> None:

@@ -16,6 +16,10 @@ export async function render(visit) {
   visit.title("Episodes", [[run, address("run", run)], ["episodes", null]]);
   const facets = await get(["runs", run, "facets"]);
   if (visit.stale) return;
+  if (!facets.episodes && facets.notes.length) {
+    visit.show(h("h1", { tabindex: "-1", "data-focus": true }, run), runTabs(run, "Episodes"), notes(facets.notes));
+    return;
+  }
   const fields = {}, results = h("div", { "aria-live": "polite" });
   const form = h("form", { class: "filters", role: "search", "aria-label": "Filters" });
   const add = (name, label, input) => {

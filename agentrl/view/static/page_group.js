@@ -17,7 +17,7 @@ export async function renderList(visit) {
     if (visit.stale) return;
     visit.title("Groups", [[run, address("run", run)], ["groups", null]]);
     visit.show(h("div", null, h("h1", { tabindex: "-1", "data-focus": true }, run), runTabs(run, "Groups"), notes(data.notes),
-      section("Groups", "The newest first, in any state. A ready group waits for a learner step.", data.groups.length ? groupsTable(run, data.groups) : h("p", { class: "empty" }, "No group is stored yet.")),
+      section("Groups", "The newest first, in any state. A ready group waits for a learner step.", data.groups.length ? groupsTable(run, data.groups) : data.is_unreadable ? null : h("p", { class: "empty" }, "No group is stored yet.")),
       data.next === null ? null : h("p", null, link(`${address("run", run, "groups")}?before=${data.next}`, { class: "button" }, "Older groups"))));
   });
   bind({ u: ["the run", () => go(address("run", run))] });

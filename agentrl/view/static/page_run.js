@@ -90,7 +90,7 @@ function rewardSection(data, open) {
   const range = Math.min(...values) >= 0 && Math.max(...values) <= 1 ? [0, 1] : null;
   const falls = data.drops.length ? h("p", { class: "falls" }, "The reward fell most at: ", data.drops.slice(0, 6).map((drop) => [link(address("run", data.id, "steps", drop.step), { class: "chip bad", "data-drop": String(drop.step) }, `step ${drop.step}: ${number(drop.before, 3)} → ${number(drop.value, 3)}`), " "])) : null;
   return section("Reward by step", "Click a point to open its step: the groups, and the kinds of tasks whose scores changed.",
-    h("div", { class: "card" }, lineChart(series, { title: "Reward by step", width: 1100, height: 300, form: "rate", yRange: range, pick: open, flags: data.drops.map((drop) => drop.step) }), falls));
+    h("div", { class: "card" }, lineChart(series, { title: "Reward by step", width: Math.min(1100, Math.max(340, innerWidth - 60)), height: innerWidth < 720 ? 220 : 300, form: "rate", yRange: range, pick: open, flags: data.drops.map((drop) => drop.step) }), falls));
 }
 
 function card(chart, open) {

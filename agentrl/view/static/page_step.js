@@ -65,7 +65,7 @@ function page(visit, run, step, data) {
     const lines = data.groups.filter((line) => !kind.value || line.kind === kind.value);
     if (order.value === "mean") lines.sort((a, b) => (a.mean ?? 9e9) - (b.mean ?? 9e9) || a.group - b.group);
     if (order.value === "advantage") lines.sort((a, b) => peak(b) - peak(a) || a.group - b.group);
-    replace(slot, lines.length ? groupsTable(run, lines) : h("p", { class: "empty" }, "The ledger has no group of this step yet."));
+    replace(slot, lines.length ? groupsTable(run, lines) : h("p", { class: "empty" }, data.is_unreadable ? "The groups cannot be read." : "The ledger has no group of this step yet."));
   };
   kind.addEventListener("change", draw);
   order.addEventListener("change", draw);

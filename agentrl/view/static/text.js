@@ -10,7 +10,6 @@ const escapeOf = (char) => {
   const code = char.codePointAt(0);
   return code < 0x100 ? `\\x${code.toString(16).padStart(2, "0")}` : `\\u${code.toString(16).padStart(4, "0")}`;
 };
-const kept = (char) => char === "\n" || char === "\t";
 
 // A fragment with the text; characters that hide or reorder text are shown as escapes.
 export function visible(text) {
@@ -25,14 +24,9 @@ export function visible(text) {
       fragment.append(piece);
       continue;
     }
-    for (const char of piece) {
-      if (kept(char)) fragment.append(char);
-      else {
-        const mark = document.createElement("span");
-        mark.className = "hidden-char";
-        mark.textContent = escapeOf(char);
-        fragment.append(mark);
-      }
+    for (const run of piece.split(/([\n\t]+)/)) {
+      if (/^[\n\t]/.test(run)) fragment.append(run);
+      else if (run) fragment.append(element("span", "hidden-char", Array.from(run, escapeOf).join("")));
     }
   }
   return fragment;
@@ -61,7 +55,7 @@ const WORDS = {
   sql: /\b(?:SELECT|FROM|WHERE|GROUP|ORDER|BY|JOIN|LEFT|ON|AS|AND|OR|NOT|NULL|INSERT|UPDATE|DELETE|LIMIT|COUNT|SUM|select|from|where|group|order|by|join|left|on|as|and|or|not|null|limit)\b/y,
   json: /\b(?:true|false|null)\b/y,
 };
-const STRING = /"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|`(?:[^`\\]|\\.)*`/y;
+const STRING = /"(?:[^"\\\n]|\\.){0,2000}"|'(?:[^'\\\n]|\\.){0,2000}'|`(?:[^`\\]|\\.){0,2000}`/y; // bounded: hostile code would take minutes
 const COMMENT = { python: /#[^\n]*/y, sh: /#[^\n]*/y, js: /\/\/[^\n]*/y, sql: /--[^\n]*/y };
 const NUMBER = /\b\d+(?:\.\d+)?(?:[eE][+-]?\d+)?\b/y;
 const PLAIN = /[A-Za-z_]\w*|[^\w"'`#/-]+|[\s\S]/y;
@@ -83,7 +77,11 @@ export function code(text, name) {
     built.append(visible(shown));
     return built;
   }
-  let at = 0;
+  let at = 0, unstyled = "";
+  const flush = () => {
+    if (unstyled) built.append(visible(unstyled));
+    unstyled = "";
+  };
   while (at < shown.length) {
     let taken = "", style = "";
     for (const [rule, as] of [[COMMENT[kind], "c"], [STRING, "s"], [WORDS[kind], "k"], [NUMBER, "n"], [PLAIN, ""]]) {
@@ -98,8 +96,12 @@ export function code(text, name) {
     }
     if (!taken) taken = shown[at];
     at += taken.length;
-    built.append(style ? element("span", `code-${style}`, visible(taken)) : visible(taken));
+    if (style) {
+      flush();
+      built.append(element("span", `code-${style}`, visible(taken)));
+    } else unstyled += taken;
   }
+  flush();
   return built;
 }
 
@@ -143,7 +145,7 @@ export function markdown(text) {
       at = end;
       continue;
     }
-    const heading = /^(#{1,6})\s+(.*)$/.exec(line), item = /^\s{0,6}(?:[-*+]|\d{1,4}[.)])\s+(.*)$/.exec(line);
+    const short = line.length <= LONGEST_LINE, heading = short && /^(#{1,6})\s+(.*)$/.exec(line), item = short && /^\s{0,6}(?:[-*+]|\d{1,4}[.)])\s+(.*)$/.exec(line);
     if (heading) {
       flush();
       list = null;
@@ -171,5 +173,5 @@ export function markdown(text) {
 }
 
 export function looksLikeMarkdown(text) {
-  return text.length < 100000 && /^#{1,6}\s|^\s*[-*+]\s|```|\*\*|`/m.test(text);
+  return text.length < 100000 && /^#{1,6}\s|^[ \t]{0,12}[-*+]\s|```|\*\*|`/m.test(text);
 }
