@@ -35,6 +35,7 @@ _MEMORY_MB = 512
 _SPARE_DESCRIPTORS, _DESCRIPTORS_EACH = 64, 4
 _CLEAR_S = 15.0
 _DAEMON = "/docker/"  # in the paths of mounts that a daemon creates and removes for containers, including other drivers'
+_NETWORKS = "/run/netns/"  # where `ip netns` mounts the network namespaces of other programs
 _SETTINGS = ("/proc/sys/kernel/core_pattern", "/proc/sys/kernel/hostname", "/proc/sys/kernel/modprobe", "/proc/swaps")
 
 _MAX_HEAD = 1 << 20
@@ -267,9 +268,11 @@ def _left(name: str, namespace: Namespace | None) -> list[str]:
 
 
 def _mounts() -> frozenset[str]:
-    """Where this process sees a file system mounted, and of what kind."""
+    """Where this process sees a file system mounted, and of what kind. Excludes mounts of daemons and network namespaces."""
     lines = (line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines() if _DAEMON not in line)
-    return frozenset(f"{fields[4]} ({fields[fields.index('-') + 1]} {fields[0]})" for fields in lines)
+    return frozenset(
+        f"{fields[4]} ({fields[fields.index('-') + 1]} {fields[0]})" for fields in lines if not f"{fields[4]}/".startswith(_NETWORKS)
+    )
 
 
 def _difference(before: object, now: object) -> str:
