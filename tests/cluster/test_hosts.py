@@ -15,6 +15,7 @@ import pytest
 from agentrl.base.files import folder_manifest
 from agentrl.cluster.link import KEY_VARIABLE
 from agentrl.cluster.run_service import HOST
+from agentrl.sandbox.attacks import arena
 from tests.cluster.hosts import Host, hosts
 from tests.cluster.serving import Driver, driving
 
@@ -56,6 +57,13 @@ def write_version(folder: Path, megabytes: int) -> dict[str, str]:
 def ended(process: subprocess.Popen[str]) -> None:
     out, errors = process.communicate(timeout=120)
     assert (process.returncode, out) == (0, "done\n"), errors
+
+
+def test_hosts_look_like_no_escape_to_an_attack_suite_that_watches_the_mounts() -> None:
+    before = arena._mounts()
+    with hosts(1) as network:
+        assert len(network) == 1 and "/run/netns/" in Path("/proc/self/mountinfo").read_text()
+        assert arena._mounts() == before
 
 
 def test_versions_reach_hosts_through_latency_loss_kills_and_a_partition(tmp_path: Path) -> None:

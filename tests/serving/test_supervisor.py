@@ -463,8 +463,9 @@ async def test_an_idle_server_uses_no_cpu(served: Served) -> None:
 async def test_a_dead_engine_is_detected_and_stop_leaves_no_process(served: Served) -> None:
     server = served.server
     pid = server.pid
-    assert pid is not None
-    members, shared = group_members(pid), shared_memory(pid)
+    assert pid is not None and server._process is not None
+    members, shared, scratch = group_members(pid), shared_memory(pid), Path(server._process.scratch)
+    assert scratch.is_dir()
     engine = max(set(members) - {pid}, key=lambda member: int(Path(f"/proc/{member}/statm").read_text().split()[1]))
     requests = [asyncio.create_task(served.generate(PROMPT, max_tokens=900)) for _ in range(32)]
     await asyncio.sleep(0.3)
@@ -480,8 +481,7 @@ async def test_a_dead_engine_is_detected_and_stop_leaves_no_process(served: Serv
     assert group_members(pid) == []
     assert not any(path.exists() for path in shared)
     assert not await server.alive()
-    assert server._scratch is not None
-    assert not server._scratch.exists()
+    assert not scratch.exists()
 
 
 async def test_a_start_measures_how_fast_the_server_is(served: Served) -> None:
