@@ -10,7 +10,8 @@
     POST /arriving/KIND/NUMBER/commit
     PUT  /base_probe                the probe of version 0, which the learner computes
 
-Chunks are found by checksum, so no request has a path to read. Only the learner may send folders. All file access is in threads.
+Chunks are found by checksum, so no request has a path to read. Only the learner may send folders. Workers get the files of version 0 only,
+for its tokenizer: without a listing they know no checksum of others. All file access is in threads.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ T = TypeVar("T")
 
 SINGLE_FILES = ("recipe.json", "pace.json", "mcp.json")
 """Single files of a run folder that parts on other hosts read."""
-BASE_PROBE = "versions/000000/probe.json"
+_BASE = "versions/000000"
+BASE_PROBE = f"{_BASE}/probe.json"
 """The one file that the learner adds to an existing folder."""
 MAX_SINGLE = 64 << 20
 MAX_LISTING = 512 << 20
@@ -67,10 +69,11 @@ class FileService:
 
     def routes(self) -> list[Route]:
         """Returns the routes with the parts that may use them."""
-        readers = frozenset({HOST, LEARNER, WORKER})
+        mirrors, readers = frozenset({HOST, LEARNER}), frozenset({HOST, LEARNER, WORKER})
         return [
-            Route("GET", "/files/{kind}", readers, self._names),
-            Route("GET", "/files/{kind}/{number}", readers, self._listing),
+            Route("GET", f"/files/{_BASE}", readers, self._base_listing),
+            Route("GET", "/files/{kind}", mirrors, self._names),
+            Route("GET", "/files/{kind}/{number}", mirrors, self._listing),
             Route("GET", "/chunks/{sha256}", readers, self._chunk),
             Route("GET", "/single/{name}", readers, self._single),
             Route("POST", "/peers", frozenset({HOST}), self._join),
@@ -93,8 +96,13 @@ class FileService:
     async def _names(self, request: Request) -> Response:
         return json_response(await self._in_thread(lambda: numbered_folders(self.folder, request.path_params["kind"])))
 
+    async def _base_listing(self, request: Request) -> Response:
+        return await self._listing_of(folder_path(self.folder, *_BASE.split("/")))
+
     async def _listing(self, request: Request) -> Response:
-        path = folder_path(self.folder, request.path_params["kind"], request.path_params["number"])
+        return await self._listing_of(folder_path(self.folder, request.path_params["kind"], request.path_params["number"]))
+
+    async def _listing_of(self, path: Path) -> Response:
         if (listing := self._listings.get(path)) is None:  # hashing may take minutes, and hosts repeat the request
             listing = asyncio.create_task(self._in_thread(lambda: codec.to_json(self.index.list_folder(path))))
             self._listings[path] = listing

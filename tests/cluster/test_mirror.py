@@ -370,6 +370,8 @@ def test_hostile_requests_read_and_write_nothing(tmp_path: Path, driver: Driver)
         (host, "GET", "/single/workers.json", b""),
         (host, "GET", "/single/..%2fsecret", b""),
         (host, "POST", "/arriving/versions/000004", b'{"files":[]}'),
+        (worker, "GET", "/files/versions/000001", b""),
+        (worker, "GET", "/files/checkpoints", b""),
         (worker, "PUT", "/base_probe", b"{}"),
         (worker, "POST", "/learner/entries", b'{"id":"1","first":null,"step":null}'),
         (learner, "POST", "/arriving/versions/000004", b'{"files":[{"name":"../x","size":0,"chunks":[]}]}'),
