@@ -60,6 +60,8 @@ def export(
         exported = export_episodes(
             run_dir, to, out, query=query, progress=lambda done, total: bar.update(task, completed=done, total=total)
         )
+    if not exported.is_complete:
+        print("the episodes of older steps were deleted, because of store.options.keep_steps, and are not exported", file=sys.stderr)
     if as_json:
         print(json.dumps({"folder": str(exported.folder), "files": exported.files, "episodes": exported.episodes}))
     else:

@@ -29,7 +29,7 @@ from agentrl.errors import StoreError, UserError
 from agentrl.experience import late_parts
 from agentrl.experience.episode_query import EpisodeQuery, Position, QueryPlan, Statement, plan_query
 from agentrl.experience.episode_rows import NAME_CHARS
-from agentrl.experience.store import APPLICATION_ID, SCHEMA, translated_errors
+from agentrl.experience.store import APPLICATION_ID, DELETED, SCHEMA, deleted_error, translated_errors
 from agentrl.records import Group, ScoredEpisode, codec
 
 STORE_FILE, COPY_FILE = "experience.sqlite", "episodes.sqlite"
@@ -224,6 +224,12 @@ class EpisodeIndex:
             episodes=counts["phase"].total(),
         )
 
+    def has_deleted(self) -> bool:
+        """Whether the episodes of the oldest group were deleted, because of `store.options.keep_steps`. They are in no list."""
+        with self._reading():
+            oldest = self._all("SELECT substr(body, 1, 7) FROM groups WHERE idx >= 0 ORDER BY idx LIMIT 1")
+            return bool(oldest) and oldest[0][0] == DELETED
+
     def close(self) -> None:
         """Closes the file."""
         with self._lock:
@@ -281,7 +287,10 @@ class EpisodeIndex:
             raise StoreError(f"a row of the episodes in {self.path} is damaged: {user_code.describe_error(error, 200)}") from error
 
     def _group(self, index: int) -> Group:
-        group = self._decode(f"group {index}", self._all("SELECT body FROM groups WHERE idx = ?", (index,)))
+        rows = self._all("SELECT body FROM groups WHERE idx = ?", (index,))
+        if rows and isinstance(rows[0][0], bytes) and rows[0][0].startswith(DELETED):
+            raise deleted_error(index, self.path)
+        group = self._decode(f"group {index}", rows)
         with query_deadline(self._db, self._timeout_s):
             return group.with_parts(late_parts.closed_parts(self._db, [index]).get(index, {}))
 

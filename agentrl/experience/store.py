@@ -59,11 +59,11 @@ _ENTRIES = (
     "SELECT groups.idx, task_id, attempts, counted, has_spread, oldest_version, tokens_sampled, step, checkpoint, tokens_trained, reason,"
     " (SELECT count(*) FROM late_parts WHERE idx = groups.idx),"
     " (SELECT count(*) FROM late_parts WHERE idx = groups.idx AND closed_at IS NULL),"
-    " NOT (length(body) = 39 AND substr(body, 1, 7) = x'7368613235363a')"  # see `_DELETED`
+    " NOT (length(body) = 39 AND substr(body, 1, 7) = x'7368613235363a')"  # see `DELETED`
     " FROM groups LEFT JOIN taken ON groups.idx = taken.idx"
 )
 _INSERT = "INSERT OR IGNORE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
-_DELETED = b"sha256:"
+DELETED = b"sha256:"
 """Starts what replaces a deleted body: then follows the hash of the body, 32 bytes."""
 _PAGE_BYTES = 1 << 14
 """A body takes few pages, so a commit writes fewer frames than with SQLite's 4 KiB: 1.3 to 2 times as many groups per second."""
@@ -250,8 +250,8 @@ class SqliteStore:
             " AND NOT (length(body) = 39 AND substr(body, 1, 7) = ?)"
         )
         with self._reading() as db:
-            bodies = [(*row, body) for *row, body in db.execute(query, (step, _DELETED))]
-        rows = [(*row, _DELETED + sha256(body).digest()) for *row, body in bodies]
+            bodies = [(*row, body) for *row, body in db.execute(query, (step, DELETED))]
+        rows = [(*row, DELETED + sha256(body).digest()) for *row, body in bodies]
         if rows:
             with self._transaction() as db:  # not UPDATE, which merges no pages
                 for index, *_, body in bodies:
@@ -265,8 +265,8 @@ class SqliteStore:
     def _decode(self, index: int, body: object) -> Group:
         if not isinstance(body, bytes):
             raise StoreError(f"group {index} in {self.path} is damaged: its body is {type(body).__name__}, not bytes")
-        if body.startswith(_DELETED):
-            raise StoreError(f"the episodes of group {index} in {self.path} were deleted, because of store.options.keep_steps")
+        if body.startswith(DELETED):
+            raise deleted_error(index, self.path)
         try:
             return codec.from_json(Group, decompress(body))
         except ValueError as error:
@@ -371,6 +371,12 @@ def _name(indices: Sequence[int]) -> str:
 def _code(error: sqlite3.Error) -> int:
     """SQLite's primary result code, without the extended bits."""
     return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
+
+
+def deleted_error(index: int, path: Path) -> StoreError:
+    """Returns the error for a group whose episodes were deleted."""
+    why = f"the episodes of group {index} in {path} were deleted, because of store.options.keep_steps"
+    return StoreError(f"{why}\n  fix: a larger keep_steps keeps those of later runs")
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from itertools import accumulate, islice
@@ -111,7 +112,8 @@ class EventLog:
                 self._file = None
             if not self._reported:
                 self._reported = True
-                self._on_fault(f"{self._folder}: events are not recorded: {one_line_error(error)}\n  fix: check the disk")
+                with suppress(Exception):  # the thread continues, and writes once the disk has room
+                    self._on_fault(f"{self._folder}: events are not recorded: {one_line_error(error)}\n  fix: check the disk")
 
     def _count_dropped(self, count: int) -> None:
         with self._counting:

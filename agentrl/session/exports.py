@@ -32,6 +32,7 @@ class Exported:
     folder: Path
     files: int
     episodes: int
+    is_complete: bool = True  # False if episodes of older steps were deleted from the store
 
 
 def export_episodes(
@@ -45,7 +46,10 @@ def export_episodes(
     with EpisodeIndex(run_dir, timeout_s=300.0) as index:
         numbers = index.numbers(query)
         if not numbers:
-            raise UserError(f"no episode of {run_dir} matches the filters", fix="remove filters")
+            deleted = index.has_deleted()
+            why = "; those of older steps were deleted, because of store.options.keep_steps" if deleted else ""
+            raise UserError(f"no episode of {run_dir} matches the filters{why}", fix="remove filters")
+        is_complete = not index.has_deleted()
         folder.mkdir(parents=True, exist_ok=True)
         records = _counted(index.records(numbers), len(numbers), progress)
         if to == "eval":
@@ -56,7 +60,7 @@ def export_episodes(
             write: Callable[[Iterable[ExportedEpisode], Path], int] = write_parquet if to == "parquet" else write_lines
             write(map(ExportedEpisode.of, records), folder / f"episodes.{to}")
             files = 1
-    return Exported(folder=folder, files=files, episodes=len(numbers))
+    return Exported(folder=folder, files=files, episodes=len(numbers), is_complete=is_complete)
 
 
 def _default_folder(run_dir: Path, to: str) -> Path:

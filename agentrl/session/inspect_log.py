@@ -27,6 +27,7 @@ SCHEMA = 2
 METADATA = "agentrl"
 """Key in the metadata of a sample."""
 SCORER = "reward"
+_MOST = 1e100  # absolute value of a score that has a mean; sums and squares of larger ones overflow
 _STOPS = {"stop": "stop", "length": "max_tokens"}  # finish reason of a turn -> that of inspect_ai
 _LIMITS = {"turn_limit": "message", "token_limit": "token", "wall_limit": "time"}  # stop reason of an episode -> its limit
 
@@ -58,8 +59,12 @@ def write_log(records: Iterable[EpisodeRecord], path: Path, *, run: str, part: s
     """
     log = _Log(name=f"{run} {part}", model=f"agentrl/{run}")
     with replace_file(path) as unfinished, zipfile.ZipFile(unfinished, "w", zipfile.ZIP_DEFLATED) as archive:
+        names = set[tuple[str, int]]()
         for record in records:
             sample = _sample(record)
+            if (sample["id"], sample["epoch"]) in names:  # of episodes whose ids differ only in characters that a file name cannot have
+                sample["id"] = f"{sample['id']}-{record.row.number}"
+            names.add((sample["id"], sample["epoch"]))
             _put(archive, f"samples/{sample['id']}_epoch_{sample['epoch']}.json", sample)
             _count(log, record, sample)
         start = {"version": SCHEMA, "eval": _spec(log), "plan": {}}
@@ -111,7 +116,7 @@ def _spec(log: _Log) -> dict[str, Any]:
 
 def _results(log: _Log) -> dict[str, Any]:
     metrics = {}
-    if log.scores:
+    if log.scores and max(map(abs, log.scores)) < _MOST:
         rate = Rate.from_scores(log.scores)
         values = {"mean": rate.value, "ci_low": rate.ci_low, "ci_high": rate.ci_high}
         metrics = {name: {"name": name, "value": value} for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""Finds the run folders below a folder, which may come from a third party: ids never become paths, and links that leave it are skipped."""
+"""Finds the run folders in a folder, which may come from a third party. The id of a run is the name of its folder; links are skipped."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class RunLibrary:
 
     def open(self, run_id: str) -> RunSource | None:
         """Returns the reader of a run; None if there is no run with this id."""
-        entry = next((entry for entry in self.entries() if entry.id == run_id), None)
+        entry = self._entry(run_id)
         with self._lock:
             if entry is None:
                 self._sources.pop(run_id, None)
@@ -69,7 +69,7 @@ class RunLibrary:
             source = self._sources.pop(run_id, None) or RunSource(entry.path, run_id=entry.id, name=entry.name)
             self._sources[run_id] = source
             while len(self._sources) > MAX_OPEN:
-                self._sources.popitem(last=False)[1].close()
+                _close_unused(self._sources.popitem(last=False)[1])
             return source
 
     def close(self) -> None:
@@ -78,6 +78,20 @@ class RunLibrary:
             for source in self._sources.values():
                 source.close()
             self._sources.clear()
+
+    def _entry(self, run_id: str) -> RunEntry | None:
+        """Returns the run with an id, without a look at the others; None if there is none."""
+        if self.is_single:
+            return next((entry for entry in self.entries() if entry.id == run_id), None)
+        try:
+            name = run_id if _PLAIN.fullmatch(run_id) else os.fsdecode(bytes.fromhex(run_id.removeprefix("~")))
+            path = self.root / name
+            is_child = _run_id(name) == run_id and "/" not in name and name not in (".", "..")
+            if is_child and path.resolve().is_relative_to(self.root) and path.is_dir() and _is_run(path):
+                return RunEntry(id=run_id, name=_shown(name), path=path)
+        except (OSError, ValueError):  # no run has such an id
+            pass
+        return None
 
     def _children(self) -> Iterator[RunEntry]:
         folders = []
@@ -92,6 +106,15 @@ class RunLibrary:
         folders.sort(reverse=True)
         for _, path in folders[:MAX_RUNS]:
             yield RunEntry(id=_run_id(path.name), name=_shown(path.name), path=path)
+
+
+def _close_unused(source: RunSource) -> None:
+    """Closes the store of a run, unless a request reads it: then the end of the request does, which has the last reference."""
+    if source.lock.acquire(blocking=False):
+        try:
+            source.close()
+        finally:
+            source.lock.release()
 
 
 def _is_run(path: Path) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -40,13 +40,17 @@ class Live:
         """Ends all streams."""
         self._stopped.set()
 
-    async def events(self, run: str) -> AsyncIterator[bytes]:
-        """Yields an event when the run has changed: its newest step, its groups, its state. The last one says that the run is gone."""
+    async def events(self, run: str, *, is_closed: Callable[[], bool] = lambda: False) -> AsyncIterator[bytes]:
+        """Yields an event when the run has changed: its newest step, its groups, its state. The last one says that the run is gone.
+
+        Args:
+            is_closed: returns whether the page was left. A closed connection counts as one whose client may still wait for the answer.
+        """
         self.streams += 1
         loop, last, spoke = asyncio.get_running_loop(), None, 0.0
         offset: int | None = None
         try:
-            while not self._stopped.is_set():
+            while not self._stopped.is_set() and not is_closed():
                 mark = await self._look(run)
                 if mark != last:
                     last, spoke = mark, loop.time()

@@ -40,7 +40,9 @@ def search_data(source: RunSource, query: Query) -> dict[str, Any]:
 def facets_data(source: RunSource) -> dict[str, Any]:
     """Returns the values of each filter with their numbers of episodes; empty with a note if the run has no index."""
     try:
-        return {**asdict(source.index().facets()), "notes": []}
+        index = source.index()
+        deleted = "The episodes of older steps were deleted, because of store.options.keep_steps; they cannot be listed or searched."
+        return {**asdict(index.facets()), "notes": [deleted] if index.has_deleted() else []}
     except (UserError, StoreError) as error:
         return {"episodes": 0, "notes": [str(error).replace("\n  fix:", ";")[:600]]}
 

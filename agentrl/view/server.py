@@ -20,6 +20,7 @@ from agentrl.base.secrets import register
 from agentrl.base.user_code import log_unexpected
 from agentrl.errors import StoreError, UserError
 from agentrl.gateway.checks import known_fields, mapping
+from agentrl.gateway.connections import HALF_CLOSED
 from agentrl.gateway.http_server import HttpServer
 from agentrl.gateway.request import RequestError
 from agentrl.gateway.wire import Identified, body_of, check_source, key_of
@@ -179,7 +180,8 @@ class ViewServer:
             raise RequestError("too_many", f"At most {MAX_STREAMS} pages are updated live: close some of them.")
         if self.library.open(request.path_params["run"]) is None:
             raise Missing("there is no such run", fix="return to the list of runs")
-        return StreamingResponse(self._live.events(request.path_params["run"]), media_type="text/event-stream")
+        events = self._live.events(request.path_params["run"], is_closed=lambda: bool(request.scope.get(HALF_CLOSED)))
+        return StreamingResponse(events, media_type="text/event-stream")
 
     async def _operate(self, request: Request) -> Response:
         from agentrl.view.operations import OPERATIONS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 import typing
 from dataclasses import fields, replace
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from agentrl.observe import event_log
 from agentrl.observe.event_log import FOLDER, EventLog, newest_offset, read_events
-from agentrl.observe.events import KINDS, MAX_LINE, AlertRaised, Event, EventsDropped, ToolEnded, TurnEnded, decode, encode
+from agentrl.observe.events import KINDS, MAX_LINE, AlertRaised, Event, EventsDropped, StageStarted, ToolEnded, TurnEnded, decode, encode
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 short = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -227,3 +228,20 @@ def test_a_tool_call_shows_the_start_of_its_texts() -> None:
     shown = decode(encode(call))
     assert isinstance(shown, ToolEnded)
     assert (len(shown.tool), len(shown.arguments), len(shown.output)) == (200, 400, 400) and "?" in shown.output
+
+
+def test_a_fault_that_cannot_be_reported_does_not_end_the_recording(tmp_path: Path) -> None:
+    (tmp_path / "events").write_text("in the way")
+    reported = threading.Event()
+
+    def fail(text: str) -> None:
+        reported.set()
+        raise RuntimeError("the loop is closed")
+
+    log = EventLog(tmp_path, on_fault=fail)
+    log.record(StageStarted(stage="train"))
+    assert reported.wait(10)
+    (tmp_path / "events").unlink()
+    log.record(StageStarted(stage="evaluate"))
+    log.close()
+    assert [type(event).__name__ for event in read_events(tmp_path).events] == ["EventsDropped", "StageStarted"]

@@ -6,16 +6,22 @@ import json
 import os
 import shutil
 import sys
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from agentrl.errors import UserError
+from agentrl.errors import StoreError, UserError
+from agentrl.experience import SqliteStore
+from agentrl.experience.episode_index import EpisodeIndex
 from agentrl.experience.episode_query import EpisodeQuery
 from agentrl.session.exports import export_episodes
-from agentrl.view import failure_data, tails
+from agentrl.view import RunLibrary, failure_data, tails
+from agentrl.view.library import MAX_OPEN
 from agentrl.view.tails import MetricsTable
 from tests.view.test_bad_runs import PATHS, copy  # noqa: F401 - a fixture
 from tests.view.test_server import HERE, client
@@ -151,3 +157,59 @@ def test_an_export_overwrites_no_file_outside_of_the_run(copy: Path, tmp_path: P
         export_episodes(copy, to, query=EpisodeQuery())
     assert not list((tmp_path / "elsewhere").iterdir())
     assert export_episodes(copy, to, tmp_path / "elsewhere", query=EpisodeQuery()).episodes, "a folder that the user gives may be anywhere"
+
+
+async def test_deleted_episodes_are_reported_and_not_called_damaged(copy: Path) -> None:  # noqa: F811
+    store = SqliteStore(copy / "experience.sqlite")
+    for step in range(2):
+        store._delete_episodes(step)
+    store.close()
+    pages = await all_pages(copy)
+    assert "keep_steps" in pages["/api/runs/demo/facets"] and "keep_steps" in pages["/api/runs/demo/groups/0/0"]
+    assert "damaged" not in "".join(pages.values())
+    with EpisodeIndex(copy) as index, pytest.raises(StoreError, match="were deleted"):
+        index.group(0)
+    assert not export_episodes(copy, "jsonl", query=EpisodeQuery()).is_complete
+    with pytest.raises(UserError, match="keep_steps"):
+        export_episodes(copy, "jsonl", query=EpisodeQuery(step=1))
+
+
+def test_episodes_whose_names_differ_in_special_characters_have_a_sample_each(copy: Path) -> None:  # noqa: F811
+    store = SqliteStore(copy / "experience.sqlite")
+    (group,) = store.groups([0])
+    for phase, name in (("a/b", "x/y"), ("a_b", "x_y"), ("a?b", "../x\n")):
+        one = group.episodes[0]
+        score = replace(one.score, value=HUGE)
+        renamed = replace(one, episode=replace(one.episode, id=name), score=score)
+        store.put_evaluated(phase, 3, replace(group, episodes=(renamed,), split="heldout", cancelled=()))
+    store.close()
+    exported = export_episodes(copy, "eval", query=EpisodeQuery(split="heldout"))
+    with zipfile.ZipFile(exported.folder / "evaluation-a_b.eval") as archive:
+        samples = [name for name in archive.namelist() if name.startswith("samples/")]
+    assert len(samples) == len(set(samples)) == 3 and not any(".." in name for name in samples)
+
+
+async def test_a_run_opens_without_a_look_at_the_others(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(runs / "demo", tmp_path / "a b")
+    (tmp_path / "link").symlink_to(runs / "demo")
+    library = RunLibrary(tmp_path)
+    (entry,) = library.entries()
+    monkeypatch.setattr(RunLibrary, "entries", lambda self: pytest.fail("all folders were read"))
+    assert (source := library.open(entry.id)) is not None and source.path == tmp_path / "a b"
+    names = ("..", ".", "", "a b", "link", "../demo", "~", "~2e2e", "~2e", "~zz", "~2f657463", "~6120622f2e", "~00", "/etc", "\ud800")
+    assert [name for name in names if library.open(name) is not None] == []
+    library.close()
+
+
+async def test_a_run_that_is_read_keeps_its_store_while_many_others_are_opened(runs: Path, tmp_path: Path) -> None:
+    for number in range(MAX_OPEN + 2):
+        shutil.copytree(runs / "other", tmp_path / f"r{number:02d}")
+    library = RunLibrary(tmp_path)
+    source = library.open("r00")
+    assert source is not None
+    with source.lock, ThreadPoolExecutor(1) as thread:
+        store = source.store()
+        for number in range(1, MAX_OPEN + 2):
+            thread.submit(library.open, f"r{number:02d}").result()
+        assert store.groups((0,))[0].index == 0
+    library.close()

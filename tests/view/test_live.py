@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from agentrl.observe.event_log import EventLog
@@ -16,6 +18,7 @@ from agentrl.view import RunLibrary, live
 from agentrl.view.event_data import events_data
 from agentrl.view.live import Live
 from agentrl.view.source import RunSource
+from tests.view.conftest import serving
 
 
 def parsed(event: bytes) -> tuple[str, Any]:
@@ -68,3 +71,17 @@ def test_notable_events_are_apart_and_a_run_without_events_has_none(tmp_path: Pa
     assert data["newest"][0]["metrics"] == {"reward_mean": 0.25} and data["newest"][1]["episode"] == "e99"
     (tmp_path / "events" / "000000000000000.jsonl").write_bytes(b"\xff" * 100 + b"\n{}\n")
     assert events_data(source)["newest"] == []
+
+
+def test_a_page_that_was_left_frees_its_stream(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who steps through 33 episodes in half a minute still gets live updates."""
+    monkeypatch.setattr(live, "LOOK_S", 0.05)
+    with serving(runs) as view:
+        headers = {"authorization": f"Bearer {view.server.token}"}
+        for _ in range(3):
+            with httpx.Client(headers=headers) as client, client.stream("GET", view.address("api/runs/demo/live")) as stream:
+                assert stream.status_code == 200 and next(stream.iter_bytes()).startswith(b"event: change")
+        deadline = time.monotonic() + 5
+        while view.server._live is not None and view.server._live.streams:
+            assert time.monotonic() < deadline, "closed connections keep their streams"
+            time.sleep(0.02)
