@@ -14,6 +14,7 @@ from agentrl.observe.summary import Summary
 
 _LEAST_RUNS = 2
 _MAX_METRICS = 128 << 20  # bytes of a metrics.jsonl
+_MAX_RECIPE = 1 << 20
 _MAX_TEXT = 60
 MISSING = "(not set)"
 _RATES = ("heldout_before", "heldout_after", "heldout_real_before", "heldout_real_after")
@@ -117,7 +118,7 @@ def _read(folder: Path) -> _Run:
     except (StoreError, OSError):
         summary = None
         notes.append("summary.json cannot be read")
-    recipe = read_object(folder / "recipe.json", notes)
+    recipe = read_object(folder / "recipe.json", notes, most=_MAX_RECIPE)
     return _Run(name=folder.name, recipe=recipe, summary=summary, steps={line["step"]: line for line in lines}, notes=tuple(notes))
 
 

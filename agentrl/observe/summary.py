@@ -21,7 +21,7 @@ from agentrl.errors import StoreError
 from agentrl.observe.stats import Rate
 
 SUMMARY_FILE, SESSIONS_FILE = "summary.json", "sessions.jsonl"
-_MAX_BYTES, _MAX_SESSIONS = 64 << 20, 16 << 20
+_MAX_BYTES, _MAX_SESSIONS = 4 << 20, 16 << 20
 _MAX_WHY = 2000  # characters
 Ended = Literal["finished", "interrupted", "failed", "killed"]
 

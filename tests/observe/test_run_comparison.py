@@ -57,3 +57,11 @@ def test_an_unfinished_run_has_notes_and_no_made_up_number(tmp_path: Path) -> No
         compare_folders([first])
     with pytest.raises(StoreError, match="no run folder"):
         compare_folders([first, tmp_path / "none"])
+
+
+def test_a_huge_recipe_is_not_read(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "recipe.json").write_text('{"a": [' + "[]," * 400_000 + "[]]}")
+    compared = compare_folders([tmp_path / "a", tmp_path / "b"])
+    assert any("recipe.json cannot be read, because it is larger than 1 MiB" in note for note in compared.notes) and not compared.settings
