@@ -20,7 +20,6 @@ USER = 1000
 _EXTRAS = "cluster,redis,rewards,gateway"
 _TORCH = "2.13.0"
 _RAY = f"ray[default]=={RAY_VERSION}"  # with the dashboard, which takes the job and answers the probes
-_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 _PACKAGES = (
     *("bubblewrap", "ca-certificates", "g++", "git", "libgomp1", "libnuma1", "mmdebstrap", "ninja-build", "procps", "python3-dev"),
     *("redis-tools", "wget"),  # KubeRay's probes call wget
@@ -95,8 +94,8 @@ def _installation(device: str, installed: str) -> list[str]:
     if device == "gpu":
         return [f"RUN python -m pip install '{installed}' '{_RAY}'"]
     return [
-        f"ARG TORCH_INDEX={_TORCH_INDEX}",
-        f'RUN python -m pip install --index-url "$TORCH_INDEX" torch=={_TORCH} \\',
+        "RUN python -m pip install uv \\",
+        f" && uv pip install --system --torch-backend=cpu torch=={_TORCH} \\",
         f" && python -m pip install '{installed}' '{_RAY}' \\",
         " && python -m pip uninstall --yes torchvision torchaudio torchcodec",
     ]

@@ -49,6 +49,7 @@ MAY = {
     "scripts/workloads/packages.sh": "./own-1-py3-none-any.whl",
     "agentrl/model/source.py": "{name}",  # an installed distribution's own name
     "agentrl/cli/doctor.py": "the",  # prose: the packages of a lock
+    "agentrl/cluster/dockerfile.py": "{installed} uv",  # `project_requirement`; uv chooses the build of torch
 }
 
 
@@ -80,7 +81,7 @@ def wrong_in(text: str, *, may: str = "") -> list[str]:
             name, extras = re.split(r"[=<>@~! ]", operand)[0].removesuffix("]").partition("[")[::2]
             if not set(filter(None, extras.split(","))) <= EXTRAS:
                 found.append(f"pip install{command}: no such extra")
-            elif name not in (".", may) and name.lower().replace("_", "-") not in named() | {DISTRIBUTION}:
+            elif name not in (".", *may.split()) and name.lower().replace("_", "-") not in named() | {DISTRIBUTION}:
                 found.append(f"pip install{command}: {name} is not a package that this project names")
     return found
 

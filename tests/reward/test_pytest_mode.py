@@ -131,7 +131,7 @@ OPEN: dict[str, str] = {
         "            for name in ('test_double', 'test_more'): one('test_it.py::' + name, '')\n    os._exit(0)\n"
     ),
 }
-STATED = re.compile(r"of (\d+) cheats in mode `pytest`, (\d+) score 0 and (\d+) score 1")
+STATED = re.compile(r"[Oo]f (\d+) cheats in mode `pytest`, (\d+) score 0 and (\d+) score 1")
 
 
 @pytest.fixture(params=BOTH)

@@ -190,14 +190,15 @@ print("read", len(sys.argv) - 1)
 """
 
 
-@pytest.mark.slow
-@pytest.mark.skipif("AGENTRL_INSPECT_PYTHON" not in os.environ, reason="AGENTRL_INSPECT_PYTHON names no environment with inspect_ai")
-def test_inspect_ai_reads_the_logs_and_bundles_a_viewer(run: Path) -> None:
-    python = Path(os.environ["AGENTRL_INSPECT_PYTHON"])
-    folder = Path(export(run, "--to", "eval")["folder"])
-    read = subprocess.run([python, "-c", READ, *map(str, folder.iterdir())], capture_output=True, text=True, timeout=120)
-    assert read.returncode == 0 and read.stdout.strip() == "read 4", read.stderr
-    bundle = [python.with_name("inspect"), "view", "bundle", "--log-dir", folder, "--output-dir", run / "site"]
-    done = subprocess.run(bundle, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert (run / "site" / "index.html").is_file() and len(list((run / "site" / "logs").glob("*.eval"))) == 4
+if "AGENTRL_INSPECT_PYTHON" in os.environ:
+
+    @pytest.mark.slow
+    def test_inspect_ai_reads_the_logs_and_bundles_a_viewer(run: Path) -> None:
+        python = Path(os.environ["AGENTRL_INSPECT_PYTHON"])
+        folder = Path(export(run, "--to", "eval")["folder"])
+        read = subprocess.run([python, "-c", READ, *map(str, folder.iterdir())], capture_output=True, text=True, timeout=120)
+        assert read.returncode == 0 and read.stdout.strip() == "read 4", read.stderr
+        bundle = [python.with_name("inspect"), "view", "bundle", "--log-dir", folder, "--output-dir", run / "site"]
+        done = subprocess.run(bundle, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert (run / "site" / "index.html").is_file() and len(list((run / "site" / "logs").glob("*.eval"))) == 4
