@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ def test_rollbacks_run_out_and_the_run_continues_within_other_limits(tmp_path: P
     code, output = agentrl(*arguments, limit, by=forked)
     assert code == 1, output
     assert "failed: step 2: entropy" in output and "2 rollbacks were made" in output
-    assert "alert: step 1: rolled back, and excluded groups 0, 1, 2, 3" in output
+    assert re.search(r"alert: step 1: rolled back, and excluded groups \d+, \d+, \d+, \d+ ", output), output
     assert output.count("alert: halted") == 1
     assert steps_logged(run) == [1, 2]
     found = summary(run)

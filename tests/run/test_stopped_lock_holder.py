@@ -42,7 +42,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
 class StoppedLearner(LearnerProcess):
     """A learner that is stopped while it holds the locks of the registry and the store."""
 
-    def _command(self) -> list[str]:
+    def _command(self, placement: str) -> list[str]:
         return [sys.executable, "-c", _HOLDER, str(self.run_dir)]
 
 
