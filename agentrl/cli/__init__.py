@@ -75,7 +75,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
     },
     "Inspect": {
         "view": Command("view:view", "Show runs in a web page, live, down to the token.", "view runs; agentrl view runs/quickstart --open"),
-        "watch": Command("watch:watch", "Show a run in the terminal, while it trains or afterwards.", "watch runs/quickstart"),
+        "watch": Command("view:watch", "Show a run in the terminal, while it trains or afterwards.", "watch runs/quickstart"),
         "report": Command("runs:report", "Write report.html from the files of a run folder.", "report runs/quickstart --follow"),
         "profile": Command(
             "profile:profile",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,7 +12,7 @@ from agentrl.cluster.mirror import Mirror
 from agentrl.cluster.run_service import bytes_response
 from agentrl.gateway.http_server import HttpServer
 from agentrl.gateway.request import RequestError
-from agentrl.gateway.wire import check_source, json_response, key_of
+from agentrl.gateway.wire import check_source, is_key, json_response, key_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -34,7 +33,7 @@ async def relaying(mirror: Mirror, *, host: str) -> AsyncIterator[None]:
     async def chunk(request: Request) -> Response:
         try:
             check_source(request.headers)
-            if not hmac.compare_digest(key_of(request.headers).encode(), key.encode()):
+            if not is_key(key_of(request.headers), key):
                 raise RequestError("wrong_key", "the key is missing or wrong")
         except RequestError as refused:
             return json_response({"error": refused.message}, refused.status)

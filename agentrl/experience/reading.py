@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from agentrl.base.database import check_files, decompress, is_read_only, read_pragma, require_schema, restrict_connection
+from agentrl.base.database import connect_read_only, decompress, read_pragma, require_schema
 from agentrl.errors import StoreError
 from agentrl.experience.audit import STATES, LedgerCounts
 from agentrl.experience.store import _ENTRIES, _SCHEMA_VERSION, APPLICATION_ID, SCHEMA, SqliteStore, _entry, translated_errors
@@ -44,10 +43,7 @@ class StoreReader(SqliteStore):
         if not path.exists():
             raise StoreError(f"{path} does not exist: no group was stored yet")
         with translated_errors(path):
-            check_files(path)
-            mode = "mode=ro&immutable=1" if is_read_only(path) else "mode=ro"
-            uri = f"{path.absolute().as_uri()}?{mode}"
-            self._connection = sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+            self._connection = connect_read_only(path, SCHEMA, timeout_s=_BUSY_S, longest=_MAX_ROW)
         try:
             with translated_errors(path):
                 self._check()
@@ -121,7 +117,6 @@ class StoreReader(SqliteStore):
 
     def _check(self) -> None:
         db = self._connection
-        restrict_connection(db, SCHEMA, longest=_MAX_ROW)
         if read_pragma(db, "application_id") != APPLICATION_ID:
             raise StoreError(f"{self.path} is an SQLite file but not an experience store")
         if (version := read_pragma(db, "user_version")) != _SCHEMA_VERSION:

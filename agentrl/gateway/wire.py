@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import ipaddress
 import json
 import re
 import secrets
 import zlib
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from agentrl.gateway.connections import HALF_CLOSED
@@ -78,6 +81,30 @@ def key_of(headers: Mapping[str, str]) -> str:
     """Returns the API key of a request; empty if there is none."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" and key else headers.get("x-api-key", "")
+
+
+def is_key(given: str, key: str) -> bool:
+    """Returns whether a request's key is right, in a time that does not depend on how much of it is."""
+    return hmac.compare_digest(*(sha256(text.encode("utf-8", "replace")).digest() for text in (given, key)))
+
+
+class RequestSlots:
+    """Bounds the requests that a server works on, including those that wait."""
+
+    def __init__(self) -> None:
+        self._used = 0
+
+    @asynccontextmanager
+    async def use(self, *, most: int, within_s: float) -> AsyncIterator[None]:
+        """Takes a slot for the block. Raises `RequestError` if `most` are taken, and `TimeoutError` after `within_s`."""
+        if self._used >= most:
+            raise RequestError("too_many", "The server is busy: try again in a few seconds.")
+        self._used += 1
+        try:
+            async with asyncio.timeout(within_s):
+                yield
+        finally:
+            self._used -= 1
 
 
 def is_retry(headers: Mapping[str, str]) -> bool:

@@ -69,7 +69,7 @@ def sample_of(group: Group, scored: ScoredEpisode) -> Sample:
     episode = scored.episode
     messages = [message for line in episode.trajectories[:1] for message in _messages(line.prompt or group.prompt, line)]
     if len(messages) > MAX_MESSAGES:
-        gap = {"role": "system", "content": f"[{len(messages) - MAX_MESSAGES} messages are left out]"}
+        gap = {"role": "system", "content": f"[{len(messages) - MAX_MESSAGES} messages omitted]"}
         messages = [*messages[: MAX_MESSAGES - 1], gap, messages[-1]]
     return Sample(
         episode=_short(episode.id),

@@ -11,7 +11,6 @@ page cannot send a score in a user's name.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import os
 import re
@@ -29,7 +28,7 @@ from agentrl.errors import ScoreRejected, UserError
 from agentrl.experience.late_parts import Clock
 from agentrl.gateway.checks import array, known_fields, text, value_or
 from agentrl.gateway.request import RequestError
-from agentrl.gateway.wire import Identified, bytes_of, check_source, json_response, key_of
+from agentrl.gateway.wire import Identified, RequestSlots, bytes_of, check_source, is_key, json_response, key_of
 from agentrl.observe.markup import render, template_file
 from agentrl.observe.transcripts import show_episode
 from agentrl.protocols import ExperienceStore
@@ -112,7 +111,7 @@ class ScoreServer:
     blind: bool = False
     user: str = ""
     _clock: Clock = field(default_factory=Clock)
-    _in_progress: int = 0
+    _slots: RequestSlots = field(default_factory=RequestSlots)
     _turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
 
     def app(self) -> Any:
@@ -139,16 +138,10 @@ class ScoreServer:
         async def guarded(request: Request) -> Response:
             try:
                 check_source(request.headers)
-                if not hmac.compare_digest(_hash(key_of(request.headers)), _hash(self.token)):
+                if not is_key(key_of(request.headers), self.token):
                     raise RequestError("wrong_key", "The token is missing or wrong.")
-                if self._in_progress >= WAITING:
-                    raise RequestError("too_many", "The server is busy.")
-                self._in_progress += 1
-                try:
-                    async with asyncio.timeout(ANSWER_S):
-                        return _protected(await answer(request))
-                finally:
-                    self._in_progress -= 1
+                async with self._slots.use(most=WAITING, within_s=ANSWER_S):
+                    return _protected(await answer(request))
             except RequestError as refused:
                 return _refusal(refused.kind, refused.message)
             except ScoreRejected as error:

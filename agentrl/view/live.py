@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MAX_STREAMS = 32
 """Pages that are updated live at a time."""
 MAX_ACTIVITY = 60
-"""Events that a page gets at a time; the older ones are left out."""
+"""Events that a page gets at a time: the newest ones."""
 LOOK_S = 1.0
 """Seconds between two looks at a run."""
 _SILENCE_S = 15.0  # after which a comment keeps the connection open

@@ -7,13 +7,11 @@ request needs the cookie, or `Authorization: Bearer TOKEN`. The content security
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import math
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from agentrl.base.secrets import register
@@ -23,7 +21,7 @@ from agentrl.gateway.checks import known_fields, mapping
 from agentrl.gateway.connections import HALF_CLOSED
 from agentrl.gateway.http_server import HttpServer
 from agentrl.gateway.request import RequestError
-from agentrl.gateway.wire import Identified, body_of, check_source, key_of
+from agentrl.gateway.wire import Identified, RequestSlots, body_of, check_source, is_key, key_of
 from agentrl.view import static_files
 from agentrl.view.live import MAX_STREAMS, Live
 from agentrl.view.routes import ROUTES, Query, read_route
@@ -70,7 +68,7 @@ class ViewServer:
     token: str = field(default_factory=lambda: register(secrets.token_urlsafe(32)))
     _server: HttpServer | None = None
     _live: Live | None = None
-    _in_progress: int = 0
+    _slots: RequestSlots = field(default_factory=RequestSlots)
     _turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
 
     @property
@@ -124,14 +122,8 @@ class ViewServer:
             try:
                 check_source(request.headers)
                 self._check_token(request)
-                if self._in_progress >= WAITING:
-                    raise RequestError("too_many", "The server is busy: try again in a few seconds.")
-                self._in_progress += 1
-                try:
-                    async with asyncio.timeout(ANSWER_S):
-                        return _protected(await answer(request))
-                finally:
-                    self._in_progress -= 1
+                async with self._slots.use(most=WAITING, within_s=ANSWER_S):
+                    return _protected(await answer(request))
             except RequestError as refused:
                 return _refusal(refused.message, _STATUS.get(refused.kind, 400))
             except Missing as error:
@@ -149,7 +141,7 @@ class ViewServer:
     def _check_token(self, request: Request) -> None:
         given = request.query_params.get("token") if request.url.path == "/" else None
         given = given or key_of(request.headers) or request.cookies.get(self._cookie, "")
-        if not hmac.compare_digest(_hash(given), _hash(self.token)):
+        if not is_key(given, self.token):
             raise RequestError("wrong_key", "The token is missing or wrong: open the address that agentrl view printed.")
 
     @property
@@ -253,7 +245,3 @@ def _refusal(message: str, status: int, fix: str = "") -> Response:
 
 async def _no_route(request: Request, error: Exception) -> Response:
     return _refusal("There is no such page.", 404)
-
-
-def _hash(key: str) -> bytes:
-    return sha256(key.encode("utf-8", "replace")).digest()

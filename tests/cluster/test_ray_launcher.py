@@ -196,8 +196,8 @@ async def test_a_node_without_the_run_folder_works_in_a_mirror_and_sends_its_log
             assert not launcher.shared_folder
             await launcher.use_driver(driver.url, driver.service.new_key(HOST))
             part = await launcher.start(replace(command(program, RUN), needs=("versions/000000",)))
-            log, found = run / "logs" / "part.log", str(disk / "versions" / "000000" / "model.safetensors")
-            await until(lambda: log.exists() and found in log.read_text(), 20.0)
+            log, matches = run / "logs" / "part.log", str(disk / "versions" / "000000" / "model.safetensors")
+            await until(lambda: log.exists() and matches in log.read_text(), 20.0)
             await part.fetch("versions/000001")
             assert (disk / "versions" / "000001" / "model.safetensors").read_text() == "weights 1" and part.folder == str(disk)
             with pytest.raises(LaunchError, match="versions/000007 does not exist"):

@@ -89,12 +89,12 @@ async def test_too_few_attempts_decide_nothing(tmp_path: Path) -> None:
 
 def observations(rng: random.Random, baseline: float, candidate: float, count: int) -> list[float]:
     """Cases differ in difficulty, and are the same for both versions."""
-    found = []
+    matches = []
     for _ in range(count):
         shifts = [rng.uniform(-0.2, 0.2) for _ in range(4)]
         others = [float(rng.random() < baseline + shift) for shift in shifts[1:]]
-        found.append(float(rng.random() < candidate + shifts[0]) - statistics.fmean(others))
-    return found
+        matches.append(float(rng.random() < candidate + shifts[0]) - statistics.fmean(others))
+    return matches
 
 
 def first_decision(differences: Sequence[float]) -> CanaryOutcome:
@@ -115,8 +115,8 @@ def first_decision(differences: Sequence[float]) -> CanaryOutcome:
 )
 def test_looking_after_every_block_keeps_the_error_rates(change: float, outcome: CanaryOutcome, least: float, most: float) -> None:
     rng = random.Random(11)
-    found = sum(first_decision(observations(rng, 0.7, 0.7 + change, 512)) is outcome for _ in range(300)) / 300
-    assert least <= found <= most
+    matches = sum(first_decision(observations(rng, 0.7, 0.7 + change, 512)) is outcome for _ in range(300)) / 300
+    assert least <= matches <= most
 
 
 def test_unscored_attempts_do_not_help_a_candidate() -> None:

@@ -105,7 +105,7 @@ queries = st.builds(
 
 def expected(some: list[Group], query: EpisodeQuery) -> list[str]:
     """The ids of the matching episodes in order, from the groups themselves."""
-    found = []
+    results = []
     for number, (group, scored) in enumerate((each, one) for each in some for one in each.episodes):
         (turn,) = scored.episode.trajectories[0].turns
         out = scored.episode.left_out or scored.score.value is None
@@ -130,8 +130,8 @@ def expected(some: list[Group], query: EpisodeQuery) -> list[str]:
         )
         if matches:
             order = {"newest": 0.0, "score": -1e308 if value is None else value, "turns": 1, "seconds": scored.episode.wall_s}
-            found.append((order.get(query.sort, len(turn.completion_ids)), number, scored.episode.id))
-    return [name for _, _, name in sorted(found, reverse=query.descending)]
+            results.append((order.get(query.sort, len(turn.completion_ids)), number, scored.episode.id))
+    return [name for _, _, name in sorted(results, reverse=query.descending)]
 
 
 def store_in(folder: Path, some: list[Group]) -> SqliteStore:
@@ -161,13 +161,13 @@ def test_any_query_returns_what_the_groups_say_in_pages(some: list[Group], asked
         patch.setattr(episode_query, "_RARE", rare)
         with EpisodeIndex(Path(folder)) as index:
             for query in asked:
-                found = list(pages(index, query))
-                rows = [row for page in found for row in page.rows]
+                results = list(pages(index, query))
+                rows = [row for page in results for row in page.rows]
                 names = expected(some, query)
                 assert [row.id for row in rows] == names, query
-                assert all(0 < len(page.rows) <= query.limit for page in found[:-1])
+                assert all(0 < len(page.rows) <= query.limit for page in results[:-1])
                 exact = query.is_all or len(names) <= most
-                assert {(page.total, page.is_exact) for page in found} == {(len(names) if exact else most, exact)}
+                assert {(page.total, page.is_exact) for page in results} == {(len(names) if exact else most, exact)}
                 assert sorted(row.number for row in rows) == index.numbers(query)
             everything = index.numbers(EpisodeQuery())
             held = [(group, scored) for group in some for scored in group.episodes]
@@ -301,11 +301,11 @@ def test_the_syntax_of_the_full_text_search_is_only_text(tmp_path: Path, text: s
     group = Group(index=0, task_id="t", task_key="k", episodes=(episode("e", score=Score(value=1.0), text="alpha beta"),))
     with closing(store_in(tmp_path, [group])), EpisodeIndex(tmp_path) as index:
         try:
-            found = index.search(EpisodeQuery(text=text)).total
+            results = index.search(EpisodeQuery(text=text)).total
         except UserError as error:
             assert "no word" in str(error)
         else:
-            assert found == (text in ("alpha\0", "-alpha", "^alpha"))
+            assert results == (text in ("alpha\0", "-alpha", "^alpha"))
 
 
 def test_a_run_without_episodes_or_index_says_what_to_do(tmp_path: Path) -> None:
@@ -422,11 +422,11 @@ def test_a_query_that_takes_too_long_ends(tmp_path: Path, intact: Path, monkeypa
 
 def test_a_read_only_folder_can_be_read(tmp_path: Path, intact: Path) -> None:
     shutil.copy(intact, tmp_path / "experience.sqlite")
-    found: list[Any] = []
+    results: list[Any] = []
     tmp_path.chmod(0o500)
     try:
         with EpisodeIndex(tmp_path) as index:
-            found = list(index.search(EpisodeQuery(limit=3)).rows)
+            results = list(index.search(EpisodeQuery(limit=3)).rows)
     finally:
         tmp_path.chmod(0o700)
-    assert len(found) == 3
+    assert len(results) == 3

@@ -68,13 +68,13 @@ def test_each_sample_has_the_values_of_its_own_tokens(tmp_path: Path, cuts: tupl
             row = rows[number]
             expected.setdefault((row.group_index, row.episode_id, parts[number]), []).append(tuple(values))
     recorder.save(8)
-    found = {(one.group, one.episode_id, one.part): one for group in (3, 5) for one in read_records(tmp_path, 8, group)}
-    assert found.keys() == expected.keys() and len(found) == 4
-    for key, one in found.items():
+    matches = {(one.group, one.episode_id, one.part): one for group in (3, 5) for one in read_records(tmp_path, 8, group)}
+    assert matches.keys() == expected.keys() and len(matches) == 4
+    for key, one in matches.items():
         assert list(zip(one.logprobs, one.entropies, one.weights, one.clipped, strict=True)) == expected[key]
         row = next(row for number, row in enumerate(rows) if (row.group_index, row.episode_id, parts[number]) == key)
         assert len(one.logprobs) == sum(row.loss_mask)
-    clipped = [flag for one in found.values() for flag in one.clipped]
+    clipped = [flag for one in matches.values() for flag in one.clipped]
     assert any(clipped) and not all(clipped)
     recorder.save(9)
     assert read_records(tmp_path, 9, 3) == [], "a step has its own tokens only"

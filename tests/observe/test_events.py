@@ -75,14 +75,14 @@ def record(run_dir: Path, recorded: list[Event], **limits: Any) -> None:
 
 def read_all(run_dir: Path, *, after: int = 0, limit: int = 100) -> tuple[list[Event], int, int, int]:
     """All events, the last offset, and what was skipped and missed."""
-    found, skipped, missed = list[Event](), 0, 0
+    matches, skipped, missed = list[Event](), 0, 0
     while True:
         page = read_events(run_dir, after=after, limit=limit)
         skipped, missed = skipped + page.skipped, missed + page.missed
         if page.offset == after and not page.events:
-            return found, after, skipped, missed
+            return matches, after, skipped, missed
         assert page.offset > after
-        found, after = [*found, *page.events], page.offset
+        matches, after = [*matches, *page.events], page.offset
 
 
 @pytest.mark.parametrize("limit", [1, 7, 1000])
@@ -110,9 +110,9 @@ def test_a_resumed_run_continues_after_the_last_complete_line(tmp_path: Path) ->
 def test_only_the_newest_segments_are_kept_and_what_is_gone_is_reported(tmp_path: Path) -> None:
     record(tmp_path, alerts(1000), segment_bytes=4000, segments=3)
     names = sorted(path.name for path in (tmp_path / FOLDER).iterdir())
-    found, _, skipped, missed = read_all(tmp_path)
+    matches, _, skipped, missed = read_all(tmp_path)
     assert len(names) == 3 and missed == int(names[0][:15]) > 0 and skipped == 0
-    assert found == alerts(1000)[-len(found) :]
+    assert matches == alerts(1000)[-len(matches) :]
     tail = read_events(tmp_path, after=newest_offset(tmp_path, back=1000))
     assert tail.events == tuple(alerts(1000)[-len(tail.events) :]) and 5 < len(tail.events) < 25 and tail.skipped == 0
 
@@ -125,8 +125,8 @@ def test_what_is_no_event_is_counted_and_skipped(tmp_path: Path) -> None:
     with (tmp_path / FOLDER / f"{0:015d}.jsonl").open("ab") as file:
         file.writelines(line + b"\n" for line in bad)
     record(tmp_path, alerts(2, start=2))
-    found, _, skipped, _ = read_all(tmp_path)
-    assert found == alerts(4) and skipped == len(bad)
+    matches, _, skipped, _ = read_all(tmp_path)
+    assert matches == alerts(4) and skipped == len(bad)
 
 
 def test_files_that_agentrl_does_not_write_are_harmless(tmp_path: Path) -> None:
@@ -151,8 +151,8 @@ def test_segments_that_overlap_or_leave_gaps_are_read_once_each(tmp_path: Path) 
     folder.mkdir()
     for start in (0, 50, 51, 10_000, (10**15) - 1):
         (folder / f"{start:015d}.jsonl").write_bytes(b"".join(map(encode, alerts(20))))
-    found, offset, _, missed = read_all(tmp_path, limit=3)
-    assert 40 <= len(found) <= 100 and offset > 10**15 and missed > 10**14
+    matches, offset, _, missed = read_all(tmp_path, limit=3)
+    assert 40 <= len(matches) <= 100 and offset > 10**15 and missed > 10**14
 
 
 def test_events_that_come_faster_than_the_disk_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,8 +163,8 @@ def test_events_that_come_faster_than_the_disk_are_counted(tmp_path: Path, monke
         log.record(event)
     assert time.monotonic() - began < 1.0
     log.close()
-    found = read_all(tmp_path)[0]
-    assert [replace(found[0], at=0.0), *found[1:]] == [EventsDropped(at=0.0, count=15), *alerts(10)]
+    matches = read_all(tmp_path)[0]
+    assert [replace(matches[0], at=0.0), *matches[1:]] == [EventsDropped(at=0.0, count=15), *alerts(10)]
 
 
 def test_a_failing_disk_is_reported_once_and_never_reaches_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,9 +184,9 @@ def test_a_failing_disk_is_reported_once_and_never_reaches_the_run(tmp_path: Pat
     blocked.unlink()
     log.record(alerts(1, start=5)[0])
     log.close()
-    found = read_all(tmp_path)[0]
-    dropped = sum(event.count for event in found if isinstance(event, EventsDropped))
-    assert dropped + sum(isinstance(event, AlertRaised) for event in found) == 6 and found[-1] == alerts(1, start=5)[0]
+    matches = read_all(tmp_path)[0]
+    dropped = sum(event.count for event in matches if isinstance(event, EventsDropped))
+    assert dropped + sum(isinstance(event, AlertRaised) for event in matches) == 6 and matches[-1] == alerts(1, start=5)[0]
 
 
 def test_a_line_that_was_written_in_part_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,8 +212,8 @@ def test_a_line_that_was_written_in_part_is_removed(tmp_path: Path, monkeypatch:
         time.sleep(0.01)
     log.record(alerts(1, start=5)[0])
     log.close()
-    found, _, skipped, _ = read_all(tmp_path)
-    assert [replace(event, at=0.0) for event in found] == [
+    matches, _, skipped, _ = read_all(tmp_path)
+    assert [replace(event, at=0.0) for event in matches] == [
         *(replace(event, at=0.0) for event in alerts(2)),
         EventsDropped(at=0.0, count=3),
         replace(alerts(1, start=5)[0], at=0.0),

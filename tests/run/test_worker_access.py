@@ -61,8 +61,8 @@ async def test_the_drivers_notes_are_searched_like_local_ones(tmp_path: Path) ->
         drive.api.memory = SimpleNamespace(search=store.search)  # type: ignore[assignment]
         notes = access.notes(config)
         expected = store.search("cache", scope="s", version=1, task_key="k1")
-        found = await asyncio.to_thread(notes.search, "cache", scope="s", version=1, task_key="k1")
-        assert found == expected and len(found) == 2, "not those of other attempts at its own task"
+        matches = await asyncio.to_thread(notes.search, "cache", scope="s", version=1, task_key="k1")
+        assert matches == expected and len(matches) == 2, "not those of other attempts at its own task"
 
 
 async def test_a_damaged_or_foreign_state_is_no_fault_of_the_episode(tmp_path: Path) -> None:

@@ -89,26 +89,26 @@ def run(tmp_path: Path) -> Path:
 def export(run: Path, *options: str) -> dict[str, Any]:
     done = CliRunner().invoke(app, ["export", str(run), "--json", *options])
     assert done.exit_code == 0, done.output
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    matches: dict[str, Any] = json.loads(done.stdout)
+    return matches
 
 
 def logs(folder: Path) -> dict[str, dict[str, Any]]:
     """The content of all logs: file -> member -> JSON."""
-    found = {}
+    matches = {}
     for path in sorted(folder.glob("*.eval")):
         with zipfile.ZipFile(path) as archive:
             assert archive.testzip() is None
-            found[path.name] = {name: json.loads(archive.read(name)) for name in archive.namelist()}
-    return found
+            matches[path.name] = {name: json.loads(archive.read(name)) for name in archive.namelist()}
+    return matches
 
 
 def test_a_log_for_each_step_and_evaluation_has_a_sample_for_each_attempt(run: Path) -> None:
     done = export(run, "--to", "eval")
-    found = logs(Path(done["folder"]))
-    assert list(found) == ["evaluation-step1.eval", "train-000001.eval", "train-000002.eval", "train-open.eval"]
+    matches = logs(Path(done["folder"]))
+    assert list(matches) == ["evaluation-step1.eval", "train-000001.eval", "train-000002.eval", "train-open.eval"]
     assert (done["files"], done["episodes"]) == (4, 7)
-    first = found["train-000001.eval"]
+    first = matches["train-000001.eval"]
     header = first["header.json"]
     assert set(first) == {
         "samples/g000000_epoch_1.json",
@@ -125,8 +125,8 @@ def test_a_log_for_each_step_and_evaluation_has_a_sample_for_each_attempt(run: P
 
 
 def test_a_sample_has_messages_score_and_exact_tokens(run: Path) -> None:
-    found = logs(Path(export(run, "--to", "eval", "--step", "1")["folder"]))
-    sample = found["train-000001.eval"]["samples/g000000_epoch_1.json"]
+    matches = logs(Path(export(run, "--to", "eval", "--step", "1")["folder"]))
+    sample = matches["train-000001.eval"]["samples/g000000_epoch_1.json"]
     assert [message["role"] for message in sample["messages"]] == ["system", "user", "assistant", "tool", "assistant"]
     (call,) = sample["messages"][2]["tool_calls"]
     assert (call["function"], call["arguments"], call["id"]) == ("python", {"code": HOSTILE}, sample["messages"][3]["tool_call_id"])
@@ -137,7 +137,7 @@ def test_a_sample_has_messages_score_and_exact_tokens(run: Path) -> None:
     assert main["turns"][0]["completion_ids"] == [3, 4, 5] and main["turns"][0]["versions"] == [[3, 0, 1], [4, 1, 3]]
     assert main["turns"][0]["logprobs"] == [-0.5, None, -0.25], "JSON has no infinity"
     assert helper["parent"] == {"trajectory": 0, "turn": 0, "call": 0} and helper["messages"][-1]["content"] == "sub"
-    excluded = found["train-000001.eval"]["samples/g000000_epoch_2.json"]
+    excluded = matches["train-000001.eval"]["samples/g000000_epoch_2.json"]
     assert excluded["scores"] == {} and "exec_timeout" in excluded["error"]["message"], "an excluded episode is not a score of 0"
 
 

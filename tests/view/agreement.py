@@ -23,14 +23,14 @@ def assert_tokens_agree_with_metrics(run: Path) -> int:
         metrics = source.metrics.row(step)
         assert len(tokens) == metrics["tokens_trained"]
         ratios = [math.exp(learner - behaviour) for learner, behaviour, _, _ in tokens]
-        found = {
+        matches = {
             "entropy": sum(entropy for _, _, entropy, _ in tokens) / len(tokens),
             "clip_fraction": sum(clipped for _, _, _, clipped in tokens) / len(tokens),
             "kl_behaviour": sum(ratio - 1 - math.log(ratio) for ratio in ratios) / len(tokens),
             "ratio_max": max(ratios),
             "ratio_min": min(ratios),
         }
-        assert found == pytest.approx({name: metrics[name] for name in found}, rel=1e-4, abs=1e-7), f"step {step}"
+        assert matches == pytest.approx({name: metrics[name] for name in matches}, rel=1e-4, abs=1e-7), f"step {step}"
         compared += len(tokens)
     source.close()
     return compared

@@ -85,17 +85,17 @@ def bad_row(run: Path) -> None:
 @pytest.mark.parametrize("damage", [no_store, older_schema, overwritten, cut_off, another_database, a_trigger, linked_store, bad_row])
 async def test_a_damaged_store_is_a_message_and_the_curves_stay(copy: Path, damage: Callable[[Path], None]) -> None:
     damage(copy)
-    found = await answers(copy.parent)
-    assert all(status < 500 for status, _ in found.values()), found
-    assert found[""][0] == 200 and found[""][1]["reward"][-1][0] == 5, "the curves do not need the store"
-    assert found["/groups/4"][0] in (404, 409, 422) and found["/groups/4"][1]["error"]["message"]
+    matches = await answers(copy.parent)
+    assert all(status < 500 for status, _ in matches.values()), matches
+    assert matches[""][0] == 200 and matches[""][1]["reward"][-1][0] == 5, "the curves do not need the store"
+    assert matches["/groups/4"][0] in (404, 409, 422) and matches["/groups/4"][1]["error"]["message"]
     if damage is bad_row:
-        lines = {line["group"]: line for line in found["/groups"][1]["groups"]}
+        lines = {line["group"]: line for line in matches["/groups"][1]["groups"]}
         assert all(lines[group]["problem"] for group in (4, 6, 7)) and lines[5]["scores"]
     else:
-        assert found["/steps/1"][0] == 200 and found["/steps/1"][1]["notes"]
+        assert matches["/steps/1"][0] == 200 and matches["/steps/1"][1]["notes"]
     if damage is older_schema:
-        assert "schema 3" in found["/groups/4"][1]["error"]["message"] and "agentrl version" in found["/groups/4"][1]["error"]["fix"]
+        assert "schema 3" in matches["/groups/4"][1]["error"]["message"] and "agentrl version" in matches["/groups/4"][1]["error"]["fix"]
 
 
 async def test_half_written_and_strange_files_become_notes(copy: Path) -> None:
@@ -117,9 +117,9 @@ async def test_half_written_and_strange_files_become_notes(copy: Path) -> None:
     (copy / "tasks.jsonl").mkdir()
     (copy / "gate" / "000001").mkdir(parents=True)
     (copy / "gate" / "000001" / "verdict.json").write_text("{")
-    found = await answers(copy.parent)
-    assert {path: status for path, (status, _) in found.items() if status >= 500} == {}
-    run = found[""][1]
+    matches = await answers(copy.parent)
+    assert {path: status for path, (status, _) in matches.items() if status >= 500} == {}
+    run = matches[""][1]
     assert [point[0] for point in run["reward"]] == [1, 2, 3, 4, 5], run["reward"]
     text = " ".join(run["notes"])
     assert "unreadable lines ignored" in text and "summary.json" in text and "tasks.jsonl" in text
@@ -138,8 +138,8 @@ async def test_links_out_of_the_folder_are_not_followed(runs: Path, tmp_path: Pa
     (root / "stranger" / "model" / "tokenizer.json").symlink_to("/etc/passwd")
     (root / "stranger" / "failures").symlink_to("/etc")
     os.mkfifo(root / "stranger" / "tasks.jsonl")
-    found = await answers(root, "stranger")
-    assert all(status < 500 for status, _ in found.values()) and "SECRET" not in json.dumps(found)
+    matches = await answers(root, "stranger")
+    assert all(status < 500 for status, _ in matches.values()) and "SECRET" not in json.dumps(matches)
     async with client(root) as ours:
         assert [run["name"] for run in (await ours.get("/api/runs")).json()["runs"]] == ["stranger"]
 
@@ -181,9 +181,9 @@ async def test_a_run_that_is_removed_while_it_is_shown_is_gone_and_another_in_it
 
 async def test_a_group_that_would_not_fit_into_memory_is_not_decoded(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "MAX_GROUP_BYTES", 2000)
-    found = await answers(copy.parent)
-    assert found["/groups/4"][0] == 409 and "cannot be shown" in found["/groups/4"][1]["error"]["message"]
-    assert all("cannot be shown" in line["problem"] for line in found["/groups"][1]["groups"])
+    matches = await answers(copy.parent)
+    assert matches["/groups/4"][0] == 409 and "cannot be shown" in matches["/groups/4"][1]["error"]["message"]
+    assert all("cannot be shown" in line["problem"] for line in matches["/groups"][1]["groups"])
 
 
 def test_a_folder_that_does_not_exist_is_the_users_error(tmp_path: Path) -> None:

@@ -119,10 +119,10 @@ def test_every_control_has_a_name_and_every_page_an_outline(view: ServedView, wa
     opened = watch(view)
     for address in PAGES:
         opened.open(address)
-        found = check(opened.page, "outline")
-        assert found["unnamed"] == [] and found["doubled"] == [] and found["unlabelled"] == [], (address, found)
-        assert found["h1"] == 1 and found["main"] == 1 and found["lang"] == "en", (address, found)
-        assert found["focus"] in ("H1", "MAIN", "BODY"), (address, found)
+        matches = check(opened.page, "outline")
+        assert matches["unnamed"] == [] and matches["doubled"] == [] and matches["unlabelled"] == [], (address, matches)
+        assert matches["h1"] == 1 and matches["main"] == 1 and matches["lang"] == "en", (address, matches)
+        assert matches["focus"] in ("H1", "MAIN", "BODY"), (address, matches)
         tree = opened.page.locator("main").aria_snapshot()
         assert "heading" in tree and "[level=1]" in tree, address
 
