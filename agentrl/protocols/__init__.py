@@ -4,6 +4,7 @@ Every wait takes a deadline in seconds and raises a typed error (`agentrl.errors
 """
 
 from agentrl.protocols.cluster import Launcher, PartCommand, PartHandle
+from agentrl.protocols.environment import Environment, EnvironmentOpener, ResumableEnvironment
 from agentrl.protocols.episode import Agent, EpisodeMemory, ExternalRequest, LiveEpisode, LiveTrajectory, MemoryView, ToolSource
 from agentrl.protocols.experience import Delivery, EpisodeCheckpoints, EvaluationStore, ExperienceStore, GroupCommit, GroupTransport
 from agentrl.protocols.learning import AdvantageEstimator, Loss, LossTokens
@@ -19,6 +20,8 @@ __all__ = [
     "Agent",
     "CacheUse",
     "Delivery",
+    "Environment",
+    "EnvironmentOpener",
     "EpisodeCheckpoints",
     "EpisodeListener",
     "EpisodeMemory",
@@ -39,6 +42,7 @@ __all__ = [
     "Policy",
     "PolicyServer",
     "PreparedVerifier",
+    "ResumableEnvironment",
     "Sandbox",
     "SandboxBackend",
     "SandboxVerifier",

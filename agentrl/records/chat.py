@@ -32,3 +32,4 @@ class ToolResult(Record):
     output: Text
     ok: bool
     wall_s: float = 0.0
+    reward: float | None = None  # of this action, if an environment gave one

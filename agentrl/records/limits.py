@@ -45,8 +45,8 @@ class Limits(Record):
         return OUTPUT_CALLS * self.tool_output_chars if self.episode_output_chars is None else self.episode_output_chars
 
 
-OPTIONAL_LIMITS = ("tool_calls", "all_tokens", "thinking_tokens")
-"""Limits that count towards the key of a task only if they are set."""
+OPTIONAL_FIELDS = ("tool_calls", "all_tokens", "thinking_tokens", "environment")
+"""Fields of a task and its limits that count towards the key of the task only if they are set."""
 
 
 def key_fields(record: Any) -> dict[str, object]:
@@ -55,9 +55,7 @@ def key_fields(record: Any) -> dict[str, object]:
     `dataclasses.asdict` would copy all fields first and take several times as long.
     """
     values = {field.name: getattr(record, field.name) for field in fields(record)}
-    if isinstance(record, Limits):
-        return {name: value for name, value in values.items() if value is not None or name not in OPTIONAL_LIMITS}
-    return values
+    return {name: value for name, value in values.items() if value is not None or name not in OPTIONAL_FIELDS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

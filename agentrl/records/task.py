@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from agentrl.records.chat import Message
+from agentrl.records.environment import EnvironmentSpec
 from agentrl.records.fields import JsonObject, Record
 from agentrl.records.limits import Limits as Limits
 from agentrl.records.limits import key_fields
@@ -46,6 +47,7 @@ class Task(Record):
     binary_files: Mapping[str, str] = field(default_factory=dict)  # relative path -> base64, for files that are not text
     outputs: tuple[str, ...] = ()  # patterns of the files that are graded (`agentrl.task.outputs`): ("report.json", "src/**")
     limits: Limits = field(default_factory=Limits)
+    environment: EnvironmentSpec | None = None  # the agent acts in it; its first observation follows the prompt
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)

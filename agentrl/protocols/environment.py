@@ -1,0 +1,59 @@
+"""Environments: worlds that answer an agent's actions with observations and rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from agentrl.records import EnvironmentSpec, Observation, Step, ToolCall
+
+
+class Environment(Protocol):
+    """One environment, opened for one episode.
+
+    `actions` says what an action is:
+
+    - None: any text. The agent's answer is the action.
+    - A sequence of texts, such as `("left", "right")`: one of these. Sampling is constrained to them.
+    - A sequence of function schemas: a call of one of these tools.
+
+    Faults: `PolicyFault` for an action that the rules forbid, `TaskError` for a task that cannot be played, and any other exception, or no
+    answer in time, for a broken environment. Only the first is scored.
+    """
+
+    instructions: str  # the agent's system message; empty means none
+    actions: Sequence[str] | Sequence[dict[str, Any]] | None
+
+    async def reset(self) -> Observation:
+        """Starts the episode and returns what the agent sees first. Called once."""
+        ...
+
+    async def step(self, action: str | ToolCall) -> Step:
+        """Applies an action."""
+        ...
+
+    async def close(self) -> None:
+        """Ends the episode and frees what it holds. Called once, also after a fault."""
+
+
+class ResumableEnvironment(Environment, Protocol):
+    """An environment whose state can be captured between two steps."""
+
+    async def snapshot(self) -> bytes:
+        """Returns the state."""
+        ...
+
+    async def restore(self, state: bytes) -> Observation:
+        """Continues from a state, in place of `reset`. Returns the observation that followed it."""
+        ...
+
+
+class EnvironmentOpener(Protocol):
+    """Opens environments of one kind. One object serves all episodes of a process."""
+
+    async def open(self, spec: EnvironmentSpec) -> Environment:
+        """Returns an environment for one episode."""
+        ...
+
+    async def close(self) -> None:
+        """Frees what episodes share: processes, connections, sessions."""

@@ -1,0 +1,58 @@
+"""What an environment is opened with, and what it returns: the specification, an observation, a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from agentrl.records.fields import JsonObject, Record, Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentSpec(Record):
+    """Which environment the episodes of a task act in: `EnvironmentSpec(ref="gymnasium:CartPole-v1", seed=7)`.
+
+    All attempts at a task start the environment with the same seed and options.
+    """
+
+    ref: str  # "gymnasium:ID", "openenv:URL", or a plug-in reference such as "mine.worlds:Guess"
+    options: JsonObject = field(default_factory=dict)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        Record.__post_init__(self)
+        if not self.ref:
+            raise ValueError("EnvironmentSpec.ref is empty")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation(Record):
+    """What an agent is shown: `Observation(text="You are at (0, 0).")`."""
+
+    text: Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step(Record):
+    """The result of one action.
+
+    `terminated` means that the environment reached an end: goal, loss or death. `truncated` means that it was cut off, for example by a
+    limit on steps: not a failure, and a critic estimates the value of what would have followed.
+    """
+
+    observation: Observation
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    parts: Mapping[str, float] = field(default_factory=dict)  # named components of the reward, for the record
+
+    def __post_init__(self) -> None:
+        Record.__post_init__(self)
+        if not math.isfinite(self.reward):
+            raise ValueError(f"Step.reward must be finite, got {self.reward}")
+
+    @property
+    def done(self) -> bool:
+        """Whether no further step is possible."""
+        return self.terminated or self.truncated
