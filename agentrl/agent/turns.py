@@ -144,9 +144,7 @@ class AgentRun:
         if not chat.exact:
             trajectory.add_results(results, wall_s=wall_s)
             with reading_policy_text(_SHOWN):
-                self.trajectory = continue_context(
-                    chat, self._episode, trajectory, parsed, outputs, prompt=self._prompt, schemas=self._schemas
-                )
+                self.trajectory = continue_context(chat, self._episode, trajectory, parsed, prompt=self._prompt, schemas=self._schemas)
             return ""
         try:
             with reading_policy_text(_SHOWN):
