@@ -11,6 +11,7 @@ from agentrl.records.chat import Message
 from agentrl.records.fields import Record
 from agentrl.records.turn import Turn
 
+
 class HasTurns(Protocol):
     """A trajectory, finished or in progress."""
 

@@ -22,6 +22,7 @@ from agentrl.base.processes import raise_file_limit, rare_collections
 from agentrl.cluster import ClusterPlan
 from agentrl.cluster.process_host import LocalLauncher
 from agentrl.config.recipe import Recipe
+from agentrl.environment import close_environments
 from agentrl.evaluation.replay import check_start_tokens
 from agentrl.experience import BlockStarts, DriverStore, FolderCheckpoints, GroupOrder, open_store
 from agentrl.failure import Capture, FaultRate, Quarantine
@@ -175,6 +176,7 @@ async def open_run(
         stack.push_async_callback(launcher.close)
         sandboxes = await open_sandboxes(recipe.sandbox, run_label=start.folder.name, root=root)
         stack.push_async_callback(sandboxes.close)
+        stack.push_async_callback(close_environments)
         chat, tools = await _check_slowly(recipe, start.folder, checked, sandboxes, root=root)
         await asyncio.to_thread(_write_folder, recipe, start, checked, tools, root=root)
         yield await _open_parts(stack, recipe, start, checked, launcher, sandboxes, chat, tools, root, console, order)
