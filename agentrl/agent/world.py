@@ -15,10 +15,11 @@ from typing import Any, cast
 from agentrl.agent.chat import ChatFormat
 from agentrl.agent.contexts import with_instructions
 from agentrl.agent.tools import NO_BOUNDS, ToolOutcome, clip
+from agentrl.environment import open_environment
 from agentrl.environment.choices import choice_constraint
-from agentrl.errors import EnvironmentFault, PolicyFault
+from agentrl.errors import EnvironmentFault, PolicyFault, UserError
 from agentrl.protocols import Environment, LiveEpisode, LiveTrajectory, ResumableEnvironment, Sandbox
-from agentrl.records import EnvironmentSpec, Limits, Message, Step, ToolCall, ToolResult
+from agentrl.records import EnvironmentSpec, Limits, Message, Step, Task, ToolCall, ToolResult
 from agentrl.records.chat import USER
 
 CONTINUED = "continued"
@@ -164,6 +165,26 @@ class ActionTool:
     async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
         """Applies a call as an action."""
         return await self._world.act(ToolCall(name=self.name, arguments=arguments))
+
+
+async def check_world(task: Task, chat: ChatFormat) -> None:
+    """Opens the environment of a task once. Raises `UserError` if it does not start, or the chat template does not accept its
+    observations."""
+    if task.environment is None:
+        return
+    try:
+        environment = await open_environment(task.environment)
+    except EnvironmentFault as error:
+        fix = "correct the environment, or tasks.family.options"
+        raise UserError(f"tasks.family: the environment {task.environment.ref!r} does not start: {error}", fix=fix) from error
+    try:
+        observation = await environment.reset()
+        functions = [action for action in environment.actions or () if not isinstance(action, str)]
+        if not functions and task.environment.context_turns != 1:
+            chat.check_user_turns()
+        chat.opening(world_prompt(task.prompt, environment.instructions, observation.text), functions)
+    finally:
+        await environment.close()
 
 
 def world_prompt(prompt: Sequence[Message], instructions: str, observation: str) -> tuple[Message, ...]:
