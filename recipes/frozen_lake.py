@@ -22,6 +22,7 @@ from agentrl.plugins.parts import Part
 LAKE = {
     "is_slippery": False,
     "formatter": "recipes.frozen_lake:describe",
+    "instructions": "",
     "action_names": ["0", "1", "2", "3"],
     "context_turns": 1,
     "limits": {"turns": 30, "turn_tokens": 4, "episode_tokens": 64, "all_tokens": 2048},

@@ -52,6 +52,7 @@ class GymnasiumWorld(Environment):
         id: such as `CartPole-v1`, or `package.module:Name-v0`, whose module is imported first.
         formatter: reference of a function that returns the text of an observation.
         action_names: texts of the discrete actions, in order.
+        instructions: the system message; None means a default, and an empty text means none.
         json_actions: actions that are not discrete are JSON texts instead of calls.
         engine: `gymnasium` or `envpool`.
         options: arguments of `gymnasium.make`.
@@ -64,6 +65,7 @@ class GymnasiumWorld(Environment):
         formatter: str | None = None,
         action_names: Sequence[str] | None = None,
         json_actions: bool = False,
+        instructions: str | None = None,
         engine: str = "gymnasium",
         **options: Any,
     ) -> None:
@@ -72,7 +74,8 @@ class GymnasiumWorld(Environment):
         self._format: Callable[[Any], str] | None = None if formatter is None else resolve(formatter)
         self._space = self._world.action_space
         self._seen = self._world.observation_space
-        self.instructions = f"{self._name}: choose an action. {LEGENDS.get(self._name, '')}".strip()
+        default = f"{self._name}: choose an action. {LEGENDS.get(self._name, '')}".strip()
+        self.instructions = default if instructions is None else instructions
         self._numbers: dict[str, int] = {}
         if kind_of(self._space) == "Discrete":
             count, start = int(self._space.n), int(self._space.start)
@@ -86,7 +89,7 @@ class GymnasiumWorld(Environment):
             parameters = {"type": "object", "properties": {"action": schema_of(self._space)}, "required": ["action"]}
             self.actions = ({"type": "function", "function": {"name": "act", "description": "Acts.", "parameters": parameters}},)
         else:
-            self.instructions += f" Write it as JSON: {json.dumps(schema_of(self._space))}"
+            self.instructions += "" if instructions is not None else f" Write it as JSON: {json.dumps(schema_of(self._space))}"
 
     def reset(self, seed: int) -> str:
         """Starts an episode."""
