@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import contextlib
+import errno
 import signal
 import threading
 import time
