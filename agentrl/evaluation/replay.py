@@ -130,7 +130,8 @@ async def replay_state(trace: Trace, turn: int, stage: ReplaySetup) -> EpisodeSt
         max_model_len=stage.max_model_len,
         request_timeout_s=_TIMEOUT_S,
     )
-    await stage.sandboxes.prepare(task.sandbox)
+    if task.sandbox is not None:
+        await stage.sandboxes.prepare(task.sandbox)
     memory = None if episode.memory is None else ReplayedMemory(episode.memory, recorded[:turn])
     played = await runner.run(task, episode_id=trace.id, on_turn=on_turn, memory=memory)
     if not states:
@@ -239,7 +240,7 @@ def _foreign(
             parsed = chat.parse(turn.completion_ids, schemas)
             if parsed.message != turn.message:
                 return f"turn {number + 1} reads as another message"
-            if chat.tool_delta([result.output for result in turn.tool_results], parsed) != prompts[number + 1]:
+            if chat.answer_delta(turn.tool_results, parsed) != prompts[number + 1]:
                 return f"the tool results of turn {number + 1} have other tokens"
     except UserError as error:
         return error.message

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
+from agentrl.protocols.episode import Agent
 from agentrl.records import Split, Task
 
 
@@ -20,11 +21,24 @@ class TaskFamily(Protocol):
         """Returns the task at an index of a split."""
         ...
 
+
+class HostedFamily(TaskFamily, Protocol):
+    """A family whose episodes another program drives. Its agent replaces the turn loop, unless the recipe names an agent."""
+
+    def agent(self, *, chat: Any) -> Agent:
+        """Returns the agent of all episodes of a run. `chat`: the policy's chat format."""
+        ...
+
+
+class GoldFamily(TaskFamily, Protocol):
+    """A family that knows the right answers, for `agentrl check` and practice."""
+
     def gold(self, task: Task) -> str:
         """Python source of the gold solution. Run in the sandbox of the task, it prints the right answer."""
+        ...
 
 
-class VariedFamily(TaskFamily, Protocol):
+class VariedFamily(GoldFamily, Protocol):
     """A family that can generate variants of its tasks, as practice for failures."""
 
     def variants(self, task: Task, *, seed: int) -> Iterator[tuple[str, Task]]:
