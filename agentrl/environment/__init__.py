@@ -1,0 +1,1 @@
+"""Environments of other people: virtual environments of their packages."""
