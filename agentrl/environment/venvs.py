@@ -81,7 +81,7 @@ def read_locks(root: Path) -> dict[str, Lock]:
     return {path.stem: read_lock(path) for path in sorted((root / LOCKS).glob("*.lock"))}
 
 
-def environmentpython_of(root: Path, name: str) -> Path:
+def environment_python(root: Path, name: str) -> Path:
     """Returns the Python of a built environment. Raises `UserError` with the command that builds it."""
     path = root / LOCKS / f"{name}.lock"
     if not path.is_file():
