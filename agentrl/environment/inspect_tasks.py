@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.environment.host import HostSpec, describe
-from agentrl.environment.venvs import environment_of, environment_python
+from agentrl.environment.venvs import BUILT, environment_of, python_of
 from agentrl.errors import PluginError, UserError
 from agentrl.records import EnvironmentSpec, Limits, Message, SandboxSpec, Split, Task
 
@@ -26,7 +26,7 @@ def host_spec(spec: EnvironmentSpec) -> HostSpec:
     """Returns how the host of an inspect task is started. Raises `UserError` if its environment is not built."""
     root = Path.cwd()
     options = spec.options
-    python = environment_python(root, str(options.get("environment") or environment_of(root, PACKAGE)))
+    python = python_of(root / BUILT / str(options.get("environment") or environment_of(root, PACKAGE)))
     config = {
         "task": spec.ref.removeprefix("inspect:"),
         **{name: options.get(name) or {} for name in ("args", "values", "model_roles")},
