@@ -19,7 +19,7 @@ TIMEOUT_S = 3600.0
 FILE_S = 60.0
 CHUNK = 6 << 20
 """Bytes of a file that are read at once."""
-_WRITE = 'd=$(dirname -- "$1"); [ -d "$1" ] && exit 81; mkdir -p -- "$d" || exit 83; { : >> "$1"; } 2>/dev/null || exit 83; cat > "$1"'
+_WRITE = 'd=$(dirname -- "$1"); [ -d "$1" ] && exit 81; mkdir -p -- "$d" || exit 83; (: >> "$1") 2>/dev/null || exit 83; cat > "$1"'
 _SIZE = '[ -d "$1" ] && exit 81; [ -e "$1" ] || exit 82; [ -r "$1" ] || exit 83; wc -c < "$1"'
 _READ = 'tail -c "+$2" -- "$1" | head -c "$3" | base64'
 _CWD = 'cd -- "$1" || exit 1; shift; exec "$@"'
@@ -70,7 +70,7 @@ class EpisodeSandbox(SandboxEnvironment):
         result = await self._run(argv, input, timeout_s=float(timeout or TIMEOUT_S), output_bytes=2 * limit, env=env)
         for name in ("stdout", "stderr"):
             if len(result[name].encode()) > limit:
-                raise OutputLimitExceededError(f"{limit} bytes", result[name][:limit])
+                raise OutputLimitExceededError(SandboxEnvironmentLimits.MAX_EXEC_OUTPUT_SIZE_STR, result[name][:limit])
         if result["exit_code"] in (126, 127) and "ermission denied" in result["stderr"]:
             raise PermissionError(f"{cmd[0]}: Permission denied")
         code = result["exit_code"]
@@ -92,7 +92,7 @@ class EpisodeSandbox(SandboxEnvironment):
             raise FileNotFoundError(2, "No such file or directory", file)
         size = int(self._check(await self._run(["sh", "-c", _SIZE, "sh", _plain(file)]), file))
         if size > limit:
-            raise OutputLimitExceededError(f"{limit} bytes", None)
+            raise OutputLimitExceededError(SandboxEnvironmentLimits.MAX_READ_FILE_SIZE_STR, None)
         data = b""
         while len(data) < size:
             argv = ["sh", "-c", _READ, "sh", _plain(file), str(len(data) + 1), str(CHUNK)]
