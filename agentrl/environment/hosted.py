@@ -19,7 +19,7 @@ from agentrl.environment.host import Host, HostSpec
 from agentrl.errors import InfrastructureError, PolicyFault, TaskError
 from agentrl.gateway.program import MODEL
 from agentrl.gateway.rewards import MAX_EVIDENCE, MAX_PARTS, POSTED_REWARDS
-from agentrl.gateway.server import Gateway
+from agentrl.gateway.server import Gateway, import_server
 from agentrl.gateway.session import Session
 from agentrl.gateway.tokens import Chat, ConversationTokens
 from agentrl.plugins.references import resolve
@@ -57,6 +57,7 @@ class HostedAgent:
     task_tools = False  # the program has its own
 
     def __init__(self, *, chat: Chat) -> None:
+        import_server()
         self._tokens = ConversationTokens(chat)
         self._gateway = Gateway()
         self._hosts: dict[str, Host] = {}

@@ -204,7 +204,7 @@ async def _check_slowly(
     tools = await pin_tools(declared_tools(recipe.mcp, recipe.tools, root), tasks, sandboxes, folder=folder, chat=chat, memory=memory)
     if checked.suite is not None:
         check_start_tokens([checked.suite], chat, tools, recipe.rollout)
-    if recipe.rollout.agent.ref in parts.AGENT.shipped:  # a user-supplied agent may use other prompts, and no tools
+    if recipe.agent.ref in parts.AGENT.shipped:  # a user-supplied agent may use other prompts, and no tools
         check_prompt(chat, checked.family, tools, memory, recipe.rollout.instructions)
     check_thinking(chat, checked.family, recipe.evaluation)
     return chat, tools

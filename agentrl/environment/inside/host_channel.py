@@ -137,7 +137,7 @@ def main(describe: Callable[[dict[str, Any]], Any], serve: Callable[[Channel, di
         serve: runs until the channel ends. The second argument is the configuration.
         handlers: answer the requests with their names.
     """
-    del sys.path[0]  # this folder, whose modules must not hide those of tasks
+    sys.path.append(sys.path.pop(0))  # this folder, whose modules must not hide those of tasks
     if sys.argv[1] == "describe":
         try:
             result = {"result": describe(json.load(sys.stdin))}
