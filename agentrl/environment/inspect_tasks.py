@@ -76,7 +76,9 @@ class InspectFamily:
     ) -> None:
         known = ("args", "solver", "score", "values", "model_roles", "variables", "environment")
         if unknown := sorted(set(options) - set(known)):
-            raise PluginError(f"tasks.family.options.{unknown[0]}: unknown option of inspect tasks", fix=f"the options are {', '.join(known)}")
+            raise PluginError(
+                f"tasks.family.options.{unknown[0]}: unknown option of inspect tasks", fix=f"the options are {', '.join(known)}"
+            )
         if unknown := sorted({*(limits or {})} - {field.name for field in fields(Limits)}):
             raise PluginError(f"tasks.family.options.limits has no field {unknown[0]!r}", fix="use fields of agentrl.records.Limits")
         if not 0 <= heldout < 1:
