@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.environment.host import HostSpec, describe
-from agentrl.environment.venvs import BUILT, environment_of, python_of
+from agentrl.environment.venvs import environment_of, environment_python
 from agentrl.errors import PluginError, UserError
 from agentrl.records import EnvironmentSpec, Limits, Message, SandboxSpec, Split, Task
 
@@ -26,7 +26,7 @@ def host_spec(spec: EnvironmentSpec) -> HostSpec:
     """Returns how the host of an inspect task is started. Raises `UserError` if its environment is not built."""
     root = Path.cwd()
     options = spec.options
-    python = python_of(root / BUILT / str(options.get("environment") or environment_of(root, PACKAGE)))
+    python = environment_python(root, str(options.get("environment") or environment_of(root, PACKAGE)))
     config = {
         "task": spec.ref.removeprefix("inspect:"),
         **{name: options.get(name) or {} for name in ("args", "values", "model_roles")},
@@ -87,7 +87,7 @@ class InspectFamily:
         self._spec = EnvironmentSpec(ref=ref, options=options)
         self._limits = Limits(**{"turns": 16, **(limits or {})})
         described = describe(host_spec(self._spec))
-        self._samples = _split(described["samples"], seed=seed, heldout=heldout)
+        self._samples = split_samples(described["samples"], seed=seed, heldout=heldout)
         used = [each for samples in self._samples.values() for each in samples if each["sandbox"] is not None]
         if used and not image:
             raise UserError(
@@ -122,7 +122,7 @@ def _configured(samples: list[Mapping[str, Any]]) -> str:
     return f" (with {configured})" if configured else ""
 
 
-def _split(samples: list[Mapping[str, Any]], *, seed: int, heldout: float) -> dict[Split, list[Mapping[str, Any]]]:
+def split_samples(samples: list[Mapping[str, Any]], *, seed: int, heldout: float) -> dict[Split, list[Mapping[str, Any]]]:
     """Holds out a share of the samples: those with the lowest hashes of seed and id."""
     order = sorted(samples, key=lambda each: hashlib.sha256(f"{seed}/{each['id']}".encode()).digest())
     count = min(max(1, round(heldout * len(order))), len(order) - 1) if heldout and len(order) > 1 else 0
