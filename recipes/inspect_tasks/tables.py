@@ -1,7 +1,7 @@
 """A task set of inspect_ai: the quickstart's questions about tables, with inspect's own agent, tool and scorer.
 
-    inspect eval recipes/inspect_tasks/tables.py --model ...        # as an evaluation
-    agentrl train recipes/inspect_tables.py                         # as training tasks
+inspect eval recipes/inspect_tasks/tables.py --model ...        # as an evaluation
+agentrl train recipes/inspect_tables.py                         # as training tasks
 """
 
 from inspect_ai import Task, task

@@ -129,7 +129,9 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:MAX_TEXT]
 
 
-def main(describe: Callable[[dict[str, Any]], Any], serve: Callable[[Channel, dict[str, Any]], Awaitable[None]], *handlers: Handler) -> None:
+def main(
+    describe: Callable[[dict[str, Any]], Any], serve: Callable[[Channel, dict[str, Any]], Awaitable[None]], *handlers: Handler
+) -> None:
     """Runs a host script.
 
     Args:

@@ -37,4 +37,6 @@ def passed():
 
 @task
 def checks():
-    return Task(dataset=MemoryDataset([Sample(id=name, input=name) for name in CHECKS]), solver=run_check(), scorer=passed(), sandbox="docker")
+    return Task(
+        dataset=MemoryDataset([Sample(id=name, input=name) for name in CHECKS]), solver=run_check(), scorer=passed(), sandbox="docker"
+    )
