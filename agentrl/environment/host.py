@@ -163,12 +163,15 @@ class Host:
 class _Process:
     """One process of a host."""
 
-    def __init__(self, spec: HostSpec, process: asyncio.subprocess.Process) -> None:
-        self._spec, self._process = spec, process
+    def __init__(
+        self, spec: HostSpec, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._spec, self._process, self._writer = spec, process, writer
         self.reason = ""  # why it ended
         self._calls: dict[int, _Call] = {}
         self._numbers = count(1)
         self._tail: deque[str] = deque(maxlen=_TAIL)
+        self._task = asyncio.create_task(self._live(reader), name=f"host {spec.name}")
 
     @property
     def ended(self) -> bool:
@@ -195,10 +198,7 @@ class _Process:
             raise HostDied(f"{spec.name}: {spec.python} cannot be started: {error.strerror or error}") from None
         finally:
             theirs.close()
-        self = cls(spec, process)
-        reader, self._writer = await asyncio.open_connection(sock=ours, limit=MAX_MESSAGE)
-        self._task = asyncio.create_task(self._live(reader), name=f"host {spec.name}")
-        return self
+        return cls(spec, process, *await asyncio.open_connection(sock=ours, limit=MAX_MESSAGE))
 
     async def close(self) -> None:
         """Kills the process and waits for its end."""

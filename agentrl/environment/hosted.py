@@ -10,9 +10,11 @@ import asyncio
 import base64
 import math
 import re
+from asyncio import AbstractEventLoop
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from agentrl.base.user_code import describe_error
 from agentrl.environment.host import Host, HostSpec
@@ -23,7 +25,7 @@ from agentrl.gateway.server import Gateway, import_server
 from agentrl.gateway.session import Session
 from agentrl.gateway.tokens import Chat, ConversationTokens
 from agentrl.plugins.references import resolve
-from agentrl.protocols import LiveEpisode
+from agentrl.protocols import LiveEpisode, Sandbox
 from agentrl.records import Blame, EnvironmentSpec, Score
 
 HOSTED = {
@@ -33,12 +35,10 @@ HOSTED = {
 """Prefix of `EnvironmentSpec.ref` -> function that returns the `HostSpec` of a specification."""
 SCORING_SHARE = 0.2
 """Share of an episode's time that is reserved for scoring: after the rest, the host stops its program and scores what there is."""
-GRACE_S = 20.0
-"""Seconds for the host's score after the session has ended at a limit."""
 MAX_HOSTS = 16
 MAX_ANSWER = 1 << 16
-MAX_FILE = 64 << 20
 MAX_OUTPUT = 16 << 20
+_hosts: WeakKeyDictionary[AbstractEventLoop, dict[str, Host]] = WeakKeyDictionary()
 _STOP = re.compile(r"[a-z_]{1,32}")
 
 
@@ -53,7 +53,7 @@ class HostedAgent:
     - optional `fault` with `blame` and `message`: the program failed. The episode is excluded. If it turns out that only the policy's text
       provokes the fault, the value counts, or the lowest value so far if there is none.
 
-    While it plays, a host may send `exec`, `read` and `write` for the episode's sandbox.
+    While it plays, a host may send `exec` to run programs in the episode's sandbox.
     """
 
     boundaries = False  # the program's state cannot be captured
@@ -63,7 +63,6 @@ class HostedAgent:
         import_server()
         self._tokens = ConversationTokens(chat)
         self._gateway = Gateway()
-        self._hosts: dict[str, Host] = {}
         self._lowest: dict[str, float] = {}  # lowest value so far, by environment
 
     async def act(self, episode: LiveEpisode) -> str:
@@ -71,7 +70,7 @@ class HostedAgent:
         task = episode.task
         if task.environment is None:
             raise TaskError(f"task {task.id!r} has no environment", fix="use rollout.agent=turns for it")
-        host = self._host(task.environment)
+        host = host_of(task.environment)
         session = Session(episode=episode, tokens=self._tokens, models=(MODEL,))
         POSTED_REWARDS.open(episode.id)
         async with self._gateway.session(session) as key:
@@ -86,18 +85,6 @@ class HostedAgent:
             raise session.fault
         return self._ended(episode, session, result)
 
-    def _host(self, spec: EnvironmentSpec) -> Host:
-        kind = spec.ref.partition(":")[0]
-        if kind not in HOSTED:
-            raise TaskError(f"environment {spec.ref!r} has no host", fix=f"use one of {', '.join(HOSTED)}")
-        key = repr((spec.ref, spec.options))
-        if key not in self._hosts:
-            if len(self._hosts) >= MAX_HOSTS:
-                raise TaskError(f"the tasks of this run use more than {MAX_HOSTS} hosts", fix="use fewer environments or options")
-            start: HostSpec = resolve(HOSTED[kind])(spec)
-            self._hosts[key] = Host(start)
-        return self._hosts[key]
-
     async def _play(self, host: Host, params: Mapping[str, Any], episode: LiveEpisode, session: Session) -> Mapping[str, Any]:
         """Returns the host's result; a session that ends with a fault gives an empty one."""
         limit_s = episode.task.limits.wall_s
@@ -105,20 +92,11 @@ class HostedAgent:
         over = asyncio.create_task(session.over.wait())
         try:
             await asyncio.wait({play, over}, return_when=asyncio.FIRST_COMPLETED)
-            if not play.done() and session.fault is None:
-                await asyncio.wait({play}, timeout=GRACE_S)
-            if session.fault is not None:
-                return {}
-            if not play.done():
-                raise InfrastructureError(f"{host.spec.name}: no score within {GRACE_S:g} s after {session.limit}")
-            result = play.result()
+            return {} if session.fault is not None else as_object(await play, host)
         finally:
             over.cancel()
             play.cancel()
             await asyncio.wait({play, over})
-        if not isinstance(result, Mapping):
-            raise InfrastructureError(f"{host.spec.name}: its host returned a {type(result).__name__} instead of an object")
-        return result
 
     def _ended(self, episode: LiveEpisode, session: Session, result: Mapping[str, Any]) -> str:
         """Stores the score and returns the stop reason. Raises the fault of the host's program."""
@@ -136,6 +114,27 @@ class HostedAgent:
             raise {"task": TaskError, "policy": PolicyFault}.get(str(fault.get("blame")), InfrastructureError)(text)
         stop = str(result.get("stop") or "")
         return session.limit or (stop if _STOP.fullmatch(stop) else "answered")
+
+
+def host_of(spec: EnvironmentSpec) -> Host:
+    """Returns the host of an environment, which its episodes in this event loop share. Raises `UserError` if it cannot be started."""
+    kind, here = spec.ref.partition(":")[0], _hosts.setdefault(asyncio.get_running_loop(), {})
+    if kind not in HOSTED:
+        raise TaskError(f"environment {spec.ref!r} has no host", fix=f"use one of {', '.join(HOSTED)}")
+    key = repr((spec.ref, spec.options))
+    if key not in here:
+        if len(here) >= MAX_HOSTS:
+            raise TaskError(f"the tasks of this run use more than {MAX_HOSTS} hosts", fix="use fewer environments or options")
+        start: HostSpec = resolve(HOSTED[kind])(spec)
+        here[key] = Host(start)
+    return here[key]
+
+
+def as_object(result: Any, host: Host) -> Mapping[str, Any]:
+    """Returns the result of `play`. Raises `InfrastructureError` if it is not an object."""
+    if not isinstance(result, Mapping):
+        raise InfrastructureError(f"{host.spec.name}: its host returned a {type(result).__name__} instead of an object")
+    return result
 
 
 def score_of(result: Mapping[str, Any]) -> Score:
@@ -162,21 +161,21 @@ def _number(value: Any, what: str) -> float:
 
 
 async def _serve(episode: LiveEpisode, method: str, params: Mapping[str, Any]) -> Any:
-    """Runs an operation of the host's program in the episode's sandbox. Its time counts as the agent's."""
+    """Runs a program of the host in the episode's sandbox. Its time counts as the agent's."""
     sandbox = await episode.sandbox()
     with episode.running(sandbox):
-        match method:
-            case "exec":
-                timeout_s = min(float(params["timeout_s"]), episode.task.limits.wall_s)
-                output = min(int(params["output_bytes"]), MAX_OUTPUT)
-                stdin, env = base64.b64decode(params["stdin"]), params.get("env") or None
-                result = await sandbox.exec(params["argv"], stdin=stdin, timeout_s=timeout_s, output_bytes=output, env=env)
-                fields = ("exit_code", "stdout", "stderr", "truncated", "reason")
-                return {name: getattr(result, name) for name in fields}
-            case "read":
-                data = await sandbox.read(str(params["path"]), max_bytes=min(int(params["max_bytes"]), MAX_FILE))
-                return base64.b64encode(data).decode()
-            case "write":
-                await sandbox.write(str(params["path"]), base64.b64decode(params["data"]))
-                return None
-    raise ValueError(f"unknown operation {method[:80]!a}")
+        return await run_in(sandbox, method, params, limit_s=episode.task.limits.wall_s)
+
+
+async def run_in(sandbox: Sandbox, method: str, params: Mapping[str, Any], *, limit_s: float) -> Any:
+    """Answers a host's request `exec` with `argv`, `stdin` in base64, `timeout_s`, `output_bytes` and `env`. Raises `ValueError`."""
+    if method != "exec":
+        raise ValueError(f"unknown operation {method[:80]!a}")
+    result = await sandbox.exec(
+        params["argv"],
+        stdin=base64.b64decode(params["stdin"]),
+        timeout_s=min(float(params["timeout_s"]), limit_s),
+        output_bytes=min(int(params["output_bytes"]), MAX_OUTPUT),
+        env=params.get("env") or None,
+    )
+    return {name: getattr(result, name) for name in ("exit_code", "stdout", "stderr", "truncated", "reason")}

@@ -6,15 +6,15 @@ The package runs in its own environment, in a host that calls the gateway; see `
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from agentrl.base import secrets
+from agentrl.base.user_code import raising_as
 from agentrl.environment.host import HostSpec, describe
-from agentrl.environment.inspect_tasks import VERIFIER, split_samples
+from agentrl.environment.inspect_tasks import POSTED, split_samples
 from agentrl.environment.venvs import environment_of, environment_python
-from agentrl.errors import PluginError, UserError
+from agentrl.errors import AgentRLError, PluginError, UserError
 from agentrl.records import EnvironmentSpec, Limits, Message, Split, Task
 
 PREFIX, PACKAGE = "verifiers:", "verifiers"
@@ -78,10 +78,13 @@ class VerifiersFamily:
         limits: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        _check(size, heldout, limits, options)
+        _check(size, heldout, options)
         self.name = ref
         self._spec = EnvironmentSpec(ref=ref, options={**options, "size": size})
-        self._limits = Limits(**{"turns": 16, **(limits or {})})
+        with raising_as(
+            lambda error: PluginError(f"tasks.family.options.limits: {error}", fix="use fields of Limits"), but=(AgentRLError,)
+        ):
+            self._limits = Limits(**{"turns": 16, **(limits or {})})
         described: list[dict[str, Any]] = describe(host_spec(self._spec))["tasks"]
         drawn = split_samples([each for each in described if not each["split"]], seed=seed, heldout=heldout)
         self._tasks = {split: [*drawn[split], *(each for each in described if each["split"] == split.value)] for split in Split}
@@ -98,7 +101,7 @@ class VerifiersFamily:
             family=self.name,
             prompt=(Message(role="user", content=task["prompt"] or "-"),),
             tools=(),
-            verifiers=(VERIFIER,),
+            verifiers=(POSTED,),
             data={"task": task["data"]},
             split=split,
             limits=self._limits,
@@ -106,7 +109,7 @@ class VerifiersFamily:
         )
 
 
-def _check(size: Any, heldout: Any, limits: Any, options: Mapping[str, Any]) -> None:
+def _check(size: Any, heldout: Any, options: Mapping[str, Any]) -> None:
     """Raises `PluginError` for an option that is unknown or invalid."""
     known = ("args", "env", "runtime", "variables", "environment")
     if unknown := sorted(set(options) - set(known)):
@@ -114,8 +117,6 @@ def _check(size: Any, heldout: Any, limits: Any, options: Mapping[str, Any]) -> 
             f"tasks.family.options.{unknown[0]}: unknown option of verifiers",
             fix=f"the options are size, heldout, limits, {', '.join(known)}",
         )
-    if unknown := sorted({*(limits or {})} - {field.name for field in fields(Limits)}):
-        raise PluginError(f"tasks.family.options.limits has no field {unknown[0]!r}", fix="use fields of agentrl.records.Limits")
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise PluginError(f"tasks.family.options.size must be a number of tasks, got {size!r}", fix="size=1000")
     if not isinstance(heldout, int | float) or not 0 <= heldout < 1:

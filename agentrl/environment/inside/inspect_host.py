@@ -1,131 +1,33 @@
 """Runs the samples of one inspect task as episodes: `host_channel.py`'s protocol on top of inspect's `SampleSource`.
 
 One `eval_async` runs for the life of the process. Each episode is a sample with an epoch of its own; its model calls go to the gateway with
-the episode's key, and its tools run in the episode's sandbox.
+the episode's key, and its tools run in the episode's sandbox. With the solver `agentrl`, agentrl's turn loop has played the episode, and
+only the scorers run here.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import copy
-import hashlib
-import importlib
-import importlib.util
-import json
 import math
 import os
-import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
-from host_channel import INFRASTRUCTURE, MAX_TEXT, TASK, Caller, Channel, Fault, describe_error, main
+from host_channel import INFRASTRUCTURE, MAX_TEXT, TASK, Caller, Channel, Fault, main
+from inspect_samples import MAX_SAMPLES, OWN_SOLVER, describe, load_task, samples_of, score_result
 
 os.environ |= {"INSPECT_DISPLAY": "none", "INSPECT_LOG_LEVEL": "warning", "INSPECT_TELEMETRY": ""}
 
-MAX_TURNS_TEXT = "All turns of this episode are used up."
-MAX_SAMPLES = 100_000
-MAX_INPUT = 20_000
 LIMITS = {"turn_limit", "session_ended"}  # error codes of the gateway after which no completion is possible
-_WORDS = {"c": 1.0, "p": 0.5, "i": 0.0, "n": 0.0, "yes": 1.0, "true": 1.0, "no": 0.0, "false": 0.0}
-
-
-def load_attribute(reference: str) -> Any:
-    """Returns `module@name` or `path/file.py@name`. Raises `Fault`."""
-    module, sep, name = reference.rpartition("@")
-    if not sep or not module or not name:
-        raise Fault(TASK, f"{reference!r} is not a reference to a task: write module@task or path/file.py@task")
-    try:
-        if module.endswith(".py"):
-            if not os.path.isfile(module):
-                raise Fault(TASK, f"{module}: no such file; paths are relative to the project")
-            spec = importlib.util.spec_from_file_location(os.path.basename(module)[:-3], module)
-            assert spec is not None and spec.loader is not None
-            loaded = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = loaded
-            sys.path.insert(0, os.path.dirname(os.path.abspath(module)))
-            spec.loader.exec_module(loaded)
-        else:
-            loaded = importlib.import_module(module)
-    except Fault:
-        raise
-    except ImportError as error:
-        missing = getattr(error, "name", None)
-        fix = f"; add {missing} to the environment with `agentrl env add`" if missing and missing != module else ""
-        raise Fault(TASK, f"{module} cannot be imported: {describe_error(error)}{fix}") from error
-    except BaseException as error:
-        raise Fault(TASK, f"{module} cannot be imported: {describe_error(error)}") from error
-    if not hasattr(loaded, name):
-        from inspect_ai._util.registry import is_registry_object
-
-        known = sorted(key for key, value in vars(loaded).items() if is_registry_object(value, type="task"))
-        raise Fault(TASK, f"{module} has no task {name!r}; its tasks are: {', '.join(known) or 'none'}")
-    return getattr(loaded, name)
-
-
-def load_task(config: dict[str, Any]) -> Any:
-    """Returns the inspect task of a configuration. Raises `Fault`."""
-    from inspect_ai import Task, task_with
-
-    sys.path[:0] = config["path"]
-    create = load_attribute(config["task"])
-    try:
-        task = create(**config["args"])
-    except BaseException as error:
-        raise Fault(TASK, f"{config['task']}(**{config['args']}) failed: {describe_error(error)}") from error
-    if not isinstance(task, Task):
-        raise Fault(TASK, f"{config['task']} returned a {type(task).__name__}, not an inspect_ai.Task: name a function with @task")
-    if config["solver"]:
-        try:
-            task = task_with(task, solver=load_attribute(config["solver"])())
-        except Fault:
-            raise
-        except BaseException as error:
-            raise Fault(TASK, f"solver {config['solver']} failed: {describe_error(error)}") from error
-    if not task.scorer:
-        raise Fault(TASK, f"{config['task']} has no scorer, so its samples have no score: add one to the task")
-    return task
-
-
-def samples_of(task: Any) -> dict[str, Any]:
-    """Returns the samples of a task by id; a sample without one gets its number, as inspect does. Raises `Fault`."""
-    samples = {}
-    if len(task.dataset) > MAX_SAMPLES:
-        raise Fault(TASK, f"the task has {len(task.dataset)} samples; the maximum is {MAX_SAMPLES}: limit it with an argument of the task")
-    for number, sample in enumerate(task.dataset, 1):
-        sample.id = number if sample.id is None else sample.id
-        if str(sample.id) in samples:
-            raise Fault(TASK, f"two samples have the id {sample.id!r}")
-        samples[str(sample.id)] = sample
-    if not samples:
-        raise Fault(TASK, "the task has no samples")
-    return samples
-
-
-def describe(config: dict[str, Any]) -> Any:
-    """Returns the task's samples: id, text of the input, digest of the content, and whether it needs a sandbox."""
-    task = load_task(config)
-    described = []
-    for name, sample in samples_of(task).items():
-        content = json.dumps(sample.model_dump(mode="json", fallback=str), sort_keys=True, default=str)
-        text = sample.input if isinstance(sample.input, str) else "\n\n".join(message.text for message in sample.input)
-        sandbox = sample.sandbox or task.sandbox
-        described.append(
-            {
-                "id": name,
-                "input": text[:MAX_INPUT],
-                "sha256": hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest(),
-                "sandbox": None if sandbox is None else _sandbox_config(sandbox),
-            }
-        )
-    return {"name": task.name, "samples": described}
-
-
-def _sandbox_config(sandbox: Any) -> str:
-    """Returns the path of the sandbox's configuration; empty if it has none, or one that is not a file."""
-    return sandbox.config if isinstance(sandbox.config, str) else ""
+POLICY_SHARE = 0.5
+"""Share of its time that an episode must spend in completions and in its sandbox to be scored at the end of its time. Otherwise the
+task's code took the time, which is not the policy's fault."""
 
 
 class Episode:
@@ -134,8 +36,10 @@ class Episode:
     def __init__(self, params: dict[str, Any], caller: Caller) -> None:
         self.base_url, self.key = params["base_url"], params["key"]
         self.turns: int = params["turns"]
-        self.caller = caller
+        self.ended: dict[str, Any] = params.get("ended") or {}
+        self.caller = BusyCaller(self, caller)
         self.used = 0  # completions so far
+        self.busy_s = 0.0  # seconds in completions and in the sandbox
         self.scoring = False
         self.stop = ""
         self.fault: Fault | None = None
@@ -145,6 +49,30 @@ class Episode:
         """Records the first fault that is not the task's code, and returns it."""
         self.fault = self.fault or Fault(blame, message)
         return self.fault
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """Counts time that the policy, or what it does in its sandbox, takes."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.busy_s += time.monotonic() - started
+
+
+class BusyCaller:
+    """Sends requests of an episode, whose time counts as the policy's."""
+
+    def __init__(self, episode: Episode, caller: Caller) -> None:
+        self._episode, self._caller = episode, caller
+
+    async def request(self, method: str, **params: Any) -> Any:
+        """Sends a request. A fault of agentrl's sandboxes is recorded, so that no tool can hide it."""
+        with self._episode.busy():
+            try:
+                return await self._caller.request(method, **params)
+            except Fault as fault:
+                raise self._episode.fail(fault.blame, str(fault)) from None
 
 
 class Samples:
@@ -188,6 +116,8 @@ class Samples:
                     active.interrupt(action)
 
         def out_of_time() -> None:
+            if episode.busy_s < POLICY_SHARE * params["solve_s"]:
+                episode.fail(INFRASTRUCTURE, f"the task's code took most of {params['solve_s']:g} s and did not end")
             episode.stop = "wall_limit"
             interrupt("score")
 
@@ -227,8 +157,8 @@ class Samples:
             episode.done.set_exception(Fault(INFRASTRUCTURE, "inspect abandoned the sample"))
 
     def _result(self, sample: Any, episode: Episode) -> dict[str, Any]:
-        scores = {name: each for name, each in (sample.scores or {}).items()}
-        result = score_result(scores, self.score, self.values)
+        scores = dict(sample.scores or {})
+        result: dict[str, Any] = score_result(scores, self.score, self.values)
         if sample.limit is not None and not episode.stop:
             episode.stop = {"turn": "turn_limit", "custom": "turn_limit"}.get(sample.limit.type, f"{sample.limit.type}_limit")
         answers = [score.answer for score in scores.values() if score.answer]
@@ -240,65 +170,38 @@ class Samples:
         return result
 
 
-def score_result(scores: dict[str, Any], chosen: str, values: dict[str, float]) -> dict[str, Any]:
-    """Returns the value of a sample, its parts and evidence.
-
-    Each scorer is a part; the entries of a dictionary or list are parts of their own, and its value is their mean. The sample's value is the
-    mean of its scorers, or the part `chosen`. A scorer that could not score leaves the sample without a value.
-
-    Args:
-        values: word -> number, in addition to inspect's C, P, I, N, yes, no, true and false.
-    """
-    parts: dict[str, float] = {}
-    missing: list[str] = []
-    for name, score in scores.items():
-        value = score.value
-        if isinstance(value, dict | list | tuple):
-            entries = value.items() if isinstance(value, dict) else enumerate(value)
-            numbers = {f"{name}/{key}": _number(each, values) for key, each in entries if each is not None}
-            found = {key: number for key, number in numbers.items() if number is not None}
-            parts |= found
-            missing += [f"{key} has no numeric value" for key in numbers if key not in found]
-            if found and len(found) == len(numbers):
-                parts[name] = sum(found.values()) / len(found)
-            elif not numbers:
-                missing.append(f"{name} returned no entries")
-        elif (number := _number(value, values)) is not None:
-            parts[name] = number
-        elif isinstance(value, float):
-            missing.append(f"{name}: unscored{f': {score.reason}' if score.reason else ''}")
-        else:
-            missing.append(f"{name} returned {value!r:.80}, which is not a number: map it with the option values")
-    evidence = "\n".join(f"{name}: {score.explanation}" for name, score in scores.items() if score.explanation)[:MAX_TEXT]
-    result = {"parts": parts, "evidence": evidence, "value": None}
-    if chosen:
-        if chosen in parts:
-            return result | {"value": parts[chosen]}
-        return result | {"reason": "; ".join([*missing, f"the sample has no score {chosen!r}"])[:MAX_TEXT]}
-    if missing or not scores:
-        return result | {"reason": "; ".join(missing)[:MAX_TEXT] or "no scorer returned a score"}
-    return result | {"value": sum(parts[name] for name in scores) / len(scores)}
-
-
-def _number(value: Any, values: dict[str, float]) -> float | None:
-    if isinstance(value, str):
-        if value in values:
-            return values[value]
-        if value.lower() in _WORDS:
-            return _WORDS[value.lower()]
-        try:
-            value = float(value)
-        except ValueError:
-            return None
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
 SAMPLES = Samples()
 
 
 async def play(params: dict[str, Any], caller: Caller) -> Any:
     """Runs one episode."""
     return await SAMPLES.play(params, caller)
+
+
+def ended_episode() -> Any:
+    """Returns a solver that sets the state at the end of an episode of agentrl's turn loop."""
+    from inspect_ai.model import ChatMessageAssistant, ChatMessageSystem, ChatMessageTool, ChatMessageUser, ModelOutput
+    from inspect_ai.solver import solver
+    from inspect_ai.tool import ToolCall
+
+    kinds = {"system": ChatMessageSystem, "user": ChatMessageUser, "tool": ChatMessageTool, "assistant": ChatMessageAssistant}
+
+    @solver(name="agentrl")
+    def ended() -> Any:
+        async def solve(state: Any, generate: Any) -> Any:
+            given = SAMPLES.current().ended
+            state.messages = []
+            for each in given["messages"]:
+                more = {name: each[name] for name in ("tool_call_id",) if name in each}
+                if each.get("tool_calls"):
+                    more["tool_calls"] = [ToolCall(**call) for call in each["tool_calls"]]
+                state.messages.append(kinds[each["role"]](content=each["content"], **more))
+            state.output = ModelOutput.from_content("agentrl/policy", given["answer"])
+            return state
+
+        return solve
+
+    return ended()
 
 
 def policy_model(current: Callable[[], Episode]) -> Any:
@@ -309,21 +212,21 @@ def policy_model(current: Callable[[], Episode]) -> Any:
 
     class Policy(OpenAICompatibleAPI):
         def max_connections(self) -> int:
-            return MAX_SAMPLES
+            return 100_000  # the gateway limits them
 
         async def generate(self, input: Any, tools: Any, tool_choice: Any, config: GenerateConfig) -> Any:
             episode = current()
             if episode.scoring:
                 raise episode.fail(TASK, "the task's scorer asks the policy to grade itself: set another model with the option model_roles")
             if episode.used >= episode.turns:
-                raise LimitExceededError("turn", value=episode.used, limit=episode.turns, message=MAX_TURNS_TEXT)
+                raise LimitExceededError("turn", value=episode.used, limit=episode.turns, message="all turns of this episode are used up")
             api = copy.copy(self)
             api.client = self.client.with_options(base_url=episode.base_url, api_key=episode.key, max_retries=2, timeout=3600.0)
             names = ("max_tokens", "stop_seqs", "parallel_tool_calls", "response_schema")  # the recipe sets the sampling
             kept = GenerateConfig(**{name: getattr(config, name) for name in names})
-            output = await OpenAICompatibleAPI.generate(api, input, tools, tool_choice, kept)
             episode.used += 1
-            return output
+            with episode.busy():
+                return await OpenAICompatibleAPI.generate(api, input, tools, tool_choice, kept)
 
         def handle_bad_request(self, ex: Any) -> Any:
             if getattr(ex, "code", None) in LIMITS:
@@ -361,9 +264,10 @@ async def serve(channel: Channel, config: dict[str, Any]) -> None:
     )
     EpisodeSandbox.caller_of_sample = staticmethod(lambda: feed.current().caller)
     watch_scoring(feed.current)
+    solver = {"solver": ended_episode(), "setup": None} if config["solver"] == OWN_SOLVER else {}
     with tempfile.TemporaryDirectory(prefix="agentrl-inspect-") as logs:
         await eval_async(
-            task_with(task, dataset=source, sandbox="agentrl" if task.sandbox is not None else None, epochs=1),
+            task_with(task, dataset=source, sandbox="agentrl" if task.sandbox is not None else None, epochs=1, **solver),
             model=policy_model(feed.current),
             model_roles=config["model_roles"] or None,
             log_dir=logs,
@@ -377,6 +281,7 @@ async def serve(channel: Channel, config: dict[str, Any]) -> None:
             score_display=False,
             max_samples=MAX_SAMPLES,
             max_subprocesses=os.cpu_count(),
+            time_limit=math.ceil(config["wall_s"]),  # half of it limits the scorers
             ctl_server=False,
         )
 

@@ -1,6 +1,6 @@
 """`@sandboxenv("agentrl")`: inspect's tools run in the sandbox of the episode. Runs in a host (`inspect_host.py`).
 
-Files are read and written by programs in the sandbox, so the permissions of its user apply, and paths outside of the working directory work.
+Files are read and written by programs in the sandbox, so the permissions of its user apply, and absolute paths work.
 """
 
 from __future__ import annotations
