@@ -134,7 +134,7 @@ def _role(default: Any, wanted: dict[str, Any], config: dict[str, Any]) -> dict[
     return {**wanted, "runtime": runtime}
 
 
-class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
+class ChatHarness(vf.Harness[vf.HarnessConfig]):
     """A conversation with the task's tools, in this process."""
 
     APPENDS_SYSTEM_PROMPT = SUPPORTS_MCP = SUPPORTS_RESUME = True
@@ -177,7 +177,7 @@ async def _result(function: Any, dispatch: Any, connected: Any) -> Any:
     return await call_mcp(connected, dispatch, function.name, arguments)
 
 
-class PolicyClient(EvalClient):  # type: ignore[misc]
+class PolicyClient(EvalClient):
     """Sends each request with the key of its episode. An episode that has reached a limit is stopped: it did not fail."""
 
     def _headers(self, dialect: Any, incoming: Any, session_id: str | None) -> Any:
