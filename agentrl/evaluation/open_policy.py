@@ -23,7 +23,6 @@ from agentrl.evaluation.replay import check_start_tokens, starts_mid_episode
 from agentrl.failure import Capture, FaultRate
 from agentrl.failure.case import Case, Suite, check_attempt_options
 from agentrl.observe import RunTracker, StageClock, open_trackers
-from agentrl.plugins import parts
 from agentrl.plugins.references import add_project_root
 from agentrl.protocols import Agent, Policy, SandboxBackend, ToolSource, Tracker
 from agentrl.records import PolicyVersion, Split
@@ -31,6 +30,7 @@ from agentrl.reward import TaskScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.sandbox import open_sandboxes
 from agentrl.session import preflight
+from agentrl.session.builders import build_agent
 from agentrl.session.ending import closing_stack
 from agentrl.session.folder import RunStart, check_disk, claim_run_folder, write_start
 from agentrl.session.opening import Run, open_run
@@ -247,11 +247,9 @@ def _parts(given: PreparedEvaluation) -> tuple[Policy, Agent, ChatFormat | None]
     if given.policy.source is PolicySource.ENDPOINT:
         return NoPolicy(), _chat_agent(given.policy, given.recipe), None
     plugin: Any = load_policy_plugin(given.policy)
-    rollout = given.recipe.rollout
     policy = given.recipe.policy
     chat = ChatFormat(plugin.tokenizer, tool_format=policy.tool_format, rewritten=policy.rewritten_context)
-    agent: Agent = parts.make_part(parts.AGENT, rollout.agent, chat=chat, **rollout.agent_settings)
-    return plugin, agent, chat
+    return plugin, build_agent(given.recipe, chat), chat
 
 
 def _chat_agent(policy: NamedPolicy, recipe: Recipe) -> ChatAgent:

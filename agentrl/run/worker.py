@@ -373,7 +373,7 @@ async def _open_runner(
         pace.restore(spec.pace)
     pace.set_idle_token_s(spec.token_s)
     listener = EpisodeEvents(worker.record_event)
-    episodes = build_episode_runner(recipe, worker, sandboxes, chat, tools, pace=pace, listener=listener, family=family)
+    episodes = build_episode_runner(recipe, worker, sandboxes, chat, tools, pace=pace, listener=listener)
     return build_group_runner(
         recipe,
         episodes,
