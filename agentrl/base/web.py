@@ -66,13 +66,17 @@ class Events:
         """Bytes of the incomplete event."""
         return len(self._incomplete)
 
-    def feed(self, piece: bytes) -> list[bytes]:
-        """Returns the data of each event that ends in this piece. Skips events without data."""
+    def feed(self, piece: bytes) -> list[tuple[bytes, bytes]]:
+        """Returns the name and the data of each event that ends in this piece. Skips comments."""
         seen = max(0, len(self._incomplete) - 3)
         self._incomplete += piece
         if b"\n\n" not in self._incomplete[seen:].replace(b"\r\n", b"\n"):
             return []
         *events, rest = bytes(self._incomplete).replace(b"\r\n", b"\n").split(b"\n\n")
         self._incomplete = bytearray(rest)
-        lines = ([line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")] for event in events)
-        return [data for parts in lines if (data := b"\n".join(parts))]
+        return [_event(event.split(b"\n")) for event in events if event.strip() and not event.startswith(b":")]
+
+
+def _event(lines: list[bytes]) -> tuple[bytes, bytes]:
+    names = [line[6:].strip() for line in lines if line.startswith(b"event:")]
+    return (names or [b"message"])[-1], b"\n".join(line[5:].removeprefix(b" ") for line in lines if line.startswith(b"data:"))

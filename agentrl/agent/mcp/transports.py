@@ -222,7 +222,7 @@ class HTTPTransport:
                 raise Unanswered("garbage", f"its answer has too many pieces, of {taken // pieces} bytes on average")
             if not is_stream:
                 body += piece
-            for data in stream.feed(piece) if is_stream else ():
+            for data in (data for _, data in stream.feed(piece) if data) if is_stream else ():
                 if stdio.is_answer(data, until):
                     return data
                 if not _is_json(data):
