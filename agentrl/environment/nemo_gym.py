@@ -38,6 +38,7 @@ _RESERVED = frozenset({"verify", "seed_session", "close_session", "aggregate_met
 class NemoGymSession(Session):
     """A session at a NeMo Gym server. Options: `row`, the task's row of the data set; `protocol`, tools or gymnasium."""
 
+    takes_text = True
     _explicit_close = False
 
     async def open(self) -> None:

@@ -45,6 +45,7 @@ class OrsSession(Session):
         self.actions = schemas_of(self.server, listed.get("tools"))
         final = listed.get("terminal_tool")
         self._final = final if isinstance(final, dict) else None
+        self.takes_text = self._final is not None
         self.server.pin(f"the tools of task {task['index']} of split {task['split']!r}", [self.actions, final])
 
     async def reset(self) -> Observation:

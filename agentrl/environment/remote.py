@@ -86,6 +86,7 @@ class Session:
 
     instructions = ""
     actions: Sequence[str] | Sequence[dict[str, Any]] | None = None
+    takes_text = False  # whether an answer without a call is an action, although there are function schemas
 
     def __init__(self, server: RemoteServer, spec: EnvironmentSpec, options: Mapping[str, Any]) -> None:
         self.server, self.spec, self.options = server, spec, options
@@ -313,7 +314,7 @@ class RemoteEnvironment:
     """An `agentrl.protocols.Environment` whose session is at a server."""
 
     def __init__(self, server: RemoteServer, session: Session) -> None:
-        self.instructions, self.actions = session.instructions, session.actions
+        self.instructions, self.actions, self.takes_text = session.instructions, session.actions, session.takes_text
         self._server, self._session = server, session
         self._fault = ""
 

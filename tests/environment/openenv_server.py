@@ -6,7 +6,7 @@ Prints its port when it listens. Its route /counts returns the numbers of sessio
 import random
 import sys
 import time
-from enum import Enum
+from enum import StrEnum
 from typing import Any, Literal
 
 import uvicorn
@@ -60,7 +60,7 @@ class Echo(World):
         return Echoed(echoed_message=action.message, reward=0.1 * len(action.message), done=action.message == "end")
 
 
-class Move(str, Enum):
+class Move(StrEnum):
     LEFT = "left"
     RIGHT = "right"
 
