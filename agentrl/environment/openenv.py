@@ -46,10 +46,11 @@ class OpenEnvSession(Session):
         """See `Session.open`."""
         if unknown := sorted(set(self.options) - {"actions", "reset", "split", "index"}):
             raise PluginError(f"tasks.family.options.{unknown[0]}: unknown option of an OpenEnv server", fix="remove it")
-        if "schema" not in self.server.cache:
-            self.server.cache["schema"] = await self._action_schema()
-            about = await self.server.http.json("GET", "/metadata")
-            self.server.cache["instructions"] = clean(need(about, dict, "/metadata").get("description"), 4000)
+        async with self.server.learning:
+            if "schema" not in self.server.cache:
+                about = await self.server.http.json("GET", "/metadata")
+                self.server.cache["instructions"] = clean(need(about, dict, "/metadata").get("description"), 4000)
+                self.server.cache["schema"] = await self._action_schema()
         self.instructions = self.server.cache["instructions"]
         await self._connect()
         properties = self.server.cache["schema"]["properties"]

@@ -33,6 +33,11 @@ async def open_environment(spec: EnvironmentSpec) -> Environment:
     return await opened[kind].open(spec)
 
 
+def is_resumable(environment: Environment) -> bool:
+    """Whether an environment has snapshots."""
+    return bool(getattr(environment, "resumable", hasattr(environment, "snapshot")))
+
+
 def kind_of(ref: str) -> str:
     """Returns the plug-in reference of the opener; empty for the pool of processes. Raises `PluginError` for an unknown environment."""
     prefix = ref.partition(":")[0]

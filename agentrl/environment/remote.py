@@ -137,6 +137,7 @@ class RemoteServer:
         self.what = f"{kind} server {urlsplit(url).netloc}"
         self.opened = self.closed = self.lost = 0
         self.cache: dict[str, Any] = {}  # what sessions have learned about the server
+        self.learning = asyncio.Lock()
         header = {"ors": "x-api-key"}.get(kind, "authorization")
         self.headers = {} if not options.key else {header: options.key if kind == "ors" else f"Bearer {options.key}"}
         self.http = HttpClient(self.url, self.what, connections=options.sessions + 8, headers=self.headers)
