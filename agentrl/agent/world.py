@@ -14,14 +14,8 @@ from typing import Any, cast
 
 from agentrl.agent.chat import ChatFormat
 from agentrl.agent.contexts import with_instructions
-<<<<<<< HEAD
-from agentrl.agent.tools import NO_BOUNDS, ToolOutcome
-from agentrl.base.user_code import clip
-from agentrl.environment import open_environment
-=======
 from agentrl.agent.tools import NO_BOUNDS, ToolOutcome, clip
 from agentrl.environment import is_resumable, open_environment
->>>>>>> gym
 from agentrl.environment.choices import choice_constraint
 from agentrl.errors import EnvironmentFault, PolicyFault, UserError
 from agentrl.protocols import Environment, LiveEpisode, LiveTrajectory, ResumableEnvironment, Sandbox
