@@ -18,8 +18,8 @@ from agentrl.errors import StoreError, UserError
 from agentrl.experience.episode_index import EpisodeIndex
 from agentrl.experience.reading import StoreReader
 from agentrl.observe.rundata import Line, read_object
+from agentrl.observe.tails import MetricsTable, TaskTable
 from agentrl.records import Group
-from agentrl.view.tails import MetricsTable, TaskTable
 from agentrl.view.vocabulary import Vocabulary, read_vocabulary
 
 MAX_RECIPE = 1 << 20

@@ -19,10 +19,11 @@ from agentrl.errors import StoreError, UserError
 from agentrl.experience import SqliteStore
 from agentrl.experience.episode_index import EpisodeIndex
 from agentrl.experience.episode_query import EpisodeQuery
+from agentrl.observe import tails
+from agentrl.observe.tails import MetricsTable
 from agentrl.session.exports import export_episodes
-from agentrl.view import RunLibrary, failure_data, tails
+from agentrl.view import RunLibrary, failure_data
 from agentrl.view.library import MAX_OPEN
-from agentrl.view.tails import MetricsTable
 from tests.view.test_bad_runs import PATHS, copy  # noqa: F401 - a fixture
 from tests.view.test_server import HERE, client
 
