@@ -12,11 +12,11 @@ from typing import Any, TypeGuard
 from agentrl.errors import StoreError
 from agentrl.observe.charts import MAX_POINTS, metric_charts, reward_chart
 from agentrl.observe.drift import HISTORY, drift_alerts, limit_alerts
+from agentrl.observe.run_folders import run_state
 from agentrl.observe.rundata import Line, as_list, is_finite, iter_lines, read_object
 from agentrl.observe.stats import Rate
 from agentrl.observe.summary import SUMMARY_FILE, read_sessions
 from agentrl.observe.timeline import PREFIX, time_by_state
-from agentrl.view.library import run_state
 from agentrl.view.source import RunSource
 
 _ALERTED = 400  # newest steps whose alerts are computed

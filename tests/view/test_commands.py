@@ -54,7 +54,7 @@ def test_a_followed_report_is_written_again_until_the_run_has_ended(runs: Path, 
     run = shutil.copytree(runs / "demo", tmp_path / "demo")
     states = iter(["running"] * 1000)
     ended = threading.Event()
-    monkeypatch.setattr("agentrl.view.library.run_state", lambda path: "finished" if ended.is_set() else next(states))
+    monkeypatch.setattr("agentrl.cli.runs.run_state", lambda path: "finished" if ended.is_set() else next(states))
 
     def train() -> None:
         time.sleep(0.3)

@@ -84,7 +84,7 @@ async def test_files_that_are_endless_or_never_answer_are_notes(copy: Path) -> N
     os.truncate(copy / "metrics.jsonl", tails.MAX_BYTES + 1)
     os.truncate(copy / "sessions.jsonl", 1 << 40)
     pages = await all_pages(copy)
-    assert "metrics.jsonl cannot be read: is larger than" in pages["/api/runs/demo"]
+    assert "metrics.jsonl cannot be read, because it is larger than" in pages["/api/runs/demo"]
     (copy / "sessions.jsonl").unlink()
     os.mkfifo(copy / "sessions.jsonl")
     await all_pages(copy)
