@@ -49,16 +49,18 @@ export async function post(path, body) {
   return answer(response);
 }
 
-// Calls `changed` whenever the run has changed and `active` with new events, and returns a function that stops it.
+// Calls `changed` whenever the run has changed and `active` with new events, and returns a function that stops it. After a pause, in
+// which events were missed, the first change has `reopened`.
 // A hidden page listens to nothing, because a browser has only six connections to one server.
 export function follow(run, changed, active) {
   let source = null, first = true;
   const open = () => {
+    let reopened = !first;
     source = new EventSource(`/api/runs/${part(run)}/live`);
     source.addEventListener("change", (event) => {
       const mark = JSON.parse(event.data);
-      changed(mark, first);
-      first = false;
+      changed({ ...mark, reopened }, first);
+      first = reopened = false;
       if (mark.gone) close();
     });
     source.addEventListener("activity", (event) => active && active(JSON.parse(event.data)));

@@ -18,23 +18,50 @@ export function runTabs(run, here) {
 }
 
 export async function render(visit) {
-  const run = visit.params.run, activity = new Activity();
-  await visit.follow(run, async () => {
+  const run = visit.params.run, activity = new Activity(), ledger = new Ledger(run);
+  let drawn = "";
+  await visit.follow(run, async (mark) => {
+    const state = mark && `${mark.state} ${mark.step} ${mark.steps}`;
+    if (mark && !mark.reopened && state === drawn) {
+      ledger.read(visit);  // new groups change nothing else here
+      return;
+    }
+    drawn = state;
     const data = await get(["runs", run]);
     if (visit.stale) return;
     visit.title(data.name, [[data.name, null]]);
     visit.show(page(visit, data));
-    get(["runs", run, "ledger"]).then((ledger) => {
-      const slot = document.getElementById("ledger");
-      if (slot && !visit.stale) slot.replaceChildren(ledgerTable(ledger));
-    }).catch(() => {});
-    get(["runs", run, "events"]).then((events) => !visit.stale && activity.load(run, events)).catch(() => {});
+    ledger.draw();
+    ledger.read(visit);
+    if (mark && !mark.reopened) activity.draw(run);
+    else get(["runs", run, "events"]).then((events) => !visit.stale && activity.load(run, events)).catch(() => {});
   }, (lines) => activity.add(run, lines));
   bind({
     e: ["episodes", () => go(address("run", run, "episodes"))],
     f: ["failures", () => go(address("run", run, "failures"))],
     u: ["all runs", () => go("#/")],
   });
+}
+
+// The ledger's counts. A large ledger takes a while to count, so the counts are read for at most a thirtieth of the time.
+class Ledger {
+  constructor(run) {
+    Object.assign(this, { run, counts: null, next: 0 });
+  }
+
+  async read(visit) {
+    const began = performance.now();
+    if (began < this.next) return;
+    this.next = Infinity;
+    this.counts = await get(["runs", this.run, "ledger"]).catch(() => this.counts);
+    this.next = performance.now() + 30 * (performance.now() - began);
+    if (!visit.stale) this.draw();
+  }
+
+  draw() {
+    const slot = document.getElementById("ledger");
+    if (slot && this.counts) slot.replaceChildren(ledgerTable(this.counts));
+  }
 }
 
 function page(visit, data) {
