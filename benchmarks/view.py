@@ -304,7 +304,7 @@ def print_attached(steps: int) -> None:
     from playwright.sync_api import sync_playwright
 
     command = [str(Path(sys.executable).with_name("agentrl")), "train", "recipes/quickstart.py", f"steps={steps + 1}"]
-    options = ["evaluation.heldout=0", "evaluation.heldout_real=0", "gate=null"]
+    options = ["evaluation.heldout=0", "evaluation.heldout_real=0", "evaluation.sampling.temperature=1.0"]
     with tempfile.TemporaryDirectory() as root, sync_playwright() as playwright:
         folder = Path(root) / "runs" / "quickstart"
         folder.parent.mkdir()
@@ -358,7 +358,7 @@ def _next_step(folder: Path, training: subprocess.Popen[bytes], after: int) -> d
         if line is not None:
             return line
         time.sleep(0.1)
-    raise SystemExit(f"the run ended after step {after}")
+    raise SystemExit(f"the run ended after step {after}: {(folder.parents[1] / 'log').read_text()[-2000:]}")
 
 
 def _cpu_s(pid: int, *, children: bool = False) -> float:

@@ -9,7 +9,7 @@ const MOST = 40, NOTABLE = new Set(["alert", "part_restarted", "version_judged",
 function episodeLink(run, id) {
   const trained = /^g(\d+)-(\d+)-a\d+$/.exec(id);
   if (trained) return link(address("run", run, "groups", Number(trained[1]), Number(trained[2])), null, id);
-  return /^(before|after|step\d+)-/.test(id) ? link(address("run", run, "evaluated", id), null, id) : id;
+  return link(address("run", run, "evaluated", id), null, id);
 }
 
 const LINES = {
