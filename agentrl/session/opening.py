@@ -187,7 +187,7 @@ async def open_run(
 async def open_launcher(plan: ClusterPlan, folder: Path, *, root: Path) -> Launcher:
     """Returns what starts the parts of a plan. Raises `UserError` if the cluster does not answer, or has no room for the plan."""
     if plan.is_local:
-        return LocalLauncher(folder, root=root, devices=plan.devices)
+        return LocalLauncher(folder, root=root, devices=plan.devices, wrap=plan.wrap)
     from agentrl.cluster.ray_launcher import RayLauncher  # Ray may not be installed
 
     return await RayLauncher.open(plan, folder, root=root)
