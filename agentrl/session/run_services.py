@@ -9,7 +9,7 @@ from pathlib import Path
 from agentrl.cluster.file_service import FileService
 from agentrl.cluster.run_service import HOST, RunService
 from agentrl.experience import DriverStore
-from agentrl.learner.home_service import HomeService, LearnerSessions
+from agentrl.learner.learner_api import LearnerApi, LearnerSessions
 from agentrl.protocols import Launcher
 from agentrl.version import FolderRegistry
 
@@ -31,7 +31,7 @@ async def open_services(stack: AsyncExitStack, folder: Path, store: DriverStore,
     if launcher.shared_folder:
         return RunServices(service=service)
     files, registry = FileService(folder), FolderRegistry(folder / "versions")
-    service.add([*files.routes(), *HomeService(folder, store, registry).routes()])
+    service.add([*files.routes(), *LearnerApi(folder, store, registry).routes()])
     await stack.enter_async_context(service.serving())
     await launcher.use_driver(service.url, service.new_key(HOST))
     return RunServices(service=service, sessions=LearnerSessions(service, files))

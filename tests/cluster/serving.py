@@ -15,7 +15,7 @@ from agentrl.cluster.link import Link
 from agentrl.cluster.mirror import Mirror
 from agentrl.cluster.run_service import HOST, LEARNER, LOOPBACK, RunService
 from agentrl.experience import DriverStore, SqliteStore
-from agentrl.learner.home_service import HomeService, LearnerSessions
+from agentrl.learner.learner_api import LearnerApi, LearnerSessions
 from agentrl.version import FolderRegistry
 
 
@@ -59,7 +59,7 @@ def driving(
     async def serve() -> None:
         store = await DriverStore.open(lambda: SqliteStore(folder / "experience.sqlite", keep_steps=keep_steps))
         files, registry = FileService(folder), FolderRegistry(folder / "versions")
-        service = RunService(host=host, routes=[*files.routes(), *HomeService(folder, store, registry).routes()])
+        service = RunService(host=host, routes=[*files.routes(), *LearnerApi(folder, store, registry).routes()])
         async with service.serving():
             ready.append(Driver(folder, service, files, LearnerSessions(service, files), asyncio.get_running_loop()))
             told.set()
