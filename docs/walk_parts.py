@@ -24,8 +24,8 @@ from agentrl.base.files import sha256_file
 from agentrl.config import Recipe
 from agentrl.experience import FolderCheckpoints, SqliteStore
 from agentrl.learner import ranks as processes
-from agentrl.learner.engine import PolicyEngine
 from agentrl.learner.access import FolderAccess
+from agentrl.learner.engine import PolicyEngine
 from agentrl.learner.publish import publish_version, select_probe_rows
 from agentrl.learner.update import Updater
 from agentrl.objective import assemble

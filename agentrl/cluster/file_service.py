@@ -2,6 +2,7 @@
 
     GET  /files/KIND                names of the complete folders
     GET  /files/KIND/NUMBER         their files, with the sha256 of each chunk
+    GET  /files/judges/NAME         those of a judge's model
     GET  /chunks/SHA256             one chunk of a listed folder
     GET  /single/NAME               one of the few single files that parts need
     POST /peers                     a mirror starts to fetch a folder; the answer has the mirrors that have it or are fetching it
@@ -10,21 +11,30 @@
     POST /arriving/KIND/NUMBER/commit
     PUT  /base_probe                the probe of version 0, which the learner computes
 
-Chunks are found by checksum, so no request has a path to read. Only the learner may send folders. Workers get the files of version 0 only,
-for its tokenizer: without a listing they know no checksum of others. All file access is in threads.
+Chunks are found by checksum, so no request has a path to read. Only the learner may send folders. Workers get the files of version 0 and
+of judges only, for their tokenizers: without a listing they know no checksum of others. All file access is in threads.
 """
 
 from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from agentrl.base.files import write_atomically
 from agentrl.base.untrusted_files import read_bytes
-from agentrl.cluster.chunks import CHUNK, ArrivingFolder, ChunkIndex, FolderListing, folder_path, numbered_folders
+from agentrl.cluster.chunks import (
+    CHUNK,
+    JUDGES,
+    ArrivingFolder,
+    ChunkIndex,
+    FolderListing,
+    fetched_path,
+    folder_path,
+    numbered_folders,
+)
 from agentrl.cluster.run_service import HOST, LEARNER, WORKER, Route, bytes_response, check_key_again
 from agentrl.errors import DiskFull
 from agentrl.gateway.request import RequestError
@@ -56,10 +66,10 @@ _SPARE_BYTES = 64 << 20  # of the driver's disk, for ledger and logs
 
 
 class FileService:
-    """The routes for one run folder."""
+    """The routes for one run folder. `judges`: the model folders of judges by name."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, judges: Mapping[str, Path] | None = None) -> None:
+        self.folder, self._judges = folder, dict(judges or {})
         self.index = ChunkIndex()
         self._arriving: dict[str, ArrivingFolder] = {}  # by kind/number
         self._peers: dict[str, dict[str, str]] = {}  # kind/number -> address of a mirror -> its key, in the order of their starts
@@ -72,6 +82,7 @@ class FileService:
         mirrors, readers = frozenset({HOST, LEARNER}), frozenset({HOST, LEARNER, WORKER})
         return [
             Route("GET", f"/files/{_BASE}", readers, self._base_listing),
+            Route("GET", f"/files/{JUDGES}/{{name}}", readers, self._judge_listing),
             Route("GET", "/files/{kind}", mirrors, self._names),
             Route("GET", "/files/{kind}/{number}", mirrors, self._listing),
             Route("GET", "/chunks/{sha256}", readers, self._chunk),
@@ -102,9 +113,14 @@ class FileService:
     async def _listing(self, request: Request) -> Response:
         return await self._listing_of(folder_path(self.folder, request.path_params["kind"], request.path_params["number"]))
 
-    async def _listing_of(self, path: Path) -> Response:
+    async def _judge_listing(self, request: Request) -> Response:
+        if (path := self._judges.get(name := request.path_params["name"])) is None:
+            raise RequestError("not_found", f"the run has no judge server {name[:100]!a}")
+        return await self._listing_of(path, links=True)
+
+    async def _listing_of(self, path: Path, *, links: bool = False) -> Response:
         if (listing := self._listings.get(path)) is None:  # hashing may take minutes, and hosts repeat the request
-            listing = asyncio.create_task(self._in_thread(lambda: codec.to_json(self.index.list_folder(path))))
+            listing = asyncio.create_task(self._in_thread(lambda: codec.to_json(self.index.list_folder(path, links=links))))
             self._listings[path] = listing
             listing.add_done_callback(lambda _: self._listings.pop(path))
         try:
@@ -133,7 +149,7 @@ class FileService:
         """Answers with the mirrors that started before, the newest first: a chain of mirrors forwards each chunk once per link."""
         data = await body_of(request, _BODY_S)
         folder, url, key = str(data["folder"]), str(data["url"])[:200], str(data["key"])[:200]
-        folder_path(self.folder, *folder.split("/", 1))
+        fetched_path(self.folder, *folder.split("/", 1))
         peers = self._peers.setdefault(folder, {})
         peers.pop(url, None)
         earlier = [{"url": other, "key": its} for other, its in reversed(peers.items())]

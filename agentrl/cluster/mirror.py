@@ -29,6 +29,7 @@ from agentrl.cluster.chunks import (
     ChunkIndex,
     FolderListing,
     drop_folders,
+    fetched_path,
     folder_path,
     numbered_folders,
 )
@@ -66,7 +67,7 @@ class Mirror:
         folder.mkdir(parents=True, exist_ok=True)
 
     def fetch(self, name: str, *, timeout_s: float = TRANSFER_S, into: Path | None = None, weights: bool = True) -> Path:
-        """Returns the local path of `versions/000012`, `checkpoints/000012` or a single file, once it equals the driver's.
+        """Returns the local path of `versions/000012`, `checkpoints/000012`, `judges/NAME` or a single file, once it equals the driver's.
 
         Args:
             into: another path for a folder than in this mirror.
@@ -147,11 +148,11 @@ class Mirror:
 
     def _fetch_folder(self, name: str, into: Path | None, deadline: float, *, weights: bool) -> Path:
         kind, number = name.split("/")
-        final = into or folder_path(self.folder, kind, number)
+        final = into or fetched_path(self.folder, kind, number)
         listing = codec.from_json(FolderListing, self.link.call("GET", f"/files/{name}", timeout_s=_left(deadline)))
         if not weights:
             listing = FolderListing(files=tuple(one for one in listing.files if not one.name.endswith(_WEIGHTS)))
-        final.parent.mkdir(exist_ok=True)
+        final.parent.mkdir(exist_ok=True, parents=True)
         arriving = ArrivingFolder(final, listing, self.index)
         if missing := arriving.missing:
             _check_space(final.parent, min(arriving.missing_bytes, listing.size), name)

@@ -57,7 +57,7 @@ from agentrl.run.worker_api import LEASE_WAIT_S, MAX_EVENTS, MAX_GROUP_BYTES, MA
 from agentrl.sandbox import open_sandboxes
 from agentrl.serving.transport import HttpTransport
 from agentrl.session.builders import build_episode_runner, build_group_runner
-from agentrl.session.judge_servers import declare_judges
+from agentrl.session.judge_servers import declare_judge_servers, declare_judges
 from agentrl.session.preflight import open_chat, open_group_judge, open_tasks
 
 log = logging.getLogger(__name__)
@@ -82,6 +82,7 @@ class WorkerSpec:
     root: str  # project with the recipe's plug-ins on the driver's machine
     concurrency: int  # episodes at once in one worker
     max_open: int  # sandboxes at once in one worker
+    judges: dict[str, str] = field(default_factory=dict)  # judge server -> sha256 of its weights
     token_s: float = 0.0  # see `PolicyServer.token_s`
     pace: dict[str, Any] | None = None  # see `Pace.to_data`; None means no history
     redis: dict[str, Any] = field(default_factory=dict, repr=False)  # see `open_transport`; empty: groups are sent over HTTP
@@ -359,7 +360,10 @@ async def _open_runner(
     config = recipe.sandbox.model_copy(update={"max_open": spec.max_open})
     sandboxes = await open_sandboxes(config, run_label=Path(spec.folder).name, root=root)
     stack.push_async_callback(sandboxes.close)
-    declare_judges(recipe, root=root)
+    if access.link is None:
+        declare_judges(recipe, root=root)
+    else:
+        declare_judge_servers(recipe, await access.judge_folders(spec.judges), weights=spec.judges)
     family, scorer = open_tasks(recipe, root=root, folder=folder)
     chat = open_chat(policy, policy=recipe.policy)
     tasks = with_sub_agent_tools(candidate_tasks(family), recipe.rollout.delegation)

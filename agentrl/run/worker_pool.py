@@ -18,6 +18,7 @@ from agentrl.cluster.run_service import WORKER, RunService
 from agentrl.config.recipe import Recipe
 from agentrl.errors import InfrastructureError, LaunchError
 from agentrl.experience import DriverStore, FolderCheckpoints
+from agentrl.judge.servers import registered_servers
 from agentrl.memory.run_memory import RunMemory
 from agentrl.observe.run_events import Record
 from agentrl.protocols import Launcher, PartCommand, PartHandle, PolicyServer
@@ -71,6 +72,7 @@ class WorkerPool:
             root=str(root.resolve()),
             concurrency=share,
             max_open=math.ceil(recipe.sandbox.max_open * share / rollout.concurrency),  # as many per episode as in one process
+            judges={name: one.weights for name, one in registered_servers().items()},
         )
         self._service = service
         self._api = WorkerApi(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,15 +23,19 @@ class RunServices:
     sessions: LearnerSessions | None = None
 
 
-async def open_services(stack: AsyncExitStack, folder: Path, store: DriverStore, launcher: Launcher) -> RunServices:
+async def open_services(
+    stack: AsyncExitStack, folder: Path, store: DriverStore, launcher: Launcher, judges: Mapping[str, Path]
+) -> RunServices:
     """Opens the interface if parts do not share the run folder. Otherwise it is opened by the first part that needs it.
+
+    `judges`: model folders of judge servers by name.
 
     Raises `InfrastructureError` if the driver's address is not available.
     """
     service = RunService(host=launcher.driver_host)
     if launcher.shared_folder:
         return RunServices(service=service)
-    files, registry = FileService(folder), FolderRegistry(folder / "versions")
+    files, registry = FileService(folder, judges=judges), FolderRegistry(folder / "versions")
     service.add([*files.routes(), *LearnerApi(folder, store, registry).routes()])
     await stack.enter_async_context(service.serving())
     await launcher.use_driver(service.url, service.new_key(HOST))
