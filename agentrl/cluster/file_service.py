@@ -5,7 +5,8 @@
     GET  /files/judges/NAME         those of a judge's model
     GET  /chunks/SHA256             one chunk of a listed folder
     GET  /single/NAME               one of the few single files that parts need
-    POST /peers                     a mirror starts to fetch a folder; the answer has the mirrors that have it or are fetching it
+    POST /peers                     a mirror starts to fetch a folder; the answer has the mirrors that have it or are fetching it, and the
+                                    URL of the run in the object store if that has the folder
     POST /arriving/KIND/NUMBER      a listing that the learner will send; the answer has the chunks that are missing
     PUT  /arriving/KIND/NUMBER/SHA256
     POST /arriving/KIND/NUMBER/commit
@@ -18,10 +19,11 @@ of judges only, for their tokenizers: without a listing they know no checksum of
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.base.files import write_atomically
 from agentrl.base.untrusted_files import read_bytes
@@ -35,8 +37,9 @@ from agentrl.cluster.chunks import (
     folder_path,
     numbered_folders,
 )
-from agentrl.cluster.run_service import HOST, LEARNER, WORKER, Route, bytes_response, check_key_again
-from agentrl.errors import DiskFull
+from agentrl.cluster.object_store import ObjectStore
+from agentrl.cluster.run_service import HOST, LEARNER, WORKER, Route, bytes_response, call_once, check_key_again
+from agentrl.errors import DiskFull, InfrastructureError
 from agentrl.gateway.request import RequestError
 from agentrl.gateway.wire import body_of, bytes_of, json_response
 from agentrl.records import codec
@@ -44,6 +47,8 @@ from agentrl.records import codec
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -66,10 +71,19 @@ _SPARE_BYTES = 64 << 20  # of the driver's disk, for ledger and logs
 
 
 class FileService:
-    """The routes for one run folder. `judges`: the model folders of judges by name."""
+    """The routes for one run folder."""
 
-    def __init__(self, folder: Path, *, judges: Mapping[str, Path] | None = None) -> None:
-        self.folder, self._judges = folder, dict(judges or {})
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        judges: Mapping[str, Path] | None = None,
+        store: ObjectStore | None = None,
+        alert: Callable[[str], None] = log.warning,
+    ) -> None:
+        """`judges`: model folders of judges by name. `store`: hosts read versions from it. `alert`: called with messages for the user."""
+        self.folder, self._judges, self._store, self._alert = folder, dict(judges or {}), store, alert
+        self._uploads: dict[str, asyncio.Task[Any]] = {}
         self.index = ChunkIndex()
         self._arriving: dict[str, ArrivingFolder] = {}  # by kind/number
         self._peers: dict[str, dict[str, str]] = {}  # kind/number -> address of a mirror -> its key, in the order of their starts
@@ -158,7 +172,25 @@ class FileService:
             del peers[next(iter(peers))]
         while len(self._peers) > _FOLDERS_WITH_PEERS:
             del self._peers[next(iter(self._peers))]
-        return json_response(earlier)
+        return json_response({"mirrors": earlier, "store": await self._stored(folder)})
+
+    async def _stored(self, name: str) -> str:
+        """Returns the URL of the store once it has a version; empty for other folders, without a store, and after a failed upload."""
+        if (store := self._store) is None or not name.startswith("versions/"):
+            return ""
+        path = self.folder / name
+        listing = await self._in_thread(lambda: self.index.list_folder(path))
+
+        def upload() -> str:
+            try:
+                store.upload(name, path, listing)
+                store.drop_others(numbered_folders(self.folder, "versions"))
+            except InfrastructureError as error:
+                self._alert(f"{name} is not in the object store: {error}\n  hosts fetch it from the driver and from each other")
+                return ""
+            return store.url
+
+        return str(await call_once(self._uploads, f"{name} {hash(listing)}", lambda: asyncio.to_thread(upload)))
 
     async def _begin(self, request: Request) -> Response:
         kind, number = request.path_params["kind"], request.path_params["number"]
