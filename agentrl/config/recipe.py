@@ -200,8 +200,6 @@ class Recipe(Section):
     def _parts_are_started(self) -> Iterator[str]:
         yield from self._weight_store()
         yield from resource_errors(self.cluster.resources, list(self.part_counts), ranks=self.learner.ranks)
-        if not self.cluster.is_local and self.serving.weight_transfer.ref == "nccl":
-            yield "serving.weight_transfer=nccl works on one machine: with cluster.address set serving.weight_transfer=file"
 
     def _weight_store(self) -> Iterator[str]:
         transfer = self.serving.weight_transfer

@@ -17,6 +17,7 @@ from agentrl.learner.driver_reports import UpdateFailureLog, disk_errors_raised
 from agentrl.learner.update_guard import UpdateFailure
 from agentrl.protocols import VersionRegistry
 from agentrl.records import Group, GroupUse, LedgerEntry, PolicyVersion, VersionState
+from agentrl.serving.access import ServerAddress, announced_server
 from agentrl.version import rollback
 from agentrl.version.rollback import RollbackRequest
 
@@ -174,6 +175,9 @@ class LearnerAccess(Protocol):
     def pending_rollback(self) -> RollbackRequest | None:
         """Returns the rollback that the gate or a user requests, if any."""
 
+    def find_server(self) -> ServerAddress | None:
+        """Returns the server to which weights are sent over NCCL, if one runs."""
+
     def close(self) -> None:
         """Closes store and registry."""
 
@@ -234,6 +238,10 @@ class FolderAccess:
     def pending_rollback(self) -> RollbackRequest | None:
         """Reads the request in the registry's folder."""
         return rollback.pending_request(self.folder / "versions", self.registry)
+
+    def find_server(self) -> ServerAddress | None:
+        """Reads the server's record in the run folder."""
+        return announced_server(self.folder)
 
     def close(self) -> None:
         """Closes store and registry."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -36,7 +37,9 @@ T = TypeVar("T")
 MAX_CALL = 512 << 20
 """Bytes of a call; the largest are the uses of a step and the setbacks of an update."""
 _BODY_S = 120.0
-_READS = frozenset({"entries", "get", "latest", "verify", "pinned", "pending_rollback"})  # executed again when they are repeated
+_READS = frozenset(
+    {"entries", "get", "latest", "verify", "pinned", "pending_rollback", "find_server"}
+)  # executed again when they are repeated
 
 
 class LearnerApi:
@@ -62,6 +65,7 @@ class LearnerApi:
             "forget_setbacks": self._forget_setbacks,
             "prune_checkpoints": self._prune_checkpoints,
             "pending_rollback": self._pending_rollback,
+            "find_server": self._find_server,
             "add": self._add,
             "get": self._get,
             "latest": self._latest,
@@ -148,6 +152,10 @@ class LearnerApi:
     async def _pending_rollback(self, data: Any) -> Any:
         request = await self._access(lambda access: access.pending_rollback())
         return None if request is None else codec.to_data(request)
+
+    async def _find_server(self, data: Any) -> Any:
+        server = await self._access(lambda access: access.find_server())
+        return None if server is None else asdict(server)
 
     async def _add(self, data: Any) -> None:
         version = codec.from_json(PolicyVersion, json.dumps(data["version"]))

@@ -27,6 +27,7 @@ from agentrl.experience.step_uses import StepUses
 from agentrl.learner.access import Collective, Spare
 from agentrl.learner.update_guard import UpdateFailure
 from agentrl.records import Group, GroupUse, LedgerEntry, PolicyVersion, VersionState, codec
+from agentrl.serving.access import ServerAddress
 from agentrl.version.rollback import RollbackRequest
 
 log = logging.getLogger("agentrl.learner")
@@ -249,6 +250,11 @@ class RemoteAccess:
         """Returns the rollback that the gate or a user requests."""
         data = self._calls("pending_rollback")
         return None if data is None else codec.from_json(RollbackRequest, json.dumps(data))
+
+    def find_server(self) -> ServerAddress | None:
+        """Returns the server that the driver has announced."""
+        data = self._calls("find_server")
+        return None if data is None else ServerAddress(url=str(data["url"]), key=str(data["key"]), start=int(data["start"]))
 
     def close(self) -> None:
         """Closes the connection of this thread."""

@@ -68,7 +68,8 @@ class Worker:
         self.updater = Updater(self.engine, critic=self.critic)
         if ranks.team is None or ranks.team.rank == 0:
             self.updater.recorder = TokenRecorder(run_dir, ranks.data_parallel_rank)
-        self.broadcaster = Broadcaster(run_dir, recipe, self.engine) if recipe.serving.weight_transfer.ref == "nccl" else None
+        nccl = recipe.serving.weight_transfer.ref == "nccl"
+        self.broadcaster = Broadcaster(access.find_server, recipe, self.engine) if nccl else None
         self.order = GroupOrder.from_recipe(recipe)
         self.consumed_sha256 = step_uses.NO_STEPS
         self._open_block = 0  # first block that is not consumed completely

@@ -16,6 +16,7 @@ from agentrl.learner.driver_reports import FILE
 from agentrl.learner.remote_access import RemoteAccess
 from agentrl.learner.update_guard import UpdateFailure
 from agentrl.records import GroupUse, PolicyVersion, VersionState, codec
+from agentrl.serving.access import NAME, ServerAddress
 from agentrl.testing.store_contract import make_group
 from agentrl.version import FolderRegistry
 from agentrl.version.rollback import RollbackRequest, request_rollback
@@ -42,6 +43,10 @@ def use_everything(access: LearnerAccess, run: Path) -> list[object]:
     request_rollback(
         run / "versions", RollbackRequest(version=2, sha256=f"{1:064d}", to=1, to_sha256=f"{0:064d}", reason="worse", by_user=True)
     )
+    answers.append(access.find_server())
+    (run / NAME).write_text('{"url": "http://10.0.0.2:8000", "key": "k", "start": 7}')
+    answers.append(access.find_server())
+    assert answers[-2:] == [None, ServerAddress(url="http://10.0.0.2:8000", key="k", start=7)]
     answers += [access.pending_rollback(), access.registry.latest(VersionState.SERVING), access.registry.pinned(), access.registry.prune(1)]
     access.forget_setbacks(1)
     answers.append(access.store.entries())
