@@ -73,6 +73,10 @@ _STREAMED_BYTES = 1 << 20  # of events in one renewal
 _KINDS = {error.__name__: error for error in (ServingError, ServerDied, RequestRefused)}  # they decide who is to blame
 
 
+UNFIT = 2
+"""Exit code of a worker that lacks something on its host, such as a sandbox backend. Another start does not help."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
     """What a worker needs to open the parts of a run, as JSON data."""
@@ -406,7 +410,7 @@ def main(open_access: Callable[[AsyncExitStack], WorkerAccess], *, parent: int |
         if not isinstance(cause, UserError | InfrastructureError):
             raise
         print(f"error: {cause}", file=sys.stderr)
-        return 1
+        return UNFIT if isinstance(cause, UserError) else 1
     return 0
 
 
