@@ -151,7 +151,7 @@ class RayLauncher:
 
     async def _check_nodes(self) -> None:
         """Starts the hosts. Checks their version, and whether all have the run folder. Raises `UserError` and `LaunchError`."""
-        requests = [self._retry(name, self._actor(name).describe.remote, timeout_s=RESERVE_S) for name in self._bundles]
+        requests = [self._retry(name, self._actor(name).describe.remote, timeout_s=START_S) for name in self._bundles]
         states: list[HostState] = await asyncio.gather(*requests)
         for state in states:
             if state.version != agentrl.__version__:
