@@ -94,6 +94,7 @@ CHANNEL = PartKind(
     },
     protocol="agentrl.protocols:WeightChannel",
     given=("server", "*", "registry_folder"),
+    with_options=frozenset({"file", "delta"}),  # `Recipe` checks them
 )
 STORE = PartKind(
     key="store",
