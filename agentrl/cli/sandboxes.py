@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Annotated
 
@@ -67,6 +66,6 @@ def sandbox_serve(
     memory_mb: Annotated[int, typer.Option(min=0, help="Memory of all sandboxes. 0: what this container may use, less 256 MiB.")] = 0,
 ) -> None:
     """Serve as a cell: open bubblewrap sandboxes for drivers elsewhere that set sandbox.backend=cell. Run it in a container or pod."""
-    from agentrl.sandbox.cell.server import serve_cell
+    from agentrl.sandbox.cell.server import run_cell
 
-    asyncio.run(serve_cell(read_secret(key), listen, sandboxes=sandboxes, memory_mb=memory_mb))
+    run_cell(read_secret(key), listen, sandboxes=sandboxes, memory_mb=memory_mb)

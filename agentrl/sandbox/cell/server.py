@@ -307,12 +307,26 @@ def _open_control_groups() -> None:
             groups.open_up()
 
 
+def run_cell(key: str, listen: str, *, sandboxes: int = MAX_SANDBOXES, memory_mb: int = 0) -> None:
+    """Runs `serve_cell`. In process 1 of a container it does so in a child, and collects what sandboxes leave as process 1 must."""
+    child = os.fork() if os.getpid() == 1 else 0
+    if not child:
+        asyncio.run(serve_cell(key, listen, sandboxes=sandboxes, memory_mb=memory_mb))
+        return
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: os.kill(child, number))
+    while True:
+        ended, status = os.wait()
+        if ended == child:
+            raise SystemExit(os.waitstatus_to_exitcode(status) or 0)
+
+
 async def serve_cell(key: str, listen: str, *, sandboxes: int = MAX_SANDBOXES, memory_mb: int = 0) -> None:
     """Serves until SIGTERM or SIGINT, then ends all sandboxes. Raises `UserError`, or `SandboxUnavailable` if bubblewrap does not work."""
     if problem := await asyncio.to_thread(unavailable_reason):
         raise SandboxUnavailable(f"a cell needs bubblewrap: {problem}", fix="see docs/cluster.md for what the container needs")
     cell, stop = Cell(key, sandboxes=sandboxes, memory_mb=memory_mb), asyncio.Event()
-    host, port = wire.parse_address(listen)
+    host, port = wire.parse_address(listen, least_port=0)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     port = await cell.start(host, port)

@@ -65,11 +65,11 @@ class OpenRequest(Record):
         return codec.from_json(cls, json.dumps(message))
 
 
-def parse_address(text: str) -> tuple[str, int]:
+def parse_address(text: str, *, least_port: int = 1) -> tuple[str, int]:
     """Returns host and port of `HOST:PORT`. Raises `UserError`."""
     host, _, port = text.rpartition(":")
     host = host.strip("[]")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or not port.isdigit() or not least_port <= int(port) < 65536:
         raise UserError(f"{text[:100]!r} is not the address of a cell", fix=f"give HOST:PORT, such as cells:{PORT}")
     return host, int(port)
 
@@ -142,7 +142,10 @@ async def request(sock: socket.socket, key: bytes, message: Message, body: bytes
     other = await receive_exactly(sock, NONCE_BYTES)
     own = secrets.token_bytes(NONCE_BYTES)
     await asyncio.get_running_loop().sock_sendall(sock, own + _proof(key, b"driver", other, own) + packed(message) + body)
-    proof = await receive_exactly(sock, PROOF_BYTES)
+    try:
+        proof = await receive_exactly(sock, PROOF_BYTES)
+    except (ConnectionError, CellProtocolError):
+        raise CellProtocolError("it closed the connection: it has another key, or has ended") from None
     if not hmac.compare_digest(proof, _proof(key, b"cell", other, own)):
         raise CellProtocolError("it does not have the key")
     return await receive(sock)
