@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.protocols.sandbox import OPEN_TIMEOUT_S
@@ -213,6 +214,10 @@ class ChannelBackend(waiting.ClosesOnce):
                 raise SandboxError(f"{error}; {explanation}") from None
             raise
         return sandbox
+
+    def ways(self) -> dict[str, Any]:
+        """Returns facts for the attack suite about how the driver reaches its sandboxes."""
+        return {}
 
     def _load(self, image: str) -> images.Image:
         """Returns the image that a spec names. Blocking. Raises `UserError`."""

@@ -32,6 +32,7 @@ PREPARE_S = 100.0
 RELIEVE_S = 10.0
 AVOID_S = 5.0
 """How long a cell that failed gets sandboxes only if all others have failed or are full."""
+FULL_S = 1.0
 _RETRY_S = 0.25
 _RESOLVE_S = 5.0
 _STREAM_BYTES = 1 << 20
@@ -57,6 +58,7 @@ class CellBackend(ChannelBackend):
     """
 
     name = "cell"
+    reach_s = REACH_S
 
     def __init__(
         self, *, run_label: str, root: Path, addresses: Sequence[str], key: str, progress: images.Progress = images.no_progress
@@ -114,6 +116,10 @@ class CellBackend(ChannelBackend):
 
         return await self._greeted(start, streams, relieve, end)
 
+    def ways(self) -> dict[str, Any]:
+        """Returns the cells' addresses, and their key, for which an attack looks."""
+        return {"cells": [_show(address) for address in self._cells], "cell_key_backwards": self._key.decode()[::-1]}
+
     def _leave(self, cell: CellState) -> None:
         cell.open -= 1
 
@@ -136,7 +142,7 @@ class CellBackend(ChannelBackend):
     ) -> tuple[CellState, socket.socket, dict[str, Any]]:
         """Sends a request to one cell after the other, until one agrees. Waits while all are full; the caller sets the deadline.
 
-        Raises `SandboxError` if a cell refuses, or none answers in `REACH_S`.
+        Raises `SandboxError` if a cell refuses, or none answers in `reach_s`.
         """
         loop = asyncio.get_running_loop()
         answered_at = loop.time()
@@ -153,11 +159,10 @@ class CellBackend(ChannelBackend):
                 sock.close()
                 answered_at = loop.time()
                 text = "".join(character for character in str(reply.get("message"))[:1000] if character.isprintable())
-                self._problem = f"cell {_show(cell.address)}: {text}"
+                self._avoid(cell, text, FULL_S if reply.get("why") == "full" else AVOID_S)
                 if reply.get("why") != "full":
-                    self._avoid(cell, text)
                     raise SandboxError(self._problem)
-            if loop.time() - answered_at > REACH_S - CONNECT_S:
+            if loop.time() - answered_at > self.reach_s - CONNECT_S:
                 raise SandboxError(f"none answers; {self._problem}")
             await asyncio.sleep(_RETRY_S)
 
@@ -167,9 +172,9 @@ class CellBackend(ChannelBackend):
         now = asyncio.get_running_loop().time()
         return sorted(self._cells.values(), key=lambda cell: (cell.avoided_until > now, cell.open, random.random()))
 
-    def _avoid(self, cell: CellState, problem: str) -> None:
+    def _avoid(self, cell: CellState, problem: str, seconds: float = AVOID_S) -> None:
         self._problem = f"cell {_show(cell.address)}: {problem}"
-        cell.avoided_until = asyncio.get_running_loop().time() + AVOID_S
+        cell.avoided_until = asyncio.get_running_loop().time() + seconds
 
     async def _resolve(self) -> None:
         """Looks the names up again every few seconds. Cells that have left are forgotten; a name that has no address is a problem."""
