@@ -23,6 +23,7 @@ from agentrl.config.tools import MCPConfig, ToolConfig
 from agentrl.errors import UserError
 from agentrl.protocols import EpisodeMemory, SandboxBackend, TaskFamily
 from agentrl.records import Split, Task
+from agentrl.task.outputs import sandbox_of
 
 log = logging.getLogger(__name__)
 
@@ -178,8 +179,8 @@ async def _list_tools(server: Server, task: Task, sandboxes: SandboxBackend) -> 
     sandbox, connection = None, ServerConnection(server)
     try:
         if server.in_sandbox:
-            await sandboxes.prepare(task.sandbox)
-            sandbox = await sandboxes.open(task.sandbox, files=task.contents())
+            await sandboxes.prepare(sandbox_of(task))
+            sandbox = await sandboxes.open(sandbox_of(task), files=task.contents())
         return server, await connection.list_tools(sandbox)
     except (Unanswered, InvalidMessage, ServerError) as error:
         raise _refused(server, str(error)) from None

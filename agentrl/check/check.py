@@ -41,7 +41,7 @@ from agentrl.reward.verifier_call import prepare_verifier
 from agentrl.sandbox import conformance, open_backend, open_sandboxes, select_backend
 from agentrl.sandbox.attacks import ATTACK_SPEC, AttackResult, run_attacks
 from agentrl.session.ending import close_after
-from agentrl.task import make_task
+from agentrl.task import gold_of, make_task
 from agentrl.task.outputs import example_path, run_and_collect
 
 log = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ def _not_proven(family: TaskFamily, wanted: Mapping[Split, int], tasks: Sequence
             of = "infinitely many" if size is None else f"{size:,}"
             yield f"that tasks of {split} beyond the first {done:,} of {of} can be solved, and only without cheating"
     yield from (claim for proof in proofs for claim in proof.unproven)
-    if hosts := sorted({host for task in tasks for host in task.sandbox.network}):
+    if hosts := sorted({host for task in tasks if task.sandbox is not None for host in task.sandbox.network}):
         yield f"that the network that tasks may reach ({', '.join(hosts)}) stays the same: gold solutions worked today"
     yield from NEVER_PROVEN
 
@@ -203,6 +203,8 @@ async def _prepare(tasks: Sequence[Task], sandboxes: SandboxBackend) -> list[Cas
     failed: list[CaseResult] = []
     problems: dict[tuple[str, str], str] = {}
     for task in tasks:
+        if task.sandbox is None:
+            continue
         started = time.monotonic()
         limit = float(task.data.get("build_timeout_s", 1800.0))
         image = (task.sandbox.image, task.sandbox.runtime)
@@ -301,4 +303,4 @@ class _Prover:
         with user_code.raising_as(
             lambda error: TaskError(f"task {task.id!r}: the family's gold() failed: {user_code.describe_error(error)}"), but=(UserError,)
         ):
-            return self.family.gold(task)
+            return gold_of(self.family, task)

@@ -206,7 +206,7 @@ async def _not_served(given: PreparedEvaluation, *, console: bool) -> AsyncItera
         tasks = with_sub_agent_tools(cases, recipe.rollout.delegation)
         tools = await pin_tools(declared_tools(recipe.mcp, recipe.tools, given.root), tasks, sandboxes, every=False, chat=chat)
         if chat is not None:
-            for task in [one for one in cases if (one.sandbox.image, one.sandbox.runtime) not in broken][:1]:
+            for task in [one for one in cases if one.sandbox is not None and (one.sandbox.image, one.sandbox.runtime) not in broken][:1]:
                 await check_snapshots(recipe, task, sandboxes)
             check_start_tokens(given.suites, chat, tools, recipe.rollout)
         yield OpenPolicy(

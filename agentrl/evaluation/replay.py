@@ -130,7 +130,8 @@ async def replay_state(trace: Trace, turn: int, stage: ReplaySetup) -> EpisodeSt
         max_model_len=stage.max_model_len,
         request_timeout_s=_TIMEOUT_S,
     )
-    await stage.sandboxes.prepare(task.sandbox)
+    if task.sandbox is not None:
+        await stage.sandboxes.prepare(task.sandbox)
     memory = None if episode.memory is None else ReplayedMemory(episode.memory, recorded[:turn])
     played = await runner.run(task, episode_id=trace.id, on_turn=on_turn, memory=memory)
     if not states:

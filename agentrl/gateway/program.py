@@ -115,7 +115,7 @@ class ExternalProgram:
 
     async def act(self, episode: LiveEpisode) -> str:
         """Runs the program, and returns why the episode ended."""
-        if self.address not in episode.task.sandbox.network:
+        if episode.task.sandbox is None or self.address not in episode.task.sandbox.network:
             fix = f'add "{self.address}" to sandbox.network'
             raise TaskError(f"task {episode.task.id!r}: its sandbox cannot reach the gateway", fix=fix)
         if episode.turn_count:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from agentrl.records.fields import JsonObject, Record, Text
 
@@ -33,3 +34,4 @@ class ToolResult(Record):
     ok: bool
     wall_s: float = 0.0
     reward: float | None = None  # of this action, if an environment gave one
+    parts: Mapping[str, float] = field(default_factory=dict)  # named components of the reward

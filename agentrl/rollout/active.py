@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -10,9 +11,11 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from agentrl.base import user_code
 from agentrl.base.activity import ACTIVITY, SANDBOXES
+from agentrl.environment import open_environment
 from agentrl.errors import PolicyFault, RequestRefused, ServingError, TaskError
-from agentrl.protocols import EpisodeListener, EpisodeMemory, Policy, Sandbox, SandboxBackend, SilentListener, ToolSource
+from agentrl.protocols import Environment, EpisodeListener, EpisodeMemory, Policy, Sandbox, SandboxBackend, SilentListener, ToolSource
 from agentrl.records import (
     Cancelled,
     Completion,
@@ -30,7 +33,7 @@ from agentrl.records import (
 from agentrl.records.episode import Memo
 from agentrl.records.limits import Thinking
 from agentrl.records.sampling import Sampling
-from agentrl.rollout.episode_sandbox import EpisodeSandbox
+from agentrl.rollout.episode_sandbox import CLOSE_S, EpisodeSandbox
 from agentrl.rollout.hooks import TurnListener
 from agentrl.rollout.pace import OutOfTime, Pace, SamplingTime
 from agentrl.rollout.repeats import SANDBOX, SampledTurns
@@ -215,6 +218,7 @@ class ActiveEpisode:
         )
         self.open_timeout_s, self._on_turn = open_timeout_s, on_turn
         self._box = EpisodeSandbox(self, None if start is None else start.snapshot)
+        self._environment: Environment | None = None
         self._sub_sandboxes: set[EpisodeSandbox] = set()  # sandboxes of sub-agents
         self._running, self._since = 0, 0.0  # calls in progress, and the start of the first of them
         self._output_chars = 0  # characters of tool output so far
@@ -335,6 +339,14 @@ class ActiveEpisode:
         self.stage = "generate"
         return self.requests.external_request(at_most, within_s=within_s)
 
+    async def environment(self) -> Environment:
+        """Returns the environment of the task, opened at the first call."""
+        self.stage = "environment"
+        if self._environment is None:
+            assert self.task.environment is not None, "the agent acts in it only then"
+            self._environment = await open_environment(self.task.environment)
+        return self._environment
+
     async def sandbox(self) -> Sandbox:
         """Returns the sandbox, opened at the first call with the task's files or the working directory of the start state."""
         return await self._box.sandbox()
@@ -437,6 +449,13 @@ class ActiveEpisode:
         async with AsyncExitStack() as stack:
             for box in (self._box, *self._sub_sandboxes):
                 stack.push_async_callback(box.close)
+            if self._environment is not None:
+                stack.push_async_callback(self._close_environment, self._environment)
+
+    async def _close_environment(self, environment: Environment) -> None:
+        with user_code.logging_faults("closing an environment"):
+            async with asyncio.timeout(CLOSE_S):
+                await environment.close()
 
 
 def _checked(stop_reason: str) -> str:

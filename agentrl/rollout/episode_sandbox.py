@@ -11,6 +11,7 @@ from agentrl.base.activity import ACTIVITY, SANDBOXES
 from agentrl.errors import SandboxError, SandboxUnavailable, TaskError, UserError
 from agentrl.protocols import Sandbox
 from agentrl.records import MAX_SNAPSHOT_BYTES, Task
+from agentrl.task.outputs import sandbox_of
 
 if TYPE_CHECKING:
     from agentrl.rollout.active import ActiveEpisode
@@ -74,8 +75,10 @@ class EpisodeSandbox:
         files = task_files(task) if self._snapshot is None else None
         try:
             with ACTIVITY.doing(SANDBOXES):
-                sandbox = await episode.sandboxes.open(task.sandbox, files=files, snapshot=self._snapshot, timeout_s=episode.open_timeout_s)
-        except (SandboxUnavailable, UnicodeError):  # `task_files` has checked the files' names and texts
+                sandbox = await episode.sandboxes.open(
+                    sandbox_of(task), files=files, snapshot=self._snapshot, timeout_s=episode.open_timeout_s
+                )
+        except (SandboxUnavailable, TaskError, UnicodeError):  # `task_files` has checked the files' names and texts
             raise
         except UserError as error:  # an image that cannot be built
             raise TaskError(f"task {task.id!r}: {error.message}", fix=error.fix) from error

@@ -44,6 +44,7 @@ from agentrl.session.judge_servers import check_judge_servers_used, check_reward
 from agentrl.session.models import check_disk_space, find_model
 from agentrl.session.run_practice import open_run_practice
 from agentrl.task import open_family
+from agentrl.task.outputs import sandbox_of
 from agentrl.version.model_folder import check_model, read_json
 
 if TYPE_CHECKING:
@@ -372,10 +373,10 @@ async def check_snapshots(recipe: Recipe, task: Task, sandboxes: SandboxBackend)
         "rollout.checkpoint_turns": rollout.checkpoint_turns,
     }
     key = next((key for key, on in wanted.items() if on), None)
-    if key is None or recipe.sandbox.backend.ref in parts.BACKEND.shipped:
+    if key is None or task.sandbox is None or recipe.sandbox.backend.ref in parts.BACKEND.shipped:
         return
-    await sandboxes.prepare(task.sandbox)
-    first = await sandboxes.open(task.sandbox, files=task.contents())
+    await sandboxes.prepare(sandbox_of(task))
+    first = await sandboxes.open(sandbox_of(task), files=task.contents())
     try:
         problem = await _copy_problem(recipe, task, sandboxes, first)
     finally:
@@ -393,7 +394,7 @@ async def _copy_problem(recipe: Recipe, task: Task, sandboxes: SandboxBackend, f
     await first.write(_COPY_PATH, _COPY_DATA)
     try:
         archive = await first.snapshot()
-        second = await sandboxes.open(task.sandbox, snapshot=archive)
+        second = await sandboxes.open(sandbox_of(task), snapshot=archive)
     except Exception as error:  # a user-supplied backend may raise anything
         return one_line_error(error)
     try:
