@@ -46,7 +46,7 @@ class Archive:
                 self.states[key] = replace(best, visits=(known.visits if known else 0) + 1)
         added = len(self.states) - before
         if len(self.states) > MAX_STATES:
-            nearest = sorted(self.states.items(), key=lambda item: (len(item[1].network) + item[1].unsorted**0.5, item[0]))
+            nearest = sorted(self.states.items(), key=lambda item: (len(item[1].network) + item[1].unsorted ** 0.5, item[0]))
             self.states = dict(nearest[:MAX_STATES])
         return added
 
