@@ -28,11 +28,11 @@ from agentrl.records import (
     ToolResult,
     Trajectory,
     Turn,
-    check_tree,
 )
 from agentrl.records.episode import Memo
 from agentrl.records.limits import Thinking
 from agentrl.records.sampling import Sampling
+from agentrl.records.trajectory import check_parent
 from agentrl.rollout.episode_sandbox import CLOSE_S, EpisodeSandbox
 from agentrl.rollout.hooks import TurnListener
 from agentrl.rollout.pace import OutOfTime, Pace, SamplingTime
@@ -285,7 +285,7 @@ class ActiveEpisode:
     def open(self, agent: str, *, parent: Parent | None = None, prompt: Sequence[Message] = ()) -> ActiveTrajectory:
         """Opens another trajectory."""
         begun = Trajectory(agent=agent, turns=(), parent=parent, prompt=tuple(prompt), stop_reason="")
-        check_tree((*self.record(), begun))
+        check_parent(len(self._trajectories), parent, self._trajectories)
         self._trajectories.append(ActiveTrajectory(self, len(self._trajectories), begun))
         return self._trajectories[-1]
 
