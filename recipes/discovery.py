@@ -46,6 +46,7 @@ recipe = Recipe(
     policy=PolicyConfig(model="recipes/models/tables-base", dtype="float32", max_model_len=512),
     tasks=TasksConfig(family=Part("sandboxes.networks:SortingNetwork", options={"channels": 6, "budget": 18})),
     rollout=RolloutConfig(group=GroupConfig(size=16), groups_per_step=8, concurrency=64),
+    evaluation=EvalConfig(heldout=0),
     serving=ServingConfig(max_num_seqs=64, kv_cache_gb=0.5, threads=1),
     objective=ObjectiveConfig(clip_low=0.2, clip_high=0.28),
     learner=LearnerConfig(lr=3e-4, zero_stage=2, ranks=1, threads=1, max_tokens_per_microbatch=2048),
