@@ -20,6 +20,7 @@ from pathlib import Path
 
 from agentrl.base.files import append_lines
 from agentrl.config import (
+    EvalConfig,
     GroupConfig,
     LearnerConfig,
     ObjectiveConfig,
