@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from agentrl.base.files import append_lines
+from agentrl.base.files import append_lines, json_line
 from agentrl.config import (
     EvalConfig,
     GroupConfig,
@@ -84,9 +84,9 @@ def _run_phase(folder: Path, phase: int, channels: int, overrides: Sequence[str]
     archive = Archive.load(archive_file) if phase else Archive(channels)
     networks = list(read_networks(run, channels))
     added, best = archive.add(networks), archive.best()
-    line = {"phase": phase, "episodes": len(networks), "states": len(archive.states), "new_states": added}
+    line: dict[str, object] = {"phase": phase, "episodes": len(networks), "states": len(archive.states), "new_states": added}
     line |= {"minutes": round((time.monotonic() - started) / 60, 1), **(_check(best) if best else {"comparators": None})}
-    append_lines(folder / "found.jsonl", [json.dumps(line)])
+    append_lines(folder / "found.jsonl", [json_line(line)])
     print(f"phase {phase}: {json.dumps(line)}", flush=True)
     archive.save(_archive_path(folder, phase + 1))
 
