@@ -29,7 +29,7 @@ _TEXT_CHARS = 4000  # of one text in a rendered trace; of texts in the failing t
 _LEAST_TEXT_CHARS = 160  # of one text in a rendered trace with many
 _LINE_CHARS = 300
 
-_NOT_LIMITS = ("submitted", "answered", "failed", "")  # stop reasons other than limits
+_NOT_LIMITS = ("submitted", "answered", "failed", "terminated", "truncated", "")  # stop reasons other than limits
 _ERROR = re.compile(
     r"(?:error|exception|failed|failure|fatal)\b\s*[:!-]|traceback \(most recent|\W{0,4}\"?(?:is_?)?error\"?\s*:(?!\s*(?:null|false|\"\"))",
     re.IGNORECASE,

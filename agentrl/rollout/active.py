@@ -164,6 +164,10 @@ class ActiveTrajectory:
         self.turns[-1] = replace(self.turns[-1], tool_results=tuple(results), tool_s=wall_s)
         self._episode.listener.tools_ended(self._episode.id, self.index, len(self.turns) - 1, self.turns[-1])
 
+    def add_last_state(self, token_ids: Sequence[int]) -> None:
+        """Records the context of the turn that a truncated episode does not have."""
+        self._begun = replace(self._begun, last_state=tuple(token_ids))
+
     def end(self, stop_reason: str) -> None:
         """Ends the trajectory."""
         self.stop_reason, self.prompt_ids = _checked(stop_reason), ()  # a prompt that no turn reads does not count
