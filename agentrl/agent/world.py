@@ -25,6 +25,7 @@ from agentrl.records.trajectory import CONTINUED, TRUNCATED
 
 STATE = "environment"
 """Key of the agent's state that has the state of its environment."""
+_USED_UP = "this episode's output is used up"  # in an output that `LiveEpisode.clip_output` cut
 _NO_DEADLINE_S = 86_400.0  # an environment has its own deadline
 
 
@@ -139,7 +140,7 @@ class World:
         """Applies a recorded action again. Raises `EnvironmentFault` if its result differs."""
         outcome = await self.act(action)
         shown = clip(outcome.output, self._chars)
-        if outcome.reward != recorded.reward or (shown != recorded.output and len(shown) <= len(recorded.output)):
+        if outcome.reward != recorded.reward or (shown != recorded.output and _USED_UP not in recorded.output):
             raise EnvironmentFault(
                 f"{self.spec.ref} is not deterministic: a repeated action has another result\n"
                 "  fix: set tasks.family.options.resume=restart, or snapshot if the environment has it"

@@ -3,8 +3,8 @@
     python -m agentrl.environment.worker PROGRESS_FD
 
 A frame has the operations of many episodes. They run in order, and the results of a frame are sent together, but not later than
-`FLUSH_S` after the first of them. Before each operation its number is written to the progress file, so that the driver knows which episode
-hangs. The process ends when its input ends.
+`FLUSH_S` after the first of them. The progress file counts the operations, each once when it starts and once when it ends, so that the
+driver knows which episode hangs. The process ends when its input ends.
 """
 
 from __future__ import annotations
@@ -106,14 +106,16 @@ def main() -> None:
     replies = os.dup(sys.stdout.fileno())
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
-    requests, worlds, started = os.fdopen(os.dup(sys.stdin.fileno()), "rb"), Worlds(), 0
+    requests, worlds, count = os.fdopen(os.dup(sys.stdin.fileno()), "rb"), Worlds(), 0
     os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
+    _send(replies, [])
     while size := requests.read(SIZE.size):
         results, sent = [], time.monotonic()
         for operation in json.loads(requests.read(SIZE.unpack(size)[0])):
-            started += 1
-            progress[:] = PROGRESS.pack(started)
+            progress[:] = PROGRESS.pack(count + 1)
             results.append(answer(worlds, operation))
+            count += 2
+            progress[:] = PROGRESS.pack(count)
             if time.monotonic() - sent > FLUSH_S:
                 _send(replies, results)
                 results, sent = [], time.monotonic()
