@@ -1,7 +1,7 @@
 """A host: a long-lived process of another Python environment that runs foreign code for many episodes.
 
-agentrl starts it, talks to it over a socket with lines of JSON (`inside/host_channel.py`), restarts it if it dies or blocks, and kills it at
-the end. Everything that it sends is hostile: messages are bounded, every call has a deadline, and an unknown or late reply is ignored.
+agentrl starts it, talks to it over a socket with lines of JSON (`inside/host_channel.py`), and restarts it if it dies or blocks. Everything
+that it sends is hostile: messages are bounded, every call has a deadline, and an unknown or late reply is ignored.
 """
 
 from __future__ import annotations
