@@ -224,7 +224,7 @@ def _install(root: Path, venv: Path, lock: Lock, report: Report) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         pinned = Path(scratch, "requirements.txt")
         pinned.write_text(lock.to_text())
-        _pip(root, venv, "install", "--no-deps", "--require-hashes", "-r", str(pinned))
+        _pip(root, venv, "install", "--no-compile", "--no-deps", "--require-hashes", "-r", str(pinned))
         for folder, _ in lock.folders:
             _pip(root, venv, "install", "--no-deps", str(_copy_package(root / folder, Path(scratch))))
     report("checking")

@@ -29,7 +29,10 @@ from agentrl.plugins.references import resolve
 from agentrl.protocols import LiveEpisode, Sandbox
 from agentrl.records import Blame, EnvironmentSpec, Score
 
-HOSTED = {"inspect": "agentrl.environment.inspect_tasks:host_spec"}
+HOSTED = {
+    "inspect": "agentrl.environment.inspect_tasks:host_spec",
+    "verifiers": "agentrl.environment.verifiers_tasks:host_spec",
+}
 """Prefix of `EnvironmentSpec.ref` -> function that returns the `HostSpec` of a specification."""
 SCORING_SHARE = 0.2
 """Share of an episode's time that is reserved for scoring: after the rest, the host stops its program and scores what there is."""

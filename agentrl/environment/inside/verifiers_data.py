@@ -17,7 +17,8 @@ _OFFLINE = ("huggingface", "offline", "connection", "resolve", "network is unrea
 
 def hub_hint(error: BaseException) -> str:
     """Returns what to do if a package could not load its data because it is on a hub."""
-    chain, text = error, ""
+    chain: BaseException | None = error
+    text = ""
     while chain is not None and len(text) < MAX_TEXT:
         text, chain = f"{text} {type(chain).__module__} {describe_error(chain)}".lower(), chain.__cause__ or chain.__context__
     return "; it loads from a hub, which cannot be reached" if any(word in text for word in _OFFLINE) else ""

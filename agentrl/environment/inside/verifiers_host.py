@@ -17,7 +17,6 @@ from host_channel import TASK, Caller, Channel, Fault, describe_error, main
 
 def load(config: dict[str, Any]) -> Any:
     """Returns the adapter of a package: `verifiers_tasksets.Taskset`, or `verifiers_legacy.Legacy`. Raises `Fault`."""
-    sys.path[:0] = config["path"]
     sys.path.append(str(Path(__file__).parent))  # last, so that it hides no module of the package
     name = config["package"]
     package = _import(name)

@@ -46,7 +46,7 @@ class Legacy:
             train = [] if self._env.dataset is None else self._rows(self._env.get_dataset())
         except BaseException as error:
             raise Fault(TASK, f"loading its tasks failed: {describe_error(error)}{hub_hint(error)}") from error
-        return [*described(train, "train" if heldout else ""), *described(heldout, "heldout")]
+        return [*described(train, "train" if heldout else ""), *described(heldout, "heldout" if train else "")]
 
     def _rows(self, dataset: Any) -> list[tuple[str, str, Any]]:
         rows = (dict(row) for row in islice(iter(dataset), self._size))
@@ -70,7 +70,7 @@ class Legacy:
             policy = OpenAIChatCompletionsClient(client)
             row = json.loads(params["data"]["task"])
             output = await self._env.run_rollout(row, policy, params["model"], {}, state_columns=["stop_condition"])
-        return result_of(output)
+        return result_of(output, turns=params["turns"])
 
 
 async def _strict_reward(self: Any, func: Any, state: Any) -> float:
@@ -84,9 +84,11 @@ async def _strict_reward(self: Any, func: Any, state: Any) -> float:
         raise Fault(TASK, f"the reward {getattr(func, '__name__', func)!s} failed: {describe_error(error)}") from error
 
 
-def result_of(output: Any) -> dict[str, Any]:
+def result_of(output: Any, *, turns: int) -> dict[str, Any]:
     """Returns the score of a rollout: its reward, with its metrics as parts."""
     stop = STOPS.get(str(output.get("stop_condition")), "")
+    if stop == "turn_limit" and (output.get("metrics") or {}).get("num_turns", 0) < turns:
+        stop = ""  # the package's own limit, such as one turn
     result: dict[str, Any] = {
         "parts": finite(output.get("metrics") or {}),
         "value": None,

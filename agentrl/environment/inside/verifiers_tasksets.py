@@ -17,10 +17,12 @@ from typing import Any
 
 import verifiers.v1 as vf
 from host_channel import INFRASTRUCTURE, TASK, Fault, describe_error
-from openai import APIStatusError, AsyncOpenAI
+from openai import AsyncOpenAI
 from verifiers.v1.clients import EvalClient
+from verifiers.v1.clients.client import SESSION_ID_HEADER
 from verifiers.v1.configs.agent import AgentConfig
 from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.errors import ProviderError
 from verifiers.v1.harnesses.utils.compaction import bound_tool_message
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.interception import server as interception
@@ -31,12 +33,12 @@ from verifiers_data import MAX_TEXT, described, finite, hub_hint
 __all__ = ["ChatHarness"]  # verifiers loads a harness from such a module
 
 RUNTIMES = ("subprocess", "docker", "podman", "apptainer")
-NO_KEY = "AGENTRL_POLICY"  # a variable that does not exist: the key of an episode comes from `KEYS`
+NO_KEY = "AGENTRL_POLICY"  # a variable that does not exist: the key of an episode comes from `PLAYING`
 ENDS = ("context_length_exceeded", "turn_limit")  # error codes of the gateway after which no completion is possible
 STOPS = {"max_turns": "turn_limit", "turn_limit": "turn_limit", "context_length_exceeded": "token_limit", "agent_timeout": "wall_limit"}
 
-KEYS: dict[str, str] = {}
-"""Trace -> key of its episode."""
+PLAYING: dict[str, tuple[str, Any]] = {}
+"""Id of a trace -> key of its episode, and the trace."""
 
 
 class Taskset:
@@ -75,8 +77,11 @@ class Taskset:
     def describe(self) -> list[dict[str, Any]]:
         """Returns the tasks. Raises `Fault`."""
         try:
-            tasks = islice(iter(self._env.taskset), self._size)
-            return described((f"{task.data.idx}", _text(task.data), task.data.model_dump(mode="json")) for task in tasks)
+            drawn = islice(iter(self._env.taskset), self._size)
+            tasks: list[dict[str, Any]] = described(
+                (f"{task.data.idx}", _text(task.data), task.data.model_dump(mode="json")) for task in drawn
+            )
+            return tasks
         except Fault:
             raise
         except BaseException as error:
@@ -101,20 +106,20 @@ class Taskset:
 
         def opened(trace: Any) -> None:
             traces.append(trace.id)
-            KEYS[trace.id] = params["key"]
+            PLAYING[trace.id] = (params["key"], trace)
 
         try:
-            return result_of(await env.run_episode(task, context, on_trace=opened))
+            return result_of(await env.run_episode(task, context, on_trace=opened), turns=params["turns"])
         finally:
             for trace in traces:
-                KEYS.pop(trace, None)
+                PLAYING.pop(trace, None)
 
     def _bounded(self, role: str, params: dict[str, Any]) -> Any:
         """Returns the configuration of a role, with the limits of an episode."""
-        own = getattr(self._env.config, role)
-        turns = min(own.max_turns or params["turns"], params["turns"])
-        solve_s = min(own.timeout.rollout or params["solve_s"], params["solve_s"])
-        return own.model_copy(update={"max_turns": turns, "timeout": own.timeout.model_copy(update={"rollout": solve_s})})
+        own, solve_s = getattr(self._env.config, role), params["solve_s"]
+        most = {"setup": solve_s, "rollout": solve_s, "finalize": solve_s / 4, "scoring": solve_s / 4}
+        timeout = own.timeout.model_copy(update={name: min(getattr(own.timeout, name) or limit, limit) for name, limit in most.items()})
+        return own.model_copy(update={"max_turns": min(own.max_turns or params["turns"], params["turns"]), "timeout": timeout})
 
 
 def _role(default: Any, wanted: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
@@ -129,7 +134,7 @@ def _role(default: Any, wanted: dict[str, Any], config: dict[str, Any]) -> dict[
     return {**wanted, "runtime": runtime}
 
 
-class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
+class ChatHarness(vf.Harness[vf.HarnessConfig]):
     """A conversation with the task's tools, in this process."""
 
     APPENDS_SYSTEM_PROMPT = SUPPORTS_MCP = SUPPORTS_RESUME = True
@@ -138,7 +143,7 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
     async def launch(
         self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str], data: Any, **_: Any
     ) -> Any:
-        """Asks the policy until an answer without calls, or a limit of the episode."""
+        """Asks the policy until an answer without calls. A limit of the episode ends it with an error, after which verifiers scores it."""
         system, prompt = self.resolve_prompt(data)
         messages: list[Any] = [{"role": "system", "content": system}] if system else []
         messages += [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(message_to_wire, prompt or ())
@@ -147,14 +152,7 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
             tools, dispatch, connected = await connect_mcp({"mcpServers": servers}, stack)
             options = {"tools": tools} if tools else {}
             while True:
-                try:
-                    done = await client.chat.completions.create(model=ctx.model, messages=messages, **options)
-                except APIStatusError as error:
-                    ended = next((code for code in ENDS if code in error.response.text), None)
-                    if ended is None:
-                        raise
-                    trace.info["agentrl_stop"] = ended
-                    break
+                done = await client.chat.completions.create(model=ctx.model, messages=messages, **options)
                 message = done.choices[0].message
                 messages.append(message.model_dump(exclude_none=True))
                 if not message.tool_calls:
@@ -179,13 +177,23 @@ async def _result(function: Any, dispatch: Any, connected: Any) -> Any:
     return await call_mcp(connected, dispatch, function.name, arguments)
 
 
-class PolicyClient(EvalClient):  # type: ignore[misc]
-    """Sends each request with the key of its episode."""
+class PolicyClient(EvalClient):
+    """Sends each request with the key of its episode. An episode that has reached a limit is stopped: it did not fail."""
 
     def _headers(self, dialect: Any, incoming: Any, session_id: str | None) -> Any:
         headers = super()._headers(dialect, incoming, session_id)
-        headers.update(dialect.auth_headers(KEYS.get(session_id or "", "none")))
+        if session_id in PLAYING:
+            headers.update(dialect.auth_headers(PLAYING[session_id][0]))
         return headers
+
+    async def _request(self, url: str, body: Any, headers: Any, **options: Any) -> Any:
+        try:
+            return await super()._request(url, body, headers, **options)
+        except ProviderError as error:
+            ended = next((code for code in ENDS if code in str(error)), None)
+            if ended is not None and headers.get(SESSION_ID_HEADER) in PLAYING:
+                PLAYING[headers[SESSION_ID_HEADER]][1].stop(ended)
+            raise
 
 
 def serve_policy() -> None:
@@ -194,7 +202,7 @@ def serve_policy() -> None:
     interception.resolve_client = lambda config: PolicyClient(config) if config.api_key_var == NO_KEY else other(config)
 
 
-def result_of(episode: Any) -> dict[str, Any]:
+def result_of(episode: Any, *, turns: int) -> dict[str, Any]:
     """Returns the score of an episode: the mean reward of its trainable traces, with all rewards and metrics as parts."""
     trained = [trace for trace in episode.traces if trace.agent.trainable]
     parts: dict[str, float] = {}
@@ -202,7 +210,7 @@ def result_of(episode: Any) -> dict[str, Any]:
         role = f"{trace.agent.name}." if len(episode.traces) > 1 else ""
         parts |= {f"{role}{name}": reward.value for name, reward in trace.rewards.items() if reward is not None}
         parts |= {f"{role}{name}": value for name, value in trace.metrics.items() if value is not None}
-    result: dict[str, Any] = {"parts": finite(parts), "value": None, "stop": _stop(episode)}
+    result: dict[str, Any] = {"parts": finite(parts), "value": None, "stop": _stop(episode, turns)}
     if trained:
         result["answer"] = str(trained[-1].last_reply or "")[:MAX_TEXT]
     if (fault := _fault(episode, trained)) is not None:
@@ -232,9 +240,13 @@ def _fault(episode: Any, trained: list[Any]) -> dict[str, str] | None:
     return None
 
 
-def _stop(episode: Any) -> str:
-    stops = [trace.info.get("agentrl_stop") or trace.stop_condition or "" for trace in episode.traces]
-    return next((STOPS[stop] for stop in stops if stop in STOPS), "")
+def _stop(episode: Any, turns: int) -> str:
+    """Returns the limit of the episode that ended it, if one did. A package's own limit on turns is a normal end."""
+    for trace in episode.traces:
+        stop = trace.stop_condition
+        if stop in STOPS and (stop != "max_turns" or trace.num_turns >= turns):
+            return STOPS[stop]
+    return ""
 
 
 def _text(data: Any) -> str:
