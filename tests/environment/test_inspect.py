@@ -39,8 +39,7 @@ SANDBOX: dict[str, Any] = {"image": "sandboxes/tables", "sandbox": {"memory_mb":
 Script = Callable[[int, str], str]
 
 pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not (ROOT / ".environments/inspect-ai/bin/python").exists(), reason="needs: agentrl env sync inspect-ai"),
+    pytest.mark.environments,
 ]
 
 
