@@ -330,7 +330,7 @@ def test_the_example_of_an_outside_agent_runs_and_its_recipe_is_sound(project: P
 
     with ChatServer(answers) as server:
         told = {**os.environ, "OPENAI_BASE_URL": server.url, "OPENAI_API_KEY": "k", "AGENTRL_MODEL": "policy"}
-        program = [sys.executable, "-I", "agents/mine.py"]
+        program = [sys.executable, "-I", "recipes/agents/tables_stdlib.py"]
         done = subprocess.run(program, cwd=project, env=told, input="What is 1 + 2?", text=True, capture_output=True, timeout=60)
     assert (done.stdout, heard) == ("it is 3\n", ["What is 1 + 2?", "3"]), done.stderr
     sound = "from agentrl.cli.running import load_recipe; from agentrl.session.preflight import check_parts; from pathlib import Path\n"
