@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.base import user_code
-from agentrl.base.secrets import child_environment
+from agentrl.base.secrets import child_environment, redact
 from agentrl.errors import InfrastructureError, PolicyFault, TaskError, UserError
 from agentrl.records.fields import json_value
 
@@ -265,7 +265,7 @@ class _Process:
             for task in parts:
                 task.cancel()
             self._writer.close()
-            tail = "\n".join(self._tail)[-2000:]
+            tail = redact("\n".join(self._tail))[-2000:]
             self.reason = f"{self._spec.name}: the host process ended: {reason} (status {code}){': ' if tail else ''}{tail}"
             for call in self._calls.values():
                 if not call.future.done():
