@@ -147,10 +147,9 @@ class Host:
             HostDied: the process ended, or cannot be started.
             InfrastructureError: no result after `timeout_s`.
         """
-        process = await self._running()
         try:
             async with asyncio.timeout(timeout_s):
-                result = await process.call(method, params, serve)
+                result = await (await self._running()).call(method, params, serve)
         except TimeoutError:
             raise InfrastructureError(f"{self.spec.name}: no result of {method} within {timeout_s:g} s") from None
         self.deaths = 0
@@ -183,6 +182,7 @@ class _Process:
         self._spec, self._process, self._writer = spec, process, writer
         self.reason = ""  # why it ended
         self._calls: dict[int, _Call] = {}
+        self._serving: set[asyncio.Task[None]] = set()
         self._numbers = count(1)
         self._tail: deque[str] = deque(maxlen=_TAIL)
         self._task = asyncio.create_task(self._live(reader), name=f"host {spec.name}")
@@ -262,7 +262,7 @@ class _Process:
                 os.killpg(self._process.pid, signal.SIGKILL)
             code = await asyncio.shield(self._process.wait())
             await asyncio.wait({parts[1]}, timeout=1.0)
-            for task in parts:
+            for task in (*parts, *self._serving):
                 task.cancel()
             self._writer.close()
             tail = redact("\n".join(self._tail))[-2000:]
@@ -313,12 +313,12 @@ class _Process:
 
     def _serve(self, message: Mapping[str, Any]) -> None:
         call = self._calls.get(message["for"])
-        if sum(len(each.tasks) for each in self._calls.values()) >= MAX_SERVED:
+        if len(self._serving) >= MAX_SERVED:
             raise ValueError(f"more than {MAX_SERVED} requests at a time")
         task = asyncio.create_task(self._served(message, call))
-        if call is not None:
-            call.tasks.add(task)
-            task.add_done_callback(call.tasks.discard)
+        for tasks in (self._serving, *(() if call is None else (call.tasks,))):
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
 
     async def _served(self, message: Mapping[str, Any], call: _Call | None) -> None:
         answer: dict[str, Any] = {"error": {"blame": "infrastructure", "message": "the episode has ended"}}

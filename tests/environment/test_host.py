@@ -170,6 +170,7 @@ LINES = {
     "a huge number": 'b\'{"id": 1, "result": \' + b"9" * 5000 + b"}\\n"',
     "not UTF-8": 'b"\\xff\\xfe\\n"',
     "no end": 'b"x" * (1 << 21)',
+    "too many requests": 'b"".join(b\'{"id": %d, "for": 9, "method": "exec", "params": {}}\\n\' % at for at in range(100_000))',
     "a request of nobody": 'b\'{"id": 1, "method": "exec", "params": {}}\\n\'',
 }
 
