@@ -264,7 +264,9 @@ async def run_calls(
     for batch in _batches(tools, calls):
         refused = [_refused(episode, tools, call, spent, also) for call in batch]
         for call, (outcome, wall_s) in zip(batch, await _run(episode, tools, batch, refused), strict=True):
-            results.append(ToolResult(name=call.name[:64], output=episode.clip_output(outcome.output), ok=outcome.ok, wall_s=wall_s))
+            output = episode.clip_output(outcome.output)
+            name, reward, parts = call.name[:64], outcome.reward, outcome.parts
+            results.append(ToolResult(name=name, output=output, ok=outcome.ok, wall_s=wall_s, reward=reward, parts=parts))
             if outcome.answer is not None or episode.sandbox_lost:
                 return tuple(results), outcome.answer
     return tuple(results), None

@@ -28,6 +28,8 @@ class ToolOutcome(Record):
     output: Text
     ok: bool
     answer: Text | None = None
+    reward: float | None = None  # of this action in the environment of the task
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 class InvalidOutcome(Exception):

@@ -240,7 +240,7 @@ def _foreign(
             parsed = chat.parse(turn.completion_ids, schemas)
             if parsed.message != turn.message:
                 return f"turn {number + 1} reads as another message"
-            if chat.tool_delta([result.output for result in turn.tool_results], parsed) != prompts[number + 1]:
+            if chat.answer_delta(turn.tool_results, parsed) != prompts[number + 1]:
                 return f"the tool results of turn {number + 1} have other tokens"
     except UserError as error:
         return error.message
