@@ -1,7 +1,7 @@
 """A host: a long-lived process of another Python environment that runs foreign code for many episodes.
 
-agentrl starts it, talks to it over a socket with lines of JSON (`inside/host_channel.py`), restarts it if it dies or blocks, and kills it at
-the end. Everything that it sends is hostile: messages are bounded, every call has a deadline, and an unknown or late reply is ignored.
+agentrl starts it, talks to it over a socket with lines of JSON (`inside/host_channel.py`), and restarts it if it dies or blocks. Everything
+that it sends is hostile: messages are bounded, every call has a deadline, and an unknown or late reply is ignored.
 """
 
 from __future__ import annotations
@@ -81,29 +81,43 @@ def describe(spec: HostSpec) -> Any:
     """
     with tempfile.TemporaryDirectory(prefix="agentrl-host-") as folder:
         file, output = Path(folder, "description"), Path(folder, "output")
-        try:
-            with output.open("wb") as out:
-                process = subprocess.run(
-                    spec.command("describe", str(file)),
-                    input=json.dumps(spec.config).encode(),
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                    cwd=spec.folder,
-                    env=spec.variables(),
-                    timeout=DESCRIBE_S,
-                    start_new_session=True,
-                )
-            if not file.exists() or file.stat().st_size > MAX_DESCRIPTION:
-                tail = output.read_bytes()[-2000:].decode("utf-8", "replace").strip()
-                raise UserError(f"{spec.name}: its host ended with status {process.returncode} and no description of the tasks: {tail}")
-            described = json.loads(file.read_bytes())
-        except OSError as error:
-            raise UserError(f"{spec.name}: {spec.python} cannot be started: {error.strerror or error}") from None
-        except subprocess.TimeoutExpired:
-            raise UserError(f"{spec.name}: loading the tasks took more than {DESCRIBE_S:g} s") from None
+        status = _run(spec, file, output)
+        described: Any = None
+        if file.is_file() and file.stat().st_size <= MAX_DESCRIPTION:
+            with contextlib.suppress(ValueError, RecursionError):
+                described = json_value(json.loads(file.read_bytes()))
+        if not isinstance(described, dict):
+            tail = output.read_bytes()[-2000:].decode("utf-8", "replace").strip()
+            raise UserError(f"{spec.name}: its host ended with status {status} and no description of the tasks: {tail}")
     if "error" in described:
         raise UserError(f"{spec.name}: {str(described['error'].get('message', ''))[:4000]}")
     return described.get("result")
+
+
+def _run(spec: HostSpec, file: Path, output: Path) -> int:
+    """Runs `describe FILE` and returns its status. Raises `UserError`."""
+    try:
+        with output.open("wb") as out:
+            process = subprocess.Popen(
+                spec.command("describe", str(file)),
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                cwd=spec.folder,
+                env=spec.variables(),
+                start_new_session=True,
+            )
+    except OSError as error:
+        raise UserError(f"{spec.name}: {spec.python} cannot be started: {error.strerror or error}") from None
+    try:
+        process.communicate(json.dumps(spec.config).encode(), timeout=DESCRIBE_S)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{spec.name}: loading the tasks took more than {DESCRIBE_S:g} s") from None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return process.returncode
 
 
 @dataclass(slots=True)
