@@ -1,10 +1,11 @@
-"""Packages for verifiers: `tasks.family="verifiers:PACKAGE"`, after `agentrl env add PACKAGE`.
+"""Packages for verifiers: `tasks.family="verifiers:PACKAGE"` after `agentrl env add PACKAGE`, or `"verifiers:path/to/file.py"`.
 
 The package runs in its own environment, in a host that calls the gateway; see `inside/verifiers_host.py`. Its rewards are the score.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ SIZE = 10_000
 def host_spec(spec: EnvironmentSpec) -> HostSpec:
     """Returns how the host of a package is started. Raises `UserError` if its environment is not built."""
     root, options = Path.cwd(), secrets.resolve_options(spec.options)
-    package = spec.ref.removeprefix(PREFIX)
+    package, folder = _located(root, spec.ref.removeprefix(PREFIX))
     python = environment_python(root, str(options.get("environment") or _environment(root, package)))
     config = {
         "package": package,
@@ -35,8 +36,18 @@ def host_spec(spec: EnvironmentSpec) -> HostSpec:
         "runtime": options.get("runtime") or RUNTIMES[0],
         "size": options.get("size") or SIZE,
     }
-    variables = {"PYTHONPATH": str(root)} | {str(name): str(value) for name, value in (options.get("variables") or {}).items()}
+    variables = {"PYTHONPATH": os.pathsep.join(map(str, dict.fromkeys((folder, root))))} | {
+        str(name): str(value) for name, value in (options.get("variables") or {}).items()
+    }
     return HostSpec(name=spec.ref, python=str(python), script="verifiers_host.py", config=config, environment=variables, folder=root)
+
+
+def _located(root: Path, package: str) -> tuple[str, Path]:
+    """Returns the module of a package and the folder to look in: that of a file or folder of the project, or the project."""
+    path = root / package
+    if ("/" in package or package.endswith(".py")) and path.exists():
+        return path.stem, path.resolve().parent
+    return package, root
 
 
 def _environment(root: Path, package: str) -> str:
@@ -54,7 +65,7 @@ class VerifiersFamily:
     """The tasks of a package for verifiers.
 
     Args:
-        ref: `verifiers:PACKAGE`.
+        ref: `verifiers:PACKAGE`, or `verifiers:path/to/file.py` for a module of the project.
         seed: seed of the run, which draws the held-out tasks of a package without an evaluation set.
         size: largest number of tasks, or of tasks of each set.
         heldout: share of the tasks that is held out.

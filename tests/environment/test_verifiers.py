@@ -226,7 +226,7 @@ def test_packages_that_cannot_be_used_are_refused_before_a_run(project: Path) ->
         ("empty", 0),
         ("raises", "loading its tasks failed: KeyError"),
         ("hub", "it loads from a hub, which cannot be reached"),
-        ("large", "the maximum is 8388608"),
+        ("large", "the maximum is 1048576"),
         ("container", "which need a container: set the option runtime to docker"),
         ("hosted", "wants the hosted runtime 'modal'"),
         ("far", "its tool servers need a hosted runtime"),
