@@ -384,6 +384,22 @@ def printable(text: str, limit: int) -> str:
     return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text[:limit])
 
 
+def clip(text: str, limit: int) -> str:
+    """Returns a text of about `limit` characters: head and tail, with the cut marked."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters cut ...\n{text[-half:]}"
+
+
+def clean(words: Any, limit: int) -> str:
+    """Returns a text without control characters, its head and tail, of about `limit` characters; empty if it is not a string."""
+    if not isinstance(words, str):
+        return ""
+    text = clip(words, limit).replace("\r\n", "\n").replace("\t", "    ")
+    return printable(text, len(text))
+
+
 def log_unexpected(what: str, error: BaseException, *, trace: bool = True) -> None:
     """Logs an unexpected exception: the first of a kind (`what`, type and location) with its traceback, the 10th, 100th, ... in a
     line each.

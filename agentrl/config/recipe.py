@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 from agentrl.base import secrets
 from agentrl.base.untrusted_files import read_bytes
 from agentrl.config import section
-from agentrl.config.cluster import ClusterConfig, resource_errors
+from agentrl.config.cluster import ClusterConfig, resource_errors, store_problem
 from agentrl.config.failures import CaptureConfig
 from agentrl.config.gate import GateConfig
 from agentrl.config.learner import LearnerConfig, Limit, LoraConfig
@@ -212,9 +212,19 @@ class Recipe(Section):
             yield "learner.minibatches must not exceed rollout.groups_per_step"
 
     def _parts_are_started(self) -> Iterator[str]:
+        yield from self._weight_store()
         yield from resource_errors(self.cluster.resources, list(self.part_counts), ranks=self.learner.ranks)
-        if not self.cluster.is_local and self.serving.weight_transfer.ref == "nccl":
-            yield "serving.weight_transfer=nccl works on one machine: with cluster.address set serving.weight_transfer=file"
+
+    def _weight_store(self) -> Iterator[str]:
+        transfer = self.serving.weight_transfer
+        if not transfer.options or transfer.ref not in parts.CHANNEL.with_options:
+            return
+        if unknown := ", ".join(sorted(set(transfer.options) - {"store"})):
+            yield f"serving.weight_transfer.options: unknown {unknown}; use store, or none"
+        elif problem := store_problem(transfer.options["store"]):
+            yield f"serving.weight_transfer.options.store {problem}"
+        elif self.cluster.is_local:
+            yield "serving.weight_transfer.options.store carries versions to other machines: set cluster.address, or remove it"
 
     def _store_options(self) -> Iterator[str]:
         options = self.store.options

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from agentrl.evaluation.chat_agent import BYTES_PER_TOKEN, ChatAgent, ChatEndpoi
 from agentrl.evaluation.engine import BrokenImages, case_repeats, evaluation_runner, prepare_images
 from agentrl.evaluation.policies import NamedPolicy, PolicySource, check_policy_plugin, load_policy_plugin, project_of, recipe_for
 from agentrl.evaluation.replay import check_start_tokens, starts_mid_episode
+from agentrl.evaluation.stored_episodes import StoredEpisodes
+from agentrl.experience import DriverStore, open_store
 from agentrl.failure import Capture, FaultRate
 from agentrl.failure.case import Case, Suite, check_attempt_options
 from agentrl.observe import RunTracker, StageClock, open_trackers
@@ -68,6 +71,7 @@ class OpenPolicy:
     version: PolicyVersion
     sampled_by: int | None  # the only version that may have sampled tokens; None if versions are unknown
     broken: BrokenImages  # images that cannot be built
+    stored: StoredEpisodes
     run: Run | None = None  # its open parts, if it is served here
     spent: dict[str, int] = field(default_factory=dict)  # episode -> tokens, if its turns do not record them
 
@@ -179,6 +183,7 @@ async def _served(given: PreparedEvaluation, *, console: bool) -> AsyncIterator[
                 version=base,
                 sampled_by=base.number,
                 broken=making.result(),
+                stored=StoredEpisodes(run.store),
                 run=run,
             )
             watcher.cancel()
@@ -209,6 +214,8 @@ async def _not_served(given: PreparedEvaluation, *, console: bool) -> AsyncItera
             for task in [one for one in cases if one.sandbox is not None and (one.sandbox.image, one.sandbox.runtime) not in broken][:1]:
                 await check_snapshots(recipe, task, sandboxes)
             check_start_tokens(given.suites, chat, tools, recipe.rollout)
+        store = await DriverStore.open(partial(open_store, folder, recipe))
+        stack.push_async_callback(store.close)
         yield OpenPolicy(
             groups=_group_runner(recipe, policy, agent, tools, sandboxes, given.scorer),
             sandboxes=sandboxes,
@@ -217,6 +224,7 @@ async def _not_served(given: PreparedEvaluation, *, console: bool) -> AsyncItera
             version=PolicyVersion(number=0, parent=None, folder="-", sha256=""),
             sampled_by=None,
             broken=broken,
+            stored=StoredEpisodes(store),
             spent=agent.tokens if isinstance(agent, ChatAgent) else {},
         )
 

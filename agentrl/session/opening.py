@@ -187,7 +187,7 @@ async def open_run(
 async def open_launcher(plan: ClusterPlan, folder: Path, *, root: Path) -> Launcher:
     """Returns what starts the parts of a plan. Raises `UserError` if the cluster does not answer, or has no room for the plan."""
     if plan.is_local:
-        return LocalLauncher(folder, root=root, devices=plan.devices)
+        return LocalLauncher(folder, root=root, devices=plan.devices, wrap=plan.wrap)
     from agentrl.cluster.ray_launcher import RayLauncher  # Ray may not be installed
 
     return await RayLauncher.open(plan, folder, root=root)
@@ -239,11 +239,10 @@ async def _open_parts(
     folder, clock, faults = start.folder, StageClock(began=start.began), fault_rate(recipe)
     tracker, record_event = await _open_tracker(stack, recipe, folder, clock, chat, checked, console=console)
     store, starts, checkpoints, memory = await _open_experience(stack, recipe, folder, order)
+    services = await open_services(stack, recipe, folder, store, launcher, judges=checked.judges, alert=tracker.alert)
     registry, served, gate_server, judges = await _open_servers(stack, recipe, folder, checked, launcher, alert=tracker.alert)
-    services, listener = await open_services(stack, folder, store, launcher), EpisodeEvents(record_event)
-    learner = _open_learner(stack, recipe, folder, services, root, launcher, alert=tracker.alert)
-    pace = _open_pace(stack, recipe, folder)
-    episodes = build_episode_runner(recipe, served, sandboxes, chat, tools, router=served, pace=pace, listener=listener)
+    learner, pace = _open_learner(stack, recipe, folder, services, root, launcher, alert=tracker.alert), _open_pace(stack, recipe, folder)
+    episodes = build_episode_runner(recipe, served, sandboxes, chat, tools, router=served, pace=pace, listener=EpisodeEvents(record_event))
     (changes, tasks), capture = _open_tasks(recipe, folder, checked, root, store, order, starts), _open_capture(stack, recipe, folder)
     run = Run(
         recipe=recipe,

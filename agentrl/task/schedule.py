@@ -25,9 +25,13 @@ from agentrl.task.folders import TaskFolders
 from agentrl.task.weighting import Weights
 
 ENVIRONMENT_FAMILY = "agentrl.environment.family:EnvironmentFamily"
+REMOTE_FAMILY = "agentrl.environment.remote_family:RemoteFamily"
 ENVIRONMENT_FAMILIES = {
     "gymnasium": ENVIRONMENT_FAMILY,
     "inspect": "agentrl.environment.inspect_tasks:InspectFamily",
+    "nemo-gym": REMOTE_FAMILY,
+    "openenv": REMOTE_FAMILY,
+    "ors": REMOTE_FAMILY,
     "verifiers": "agentrl.environment.verifiers_tasks:VerifiersFamily",
 }
 """Prefix of `tasks.family` -> plug-in reference of a callable (reference, seed=, **options) that returns its family.

@@ -217,9 +217,10 @@ def test_a_host_dies_with_its_driver_even_if_its_loop_is_blocked(start: Start, t
 
     async def drive() -> int:
         number: int = await host.call("pid", {}, timeout_s=20)
-        asyncio.create_task(host.call("block", {"s": 60}, timeout_s=60))
+        blocked = asyncio.create_task(host.call("block", {"s": 60}, timeout_s=60))
         await asyncio.sleep(0.2)
         os.write(pipe[1], json.dumps(number).encode())
+        assert not blocked.done()
         os.kill(os.getpid(), signal.SIGKILL)
         return number
 
