@@ -16,11 +16,11 @@ from agentrl.environment.host import HostSpec, describe
 from agentrl.environment.inspect_tasks import POSTED, split_samples
 from agentrl.environment.venvs import environment_of, environment_python
 from agentrl.errors import AgentRLError, PluginError, UserError
-from agentrl.records import EnvironmentSpec, Limits, Message, Split, Task
+from agentrl.records import EnvironmentSpec, Limits, Message, SandboxSpec, Split, Task
 
 PREFIX, PACKAGE = "verifiers:", "verifiers"
 HOSTED_RUNTIMES = ("prime", "modal", "e2b")
-RUNTIMES = ("subprocess", "docker", "podman", "apptainer")
+CONTAINERS = ("docker", "podman", "apptainer")
 SIZE = 10_000
 
 
@@ -33,7 +33,8 @@ def host_spec(spec: EnvironmentSpec) -> HostSpec:
         "package": package,
         "args": options.get("args") or {},
         "env": options.get("env") or {},
-        "runtime": options.get("runtime") or RUNTIMES[0],
+        "runtime": options.get("runtime") or "subprocess",
+        "sandboxed": bool(options.get("sandboxed")),
         "size": options.get("size") or SIZE,
     }
     variables = {"PYTHONPATH": os.pathsep.join(map(str, dict.fromkeys((folder, root))))} | {
@@ -72,7 +73,9 @@ class VerifiersFamily:
         limits: fields of `Limits` that differ from the default.
         args: fields of the taskset's configuration; for verifiers 0.3, arguments of `load_environment`.
         env: other fields of the environment's configuration, such as the model of a judge. Only for verifiers 0.4.
-        runtime: where programs run that the package starts: `subprocess` (this machine), `docker`, `podman` or `apptainer`.
+        image: image of the sandboxes for programs that the package starts. Without it they are faults.
+        sandbox: further fields of `SandboxSpec`.
+        runtime: `docker`, `podman` or `apptainer` for programs in containers of verifiers instead. Only for verifiers 0.4.
         variables: additional environment variables of the host.
         environment: name of the environment in `.environments/`; the default is the one with the package.
 
@@ -87,15 +90,16 @@ class VerifiersFamily:
         size: int = SIZE,
         heldout: float = 0.25,
         limits: Mapping[str, Any] | None = None,
+        image: str = "",
+        sandbox: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         _check(size, heldout, options)
         self.name = ref
-        self._spec = EnvironmentSpec(ref=ref, options={**options, "size": size})
-        with raising_as(
-            lambda error: PluginError(f"tasks.family.options.limits: {error}", fix="use fields of Limits"), but=(AgentRLError,)
-        ):
+        self._spec = EnvironmentSpec(ref=ref, options={**options, "size": size, "sandboxed": bool(image)})
+        with raising_as(lambda error: PluginError(f"tasks.family.options: {error}", fix="correct sandbox or limits"), but=(AgentRLError,)):
             self._limits = Limits(**{"turns": 16, **(limits or {})})
+            self._sandbox = SandboxSpec(image=image, **(sandbox or {})) if image else None
         described: list[dict[str, Any]] = describe(host_spec(self._spec))["tasks"]
         drawn = split_samples([each for each in described if not each["split"]], seed=seed, heldout=heldout)
         self._tasks = {split: [*drawn[split], *(each for each in described if each["split"] == split.value)] for split in Split}
@@ -112,6 +116,7 @@ class VerifiersFamily:
             family=self.name,
             prompt=(Message(role="user", content=task["prompt"] or "-"),),
             tools=(),
+            sandbox=self._sandbox,
             verifiers=(POSTED,),
             data={"task": task["data"]},
             split=split,
@@ -126,14 +131,15 @@ def _check(size: Any, heldout: Any, options: Mapping[str, Any]) -> None:
     if unknown := sorted(set(options) - set(known)):
         raise PluginError(
             f"tasks.family.options.{unknown[0]}: unknown option of verifiers",
-            fix=f"the options are size, heldout, limits, {', '.join(known)}",
+            fix=f"the options are size, heldout, limits, image, sandbox, {', '.join(known)}",
         )
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise PluginError(f"tasks.family.options.size must be a number of tasks, got {size!r}", fix="size=1000")
     if not isinstance(heldout, int | float) or not 0 <= heldout < 1:
         raise PluginError(f"tasks.family.options.heldout must be at least 0 and below 1, got {heldout!r}", fix="heldout=0.25")
-    runtime = options.get("runtime", RUNTIMES[0])
-    if runtime in HOSTED_RUNTIMES:
-        raise PluginError(f"tasks.family.options.runtime: {runtime!r} is a hosted runtime", fix=f"use one of {', '.join(RUNTIMES)}")
-    if runtime not in RUNTIMES:
-        raise PluginError(f"tasks.family.options.runtime: no runtime {runtime!r}", fix=f"use one of {', '.join(RUNTIMES)}")
+    runtime = options.get("runtime")
+    if runtime not in (None, *CONTAINERS):
+        what = "is a hosted runtime" if runtime in HOSTED_RUNTIMES else "is unknown"
+        raise PluginError(
+            f"tasks.family.options.runtime: {runtime!r} {what}", fix=f"use one of {', '.join(CONTAINERS)}, or the option image"
+        )

@@ -19,9 +19,11 @@ from agentrl.environment.hosted import HostedAgent, host_of
 from agentrl.environment.verifiers_tasks import VerifiersFamily
 from agentrl.errors import PluginError, UserError
 from agentrl.gateway.rewards import posted_reward
+from agentrl.protocols import SandboxBackend
 from agentrl.records import Blame, Episode, Limits, Score, Split, Task
 from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
+from agentrl.sandbox import BubblewrapBackend
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes, byte_tokenizer
 from agentrl.testing.sandboxes import printing
 from tests.chats import chat_of
@@ -67,11 +69,13 @@ def play(project: Path, hosts: None) -> Play:
     """Plays tasks at once. `script` returns the policy's n-th answer in the episode with a name."""
     tokenizer = byte_tokenizer()
 
-    async def played(tasks: Mapping[str, Task], script: Script, *, limits: Limits = LIMITS) -> list[tuple[Episode, Score]]:
+    async def played(
+        tasks: Mapping[str, Task], script: Script, *, limits: Limits = LIMITS, sandboxes: SandboxBackend | None = None
+    ) -> list[tuple[Episode, Score]]:
         runner = EpisodeRunner(
             agent=HostedAgent(chat=chat_of(tokenizer)),
             policy=ScriptedPolicy(tokenizer, script),
-            sandboxes=ScriptedSandboxes(printing("")),
+            sandboxes=sandboxes or ScriptedSandboxes(printing("")),
             sampling=Sampling(),
             max_model_len=20000,
             request_timeout_s=60.0,
@@ -149,6 +153,22 @@ async def test_a_fault_of_a_taskset_is_never_a_score(play: Play) -> None:
 
 
 @together
+@pytest.mark.bubblewrap
+async def test_programs_run_in_the_sandbox_of_the_episode_or_not_at_all(play: Play) -> None:
+    options = {"heldout": 0, "image": "sandboxes/tables"}
+    family = VerifiersFamily("verifiers:toy_programs", **options)
+    tasks = {name: family.task(Split.TRAIN, 0) for name in ("print(6 * 7)", "print(1)", "import os; print(os.listdir('/tmp/wt'))")}
+    backend = BubblewrapBackend(run_label="test", root=ROOT)
+    results = await play(tasks, lambda turn, name: name, sandboxes=backend)
+    assert [score.value for _, score in results] == [1.0, 0.0, 0.0], results
+
+    family = VerifiersFamily("verifiers:toy_programs", heldout=0)
+    results = await play({str(index): family.task(Split.TRAIN, index) for index in range(2)}, lambda turn, name: "x")
+    (fault,) = results[0][0].failures
+    assert fault.blame is Blame.TASK and "option image" in fault.message and results[1][1].value == 1.0
+
+
+@together
 async def test_a_killed_host_fails_its_episodes_and_is_started_again(play: Play) -> None:
     task = VerifiersFamily("verifiers:toy_sums", args={"count": 5}).task(Split.TRAIN, 0)
     spec = task.environment
@@ -194,7 +214,7 @@ import toy_broken, verifiers_host
 from host_channel import Fault
 said = {}
 for kind in toy_broken.EXPORTS:
-    config = {"package": f"toy_broken_{kind}", "args": {}, "env": {}, "runtime": "subprocess", "size": 10}
+    config = {"package": f"toy_broken_{kind}", "args": {}, "env": {}, "runtime": "subprocess", "sandboxed": False, "size": 10}
     try:
         said[kind] = len(verifiers_host.load(config).describe())
     except Fault as fault:
@@ -227,10 +247,10 @@ def test_packages_that_cannot_be_used_are_refused_before_a_run(project: Path) ->
         ("raises", "loading its tasks failed: KeyError"),
         ("hub", "it loads from a hub, which cannot be reached"),
         ("large", "the maximum is 1048576"),
-        ("container", "which need a container: set the option runtime to docker"),
+        ("container", "needs a container: set the option image"),
         ("hosted", "wants the hosted runtime 'modal'"),
         ("far", "its tool servers need a hosted runtime"),
-        ("bash", "which need a container"),
+        ("bash", "the harness of agent needs a container"),
         ("prime", "wants the hosted runtime 'prime'"),
         ("field", "Extra inputs are not permitted"),
     ):
@@ -266,7 +286,7 @@ def test_rewards_that_compare_attempts_are_refused(project: Path) -> None:
     ("options", "said"),
     [
         ({"runtime": "prime"}, "hosted runtime"),
-        ({"runtime": "sandbox"}, "no runtime"),
+        ({"runtime": "sandbox"}, "is unknown"),
         ({"size": 0}, "number of tasks"),
         ({"heldout": 1.5}, "below 1"),
         ({"limit": {}}, "unknown option"),

@@ -66,7 +66,7 @@ async def serve(channel: Channel, config: dict[str, Any]) -> None:
 async def play(params: dict[str, Any], caller: Caller) -> dict[str, Any]:
     """Plays one episode."""
     adapter = await asyncio.shield(_adapter())
-    result: dict[str, Any] = await adapter.play(params)
+    result: dict[str, Any] = await adapter.play(params, caller)
     return result
 
 
