@@ -11,7 +11,7 @@ import copy
 import json
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from itertools import islice
 from pathlib import Path
@@ -20,9 +20,11 @@ from typing import Any
 import verifiers.v1 as vf
 from host_channel import INFRASTRUCTURE, TASK, Caller, Fault, describe_error
 from openai import AsyncOpenAI
+from pydantic import BaseModel
 from verifiers.v1.clients import EvalClient
 from verifiers.v1.clients.client import SESSION_ID_HEADER
 from verifiers.v1.configs.agent import AgentConfig
+from verifiers.v1.configs.client import PRIME_INFERENCE_HOST, BaseClientConfig, resolve_api_key
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.errors import ProviderError
 from verifiers.v1.harnesses.utils.compaction import bound_tool_message
@@ -72,6 +74,12 @@ class Taskset:
         types = [getattr(getattr(tool.config, "runtime", None), "type", LOCAL) for tool in tools]
         if self._env._requires_tunnel({}) or not set(types) <= set(RUNTIMES):
             raise Fault(TASK, f"{self._name}: its tool servers need a hosted runtime; agentrl runs only {', '.join(RUNTIMES)}")
+        for client in _clients(self._env.config):
+            if PRIME_INFERENCE_HOST in client.base_url and resolve_api_key(client) == "EMPTY":
+                model, key = getattr(client, "model", "a model"), client.api_key_var
+                raise Fault(
+                    TASK, f"{self._name} asks {model} at {client.base_url}: choose another with args or env, or set {key} with variables"
+                )
         if self._sandboxed:
             self._task_class.NEEDS_CONTAINER = False  # the sandbox is one
         for role in self._roles:
@@ -149,6 +157,15 @@ def _role(default: Any, wanted: dict[str, Any], config: dict[str, Any]) -> dict[
     if not wanted.get("harness") and default.harness is None and loaders.default_harness_id(config["package"]) == "bash":
         wanted["harness"] = {"id": __name__}
     return {**wanted, "runtime": runtime}
+
+
+def _clients(config: Any) -> Iterator[Any]:
+    """Yields the endpoints in a configuration, such as those of judges."""
+    if isinstance(config, BaseClientConfig):
+        yield config
+    elif isinstance(config, BaseModel | list):
+        for each in config if isinstance(config, list) else vars(config).values():
+            yield from _clients(each)
 
 
 class ChatHarness(vf.Harness[vf.HarnessConfig]):

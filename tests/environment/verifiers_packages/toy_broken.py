@@ -65,7 +65,20 @@ class FarTools(vf.Taskset[Far, Config]):
         yield Far(Data(prompt="x", answer="x"), self.config.task)
 
 
+class JudgedTaskConfig(vf.TaskConfig):
+    grader: vf.JudgeConfig = vf.JudgeConfig()
+
+
+class JudgedConfig(Config):
+    task: JudgedTaskConfig = JudgedTaskConfig()
+
+
+class Judged(vf.Taskset[Task, JudgedConfig]):
+    load = Sums.load
+
+
 EXPORTS = {
+    "judged": [Judged],
     "all": None,
     "none": [],
     "two": [Sums, NoTasks],
