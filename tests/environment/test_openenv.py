@@ -17,7 +17,7 @@ from agentrl.errors import EnvironmentFault, PluginError, PolicyFault
 from agentrl.records import EnvironmentSpec, ToolCall
 from tests.environment.web_servers import FakeOpenEnv, fake_openenv, observation, reply
 
-QUICK = {"reset_s": 0.4, "step_s": 0.4, "wait_s": 0.6}
+PATIENT = {"reset_s": 20, "step_s": 20, "wait_s": 20}
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ async def opener() -> AsyncIterator[RemoteOpener]:
 
 
 async def begin(opener: RemoteOpener, fake: FakeOpenEnv, **options: Any) -> RemoteEnvironment:
-    return await opener.open(EnvironmentSpec(ref=fake.ref, seed=7, options={**QUICK, **options}))
+    return await opener.open(EnvironmentSpec(ref=fake.ref, seed=7, options={**PATIENT, **options}))
 
 
 def counts(opener: RemoteOpener) -> tuple[int, int, int]:
@@ -188,7 +188,8 @@ async def test_a_fault_in_a_step_is_never_a_score(opener: RemoteOpener, name: st
         await misbehave(socket)
 
     async with fake_openenv(on_step=step) as fake:
-        world, other = await begin(opener, fake), await begin(opener, fake)
+        world = await begin(opener, fake, step_s=0.3 if "did not answer" in said else 20)
+        other = await begin(opener, fake)
         with pytest.raises(EnvironmentFault, match=said):
             await world.step("left")
         with pytest.raises(EnvironmentFault, match="follows a fault"):
@@ -288,7 +289,7 @@ async def test_a_server_that_answers_nothing_is_given_up(opener: RemoteOpener) -
     server = await asyncio.start_server(accept, "127.0.0.1", 0)
     fake = FakeOpenEnv(port=server.sockets[0].getsockname()[1])
     with pytest.raises(EnvironmentFault, match="did not answer"):
-        await begin(opener, fake)
+        await begin(opener, fake, reset_s=0.3, wait_s=0.5)
     server.close()
     with pytest.raises(EnvironmentFault, match="opened no session within"):  # nothing listens any more
         await begin(opener, fake)
