@@ -204,6 +204,12 @@ _OWN: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "binary_files": st.dictionaries(paths, st.sampled_from(["", "/w=="]), max_size=2),
         "outputs": st.lists(paths, max_size=2).map(tuple),
     },
+    "EnvironmentSpec": {
+        "ref": st.sampled_from(["gymnasium:CartPole-v1", "mine:\N{GRINNING FACE}"]),
+        "context_turns": st.none() | st.integers(**_positive),
+        "resume": st.sampled_from(nouns.environment.RESUMES),
+    },
+    "Step": {"reward": st.floats(-1e300, 1e300)},
     "VersionSpan": {"start": st.just(0), "end": st.integers(1, 9)},
     "Turn": {"logprobs": _rows, "versions": wholes},
     "Supports": {"sizes": st.just(b"\1\0\0\0\2\0"), "ids": st.just(b"\7\0\0\0\7\0\0\0\xff\xff\xff\x7f")},

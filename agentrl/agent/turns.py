@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 from agentrl.agent import delegation
@@ -28,13 +28,14 @@ from agentrl.agent.contexts import (
 from agentrl.agent.invoke import SUBMIT, budget_error, count_calls, run_calls
 from agentrl.agent.toolbox import Toolbox, load_tools
 from agentrl.agent.tools import ToolOutcome
-from agentrl.agent.world import CONTINUED, World
+from agentrl.agent.world import World
 from agentrl.base.user_code import clip
 from agentrl.config.rollout import DelegationConfig
 from agentrl.errors import PolicyFault
 from agentrl.protocols import LiveEpisode, LiveTrajectory
 from agentrl.records import CUT, Message, Parent, ToolCall, ToolResult
 from agentrl.records.chat import USER
+from agentrl.records.trajectory import CONTINUED, TRUNCATED
 
 _SHOWN = "shown to it again with its tool results"
 
@@ -142,6 +143,8 @@ class AgentRun:
             ended = "" if self._world is None else self._world.ended
             if answer is not None or episode.sandbox_lost or ended:
                 self.trajectory.add_results(results, wall_s=wall_s)
+                if ended == TRUNCATED and self._world is not None:
+                    self._record_last_state(self._world, parsed, results)
                 lost = "tool_timeout" if episode.sandbox_lost else ended
                 return Ended(reason=lost if answer is None else "submitted", answer=answer)
             episode.stage = "chat"
@@ -178,6 +181,21 @@ class AgentRun:
         if trajectory.tokens + len(delta) >= room:
             return "token_limit"
         return await self._compacted(self._compactor, delta, room)
+
+    def _record_last_state(self, world: World, parsed: ParsedCompletion, results: Sequence[ToolResult]) -> None:
+        """Records the context from which the next turn would have been sampled, if it fits."""
+        chat, trajectory = self._loop.chat, self.trajectory
+        with reading_policy_text(_SHOWN):
+            if world.context_is_full(trajectory):
+                prompt = world.prompt(world.now)
+                state = chat.render_conversation(prompt[:-1], prompt[-1:], self._schemas)
+            elif chat.exact and not (results[0].name == USER and chat.user_rewrite_reason):
+                turns = [(*turn.prompt_ids, *turn.completion_ids) for turn in trajectory.turns]
+                state = (*chain.from_iterable(turns), *chat.answer_delta(results, parsed))
+            else:
+                return
+        if len(state) < self._episode.room:
+            trajectory.add_last_state(state)
 
     def _start(self) -> None:
         """Adds the prompt to a new context. The observation that ends the prompt of a world is hostile."""

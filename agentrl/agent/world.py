@@ -21,9 +21,8 @@ from agentrl.errors import EnvironmentFault, PolicyFault, UserError
 from agentrl.protocols import Environment, LiveEpisode, LiveTrajectory, ResumableEnvironment, Sandbox
 from agentrl.records import EnvironmentSpec, Limits, Message, Step, Task, ToolCall, ToolResult
 from agentrl.records.chat import USER
+from agentrl.records.trajectory import CONTINUED, TRUNCATED
 
-CONTINUED = "continued"
-"""The stop reason of a trajectory whose episode continues in a new context, from the last observation."""
 STATE = "environment"
 """Key of the agent's state that has the state of its environment."""
 _NO_DEADLINE_S = 86_400.0  # an environment has its own deadline
@@ -123,7 +122,7 @@ class World:
         if not isinstance(step, Step):
             raise EnvironmentFault(f"{self.spec.ref}.step() returned {type(step).__name__} instead of a Step")
         self.now = step.observation.text
-        self.ended = "terminated" if step.terminated else "truncated" if step.truncated else ""
+        self.ended = "terminated" if step.terminated else TRUNCATED if step.truncated else ""
         return ToolOutcome(output=self.now, ok=True, reward=step.reward, parts=step.parts)
 
     async def state(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from agentrl.base import loop_lag
-from agentrl.base.error_text import group_members, raise_location, raw_text
+from agentrl.base.error_text import disk_full_error, group_members, raise_location, raw_text
 from agentrl.base.secrets import redact
 from agentrl.errors import InfrastructureError, SandboxUnavailable
 
@@ -405,8 +405,9 @@ def log_unexpected(what: str, error: BaseException, *, trace: bool = True) -> No
     line each.
 
     Args:
-        trace: False to omit a traceback that would not help.
+        trace: False to omit a traceback that would not help. That of a full disk is always omitted.
     """
+    trace = trace and disk_full_error(error) is None
     frame = next(iter(traceback.extract_tb(error.__traceback__, limit=-1)), None)
     location = "" if frame is None else f"{frame.filename}:{frame.lineno}"
     key = (what, type(error).__name__, location)

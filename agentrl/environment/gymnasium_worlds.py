@@ -14,7 +14,7 @@ from typing import Any
 
 from agentrl.base.installation import install_command
 from agentrl.environment.base import Environment
-from agentrl.environment.spaces import kind_of, schema_of, text_of, value_of
+from agentrl.environment.spaces import is_inside, kind_of, schema_of, text_of, value_of
 from agentrl.errors import EnvironmentFault, PluginError, PolicyFault
 from agentrl.plugins.references import resolve
 from agentrl.records import ToolCall
@@ -119,7 +119,7 @@ class GymnasiumWorld(Environment):
         return value_of(self._space, given)
 
     def _text(self, observation: Any) -> str:
-        if not self._seen.contains(observation):
+        if not is_inside(self._seen, observation):
             raise EnvironmentFault(f"gymnasium:{self._name} returned an observation outside its space {str(self._seen)[:200]}")
         if self._format is not None:
             return self._format(observation)
@@ -158,9 +158,11 @@ def _make(id: str, engine: str, options: dict[str, Any], *, draw: bool) -> tuple
     if engine != "gymnasium":
         raise PluginError(f"tasks.family.options.engine={engine!r} is unknown", fix="use gymnasium or envpool")
     try:
-        modes = gymnasium.spec(name).entry_point and gymnasium.make(name, **options).metadata.get("render_modes", ())
-        drawn = draw and "ansi" in modes and "render_mode" not in options
-        return gymnasium.make(name, disable_env_checker=True, **options, **({"render_mode": "ansi"} if drawn else {})), drawn
+        world = gymnasium.make(name, disable_env_checker=True, **options)
+        if not draw or "render_mode" in options or "ansi" not in world.metadata.get("render_modes", ()):
+            return world, False
+        world.close()
+        return gymnasium.make(name, disable_env_checker=True, render_mode="ansi", **options), True
     except gymnasium.error.Error as error:
         raise PluginError(f"gymnasium:{id} cannot be made: {str(error)[:500]}", fix="see gymnasium.pprint_registry()") from error
 

@@ -7,6 +7,7 @@ import inspect
 from weakref import WeakKeyDictionary
 
 from agentrl.environment.base import Environment as WorldClass
+from agentrl.environment.guard import GuardedEnvironment, guarded
 from agentrl.environment.pool import ProcessPool
 from agentrl.environment.worker import KINDS
 from agentrl.errors import PluginError
@@ -30,7 +31,9 @@ async def open_environment(spec: EnvironmentSpec) -> Environment:
     if kind not in opened:
         opener: EnvironmentOpener = resolve(kind)() if kind else ProcessPool()
         opened[kind] = opener
-    return await opened[kind].open(spec)
+    if kind != spec.ref:
+        return await opened[kind].open(spec)
+    return GuardedEnvironment(await guarded(lambda: opened[kind].open(spec), f"opening {kind}"), kind)
 
 
 def is_resumable(environment: Environment) -> bool:

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from agentrl.base.user_code import describe_error
-from agentrl.environment.base import Environment, actions_of, call_of, observation_of, step_of
+from agentrl.environment.base import Environment, StepRow, actions_of, call_of, step_row, text_of
 from agentrl.errors import EnvironmentFault, PluginError, PolicyFault, TaskError
 from agentrl.plugins.references import resolve
 
@@ -56,15 +56,14 @@ class Worlds:
         kind, argument = world_class(ref)
         world = kind(argument, **options) if argument else kind(**options)
         self._open[number] = world, ref
-        first = observation_of(self._done(world.reset(seed)), f"{ref}.reset()")
+        first = text_of(self._done(world.reset(seed)), f"{ref}.reset()")
         resumable = callable(getattr(world, "snapshot", None)) and callable(getattr(world, "restore", None))
-        return [str(world.instructions), actions_of(world.actions, ref), first.text, resumable]
+        return [str(world.instructions), actions_of(world.actions, ref), first, resumable]
 
-    def step(self, number: int, action: Any) -> Any:
+    def step(self, number: int, action: Any) -> StepRow:
         """Applies an action."""
         world, ref = self._open[number]
-        step = step_of(self._done(world.step(call_of(action))), f"{ref}.step()")
-        return [step.observation.text, step.reward, step.terminated, step.truncated, dict(step.parts)]
+        return step_row(self._done(world.step(call_of(action))), f"{ref}.step()")
 
     def snapshot(self, number: int) -> str:
         """Returns the state of an environment as base64."""
@@ -77,7 +76,7 @@ class Worlds:
     def restore(self, number: int, state: str) -> str:
         """Sets the state of an environment."""
         world, ref = self._open[number]
-        return observation_of(self._done(world.restore(base64.b64decode(state))), f"{ref}.restore()").text
+        return text_of(self._done(world.restore(base64.b64decode(state))), f"{ref}.restore()")
 
     def close(self, number: int) -> None:
         """Closes an environment that may have failed to open."""

@@ -21,6 +21,7 @@ from agentrl.failure.collection import FILE, Collection, EpisodeCount, count_of_
 from agentrl.failure.trace import CaptureReason, Trace, kind_of_task, newest_version
 from agentrl.failure.triage import TriageRule, load_rules, tag_by_rules
 from agentrl.records import Group, ScoredEpisode, Task
+from agentrl.records.trajectory import TRUNCATED
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ def capture_reason(scored: ScoredEpisode, *, below: float, audit: str = "", pass
         return CaptureReason.FAULT
     if audit:
         return CaptureReason.HACKED
-    if is_at_least(value, below):
+    if is_at_least(value, below) or scored.episode.stop_reason == TRUNCATED:  # a cut is no failure
         return None
     if passed_before:
         return CaptureReason.REGRESSED

@@ -29,7 +29,7 @@ _TEXT_CHARS = 4000  # of one text in a rendered trace; of texts in the failing t
 _LEAST_TEXT_CHARS = 160  # of one text in a rendered trace with many
 _LINE_CHARS = 300
 
-_NOT_LIMITS = ("submitted", "answered", "failed", "")  # stop reasons other than limits
+_NOT_LIMITS = ("submitted", "answered", "failed", "terminated", "truncated", "")  # stop reasons other than limits
 _ERROR = re.compile(
     r"(?:error|exception|failed|failure|fatal)\b\s*[:!-]|traceback \(most recent|\W{0,4}\"?(?:is_?)?error\"?\s*:(?!\s*(?:null|false|\"\"))",
     re.IGNORECASE,
@@ -163,7 +163,9 @@ def _from_episode(trace: Trace, episode: Episode) -> Timeline:
         steps=tuple(steps),
         question=truncate_middle(task.question),
         instructions=truncate_middle("\n".join(message.content for message in task.prompt[:-1])),
-        offered_tools=None if any(":" in name for name in task.tools) else {name: {} for name in task.tools},
+        offered_tools=None
+        if task.environment is not None or any(":" in name for name in task.tools)
+        else {name: {} for name in task.tools},
         files=bool(task.files or task.binary_files),
         stop_reason=episode.stop_reason,
         answer=None if episode.answer is None else truncate_middle(episode.answer),

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import accumulate, chain, groupby, pairwise
 from operator import attrgetter
 from statistics import fmean, pstdev
 
@@ -26,7 +26,7 @@ from agentrl.objective.aggregate import loss_denominator
 from agentrl.objective.losses import second_moment_reach, sequence_penalty
 from agentrl.objective.metrics import MAX_NAMES, SUM_NAMES, combine_steps, summarize
 from agentrl.objective.policy_loss import TrainedTokens, load_loss, policy_loss
-from agentrl.objective.values import VALUE_WEIGHT, value_loss
+from agentrl.objective.values import VALUE_WEIGHT, gae_of_episodes, value_loss
 from agentrl.records import Batch, Sample
 
 
@@ -185,7 +185,7 @@ class Updater:
     def _with_advantages(self, prepared: Plan, critic: Critic | SharedCritic) -> tuple[Plan, dict[str, float]]:
         """Returns the micro-batches with advantages computed from the critic's values, and the critic's metrics."""
         ranks = self.engine.ranks
-        updated = [(minibatch, [micro.with_advantages(critic.config) for micro in micro_batches]) for minibatch, micro_batches in prepared]
+        updated = [(minibatch, self._estimated(micro_batches, critic)) for minibatch, micro_batches in prepared]
         micros = [micro for _, micro_batches in updated for micro in micro_batches]
         metrics = critic_metrics([(micro.returns, micro.values) for micro in micros], ranks)
         mean, scale = advantage_moments([micro.batch.advantages for micro in micros], ranks)
@@ -194,6 +194,51 @@ class Updater:
         if self._objective.divides_by_std:
             updated = [(minibatch, [micro.whitened(mean, scale) for micro in micro_batches]) for minibatch, micro_batches in updated]
         return updated, metrics
+
+    def _estimated(self, micro_batches: list[PreparedMicroBatch], critic: Critic | SharedCritic) -> list[PreparedMicroBatch]:
+        """Returns the micro-batches of an optimizer step with advantages and returns. A collective if samples continue each other."""
+        estimated: list[PreparedMicroBatch] = []
+        for _, step in groupby(micro_batches, key=attrgetter("critic_step")):
+            micros = list(step)
+            samples = micros[0].samples
+            if any(sample.continued_in is not None or sample.last_state for sample in samples):
+                estimated += self._estimated_together(micros, samples, critic)
+            else:
+                estimated += [micro.with_advantages(critic.config) for micro in micros]
+        return estimated
+
+    @torch.no_grad()
+    def _estimated_together(
+        self, micros: list[PreparedMicroBatch], samples: Sequence[Sample], critic: Critic | SharedCritic
+    ) -> list[PreparedMicroBatch]:
+        """Returns the micro-batches of one critic step with the advantages of whole episodes, whose samples may be on several ranks."""
+        ranks, lengths = self.engine.ranks, [sum(sample.loss_mask) for sample in samples]
+        starts = [0, *accumulate(lengths)]
+        values = torch.zeros(starts[-1])
+        indices = [index_of_tokens(micro.batch.sequence.cpu(), torch.tensor(starts)) for micro in micros]
+        for micro, index in zip(micros, indices, strict=True):
+            assert micro.values is not None, "the critic has computed its values"
+            values[index] = micro.values.float().cpu()
+        known = ranks.sum(values).tolist()
+        rows = [known[start:end] for start, end in pairwise(starts)]
+        config, last = critic.config, self._last_values(samples, critic)
+        advantages, returns = gae_of_episodes(samples, rows, last, gamma=config.gamma, lam=config.lam)
+        flat = torch.tensor([list(chain.from_iterable(advantages)), list(chain.from_iterable(returns))])
+        estimated = []
+        for micro, index in zip(micros, indices, strict=True):
+            own = flat[:, index].to(micro.batch.rewards.device)
+            estimated.append(replace(micro, batch=replace(micro.batch, advantages=own[0]), returns=own[1]))
+        return estimated
+
+    def _last_values(self, samples: Sequence[Sample], critic: Critic | SharedCritic) -> dict[int, float]:
+        """Returns the value of the last state of each truncated sample, by its number. A collective."""
+        truncated = {number: sample for number, sample in enumerate(samples) if sample.last_state}
+        states = [state_sample(sample) for sample in truncated.values()]
+        values = torch.zeros(len(states))
+        for batch in self._micro_batches(states):
+            self.engine.ranks.report_progress("computing the values of last states", batch.layout.length)
+            values[batch.sequence.cpu()] = critic.values(batch).detach().float().cpu()
+        return dict(zip(truncated, self.engine.ranks.sum(values).tolist(), strict=True))
 
     def _learn_values(self, prepared: Plan, critic: Critic | SharedCritic) -> dict[str, float]:
         """Takes `critic.epochs` times `critic.minibatches` optimizer steps of the critic for each minibatch."""
@@ -295,3 +340,24 @@ def _batch_metrics(batch: Batch) -> dict[str, float]:
     if advantages:  # with a critic they are not known yet
         metrics["advantage_std"] = pstdev(advantages) if all(map(math.isfinite, advantages)) else math.nan
     return metrics
+
+
+def index_of_tokens(sequence: Tensor, starts: Tensor) -> Tensor:
+    """Returns the index of each token among those of all samples, which start at `starts`. A sample's tokens are adjacent."""
+    _, counts = torch.unique_consecutive(sequence, return_counts=True)
+    begins = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    return starts[sequence] + torch.arange(len(sequence)) - begins
+
+
+def state_sample(sample: Sample) -> Sample:
+    """Returns a sample whose only trained token follows the last state of another, so that the critic computes that state's value."""
+    count = len(sample.last_state)
+    return Sample(
+        episode_id=sample.episode_id,
+        group_index=sample.group_index,
+        token_ids=(*sample.last_state, sample.last_state[-1]),
+        loss_mask=(*(False,) * count, True),
+        logprobs=(0.0,) * (count + 1),
+        versions=(-1,) * (count + 1),
+        rewards=(0.0,) * (count + 1),
+    )

@@ -38,6 +38,7 @@ from agentrl.config.recipe import ObjectiveConfig
 from agentrl.errors import RecipeError
 from agentrl.objective.advantages import STD_EPS, sample_std
 from agentrl.records import ScoredEpisode, Trajectory, TurnKey, turn_key
+from agentrl.records.trajectory import CONTINUED
 
 Credit = dict[str, list[list[float]]]
 """Episode id -> [trajectory][turn]."""
@@ -201,17 +202,31 @@ def penalized_score(scored: ScoredEpisode, penalties: Mapping[str, float]) -> fl
 TurnRewards = Sequence[Sequence[float]]  # [trajectory][turn]
 
 
-def turn_advantages(rewards: Sequence[TurnRewards], *, normalize_std: bool) -> list[list[list[float]]]:
+def continuations(trajectories: Sequence[Trajectory]) -> list[int | None]:
+    """Returns the index of the trajectory that continues each one from the last observation of its environment; None if none does."""
+    following: list[int | None] = [None] * len(trajectories)
+    for index, trajectory in enumerate(trajectories):
+        parent = trajectory.parent
+        if parent is not None and parent.call is None and trajectories[parent.trajectory].stop_reason == CONTINUED and trajectory.turns:
+            following[parent.trajectory] = index
+    return following
+
+
+def turn_advantages(
+    rewards: Sequence[TurnRewards], *, normalize_std: bool, following: Sequence[Sequence[int | None]] | None = None
+) -> list[list[list[float]]]:
     """Returns the advantage of every turn of a group's episodes: the sum of the centred rewards from this turn on.
 
         A_{i,k} = sum_{l >= k} (r_{i,l} - mean(R)) / (std(R) + 1e-4),    R = all turn rewards of the group
 
     Process supervision with GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1.3; added to the advantage of the outcome as in turn-level
-    credit assignment, Zeng et al. 2025, arXiv:2505.11821. Each trajectory of an episode has its own returns. Equal rewards give zeros.
+    credit assignment, Zeng et al. 2025, arXiv:2505.11821. Each trajectory of an episode has its own returns, plus those of its
+    continuation. Equal rewards give zeros.
 
     Args:
         rewards: [episode][trajectory][turn].
         normalize_std: whether to divide by the standard deviation (n - 1) of R.
+        following: [episode][trajectory] the trajectory that continues it (`continuations`); None means that none is continued.
     """
     flat = [reward for episode in rewards for trajectory in episode for reward in trajectory]
     if all_equal(flat):
@@ -221,7 +236,21 @@ def turn_advantages(rewards: Sequence[TurnRewards], *, normalize_std: bool) -> l
         scale = sample_std(flat) + STD_EPS if normalize_std else 1.0
     except OverflowError:  # in the variance; the group is dropped
         scale = math.nan
-    return [[_sums_to_end([(reward - mean) / scale for reward in trajectory]) for trajectory in episode] for episode in rewards]
+    chains = [[None] * len(episode) for episode in rewards] if following is None else following
+    return [
+        _returns([[(reward - mean) / scale for reward in trajectory] for trajectory in episode], after)
+        for episode, after in zip(rewards, chains, strict=True)
+    ]
+
+
+def _returns(rewards: list[list[float]], following: Sequence[int | None]) -> list[list[float]]:
+    """Returns the sums from each turn to the end of its trajectory and of those that continue it, which have larger indices."""
+    sums: list[list[float]] = [[]] * len(rewards)
+    for index in reversed(range(len(rewards))):
+        after = following[index]
+        rest = sums[after][0] if after is not None and sums[after] else 0.0
+        sums[index] = [value + rest for value in _sums_to_end(rewards[index])]
+    return sums
 
 
 def _sums_to_end(rewards: list[float]) -> list[float]:

@@ -15,7 +15,7 @@ from agentrl.config.recipe import ObjectiveConfig, Recipe
 from agentrl.errors import RecipeError
 from agentrl.objective.advantages import GroupAdvantages, batch_advantages
 from agentrl.objective.branches import CreditedTrajectory, assign_shared_turns
-from agentrl.objective.credit import CountedEpisode, branch_credit, penalized_score, turn_advantages
+from agentrl.objective.credit import CountedEpisode, branch_credit, continuations, penalized_score, turn_advantages
 from agentrl.records import Batch, Episode, Group, Sample, Trajectory
 from agentrl.records.sampling import Supports
 
@@ -136,26 +136,40 @@ def _group_samples(
     credits = [value for table in (turns, branches) for rows in table.values() for row in rows for value in row]
     if not critic and all_negligible(credits, [rollout.score for rollout in rollouts]):
         return [], "all_equal"
-    lines = []
+    lines, after = [], {}
     for rollout in rollouts:
-        name = rollout.scored.episode.id
+        name, following = rollout.scored.episode.id, continuations(rollout.trajectories)
+        earned = _earned_rewards(rollout.trajectories, rollout.advantage, following) if critic else []
         for number, trajectory in enumerate(rollout.trajectories):
             if any(turn.completion_ids for turn in trajectory.turns):
-                credit = branches[name][number] if branches else _score_at_end(trajectory, rollout.advantage)
+                credit = branches[name][number] if branches else earned[number]
                 if turns:
                     credit = [value + objective.turn_coef * extra for value, extra in zip(credit, turns[name][number], strict=True)]
                 lines.append(CreditedTrajectory(episode_id=name, index=number, trajectory=trajectory, credit=credit))
-    samples = [
-        _sample(line.episode_id, group.index, line.trajectory, line.credit, trains=line.trains, rewards=critic)
-        for line in assign_shared_turns(lines, mean=not critic)
-    ]
+                after[name, number] = following[number]
+    credited = assign_shared_turns(lines, mean=not critic)
+    samples = [_sample(line.episode_id, group.index, line.trajectory, line.credit, trains=line.trains, rewards=critic) for line in credited]
+    if critic:
+        samples = [
+            replace(one, trajectory=line.index, continued_in=after[line.episode_id, line.index], last_state=line.trajectory.last_state)
+            for one, line in zip(samples, credited, strict=True)
+        ]
     return samples, "" if samples else "no_sampled_token"
 
 
-def _score_at_end(trajectory: Trajectory, score: float) -> list[float]:
-    """Returns the credit of each turn if a critic computes the advantages: the score on the last turn with a sampled token, else 0."""
-    last = max(number for number, turn in enumerate(trajectory.turns) if turn.completion_ids)
-    return [score if number == last else 0.0 for number in range(len(trajectory.turns))]
+def _earned_rewards(trajectories: Sequence[Trajectory], score: float, following: Sequence[int | None]) -> list[list[float]]:
+    """Returns the reward of each turn [trajectory][turn] if a critic computes the advantages.
+
+    The rewards that an environment gave stay at their turns. The rest of the score, which is all of it without an environment, is the
+    reward of the last turn with a sampled token of each trajectory that no other continues. Sub-agents get the score.
+    """
+    rewards = [[sum(result.reward or 0.0 for result in turn.tool_results) for turn in line.turns] for line in trajectories]
+    rest = score - sum(map(sum, rewards))
+    for line, own, after in zip(trajectories, rewards, following, strict=True):
+        sampled = [number for number, turn in enumerate(line.turns) if turn.completion_ids]
+        if after is None and sampled:
+            own[sampled[-1]] += rest if line.agent == trajectories[0].agent else score
+    return rewards
 
 
 def _turn_credit(group: Group, objective: ObjectiveConfig) -> dict[str, list[list[float]]]:
@@ -170,7 +184,9 @@ def _turn_credit(group: Group, objective: ObjectiveConfig) -> dict[str, list[lis
             )
     if objective.advantage.ref == "gae":
         return {scored.episode.id: [list(rewards) for rewards in scored.score.turn_rewards] for scored in group.scored}
-    advantages = turn_advantages([scored.score.turn_rewards for scored in group.scored], normalize_std=objective.divides_by_std)
+    rewards = [scored.score.turn_rewards for scored in group.scored]
+    following = [continuations(scored.episode.trajectories) for scored in group.scored]
+    advantages = turn_advantages(rewards, normalize_std=objective.divides_by_std, following=following)
     return {scored.episode.id: own for scored, own in zip(group.scored, advantages, strict=True)}
 
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from itertools import compress
+
 import torch
 from torch import Tensor
+
+from agentrl.records import Sample
 
 # Of Ziegler et al. 2019, arXiv:1909.08593 (github.com/openai/lm-human-preferences, `PpoHParams`), and of TRL.
 VALUE_CLIP = 0.2
@@ -45,6 +50,39 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float | Tensor,
             next_value = torch.where(here, values[:, t], next_value)
             advantages[:, t] = torch.where(here, next_advantage, 0.0)
         returns = torch.where(keep, advantages + values, 0.0)
+    return advantages, returns
+
+
+def gae_of_episodes(
+    samples: Sequence[Sample], values: Sequence[Sequence[float]], last_values: Mapping[int, float], *, gamma: float, lam: float
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Returns advantages and returns [sample][trained token] of samples that continue each other or were truncated.
+
+    As `gae`, but t' of a sample's last token is the first token of the sample that continues it. If the environment truncated the episode,
+    V_{t'} is the value of its last state and A_{t'} is 0: no reward is known after it, but the value is not 0 (Pardo et al. 2018, "Time
+    limits in reinforcement learning", arXiv:1712.00378).
+
+    Args:
+        values: [sample][trained token].
+        last_values: number of a truncated sample -> value of its last state.
+    """
+    number_of = {(sample.group_index, sample.episode_id, sample.trajectory): number for number, sample in enumerate(samples)}
+    advantages: list[list[float]] = [[] for _ in samples]
+    order = sorted(range(len(samples)), key=lambda number: -samples[number].trajectory)  # a continuation has a larger index
+    for number in order:
+        sample, own = samples[number], values[number]
+        after = None if sample.continued_in is None else number_of.get((sample.group_index, sample.episode_id, sample.continued_in))
+        next_value, next_advantage = last_values.get(number, 0.0), 0.0
+        if after is not None and advantages[after]:
+            next_value, next_advantage = values[after][0], advantages[after][0]
+        rewards = list(compress(sample.rewards, sample.loss_mask))
+        backwards: list[float] = []
+        for reward, value in zip(reversed(rewards), reversed(own), strict=True):
+            next_advantage = reward + gamma * next_value - value + gamma * lam * next_advantage
+            next_value = value
+            backwards.append(next_advantage)
+        advantages[number] = backwards[::-1]
+    returns = [[a + v for a, v in zip(row, own, strict=True)] for row, own in zip(advantages, values, strict=True)]
     return advantages, returns
 
 

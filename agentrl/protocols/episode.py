@@ -84,6 +84,9 @@ class LiveTrajectory(Protocol):
     def add_results(self, results: Sequence[ToolResult], *, wall_s: float) -> None:
         """Records the results of the calls of the last turn, and the seconds that they took."""
 
+    def add_last_state(self, token_ids: Sequence[int]) -> None:
+        """Records the tokens from which the next turn would have been sampled, if the environment had not truncated the episode."""
+
     def describe(self, agent: str, prompt: Sequence[Message] | None = None) -> None:
         """Records the agent's name and prompt, if they become known later or differ from the prompt of the task."""
 

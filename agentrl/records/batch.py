@@ -25,6 +25,9 @@ class Sample(Record):
     rewards: tuple[float, ...] = ()  # [T] reward at that token, 0.0 where masked
     supports: Supports | None = None  # [T] whole vocabulary for masked tokens; None means for all tokens
     rollout_tokens: int | None = None  # trained tokens in all samples of the episode; None if this is the only sample
+    trajectory: int = 0  # index of its trajectory in the episode
+    continued_in: int | None = None  # index of the trajectory that continues the episode in a new context; with rewards only
+    last_state: tuple[int, ...] = ()  # see `Trajectory.last_state`; with rewards only
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)

@@ -21,6 +21,11 @@ class HasTurns(Protocol):
         ...
 
 
+CONTINUED = "continued"
+"""The stop reason of a trajectory whose episode continues in a new context, from the last observation of its environment."""
+TRUNCATED = "truncated"
+"""The stop reason of an episode that its environment cut off. It is no failure, and a critic estimates what would have followed."""
+
 TurnKey = tuple[str, int, int, bytes, bytes]
 """Identifies a sampled turn of a group."""
 
@@ -46,6 +51,7 @@ class Trajectory(Record):
         "submitted"  # submitted | answered | turn_limit | token_limit | wall_limit | tool_timeout | failed | compacted, summarized,
         # rejected, restarted or continued, around a new context; terminated or truncated by the environment; empty while it continues
     )
+    last_state: tuple[int, ...] = ()  # tokens from which the next turn would have been sampled, after `TRUNCATED`
     inherited: tuple[str, ...] = ()  # ids of the episodes that sampled its first turns, one id per turn
 
     def __post_init__(self) -> None:

@@ -1,0 +1,122 @@
+"""Credit across the contexts of an episode in an environment, and after its environment cut it off."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from agentrl.config import CriticConfig, Recipe, build
+from agentrl.learner.packing import MicroBatch, build_micro_batch
+from agentrl.learner.update import PreparedMicroBatch, Updater
+from agentrl.objective import assemble
+from agentrl.objective.credit import turn_advantages
+from agentrl.objective.values import gae, gae_of_episodes
+from agentrl.records import Group, Parent, Sample, Score, ScoredEpisode, ToolResult, Trajectory, Turn
+from agentrl.records.trajectory import CONTINUED, TRUNCATED
+from tests.learner.building import episode, turn
+
+GAMMA, LAM = 0.9, 0.7
+
+
+def acted(prompt: Sequence[int], completion: Sequence[int], reward: float) -> Turn:
+    made = turn(list(prompt), list(completion), [-1.0] * len(completion))
+    return replace(made, tool_results=(ToolResult(name="user", output="", ok=True, reward=reward),))
+
+
+def played(*, truncated: bool) -> ScoredEpisode:
+    """Three contexts of 2, 1 and 1 turns with the rewards 1, 2, 3 and 4."""
+    lines = [[acted([1], [2, 3], 1.0), acted([4], [5], 2.0)], [acted([6], [7], 3.0)], [acted([8, 9], [10, 11], 4.0)]]
+    ends = [CONTINUED, CONTINUED, TRUNCATED if truncated else "terminated"]
+    parents = [None, Parent(trajectory=0, turn=1), Parent(trajectory=1, turn=0)]
+    state = (8, 9, 10, 11, 12) if truncated else ()
+    trajectories = tuple(
+        Trajectory(agent="main", turns=tuple(turns), parent=parent, stop_reason=end, last_state=state if end == TRUNCATED else ())
+        for turns, parent, end in zip(lines, parents, ends, strict=True)
+    )
+    rewards = ((1.0, 2.0), (3.0,), (4.0,))
+    return ScoredEpisode(episode=replace(episode("e", []), trajectories=trajectories), score=Score(value=10.0, turn_rewards=rewards))
+
+
+def recipe(**objective: object) -> Recipe:
+    critic = {"critic": {"gamma": GAMMA, "lam": LAM}} if objective.get("advantage") == "gae" else {}
+    sections = {"objective": objective, "rollout": {"group": {"size": 1 if critic else 2}}, **critic}
+    return build({"name": "t", "policy": {"model": "m"}, "tasks": {"family": "a:b"}, **sections})
+
+
+def samples(*, truncated: bool) -> tuple[Sample, ...]:
+    group = Group(index=0, task_id="t", task_key="k", episodes=(played(truncated=truncated),))
+    return assemble(0, [group], recipe(advantage="gae")).batch.samples
+
+
+def test_rewards_stay_at_their_turns_and_contexts_are_linked() -> None:
+    first, second, third = samples(truncated=True)
+    assert first.rewards == (0.0, 0.0, 1.0, 0.0, 2.0) and second.rewards == (0.0, 3.0) and third.rewards == (0.0, 0.0, 0.0, 4.0)
+    assert [sample.continued_in for sample in (first, second, third)] == [1, 2, None]
+    assert [len(sample.last_state) for sample in (first, second, third)] == [0, 0, 5]
+
+
+def test_a_score_that_is_not_the_sum_of_rewards_is_whole_at_the_end() -> None:
+    scored = played(truncated=False)
+    group = Group(index=0, task_id="t", task_key="k", episodes=(replace(scored, score=replace(scored.score, value=6.0)),))
+    assert sum(sum(sample.rewards) for sample in assemble(0, [group], recipe(advantage="gae")).batch.samples) == 6.0
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+def test_advantages_of_linked_contexts_equal_those_of_one_row(truncated: bool) -> None:
+    made = samples(truncated=truncated)
+    values = [[0.5, -1.0, 2.0], [0.25], [3.0, 1.0]]
+    last = {2: 7.0} if truncated else {}
+    advantages, returns = gae_of_episodes(made, values, last, gamma=GAMMA, lam=LAM)
+    rewards = torch.tensor([[0.0, 1.0, 2.0, 3.0, 0.0, 4.0 + (GAMMA * 7.0 if truncated else 0.0)]])
+    row, row_returns = gae(rewards, torch.tensor([sum(values, [])]), torch.ones(1, 6), gamma=GAMMA, lam=LAM)
+    assert sum(advantages, []) == pytest.approx(row[0].tolist(), abs=1e-5)
+    assert sum(returns, []) == pytest.approx(row_returns[0].tolist(), abs=1e-5)
+
+
+class _KnownCritic:
+    """A critic whose value of a state is the sum of its tokens."""
+
+    config = CriticConfig(gamma=GAMMA, lam=LAM)
+
+    def values(self, batch: MicroBatch) -> torch.Tensor:
+        ids, forest = batch.input_ids[0].tolist(), batch.layout
+        sums = [float(sum(ids[at] for at in _path(forest, position))) for position in batch.positions.tolist()]
+        return torch.tensor(sums)[batch.expand]
+
+
+def _path(layout: Any, position: int) -> list[int]:
+    """Indices of the tokens up to a position of a forest of one path."""
+    return list(range(position + 1))
+
+
+def test_the_learner_bootstraps_with_the_value_of_the_last_state() -> None:
+    """Samples are in several micro-batches, one each, so that each forest is one path."""
+    made = samples(truncated=True)
+    updater, critic = Updater.__new__(Updater), _KnownCritic()
+    ranks = SimpleNamespace(sum=lambda values: values, report_progress=lambda *_: None)
+    updater.engine = SimpleNamespace(ranks=ranks)  # type: ignore[assignment]
+    cpu = torch.device("cpu")
+
+    def one_each(rows: Sequence[Sample]) -> list[MicroBatch]:
+        return [build_micro_batch((row,), cpu, [number]) for number, row in enumerate(rows)]
+
+    updater._micro_batches = one_each  # type: ignore[method-assign]
+    common = {"samples": made, "critic_step": 0, "critic_tokens": 6, "proximal": None, "reference": None}
+    micros = [PreparedMicroBatch(batch=batch, values=critic.values(batch), **common) for batch in one_each(made)]  # type: ignore[arg-type]
+    estimated = updater._estimated(micros, critic)  # type: ignore[arg-type]
+    values = [[1.0, 3.0, 10.0], [6.0], [17.0, 27.0]]  # sums of the tokens before each sampled one
+    wanted, returns = gae_of_episodes(made, values, {2: 8.0 + 9 + 10 + 11 + 12}, gamma=GAMMA, lam=LAM)
+    assert [micro.batch.advantages.tolist() for micro in estimated] == [pytest.approx(row, abs=1e-4) for row in wanted]
+    assert [micro.returns.tolist() for micro in estimated if micro.returns is not None] == [pytest.approx(row, abs=1e-4) for row in returns]
+
+
+def test_turn_level_credit_continues_in_the_next_context() -> None:
+    one, other = turn_advantages([[[1.0, 2.0], [3.0]], [[2.0, 2.0], [2.0]]], normalize_std=False, following=[[1, None], [1, None]])
+    assert one == [[0.0, 1.0], [1.0]] and other == [[0.0, 0.0], [0.0]]
+    alone, _ = turn_advantages([[[1.0, 2.0], [3.0]], [[2.0, 2.0], [2.0]]], normalize_std=False)
+    assert alone == [[-1.0, 0.0], [1.0]]
