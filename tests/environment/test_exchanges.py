@@ -1,7 +1,7 @@
 """The clients of remote environments against recorded exchanges of real servers, and against the real servers.
 
-`exchanges/` has what openenv 0.10.0, ors-sdk 0.1.0 and nemo-gym 0.7.0 answered. The real OpenEnv and ORS servers run if the environment
-`openenv` is built (`agentrl env sync openenv`) or AGENTRL_OPENENV_PYTHON is the Python of another one.
+`exchanges/` has what openenv 0.10.0, ors-sdk 0.1.0 and nemo-gym 0.7.0 answered. The real OpenEnv and ORS servers run in the environment
+`openenv` (`agentrl env sync openenv`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from websockets.http11 import Request, Response
 from agentrl.environment.remote import RemoteOpener
 from agentrl.records import EnvironmentSpec
 from tests.environment import scenarios
-from tests.environment.web_servers import HttpRequest, answer, foreign_python, http_server, real_server, reply
+from tests.environment.web_servers import HttpRequest, answer, http_server, real_server, reply
 
 RECORDED = sorted((Path(__file__).parent / "exchanges").glob("*.json"))
 
@@ -106,35 +106,34 @@ def counts(url: str) -> dict[str, int]:
         return dict(json.load(page))
 
 
-if (PYTHON := foreign_python("openenv")) is not None:
-    REAL = [("openenv_server.py", name) for name in ("corridor", "board", "tools", "echo")] + [("ors_server.py", "sums")]
+REAL = [("openenv_server.py", name) for name in ("corridor", "board", "tools", "echo")] + [("ors_server.py", "sums")]
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize(("script", "name"), REAL)
-    async def test_real_servers(opener: RemoteOpener, script: str, name: str) -> None:
-        kind = script.partition("_")[0]
-        path = next(path for path in RECORDED if path.stem == f"{kind}_{name}")
-        assert PYTHON is not None
-        with real_server(PYTHON, script, *([name, "0", "4"] if kind == "openenv" else ["0"])) as url:
-            assert await getattr(scenarios, path.stem)(opener, url) == expected(path)[0]
-            await opener.close()
-            ended = await asyncio.to_thread(counts, url)
-            assert ended["created"] == ended["ended"] > 0
 
-    @pytest.mark.slow
-    async def test_a_killed_driver_leaves_no_session_at_a_real_server() -> None:
-        assert PYTHON is not None
-        with real_server(PYTHON, "openenv_server.py", "corridor", "0", "3") as url:
-            driver = subprocess.Popen([sys.executable, "-c", DRIVER, f"openenv:{url}"], stdout=subprocess.PIPE, text=True)
-            assert driver.stdout is not None and driver.stdout.readline() == "open\n"
-            os.kill(driver.pid, signal.SIGKILL)
-            driver.wait()
-            driver.stdout.close()
-            async with asyncio.timeout(10):
-                while (now := await asyncio.to_thread(counts, url))["ended"] < now["created"]:
-                    await asyncio.sleep(0.05)
-            opener = RemoteOpener()  # all of the server's sessions are free again
-            worlds = [await opener.open(EnvironmentSpec(ref=f"openenv:{url}", options={"wait_s": 5})) for _ in range(3)]
-            for world in worlds:
-                await world.close()
-            await opener.close()
+@pytest.mark.environments
+@pytest.mark.parametrize(("script", "name"), REAL)
+async def test_real_servers(opener: RemoteOpener, script: str, name: str) -> None:
+    kind = script.partition("_")[0]
+    path = next(path for path in RECORDED if path.stem == f"{kind}_{name}")
+    with real_server(script, *([name, "0", "4"] if kind == "openenv" else ["0"])) as url:
+        assert await getattr(scenarios, path.stem)(opener, url) == expected(path)[0]
+        await opener.close()
+        ended = await asyncio.to_thread(counts, url)
+        assert ended["created"] == ended["ended"] > 0
+
+
+@pytest.mark.environments
+async def test_a_killed_driver_leaves_no_session_at_a_real_server() -> None:
+    with real_server("openenv_server.py", "corridor", "0", "3") as url:
+        driver = subprocess.Popen([sys.executable, "-c", DRIVER, f"openenv:{url}"], stdout=subprocess.PIPE, text=True)
+        assert driver.stdout is not None and driver.stdout.readline() == "open\n"
+        os.kill(driver.pid, signal.SIGKILL)
+        driver.wait()
+        driver.stdout.close()
+        async with asyncio.timeout(10):
+            while (now := await asyncio.to_thread(counts, url))["ended"] < now["created"]:
+                await asyncio.sleep(0.05)
+        opener = RemoteOpener()  # all of the server's sessions are free again
+        worlds = [await opener.open(EnvironmentSpec(ref=f"openenv:{url}", options={"wait_s": 5})) for _ in range(3)]
+        for world in worlds:
+            await world.close()
+        await opener.close()

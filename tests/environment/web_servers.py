@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -17,7 +16,7 @@ from websockets.datastructures import Headers
 from websockets.http11 import Request, Response
 
 HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
+PYTHON = HERE.parent.parent / ".environments" / "openenv" / "bin" / "python"
 MOVES = {"type": "object", "properties": {"move": {"enum": ["left", "right"], "type": "string"}}, "required": ["move"]}
 
 
@@ -145,16 +144,10 @@ def events(*pairs: tuple[str, str]) -> bytes:
     return f"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
 
 
-def foreign_python(name: str) -> Path | None:
-    """Returns the Python of an environment in `.environments/`, or of the variable AGENTRL_NAME_PYTHON; None if there is none."""
-    python = Path(os.environ.get(f"AGENTRL_{name.upper()}_PYTHON") or ROOT / ".environments" / name / "bin" / "python")
-    return python if python.exists() else None
-
-
 @contextmanager
-def real_server(python: Path, script: str, *arguments: str) -> Iterator[str]:
-    """Runs a script of this folder that prints its port, and yields the address of its server."""
-    process = subprocess.Popen([python, HERE / script, *arguments], stdout=subprocess.PIPE, text=True)
+def real_server(script: str, *arguments: str) -> Iterator[str]:
+    """Runs a script of this folder in the environment `openenv`, and yields the address of its server. The script prints its port."""
+    process = subprocess.Popen([PYTHON, HERE / script, *arguments], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
         yield f"http://127.0.0.1:{int(process.stdout.readline())}"
