@@ -103,7 +103,10 @@ class OpenEnvSession(Session):
         from websockets.exceptions import InvalidStatus, WebSocketException
 
         class Connect(connect):
+            """A connection that follows no redirects."""
+
             def process_redirect(self, exc: Exception) -> Exception | str:
+                """Returns the redirect as an error."""
                 return exc
 
         url = "ws" + self.server.url.removeprefix("http") + "/ws"
@@ -257,7 +260,7 @@ def _text(data: Mapping[str, Any]) -> str:
     """
     observation = _observation(data)
     result, error = observation.get("result"), observation.get("error")
-    if "tool_name" in observation:
+    if "tool_name" in observation and "result" in observation:
         if isinstance(error, dict):
             return f"error: {error.get('message')}"
         blocks = result.get("content") if isinstance(result, dict) else None

@@ -26,7 +26,7 @@ from agentrl.base import secrets, web
 from agentrl.base.backoff import backoff_s
 from agentrl.base.tool_list import InvalidMessage, ListedTool, usable_tools
 from agentrl.base.user_code import describe_error
-from agentrl.environment.remote_http import Busy, HttpClient, need
+from agentrl.environment.remote_http import Busy, HttpClient, Rejected, need
 from agentrl.errors import EnvironmentFault, PluginError, PolicyFault, UserError
 from agentrl.plugins.references import resolve
 from agentrl.records import EnvironmentSpec, Observation, Step, ToolCall
@@ -204,14 +204,7 @@ class RemoteServer:
         if self._used_at.pop(session, None) is None:
             return
 
-        async def close() -> None:
-            try:
-                confirmed = await self._close(session)
-            finally:
-                self._free_slot()
-            self.closed, self.lost = self.closed + confirmed, self.lost + (not confirmed)
-
-        await asyncio.shield(self._in_background(close()))
+        await asyncio.shield(self._in_background(self._end(session)))
 
     def pin(self, what: str, value: Any) -> None:
         """Raises `EnvironmentFault` if a description differs from its first version in this process. `what`: identifies the description."""
@@ -225,8 +218,7 @@ class RemoteServer:
         """Ends all sessions and connections, and logs the counts of sessions."""
         if self._keeper is not None:
             self._keeper.cancel()
-        for session in list(self._used_at):
-            await self.end(session)
+        await asyncio.gather(*(self.end(session) for session in list(self._used_at)))
         if self._closing:
             await asyncio.wait(self._closing, timeout=2 * CLOSE_S)
         await self.http.close()
@@ -242,6 +234,13 @@ class RemoteServer:
             return
         seconds = min(backoff_s(tries, busy.wait_s, refused=self._refused), self.options.wait_s)
         self._resume_at = max(self._resume_at, time.monotonic() + seconds)
+
+    async def _end(self, session: Session) -> None:
+        try:
+            confirmed = await self._close(session)
+        finally:
+            self._free_slot()
+        self.closed, self.lost = self.closed + confirmed, self.lost + (not confirmed)
 
     async def _discard(self, session: Session) -> None:
         """Ends a session that was not completely opened, and frees its slot."""
@@ -276,15 +275,15 @@ class RemoteServer:
             try:
                 async with asyncio.timeout(until - time.monotonic()):
                     await turn
-            except TimeoutError:
+            except BaseException as error:
+                if turn.done() and not turn.cancelled():  # the slot was offered to a caller that no longer waits
+                    self._offer_slot()
+                if not isinstance(error, TimeoutError):
+                    raise
                 raise EnvironmentFault(
                     f"{self.what}: no session became free within {self.options.wait_s:g} s; {self._used} are in use\n"
                     "  fix: lower rollout.concurrency, or raise tasks.family.options.sessions or wait_s"
                 ) from None
-            except BaseException:
-                if turn.done() and not turn.cancelled():  # the slot was offered to a caller that has gone
-                    self._offer_slot()
-                raise
             finally:
                 with contextlib.suppress(ValueError):
                     self._waiting.remove(turn)
@@ -339,6 +338,8 @@ class RemoteEnvironment:
             raise
         except BaseException as error:  # a cancelled request, too
             self._fault = describe_error(error)
+            if isinstance(error, Busy | Rejected):
+                raise EnvironmentFault(str(error)) from error
             raise
 
 

@@ -137,6 +137,7 @@ class RemoteFamily(EnvironmentFamily):
         """Returns the server's answer, from a thread with an event loop of its own."""
 
         async def ask() -> T:
+            """Asks, and closes the connections."""
             server = self._server()
             try:
                 async with asyncio.timeout(_DEADLINE_S):
