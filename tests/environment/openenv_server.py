@@ -3,6 +3,7 @@
 Prints its port when it listens. Its route /counts returns the numbers of sessions created and ended.
 """
 
+import os
 import random
 import sys
 import time
@@ -17,7 +18,7 @@ from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservatio
 from openenv.core.env_server.types import Action, Observation, State
 from pydantic import Field
 
-COUNTS = {"created": 0, "ended": 0}
+COUNTS = {"created": 0, "ended": 0, "pid": os.getpid()}
 
 
 class World(Environment):

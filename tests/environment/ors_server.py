@@ -1,5 +1,6 @@
 """A real ORS server, run by the Python of an environment with the package `ors-sdk`: python ors_server.py PORT. Prints its port."""
 
+import os
 import sys
 from typing import Any
 
@@ -7,7 +8,7 @@ import uvicorn
 from ors import Environment, Server, Split, TextBlock, ToolOutput, tool
 from pydantic import BaseModel
 
-COUNTS = {"created": 0, "ended": 0}
+COUNTS = {"created": 0, "ended": 0, "pid": os.getpid()}
 TASKS = {"train": 6, "test": 2}
 
 
