@@ -11,6 +11,7 @@ from agentrl.records.chat import Message
 from agentrl.records.fields import Record
 from agentrl.records.turn import Turn
 
+
 class HasTurns(Protocol):
     """A trajectory, finished or in progress."""
 
@@ -45,6 +46,7 @@ class Trajectory(Record):
         "submitted"  # submitted | answered | turn_limit | token_limit | wall_limit | tool_timeout | failed | compacted, summarized,
         # rejected, restarted or continued, around a new context; terminated or truncated by the environment; empty while it continues
     )
+    policy: str = ""  # what played its turns, if not the trained policy: "version 3", "script mine:bluff"; such turns have no tokens
     inherited: tuple[str, ...] = ()  # ids of the episodes that sampled its first turns, one id per turn
 
     def __post_init__(self) -> None:

@@ -95,7 +95,7 @@ class SubEpisode:
         """Whether the sandbox was opened."""
         return self._workplace.opened
 
-    def open(self, agent: str, *, parent: Parent | None = None, prompt: Sequence[Message] = ()) -> LiveTrajectory:
+    def open(self, agent: str, *, parent: Parent | None = None, prompt: Sequence[Message] = (), policy: str = "") -> LiveTrajectory:
         """Opens another trajectory of the episode."""
         return self._episode.open(agent, parent=parent, prompt=prompt)
 

@@ -1,0 +1,1 @@
+"""Games for two policies, and the exact exploitability of a policy in them."""
