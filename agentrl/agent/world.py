@@ -9,15 +9,16 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 from agentrl.agent.chat import ChatFormat
 from agentrl.agent.contexts import with_instructions
 from agentrl.agent.tools import NO_BOUNDS, ToolOutcome, clip
+from agentrl.environment import open_environment
 from agentrl.environment.choices import choice_constraint
-from agentrl.errors import EnvironmentFault, PolicyFault
-from agentrl.protocols import Environment, LiveEpisode, ResumableEnvironment, Sandbox
+from agentrl.errors import EnvironmentFault, PolicyFault, UserError
+from agentrl.protocols import Environment, LiveEpisode, LiveTrajectory, ResumableEnvironment, Sandbox
 from agentrl.records import EnvironmentSpec, Limits, Message, Step, Task, ToolCall, ToolResult
 from agentrl.records.chat import USER
 
@@ -34,19 +35,22 @@ class World:
     `first` is the first observation, and `now` the last one. `ended` is `terminated` or `truncated` after the last step.
     """
 
-    def __init__(self, environment: Environment, episode: LiveEpisode) -> None:
+    def __init__(self, environment: Environment, episode: LiveEpisode, instructions: str | None = None) -> None:
         assert episode.task.environment is not None, "only such a task has an environment"
         self.spec: EnvironmentSpec = episode.task.environment
         self.first = self.now = self.ended = ""
         actions = environment.actions
         self.choices = tuple(action for action in actions or () if isinstance(action, str))
         self.schemas = tuple(action for action in actions or () if not isinstance(action, str))
-        self._environment, self._episode = environment, episode
+        self._environment, self._episode, self._instructions = environment, episode, instructions
 
     @classmethod
-    async def open(cls, episode: LiveEpisode, chat: ChatFormat) -> World:
-        """Returns the environment of an episode: at its start, or at the state from which the episode resumes."""
-        world = cls(await episode.environment(), episode)
+    async def open(cls, episode: LiveEpisode, chat: ChatFormat, instructions: str | None = None) -> World:
+        """Returns the environment of an episode: at its start, or at the state from which the episode resumes.
+
+        `instructions` replace the system messages of the task and the environment; None replaces none.
+        """
+        world = cls(await episode.environment(), episode, instructions)
         saved = episode.agent_state.get(STATE)
         if isinstance(saved, Mapping) and "snapshot" in saved:
             episode.stage = "environment"
@@ -64,14 +68,30 @@ class World:
         """Whether an action is a text."""
         return not self.schemas
 
-    @property
-    def instructions(self) -> str:
-        """The system message of the environment; empty means none."""
-        return self._environment.instructions
-
-    def prompt(self, task: Task, instructions: str | None, observation: str) -> tuple[Message, ...]:
+    def prompt(self, observation: str) -> tuple[Message, ...]:
         """Returns the first messages of a context that starts with an observation."""
-        return world_prompt(task, self.instructions if instructions is None else instructions, clip(observation, self._chars))
+        task, shown = self._episode.task, clip(observation, self._chars)
+        if self._instructions is not None:
+            return world_prompt(with_instructions(task.prompt, self._instructions), "", shown)
+        return world_prompt(task.prompt, self._environment.instructions, shown)
+
+    def start_of(self, trajectory: LiveTrajectory) -> tuple[Message, ...]:
+        """Returns the prompt of a trajectory, and records it as the prompt of the first one."""
+        trajectories, observation = self._episode.trajectories, self.first
+        start = trajectory
+        while (parent := start.parent) is not None:
+            start = trajectories[parent.trajectory]
+            if start.stop_reason == CONTINUED:
+                observation = start.turns[parent.turn].tool_results[-1].output
+                break
+        prompt = self.prompt(observation)
+        if not trajectory.tokens:
+            trajectory.describe(trajectory.agent, prompt)
+        return prompt
+
+    def context_is_full(self, trajectory: LiveTrajectory) -> bool:
+        """Whether the next turn starts a new context."""
+        return self.spec.context_turns is not None and len(trajectory.turns) >= self.spec.context_turns
 
     def constraint(self, chat: ChatFormat) -> str:
         """Returns the constraint of an answer that must be one of the actions; empty if any answer may be sampled."""
@@ -131,34 +151,47 @@ class World:
         return self._episode.task.limits.tool_output_chars
 
 
-@dataclass(frozen=True, slots=True)
 class ActionTool:
     """A function of the environment as a tool."""
 
-    world: World
-    schema: Mapping[str, Any]
-
     needs_sandbox = False
-    bounds, together = NO_BOUNDS, False
-    repeats = False
+    bounds, together, repeats = NO_BOUNDS, False, False
     opening_s = _NO_DEADLINE_S
 
-    @property
-    def name(self) -> str:
-        """The name of the function."""
-        return str(self.schema["function"]["name"])
+    def __init__(self, world: World, schema: Mapping[str, Any]) -> None:
+        self.name, self.schema = str(schema["function"]["name"]), schema
+        self._world = world
 
     async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
         """Applies a call as an action."""
-        return await self.world.act(ToolCall(name=self.name, arguments=arguments))
+        return await self._world.act(ToolCall(name=self.name, arguments=arguments))
 
 
-def world_prompt(task: Task, instructions: str, observation: str) -> tuple[Message, ...]:
-    """Returns the prompt of a task, the instructions as its system message unless it has one, and the observation as a user message.
+async def check_world(task: Task, chat: ChatFormat) -> None:
+    """Opens the environment of a task once. Raises `UserError` if it does not start, or the chat template does not accept its
+    observations."""
+    if task.environment is None:
+        return
+    try:
+        environment = await open_environment(task.environment)
+    except EnvironmentFault as error:
+        fix = "correct the environment, or tasks.family.options"
+        raise UserError(f"tasks.family: the environment {task.environment.ref!r} does not start: {error}", fix=fix) from error
+    try:
+        observation = await environment.reset()
+        functions = [action for action in environment.actions or () if not isinstance(action, str)]
+        if not functions and task.environment.context_turns != 1:
+            chat.check_user_turns()
+        chat.opening(world_prompt(task.prompt, environment.instructions, observation.text), functions)
+    finally:
+        await environment.close()
+
+
+def world_prompt(prompt: Sequence[Message], instructions: str, observation: str) -> tuple[Message, ...]:
+    """Returns the prompt of a task with the instructions as its system message unless it has one, and the observation as a user message.
 
     An observation after a user message becomes part of it, because many chat templates reject two in a row.
     """
-    prompt = task.prompt
     if instructions and not any(message.role == "system" for message in prompt):
         prompt = with_instructions(prompt, instructions)
     if prompt and prompt[-1].role == "user":

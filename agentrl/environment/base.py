@@ -73,7 +73,8 @@ def step_of(value: Any, where: str) -> Step:
     if not isinstance(value, tuple) or not 3 <= len(value) <= 5:
         size = f" of {len(value)} values" if isinstance(value, tuple) else ""
         raise EnvironmentFault(f"{where} returned a {type(value).__name__}{size} instead of (observation, reward, terminated)")
-    observation, reward, terminated, truncated, parts = (*value, False, {})[:5] if len(value) < 5 else value
+    observation, reward, terminated, *more = value
+    truncated, parts = [*more, *(False, {})[len(more) :]]
     return Step(
         observation=observation_of(observation, where),
         reward=_number(reward, where, "reward"),

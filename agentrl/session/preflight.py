@@ -342,9 +342,9 @@ def check_prompt(
     """Raises `UserError` if the chat template does not accept the first task: its messages, its tools, or its bound on thinking."""
     first = family.task(Split.TRAIN, 0)
     thinking_bound(first, chat.thinking)
-    chat.opening(
-        with_instructions(first.prompt, instructions), [tool.schema for tool in load_tools(first.tools, None, tools, memory).values()]
-    )
+    schemas = [tool.schema for tool in load_tools(first.tools, None, tools, memory).values()]
+    if first.environment is None:  # `check_world` does this for a task whose prompt ends with an observation
+        chat.opening(with_instructions(first.prompt, instructions), schemas)
 
 
 def check_thinking(chat: ChatFormat, family: TaskFamily, config: EvalConfig) -> None:
