@@ -77,14 +77,15 @@ def step_of(value: Any, where: str) -> Step:
     truncated, parts = [*more, *(False, {})[len(more) :]]
     return Step(
         observation=observation_of(observation, where),
-        reward=_number(reward, where, "reward"),
-        terminated=_flag(terminated, where, "terminated"),
-        truncated=_flag(truncated, where, "truncated"),
+        reward=number_of(reward, where, "reward"),
+        terminated=flag_of(terminated, where, "terminated"),
+        truncated=flag_of(truncated, where, "truncated"),
         parts=_parts(parts, where),
     )
 
 
-def _number(value: Any, where: str, what: str) -> float:
+def number_of(value: Any, where: str, what: str) -> float:
+    """Returns a finite number that an environment returned. Raises `EnvironmentFault` for anything else."""
     try:
         if isinstance(value, str | bytes):
             raise TypeError
@@ -96,7 +97,8 @@ def _number(value: Any, where: str, what: str) -> float:
     return number
 
 
-def _flag(value: Any, where: str, what: str) -> bool:
+def flag_of(value: Any, where: str, what: str) -> bool:
+    """Returns a boolean, also of numpy, that an environment returned. Raises `EnvironmentFault` for anything else."""
     if value is True or value is False:
         return value
     if type(value).__name__ in ("bool", "bool_") and type(value).__module__ == "numpy":
@@ -107,7 +109,7 @@ def _flag(value: Any, where: str, what: str) -> bool:
 def _parts(value: Any, where: str) -> dict[str, float]:
     if not isinstance(value, Mapping) or len(value) > MAX_PARTS:
         raise EnvironmentFault(f"{where} returned parts that are not a dictionary of at most {MAX_PARTS} numbers")
-    return {str(name)[:80]: _number(number, where, f"part {str(name)[:40]!r}") for name, number in value.items()}
+    return {str(name)[:80]: number_of(number, where, f"part {str(name)[:40]!r}") for name, number in value.items()}
 
 
 def actions_of(value: Any, where: str) -> tuple[str, ...] | tuple[dict[str, Any], ...] | None:

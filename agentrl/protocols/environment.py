@@ -95,7 +95,7 @@ class League(Protocol):
 class EnvironmentOpener(Protocol):
     """Opens environments of one kind. One object serves all episodes of a process."""
 
-    async def open(self, spec: EnvironmentSpec) -> Environment | RoleEnvironment:
+    async def open(self, spec: EnvironmentSpec) -> Environment:
         """Returns an environment for one episode."""
         ...
 

@@ -61,7 +61,9 @@ async def test_text_actions_are_answered_by_user_messages_and_rewarded(tokenizer
 
 async def test_a_choice_is_constrained_to_the_actions(tokenizer: Any) -> None:
     episode, policy = await play(task_of("Guess"), tokenizer, "2")
-    assert tokenizer.decode(policy.prompts[0]).startswith("<|im_start|>system\nGuess the number.<|im_end|>\n<|im_start|>user\nWhich number?")
+    assert tokenizer.decode(policy.prompts[0]).startswith(
+        "<|im_start|>system\nGuess the number.<|im_end|>\n<|im_start|>user\nWhich number?"
+    )
     assert episode.stop_reason == "terminated"
     assert episode.trajectories[0].turns[0].supports is not None
 
