@@ -11,6 +11,7 @@ import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol, cast
 
 from agentrl.agent.chat import ChatFormat, ParsedCompletion
@@ -22,8 +23,9 @@ from agentrl.environment.choices import choice_constraint
 from agentrl.errors import EnvironmentFault, PluginError, PolicyFault, TaskError
 from agentrl.plugins.references import resolve
 from agentrl.protocols import League, LiveEpisode, LiveTrajectory, Opponent, RoleEnvironment
-from agentrl.records import CUT, Completion, Message, Observation, RoleStep, Sampling, SamplingParams, Task, ToolResult
+from agentrl.records import CUT, Completion, Message, Observation, RoleStep, SamplingParams, Task, ToolResult
 from agentrl.records.chat import USER
+from agentrl.records.sampling import Sampling
 
 CURRENT, LEAGUE = "current", "league"
 SCRIPT_S = 30.0
@@ -193,6 +195,7 @@ class Table:
             observations = step.observations
 
     def _check(self, observations: Mapping[str, Observation]) -> None:
+        self._episode.stage = "environment"
         if not observations or not set(observations) <= set(self._environment.roles):
             raise EnvironmentFault(f"the environment expects moves of {sorted(observations)}, of the roles {list(self._environment.roles)}")
 
@@ -209,7 +212,8 @@ class Table:
 
     def _seat(self, role: str) -> Seat:
         rival, players = self._rivals.get(role), self._players
-        prompt = Prompt(self._episode.task, self._environment.instructions if players.instructions is None else players.instructions)
+        instructions = self._environment.instructions if players.instructions is None else players.instructions
+        prompt = partial(_first_messages, players.chat, self._episode.task, instructions)
         if rival is None:
             if self._spare:
                 trajectory = self._spare.pop()
@@ -220,7 +224,7 @@ class Table:
         name = rival if isinstance(rival, str) else f"version {rival.number}"
         trajectory = self._episode.open(role, policy=name)
         if isinstance(rival, str):
-            return ScriptSeat(role, resolve(rival), trajectory)
+            return ScriptSeat(self._episode, role, resolve(rival), trajectory)
         return VersionSeat(players, self._episode, trajectory, prompt, rival)
 
     def _reward(self, rewards: Mapping[str, float]) -> None:
@@ -246,16 +250,12 @@ class Table:
         return next((move.limit for move in stuck.values() if move.limit), "forfeited")
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """How the context of a role starts."""
+Prompt = Callable[[str], tuple[Message, ...]]
+"""Returns the first messages of a role's context, from its first observation."""
 
-    task: Task
-    instructions: str
 
-    def messages(self, observation: str) -> tuple[Message, ...]:
-        """Returns the first messages."""
-        return world_prompt(self.task, self.instructions, observation)
+def _first_messages(chat: ChatFormat, task: Task, instructions: str, observation: str) -> tuple[Message, ...]:
+    return world_prompt(task.prompt, instructions, chat.escape_text(observation))
 
 
 class PolicySeat:
@@ -272,7 +272,7 @@ class PolicySeat:
         chat, episode = self._chat, self._episode
         episode.stage = "chat"
         if self._said is None:
-            self._first = self._prompt.messages(observation.text)
+            self._first = self._prompt(observation.text)
             self.trajectory.describe(self.trajectory.agent, self._first)
             self.trajectory.add_prompt(chat.opening(self._first, ()))
         else:
@@ -308,12 +308,13 @@ NO_TOKENS = Completion(token_ids=(), logprobs=(), versions=(), finish_reason="st
 class ScriptSeat(RivalSeat):
     """A user-supplied function. A script that fails is a fault of the environment, never a score."""
 
-    def __init__(self, role: str, script: Script, trajectory: LiveTrajectory) -> None:
+    def __init__(self, episode: LiveEpisode, role: str, script: Script, trajectory: LiveTrajectory) -> None:
         super().__init__(trajectory)
-        self._role, self._script, self._seen = role, script, list[str]()
+        self._episode, self._role, self._script, self._seen = episode, role, script, list[str]()
 
     async def move(self, observation: Observation) -> str:
         """Calls the function."""
+        self._episode.stage = "opponent"
         self._seen.append(observation.text)
         try:
             action = await user_code.call_user_code(
@@ -347,7 +348,7 @@ class VersionSeat(RivalSeat):
         """Samples an action."""
         chat, limits, sampling = self._players.chat, self._episode.task.limits, self._players.sampling
         shown = Message(role="user", content=chat.escape_text(observation.text))
-        self._messages += [shown] if self._messages else self._prompt.messages(observation.text)
+        self._messages += [shown] if self._messages else self._prompt(observation.text)
         ids = chat.opening(self._messages, ())
         constraint = choice_constraint(observation.actions, thinks_first=chat.thinks_first) if observation.actions else ""
         sampling = sampling.constrained() if constraint else sampling
@@ -361,7 +362,7 @@ class VersionSeat(RivalSeat):
             constraint=constraint,
         )
         self._episode.stage = "opponent"
-        name = f"{self._episode.id}.{self.trajectory.agent}.{len(self._messages)}"
+        name = f"{self._episode.id}-{len(self._messages)}.{self.trajectory.agent}"
         completion = await self._opponent.policy.generate(ids, params, request_id=name, timeout_s=OPPONENT_S)
         said = chat.parse(completion.token_ids, calls=False)
         self._messages.append(chat.escape_message(said.message))
