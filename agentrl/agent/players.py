@@ -203,7 +203,7 @@ class Table:
         """Returns the action of a role. Raises `NoMove` if it has none."""
         if role not in self._seats:
             self._seats[role] = self._seat(role)
-        actions = observation.actions or self._environment.actions or ()
+        actions = observation.actions or tuple(str(action) for action in self._environment.actions or ())
         shown = replace(observation, text=clip(observation.text, self._episode.task.limits.tool_output_chars), actions=actions)
         action = await self._seats[role].move(shown)
         if actions and action not in actions:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from typing import cast
 from weakref import WeakKeyDictionary
 
 from agentrl.environment.base import Environment as WorldClass
@@ -28,8 +29,7 @@ async def open_environment(spec: EnvironmentSpec) -> Environment:
     opened = _openers.setdefault(asyncio.get_running_loop(), {})
     kind = kind_of(spec.ref)
     if kind not in opened:
-        opener: EnvironmentOpener = resolve(kind)() if kind else ProcessPool()
-        opened[kind] = opener
+        opened[kind] = resolve(kind)() if kind else cast(EnvironmentOpener, ProcessPool())  # its games have another protocol
     return await opened[kind].open(spec)
 
 

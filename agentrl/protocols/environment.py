@@ -77,8 +77,15 @@ class RoleEnvironment(Protocol):
 class Opponent(Protocol):
     """A past version of the policy that plays in an episode. Its weights do not change meanwhile."""
 
-    number: int
-    policy: Policy
+    @property
+    def number(self) -> int:
+        """Its version number."""
+        ...
+
+    @property
+    def policy(self) -> Policy:
+        """The server that samples from it."""
+        ...
 
 
 class League(Protocol):

@@ -14,6 +14,7 @@ from agentrl.protocols import (
     EpisodeCheckpoints,
     EpisodeListener,
     Launcher,
+    League,
     Policy,
     PolicyServer,
     SandboxBackend,
@@ -60,12 +61,14 @@ def build_episode_runner(
     router: RequestRouter | None = None,
     pace: Pace | None = None,
     listener: EpisodeListener | None = None,
+    league: League | None = None,
 ) -> EpisodeRunner:
     """Builds the episode runner of a recipe."""
+    given = {} if league is None else {"league": league}
     return EpisodeRunner(
         policy=policy,
         sandboxes=sandboxes,
-        agent=parts.make_part(parts.AGENT, recipe.rollout.agent, chat=chat, **recipe.rollout.agent_settings),
+        agent=parts.make_part(parts.AGENT, recipe.rollout.agent, chat=chat, **recipe.rollout.agent_settings, **given),
         sampling=recipe.rollout.distribution,
         max_model_len=recipe.policy.max_model_len,
         request_timeout_s=recipe.serving.request_timeout_s,

@@ -30,7 +30,7 @@ from agentrl.failure import Capture, FaultRate, Quarantine
 from agentrl.failure.capture import PASSES
 from agentrl.failure.case import Suite
 from agentrl.failure.overlap import WithholdingLog
-from agentrl.gate.schedule import GateServer
+from agentrl.gate.schedule import VersionServer
 from agentrl.learner.process import LearnerProcess
 from agentrl.memory.run_memory import RunMemory, open_memory, placeholder_memory
 from agentrl.observe import RunTracker, StageClock, open_trackers
@@ -57,6 +57,7 @@ from agentrl.session.builders import build_episode_runner, build_group_runner, f
 from agentrl.session.ending import closing_stack
 from agentrl.session.folder import RunStart, write_start
 from agentrl.session.judge_servers import JudgeServers, running_judge_servers
+from agentrl.session.league import RunLeague, open_league
 from agentrl.session.models import copy_base_version
 from agentrl.session.pace import restore_pace, save_pace
 from agentrl.session.preflight import PreflightResult, check_prompt, check_snapshots, check_thinking, open_chat
@@ -124,8 +125,14 @@ class Run:
     judges: JudgeServers
     suite: Suite | None = None  # suite of the gate
     memory: RunMemory | None = None
-    gate_server: GateServer | None = None  # with gate.server=own
+    gate_server: VersionServer | None = None  # with gate.server=own
+    league: RunLeague | None = None  # with rollout.agent=players and past versions as opponents
     workers: WorkerPool | None = None  # with rollout.workers
+
+    @property
+    def version_servers(self) -> list[VersionServer]:
+        """The running servers of requested versions."""
+        return [server for server in (self.gate_server, None if self.league is None else self.league.server) if server is not None]
 
     async def base_version(self) -> PolicyVersion:
         """Returns version 0."""
@@ -146,6 +153,8 @@ class Run:
             starting.create_task(self.served.start(version, await_probe=learning))
             if gating and self.gate_server is not None:
                 starting.create_task(self.gate_server.start(version, await_probe=learning))
+            if self.league is not None:
+                starting.create_task(self.league.start(version))
             starting.create_task(self.judges.ready())
         self.groups.runner.pace.set_idle_token_s(self.served.token_s)
 
@@ -242,7 +251,10 @@ async def _open_parts(
     registry, served, gate_server, judges = await _open_servers(stack, recipe, folder, checked, launcher, alert=tracker.alert)
     services, listener = await open_services(stack, folder, store, launcher), EpisodeEvents(record_event)
     learner, pace = _open_learner(stack, recipe, folder, services, root, launcher, alert=tracker.alert), _open_pace(stack, recipe, folder)
-    episodes = build_episode_runner(recipe, served, sandboxes, chat, tools, router=served, pace=pace, listener=listener)
+    league = open_league(recipe, folder, registry, served, launcher=launcher, alert=tracker.alert)
+    if league is not None:
+        stack.push_async_callback(league.close)
+    episodes = build_episode_runner(recipe, served, sandboxes, chat, tools, router=served, pace=pace, listener=listener, league=league)
     (changes, tasks), capture = _open_tasks(recipe, folder, checked, root, store, order, starts), _open_capture(stack, recipe, folder)
     run = Run(
         recipe=recipe,
@@ -270,6 +282,7 @@ async def _open_parts(
         suite=checked.suite,
         memory=memory,
         gate_server=gate_server,
+        league=league,
     )
     run.workers = _open_workers(run, root, launcher, services, record_event)
     return run
@@ -394,7 +407,7 @@ async def _open_experience(
 
 async def _open_servers(
     stack: AsyncExitStack, recipe: Recipe, folder: Path, checked: PreflightResult, launcher: Launcher, *, alert: Callable[[str], None]
-) -> tuple[FolderRegistry, PolicyServer, GateServer | None, JudgeServers]:
+) -> tuple[FolderRegistry, PolicyServer, VersionServer | None, JudgeServers]:
     """Opens the registry, in which version 0 is registered, and the servers. Only the judges' servers start here."""
     registry = await asyncio.to_thread(_open_registry, folder)
     stack.callback(registry.close)
@@ -402,7 +415,7 @@ async def _open_servers(
     stack.push_async_callback(served.close)
     gate_server = None
     if recipe.gate_has_server:
-        gate_server = GateServer(recipe, folder, registry, launcher=launcher, alert=alert)
+        gate_server = VersionServer(recipe, folder, registry, launcher=launcher, alert=alert)
         stack.push_async_callback(gate_server.policy.close)
     starting = running_judge_servers(recipe, checked.judges, folder=folder, launcher=launcher, alert=alert)
     return registry, served, gate_server, await stack.enter_async_context(starting)
