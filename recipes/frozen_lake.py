@@ -22,7 +22,8 @@ from agentrl.plugins.parts import Part
 LAKE = {
     "is_slippery": False,
     "formatter": "recipes.frozen_lake:describe",
-    "action_names": ["0", "1", "2", "3"],
+    "instructions": "",
+    "action_names": ["l", "d", "n", "o"],
     "context_turns": 1,
     "limits": {"turns": 30, "turn_tokens": 4, "episode_tokens": 64, "all_tokens": 2048},
 }
@@ -32,9 +33,9 @@ recipe = Recipe(
     steps=20,
     policy=PolicyConfig(model="recipes/models/tables-base", dtype="float32", max_model_len=128),
     tasks=TasksConfig(family=Part("gymnasium:FrozenLake-v1", options=LAKE)),
-    rollout=RolloutConfig(group=GroupConfig(size=16), groups_per_step=4, concurrency=64),
+    rollout=RolloutConfig(group=GroupConfig(size=32), groups_per_step=4, concurrency=128),
     evaluation=EvalConfig(heldout=32),
-    serving=ServingConfig(max_num_seqs=64, kv_cache_gb=0.5, threads=1),
+    serving=ServingConfig(max_num_seqs=128, kv_cache_gb=0.5, threads=1),
     objective=ObjectiveConfig(),
     learner=LearnerConfig(lr=1e-3, ranks=1, threads=1, max_tokens_per_microbatch=4096),
 )

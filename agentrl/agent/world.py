@@ -15,7 +15,7 @@ from typing import Any, cast
 from agentrl.agent.chat import ChatFormat
 from agentrl.agent.contexts import with_instructions
 from agentrl.agent.tools import NO_BOUNDS, ToolOutcome, clip
-from agentrl.environment import open_environment
+from agentrl.environment import is_resumable, open_environment
 from agentrl.environment.choices import choice_constraint
 from agentrl.errors import EnvironmentFault, PolicyFault, UserError
 from agentrl.protocols import Environment, LiveEpisode, LiveTrajectory, ResumableEnvironment, Sandbox
@@ -130,7 +130,7 @@ class World:
         """Returns the state of the environment as JSON data. Raises `ValueError` if it cannot be captured."""
         if self.spec.resume == "replay":
             return {}
-        if self.spec.resume == "restart" or not getattr(self._environment, "resumable", hasattr(self._environment, "snapshot")):
+        if self.spec.resume == "restart" or not is_resumable(self._environment):
             raise ValueError("its environment cannot be captured")
         self._episode.stage = "environment"
         state = await cast(ResumableEnvironment, self._environment).snapshot()

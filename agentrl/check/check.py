@@ -23,6 +23,7 @@ from agentrl.agent.tools import render_result
 from agentrl.base import user_code
 from agentrl.check import cheats
 from agentrl.check.access import prove_separation, prove_unreadable
+from agentrl.check.environments import NOT_PROVEN, prove_environment
 from agentrl.check.null_answers import prove_null_answers
 from agentrl.check.purity import FamilySource, draw_name, prove_purity, split_sizes
 from agentrl.check.report import GOLD, IMAGE, NOTHING, CaseResult, CheckReport, Proof
@@ -30,6 +31,7 @@ from agentrl.check.splits import prove_splits
 from agentrl.check.tool_calls import prove_tools
 from agentrl.check.verifiers import GoldAttempt, prove_verifiers, retry_sandbox_errors
 from agentrl.config.recipe import SandboxConfig
+from agentrl.environment import close_environments
 from agentrl.errors import SandboxTimeout, TaskError, UserError
 from agentrl.plugins import parts
 from agentrl.plugins.parts import Part
@@ -70,6 +72,8 @@ async def check_family(
         wanted = split_sizes(family, count)
     except ValueError as error:
         raise UserError(str(error), fix="set the number of tasks of each split with --count") from None
+    if make_task(family, Split.TRAIN, 0).environment is not None:
+        return await _check_environments(source, family, wanted)
     sandboxes = await open_sandboxes(config, warm=0, run_label="check", root=source.root)
     async with close_after(sandboxes.close):
         with Progress(console=Console(stderr=True), disable=quiet) as progress:
@@ -92,6 +96,15 @@ async def check_family(
             )
             proofs += more
     return CheckReport(cases=tuple(cases), proofs=tuple(proofs), not_proven=tuple(_not_proven(family, wanted, tasks, proofs)))
+
+
+async def _check_environments(source: FamilySource, family: TaskFamily, wanted: Mapping[Split, int]) -> CheckReport:
+    """Checks a family whose tasks are episodes of environments."""
+    proofs = [await asyncio.to_thread(prove, source, wanted) for prove in (prove_purity, prove_splits)]
+    async with close_after(close_environments):
+        proofs += await prove_environment(list(_tasks(family, wanted)))
+    unproven = [claim for proof in proofs for claim in proof.unproven]
+    return CheckReport(cases=(), proofs=tuple(proofs), not_proven=(*unproven, *NOT_PROVEN))
 
 
 def open_group_judge(source: FamilySource) -> GroupJudgeScorer | None:

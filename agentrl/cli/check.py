@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from agentrl.cli.running import JsonFlag, load_recipe, project_root
 from agentrl.config.recipe import SandboxConfig, TasksConfig
 from agentrl.errors import UserError
+from agentrl.plugins.parts import Part
 from agentrl.plugins.references import add_project_root
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ RuntimeName = Annotated[str, typer.Option(help="Container runtime for Docker, su
 
 
 def check(
-    target: Annotated[Path, typer.Argument(help="Folder of task folders, or a recipe file.")],
+    target: Annotated[Path, typer.Argument(help="Folder of task folders, a recipe file, or an environment such as mine:World.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Dotted overrides of the recipe, such as tasks.verifiers=...")] = None,
     count: Annotated[
         int | None, typer.Option(min=1, help="Number of tasks per split. Default: all tasks of a folder, 24 of a recipe.")
@@ -46,7 +47,7 @@ def check(
 
     source, config = open_target(target, sandbox, overrides or [])
     wanted = count if count is not None or target.is_dir() else 24
-    recipe = None if target.is_dir() else load_recipe(target, overrides or [])[1]
+    recipe = None if is_family(target) else load_recipe(target, overrides or [])[1]
 
     async def checked() -> CheckReport:
         async with standalone_judge_servers(recipe, root=source.root):
@@ -109,15 +110,22 @@ def sandbox_attack(
     raise typer.Exit(0 if results and not bad else 1)
 
 
+def is_family(target: Path) -> bool:
+    """Whether a target is a folder of tasks or the reference of a family or environment, and not a recipe file."""
+    return target.is_dir() or (":" in str(target) and not target.exists())
+
+
 def open_target(target: Path, backend: str | None, overrides: Sequence[str] = ()) -> tuple[FamilySource, SandboxConfig]:
     """Returns the task family and the sandbox settings of a folder of task folders, or of a recipe file."""
     from agentrl.check.purity import FamilySource
 
-    if target.is_dir():
+    if is_family(target):
         if overrides:
-            raise UserError(f"{overrides[0]}: a folder of tasks takes no overrides", fix="write a recipe with tasks.family, and check that")
-        root = project_root(target.resolve() / "task")
-        source = FamilySource(tasks=TasksConfig(family=str(target.resolve())), root=root)
+            raise UserError(f"{overrides[0]}: {target} takes no overrides", fix="write a recipe with tasks.family, and check that")
+        root = project_root(target.resolve() / "task") if target.is_dir() else project_root(Path.cwd() / "task")
+        add_project_root(root)
+        family = str(target.resolve()) if target.is_dir() else str(target)
+        source = FamilySource(tasks=TasksConfig(family=Part(family)), root=root)
         source.open()  # report errors of the folder before those of the backend
         return source, _sandbox_config(backend or "auto")
     root, loaded = load_recipe(target, [*overrides, *([f"sandbox.backend={backend}"] if backend else [])])

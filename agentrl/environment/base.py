@@ -55,32 +55,35 @@ class Environment(abc.ABC):
         return None
 
 
-def observation_of(value: Any, where: str) -> Observation:
-    """Returns the observation that an environment returned. Raises `EnvironmentFault` for anything but text of a limited length."""
+StepRow = tuple[str, float, bool, bool, dict[str, float]]
+"""A step as JSON data: the text of the observation, the reward, terminated, truncated and the parts of the reward."""
+
+
+def text_of(value: Any, where: str) -> str:
+    """Returns the text of an observation. Raises `EnvironmentFault` for anything but text of a limited length."""
     text = value.text if isinstance(value, Observation) else value
     if not isinstance(text, str):
         raise EnvironmentFault(f"{where} returned {type(text).__name__} instead of text or an Observation")
     if len(text) > MAX_OBSERVATION_CHARS:
         raise EnvironmentFault(f"{where} returned an observation of {len(text)} characters; at most {MAX_OBSERVATION_CHARS} are allowed")
-    return value if isinstance(value, Observation) else Observation(text=text)
+    return text
 
 
-def step_of(value: Any, where: str) -> Step:
-    """Returns the step that an environment returned: a `Step`, or a tuple of 3 to 5 values. Raises `EnvironmentFault` for anything else."""
+def step_row(value: Any, where: str) -> StepRow:
+    """Returns what a step returned: a `Step`, or a tuple of 3 to 5 values. Raises `EnvironmentFault` for anything else."""
     if isinstance(value, Step):
-        observation_of(value.observation, where)
-        return value
+        return text_of(value.observation, where), value.reward, value.terminated, value.truncated, dict(value.parts)
     if not isinstance(value, tuple) or not 3 <= len(value) <= 5:
         size = f" of {len(value)} values" if isinstance(value, tuple) else ""
         raise EnvironmentFault(f"{where} returned a {type(value).__name__}{size} instead of (observation, reward, terminated)")
     observation, reward, terminated, *more = value
-    truncated, parts = [*more, *(False, {})[len(more) :]]
-    return Step(
-        observation=observation_of(observation, where),
-        reward=number_of(reward, where, "reward"),
-        terminated=flag_of(terminated, where, "terminated"),
-        truncated=flag_of(truncated, where, "truncated"),
-        parts=_parts(parts, where),
+    truncated, parts = more[0] if more else False, more[1] if len(more) > 1 else {}
+    return (
+        text_of(observation, where),
+        number_of(reward, where, "reward"),
+        flag_of(terminated, where, "terminated"),
+        flag_of(truncated, where, "truncated"),
+        _parts(parts, where) if parts or not isinstance(parts, dict) else {},
     )
 
 

@@ -6,7 +6,7 @@ import abc
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from agentrl.environment.base import Environment, flag_of, number_of, observation_of
+from agentrl.environment.base import Environment, flag_of, number_of, text_of
 from agentrl.errors import EnvironmentFault
 from agentrl.records import Observation, RoleStep
 
@@ -59,7 +59,10 @@ def observations_of(value: Any, roles: Sequence[str], where: str, *, done: bool)
     if not isinstance(value, Mapping) or not set(value) <= set(roles) or not (value or done):
         shown = sorted(map(str, value))[:4] if isinstance(value, Mapping) else type(value).__name__
         raise EnvironmentFault(f"{where} returned observations of {shown} instead of a dictionary for some of the roles {', '.join(roles)}")
-    observations = {role: observation_of(item, where) for role, item in value.items()}
+    observations = {
+        role: Observation(text=text_of(item, where), actions=item.actions if isinstance(item, Observation) else ())
+        for role, item in value.items()
+    }
     for item in observations.values():
         if len(set(item.actions)) < len(item.actions) or not all(item.actions):
             raise EnvironmentFault(f"{where} returned an observation whose actions are empty or not different")

@@ -14,7 +14,7 @@ from typing import Any
 
 from agentrl.base.installation import install_command
 from agentrl.environment.base import Environment
-from agentrl.environment.spaces import kind_of, schema_of, text_of, value_of
+from agentrl.environment.spaces import is_inside, kind_of, schema_of, text_of, value_of
 from agentrl.errors import EnvironmentFault, PluginError, PolicyFault
 from agentrl.plugins.references import resolve
 from agentrl.records import ToolCall
@@ -52,6 +52,7 @@ class GymnasiumWorld(Environment):
         id: such as `CartPole-v1`, or `package.module:Name-v0`, whose module is imported first.
         formatter: reference of a function that returns the text of an observation.
         action_names: texts of the discrete actions, in order.
+        instructions: the system message; None means a default, and an empty text means none.
         json_actions: actions that are not discrete are JSON texts instead of calls.
         engine: `gymnasium` or `envpool`.
         options: arguments of `gymnasium.make`.
@@ -64,6 +65,7 @@ class GymnasiumWorld(Environment):
         formatter: str | None = None,
         action_names: Sequence[str] | None = None,
         json_actions: bool = False,
+        instructions: str | None = None,
         engine: str = "gymnasium",
         **options: Any,
     ) -> None:
@@ -72,7 +74,8 @@ class GymnasiumWorld(Environment):
         self._format: Callable[[Any], str] | None = None if formatter is None else resolve(formatter)
         self._space = self._world.action_space
         self._seen = self._world.observation_space
-        self.instructions = f"{self._name}: choose an action. {LEGENDS.get(self._name, '')}".strip()
+        default = f"{self._name}: choose an action. {LEGENDS.get(self._name, '')}".strip()
+        self.instructions = default if instructions is None else instructions
         self._numbers: dict[str, int] = {}
         if kind_of(self._space) == "Discrete":
             count, start = int(self._space.n), int(self._space.start)
@@ -86,7 +89,7 @@ class GymnasiumWorld(Environment):
             parameters = {"type": "object", "properties": {"action": schema_of(self._space)}, "required": ["action"]}
             self.actions = ({"type": "function", "function": {"name": "act", "description": "Acts.", "parameters": parameters}},)
         else:
-            self.instructions += f" Write it as JSON: {json.dumps(schema_of(self._space))}"
+            self.instructions += "" if instructions is not None else f" Write it as JSON: {json.dumps(schema_of(self._space))}"
 
     def reset(self, seed: int) -> str:
         """Starts an episode."""
@@ -116,7 +119,7 @@ class GymnasiumWorld(Environment):
         return value_of(self._space, given)
 
     def _text(self, observation: Any) -> str:
-        if not self._seen.contains(observation):
+        if not is_inside(self._seen, observation):
             raise EnvironmentFault(f"gymnasium:{self._name} returned an observation outside its space {str(self._seen)[:200]}")
         if self._format is not None:
             return self._format(observation)
@@ -155,9 +158,11 @@ def _make(id: str, engine: str, options: dict[str, Any], *, draw: bool) -> tuple
     if engine != "gymnasium":
         raise PluginError(f"tasks.family.options.engine={engine!r} is unknown", fix="use gymnasium or envpool")
     try:
-        modes = gymnasium.spec(name).entry_point and gymnasium.make(name, **options).metadata.get("render_modes", ())
-        drawn = draw and "ansi" in modes and "render_mode" not in options
-        return gymnasium.make(name, disable_env_checker=True, **options, **({"render_mode": "ansi"} if drawn else {})), drawn
+        world = gymnasium.make(name, disable_env_checker=True, **options)
+        if not draw or "render_mode" in options or "ansi" not in world.metadata.get("render_modes", ()):
+            return world, False
+        world.close()
+        return gymnasium.make(name, disable_env_checker=True, render_mode="ansi", **options), True
     except gymnasium.error.Error as error:
         raise PluginError(f"gymnasium:{id} cannot be made: {str(error)[:500]}", fix="see gymnasium.pprint_registry()") from error
 

@@ -8,6 +8,7 @@ from typing import cast
 from weakref import WeakKeyDictionary
 
 from agentrl.environment.base import Environment as WorldClass
+from agentrl.environment.guard import GuardedEnvironment, guarded
 from agentrl.environment.pool import ProcessPool
 from agentrl.environment.worker import KINDS
 from agentrl.errors import PluginError
@@ -30,7 +31,14 @@ async def open_environment(spec: EnvironmentSpec) -> Environment:
     kind = kind_of(spec.ref)
     if kind not in opened:
         opened[kind] = resolve(kind)() if kind else cast(EnvironmentOpener, ProcessPool())  # its games have another protocol
-    return await opened[kind].open(spec)
+    if kind != spec.ref:
+        return await opened[kind].open(spec)
+    return GuardedEnvironment(await guarded(lambda: opened[kind].open(spec), f"opening {kind}"), kind)
+
+
+def is_resumable(environment: Environment) -> bool:
+    """Whether an environment has snapshots."""
+    return bool(getattr(environment, "resumable", hasattr(environment, "snapshot")))
 
 
 def kind_of(ref: str) -> str:

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, cast
 
 from agentrl.base.secrets import child_environment, resolve_options
-from agentrl.environment.base import observation_of
+from agentrl.environment.base import text_of
 from agentrl.environment.games import PooledGame
 from agentrl.environment.worker import MAX_FRAME, PROGRESS, SIZE
 from agentrl.errors import EnvironmentFault, PolicyFault, TaskError
@@ -88,7 +88,7 @@ class PooledEnvironment:
         self.instructions: str = instructions
         self.actions: Sequence[str] | Sequence[dict[str, Any]] | None = None if actions is None else tuple(actions)
         self._process, self._number, self._ref = process, number, ref
-        self._first = observation_of(first, ref)
+        self._first = Observation(text=text_of(first, ref))
 
     async def reset(self) -> Observation:
         """Returns the first observation."""
@@ -106,7 +106,7 @@ class PooledEnvironment:
 
     async def restore(self, state: bytes) -> Observation:
         """Continues from a state."""
-        return observation_of(await self._process.run(self._number, "restore", state.decode()), self._ref)
+        return Observation(text=text_of(await self._process.run(self._number, "restore", state.decode()), self._ref))
 
     async def close(self) -> None:
         """Closes the environment."""

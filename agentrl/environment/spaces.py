@@ -6,8 +6,9 @@ Spaces are recognized by the name of their class, so that this module does not i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
+from functools import lru_cache
+from typing import Any, cast
 
 from agentrl.errors import PolicyFault, TaskError
 
@@ -17,8 +18,13 @@ _MAX_SEQUENCE = 64
 
 
 def kind_of(space: Any) -> str:
-    """Returns the name of the most general known class of a space."""
-    names = [kind.__name__ for kind in type(space).__mro__]
+    """Returns the name of the first known class among those of a space."""
+    return _kind_of(type(space))
+
+
+@lru_cache(maxsize=1024)
+def _kind_of(kind: Hashable) -> str:
+    names = [one.__name__ for one in cast(type, kind).__mro__]
     known = [name for name in names if name in _SCHEMAS]
     if not known:
         raise TaskError(f"a space of the class {names[0]} has no JSON form", fix="use an environment with other spaces, or wrap it")
@@ -102,6 +108,13 @@ def _numbers(given: Any, shape: tuple[int, ...], where: str, *, whole: bool) -> 
     if any(isinstance(leaf, bool) or not isinstance(leaf, kinds) or not math.isfinite(leaf) or abs(leaf) > 1e15 for leaf in leaves):
         raise PolicyFault(f"{where} must be {'a whole number' if whole else 'a number'}" if not shape else f"{where} must be numbers")
     return np.array(leaves).reshape(shape)
+
+
+def is_inside(space: Any, value: Any) -> bool:
+    """Whether an observation is in its space. For arrays of the space's type, faster than `contains` of the space; NaN is outside."""
+    if kind_of(space) == "Box" and getattr(value, "shape", None) == space.shape and getattr(value, "dtype", None) == space.dtype:
+        return bool(((value >= space.low) & (value <= space.high)).all())
+    return bool(space.contains(value))
 
 
 def text_of(space: Any, value: Any) -> str:

@@ -372,7 +372,8 @@ async def _open_runner(
     if spec.pace is not None:
         pace.restore(spec.pace)
     pace.set_idle_token_s(spec.token_s)
-    episodes = build_episode_runner(recipe, worker, sandboxes, chat, tools, pace=pace, listener=EpisodeEvents(worker.record_event))
+    listener = EpisodeEvents(worker.record_event)
+    episodes = build_episode_runner(recipe, worker, sandboxes, chat, tools, pace=pace, listener=listener, family=family)
     return build_group_runner(
         recipe,
         episodes,

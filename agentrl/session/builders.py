@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 from agentrl.agent import ChatFormat
 from agentrl.config.recipe import Recipe
@@ -19,10 +20,12 @@ from agentrl.protocols import (
     PolicyServer,
     SandboxBackend,
     SilentListener,
+    TaskFamily,
     ToolSource,
     VersionRegistry,
 )
 from agentrl.protocols.reward import GroupJudge
+from agentrl.protocols.task import HostedFamily
 from agentrl.reward import TaskScorer
 from agentrl.reward.group_judging import GroupJudgeScorer
 from agentrl.rollout import Admission, AttemptListener, EpisodeRunner, GroupRunner, MemorySource, Pace, RequestRouter
@@ -51,6 +54,12 @@ def open_policy_server(
     return ServerPool(recipe, run_dir, registry, launcher=launcher, alert=alert)
 
 
+def has_agent(recipe: Recipe, family: TaskFamily | None) -> bool:
+    """Whether the agent of the family runs the episodes, because the recipe names no other than the default."""
+    default = recipe.rollout.agent.ref == type(recipe.rollout).model_fields["agent"].default.ref
+    return default and callable(getattr(family, "agent", None))
+
+
 def build_episode_runner(
     recipe: Recipe,
     policy: Policy,
@@ -61,14 +70,21 @@ def build_episode_runner(
     router: RequestRouter | None = None,
     pace: Pace | None = None,
     listener: EpisodeListener | None = None,
+    family: TaskFamily | None = None,
     league: League | None = None,
 ) -> EpisodeRunner:
-    """Builds the episode runner of a recipe."""
-    given = {} if league is None else {"league": league}
+    """Builds the episode runner of a recipe. `family` may have an agent of its own (`HostedFamily`), in place of the default one."""
+    rollout = recipe.rollout
+    if has_agent(recipe, family):
+        agent = cast(HostedFamily, family).agent(chat=chat)
+    else:
+        agent = parts.make_part(
+            parts.AGENT, rollout.agent, chat=chat, **rollout.agent_settings, **({} if league is None else {"league": league})
+        )
     return EpisodeRunner(
         policy=policy,
         sandboxes=sandboxes,
-        agent=parts.make_part(parts.AGENT, recipe.rollout.agent, chat=chat, **recipe.rollout.agent_settings, **given),
+        agent=agent,
         sampling=recipe.rollout.distribution,
         max_model_len=recipe.policy.max_model_len,
         request_timeout_s=recipe.serving.request_timeout_s,

@@ -53,7 +53,7 @@ from agentrl.reward.combine import audit_contradiction
 from agentrl.rollout import Admission, EpisodeRunner, GroupRunner, Pace
 from agentrl.run.late import LateGroups, check_order, check_residuals
 from agentrl.sandbox import open_sandboxes
-from agentrl.session.builders import build_episode_runner, build_group_runner, fault_rate, open_policy_server
+from agentrl.session.builders import build_episode_runner, build_group_runner, fault_rate, has_agent, open_policy_server
 from agentrl.session.ending import closing_stack
 from agentrl.session.folder import RunStart, write_start
 from agentrl.session.judge_servers import JudgeServers, running_judge_servers
@@ -217,7 +217,8 @@ async def _check_slowly(
     tools = await pin_tools(declared_tools(recipe.mcp, recipe.tools, root), tasks, sandboxes, folder=folder, chat=chat, memory=memory)
     if checked.suite is not None:
         check_start_tokens([checked.suite], chat, tools, recipe.rollout)
-    if recipe.rollout.agent.ref in parts.AGENT.shipped:  # a user-supplied agent may use other prompts, and no tools
+    hosted = has_agent(recipe, checked.family)
+    if recipe.rollout.agent.ref in parts.AGENT.shipped and not hosted:  # other agents may use other prompts, and no tools
         check_prompt(chat, checked.family, tools, memory, recipe.rollout.instructions)
         await check_world(checked.family.task(Split.TRAIN, 0), chat)
     check_thinking(chat, checked.family, recipe.evaluation)
@@ -250,11 +251,14 @@ async def _open_parts(
     store, starts, checkpoints, memory = await _open_experience(stack, recipe, folder, order)
     registry, served, gate_server, judges = await _open_servers(stack, recipe, folder, checked, launcher, alert=tracker.alert)
     services, listener = await open_services(stack, folder, store, launcher), EpisodeEvents(record_event)
-    learner, pace = _open_learner(stack, recipe, folder, services, root, launcher, alert=tracker.alert), _open_pace(stack, recipe, folder)
+    learner = _open_learner(stack, recipe, folder, services, root, launcher, alert=tracker.alert)
+    family, pace = checked.family, _open_pace(stack, recipe, folder)
     league = open_league(recipe, folder, registry, served, launcher=launcher, alert=tracker.alert)
     if league is not None:
         stack.push_async_callback(league.close)
-    episodes = build_episode_runner(recipe, served, sandboxes, chat, tools, router=served, pace=pace, listener=listener, league=league)
+    episodes = build_episode_runner(
+        recipe, served, sandboxes, chat, tools, router=served, pace=pace, listener=listener, family=family, league=league
+    )
     (changes, tasks), capture = _open_tasks(recipe, folder, checked, root, store, order, starts), _open_capture(stack, recipe, folder)
     run = Run(
         recipe=recipe,
@@ -268,7 +272,7 @@ async def _open_parts(
         capture=capture,
         fault_rate=faults,
         registry=registry,
-        family=checked.family,
+        family=family,
         sandboxes=sandboxes,
         served=served,
         groups=_open_groups(recipe, checked, episodes, served, checkpoints, faults, memory),

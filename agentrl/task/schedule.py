@@ -78,6 +78,7 @@ class _WithVerifiers:
     def __init__(self, family: TaskFamily, verifiers: tuple[str, ...]) -> None:
         self.name = _family_name(family)
         self._family, self._verifiers = family, verifiers
+        self.agent = getattr(family, "agent", None)  # of a `HostedFamily`
 
     def size(self, split: Split) -> int | None:
         return self._family.size(split)
