@@ -58,7 +58,9 @@ async def test_a_server_is_probed_at_its_start_on_resume_after_its_death_and_goi
 async def test_every_server_of_a_run_is_probed(tmp_path: Path, kind: str) -> None:
     registry = open_registry(tmp_path)
     served = (
-        ServerPool(RECIPE.but("serving.replicas=3"), tmp_path, registry) if kind == "replicas" else VersionServer(RECIPE, tmp_path, registry)
+        ServerPool(RECIPE.but("serving.replicas=3"), tmp_path, registry)
+        if kind == "replicas"
+        else VersionServer(RECIPE, tmp_path, registry)
     )
     await served.start(version(registry, 1))
     assert ScriptedServer.probed == [1] * len(ScriptedServer.started) and len(ScriptedServer.started) == (3 if kind == "replicas" else 1)
