@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from agentrl.environment import Game, Observation, PolicyFault
 
@@ -29,6 +29,8 @@ class Match(Game):
 class Faulty(Match):
     """Returns what its option says."""
 
+    games: ClassVar = 0
+
     def __init__(self, fault: str) -> None:
         self.fault = fault
 
@@ -41,6 +43,9 @@ class Faulty(Match):
     def step(self, actions: dict[str, str]) -> Any:
         if self.fault == "forbids":
             raise PolicyFault("not now")
+        if self.fault == "shared":
+            Faulty.games += 1
+            return {role: str(Faulty.games) for role in actions}, {}, Faulty.games % 7 == 0
         shown, rewards, _ = super().step(actions)
         results = {
             "ends silently": ({}, rewards, False),
