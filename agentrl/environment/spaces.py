@@ -6,9 +6,8 @@ Spaces are recognized by the name of their class, so that this module does not i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
-from functools import lru_cache
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from agentrl.errors import PolicyFault, TaskError
 
@@ -17,17 +16,19 @@ MOST_NUMBERS = 256
 _MAX_SEQUENCE = 64
 
 
+_kinds: dict[type, str] = {}
+
+
 def kind_of(space: Any) -> str:
     """Returns the name of the first known class among those of a space."""
-    return _kind_of(type(space))
-
-
-@lru_cache(maxsize=1024)
-def _kind_of(kind: Hashable) -> str:
-    names = [one.__name__ for one in cast(type, kind).__mro__]
+    kind = type(space)
+    if kind in _kinds:
+        return _kinds[kind]
+    names = [one.__name__ for one in kind.__mro__]
     known = [name for name in names if name in _SCHEMAS]
     if not known:
         raise TaskError(f"a space of the class {names[0]} has no JSON form", fix="use an environment with other spaces, or wrap it")
+    _kinds[kind] = known[0]
     return known[0]
 
 
