@@ -107,6 +107,8 @@ class Players:
         environment = cast(RoleEnvironment, await episode.environment())
         if not getattr(environment, "roles", ()):
             raise PluginError("rollout.agent=players needs an environment with roles", fix="set rollout.agent=turns")
+        if episode.task.environment is not None and episode.task.environment.context_turns is not None:
+            raise PluginError("context_turns does nothing with rollout.agent=players: each role has one context", fix="remove the option")
         if episode.turn_count:
             raise EnvironmentFault("a game cannot be resumed; it starts again")
         async with AsyncExitStack() as stack:

@@ -188,9 +188,9 @@ async def open_run(
         sandboxes = await open_sandboxes(recipe.sandbox, run_label=start.folder.name, root=root, lazily=lazily)
         stack.push_async_callback(sandboxes.close)
         stack.push_async_callback(close_environments)
-        chat, tools = await _check_slowly(recipe, start.folder, checked, sandboxes, root=root)
-        await asyncio.to_thread(_write_folder, recipe, start, checked, tools, root=root)
-        yield await _open_parts(stack, recipe, start, checked, launcher, sandboxes, chat, tools, root, console, order)
+        offered = await _check_slowly(recipe, start.folder, checked, sandboxes, root=root)
+        await asyncio.to_thread(_write_folder, recipe, start, checked, offered[1], root=root)
+        yield await _open_parts(stack, recipe, start, checked, launcher, sandboxes, offered, root, console, order)
 
 
 async def open_launcher(plan: ClusterPlan, folder: Path, *, root: Path) -> Launcher:
@@ -240,25 +240,18 @@ async def _open_parts(
     checked: PreflightResult,
     launcher: Launcher,
     sandboxes: SandboxBackend,
-    chat: ChatFormat,
-    tools: RunTools,
+    offered: tuple[ChatFormat, RunTools],
     root: Path,
     console: bool,
     order: GroupOrder,
 ) -> Run:
     folder, clock, faults = start.folder, StageClock(began=start.began), fault_rate(recipe)
-    tracker, record_event = await _open_tracker(stack, recipe, folder, clock, chat, checked, console=console)
+    tracker, record_event = await _open_tracker(stack, recipe, folder, clock, offered[0], checked, console=console)
     store, starts, checkpoints, memory = await _open_experience(stack, recipe, folder, order)
-    registry, served, gate_server, judges = await _open_servers(stack, recipe, folder, checked, launcher, alert=tracker.alert)
-    services, listener = await open_services(stack, folder, store, launcher), EpisodeEvents(record_event)
+    registry, served, league, gate_server, judges = await _open_servers(stack, recipe, folder, checked, launcher, alert=tracker.alert)
+    services, pace = await open_services(stack, folder, store, launcher), _open_pace(stack, recipe, folder)
     learner = _open_learner(stack, recipe, folder, services, root, launcher, alert=tracker.alert)
-    family, pace = checked.family, _open_pace(stack, recipe, folder)
-    league = open_league(recipe, folder, registry, served, launcher=launcher, alert=tracker.alert)
-    if league is not None:
-        stack.push_async_callback(league.close)
-    episodes = build_episode_runner(
-        recipe, served, sandboxes, chat, tools, router=served, pace=pace, listener=listener, family=family, league=league
-    )
+    episodes = _open_episodes(recipe, checked.family, served, league, sandboxes, offered, pace, EpisodeEvents(record_event))
     (changes, tasks), capture = _open_tasks(recipe, folder, checked, root, store, order, starts), _open_capture(stack, recipe, folder)
     run = Run(
         recipe=recipe,
@@ -272,7 +265,7 @@ async def _open_parts(
         capture=capture,
         fault_rate=faults,
         registry=registry,
-        family=family,
+        family=checked.family,
         sandboxes=sandboxes,
         served=served,
         groups=_open_groups(recipe, checked, episodes, served, checkpoints, faults, memory),
@@ -290,6 +283,21 @@ async def _open_parts(
     )
     run.workers = _open_workers(run, root, launcher, services, record_event)
     return run
+
+
+def _open_episodes(
+    recipe: Recipe,
+    family: TaskFamily,
+    served: PolicyServer,
+    league: RunLeague | None,
+    sandboxes: SandboxBackend,
+    offered: tuple[ChatFormat, RunTools],
+    pace: Pace,
+    listener: EpisodeEvents,
+) -> EpisodeRunner:
+    return build_episode_runner(
+        recipe, served, sandboxes, *offered, router=served, pace=pace, listener=listener, family=family, league=league
+    )
 
 
 def _open_tasks(
@@ -411,7 +419,7 @@ async def _open_experience(
 
 async def _open_servers(
     stack: AsyncExitStack, recipe: Recipe, folder: Path, checked: PreflightResult, launcher: Launcher, *, alert: Callable[[str], None]
-) -> tuple[FolderRegistry, PolicyServer, VersionServer | None, JudgeServers]:
+) -> tuple[FolderRegistry, PolicyServer, RunLeague | None, VersionServer | None, JudgeServers]:
     """Opens the registry, in which version 0 is registered, and the servers. Only the judges' servers start here."""
     registry = await asyncio.to_thread(_open_registry, folder)
     stack.callback(registry.close)
@@ -421,8 +429,11 @@ async def _open_servers(
     if recipe.gate_has_server:
         gate_server = VersionServer(recipe, folder, registry, launcher=launcher, alert=alert)
         stack.push_async_callback(gate_server.policy.close)
+    league = open_league(recipe, folder, registry, served, launcher=launcher, alert=alert)
+    if league is not None:
+        stack.push_async_callback(league.close)
     starting = running_judge_servers(recipe, checked.judges, folder=folder, launcher=launcher, alert=alert)
-    return registry, served, gate_server, await stack.enter_async_context(starting)
+    return registry, served, league, gate_server, await stack.enter_async_context(starting)
 
 
 def _open_registry(folder: Path) -> FolderRegistry:
