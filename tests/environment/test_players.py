@@ -13,9 +13,9 @@ import pytest
 from agentrl.agent.players import Players
 from agentrl.config.recipe import ObjectiveConfig, TasksConfig
 from agentrl.environment import close_environments, episode_return
-from agentrl.errors import PluginError, ServingError
+from agentrl.errors import PluginError, RecipeError, ServingError
 from agentrl.objective.credit import CountedEpisode, branch_credit
-from agentrl.plugins.parts import Part
+from agentrl.plugins.parts import AGENT, Part, make_part
 from agentrl.protocols import Policy
 from agentrl.records import Blame, Episode, ScoredEpisode, Split, Task
 from agentrl.records.sampling import Sampling
@@ -241,3 +241,14 @@ async def test_each_role_has_its_own_baseline(tokenizer: Any) -> None:
         assert sum(values) == pytest.approx(0.0) and max(values) > 0.5
     shown = [dataclasses.asdict(one.score)["branches"] for one in scored]
     assert all(sum(pair) == 0 for pair in shown)
+
+
+def test_a_recipe_makes_the_agent_and_says_whether_it_needs_a_league(tokenizer: Any) -> None:
+    from recipes.kuhn_poker import recipe
+
+    agent = make_part(AGENT, recipe.rollout.agent, chat=chat_of(tokenizer), **recipe.rollout.agent_settings)
+    assert isinstance(agent, Players) and agent.opponent == "league" and recipe.rollout.needs_league
+    assert not recipe.but({"rollout.agent": "players"}).rollout.needs_league
+    for key, value in (("rollout.compaction", 0.5), ("rollout.checkpoint_turns", True)):
+        with pytest.raises(RecipeError, match="does nothing with agent=players"):
+            recipe.but({key: value})
