@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "rollout": LOW | {"task", "environment"},
     "reward": LOW | {"task"},
     "sandbox": LOW | {"task", "gateway"},  # the attacks try the gateway from inside a sandbox
-    "cluster": LOW | {"gateway"},
+    "cluster": LOW | {"gateway", "sandbox"},  # the port of cells
     "serving": LOW | {"version", "cluster"},
     "memory": LOW | {"agent", "experience", "rollout", "task"},
     "judge": LOW | {"reward", "failure"},

@@ -21,10 +21,11 @@ from typing import Any, TypeVar
 
 from agentrl.agent.outage_blame import Caller, CallRecord, OutageCase
 from agentrl.agent.toolbox import Toolbox
-from agentrl.agent.tools import MAX_TEXT, OUTAGE, InvalidOutcome, Tool, ToolFault, ToolOutcome, bounds_of, clip, runs_together
+from agentrl.agent.tools import MAX_TEXT, OUTAGE, InvalidOutcome, Tool, ToolFault, ToolOutcome, bounds_of, runs_together
 from agentrl.base import loop_lag, user_code
 from agentrl.base.outages import Outage, outage_of
 from agentrl.base.secrets import redact
+from agentrl.base.user_code import clip
 from agentrl.errors import InfrastructureError, PluginError, TaskError, ToolUnavailable
 from agentrl.protocols import LiveEpisode, Sandbox
 from agentrl.protocols.sandbox import ForwardingSandbox

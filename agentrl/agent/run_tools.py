@@ -11,13 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from agentrl.agent import ChatFormat, load_tools
-from agentrl.agent.mcp.messages import InvalidMessage, ServerError
+from agentrl.agent.mcp.messages import ServerError
 from agentrl.agent.mcp.servers import MCP_PREFIX, START_TIMEOUT_S, RunTools, Server, ServerConnection
-from agentrl.agent.mcp.tool_list import ListedTool, excluded_tools, tool_difference, usable_tools
 from agentrl.agent.mcp.transports import Unanswered
 from agentrl.agent.tools import NO_BOUNDS, Bounds, ToolWording
 from agentrl.base.files import write_atomically
 from agentrl.base.liveness import AnswerLiveness
+from agentrl.base.tool_list import InvalidMessage, ListedTool, excluded_tools, tool_difference, usable_tools
 from agentrl.config.recipe import DelegationConfig
 from agentrl.config.tools import MCPConfig, ToolConfig
 from agentrl.errors import UserError

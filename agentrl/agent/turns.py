@@ -27,8 +27,9 @@ from agentrl.agent.contexts import (
 )
 from agentrl.agent.invoke import SUBMIT, budget_error, count_calls, run_calls
 from agentrl.agent.toolbox import Toolbox, load_tools
-from agentrl.agent.tools import ToolOutcome, clip
+from agentrl.agent.tools import ToolOutcome
 from agentrl.agent.world import CONTINUED, World
+from agentrl.base.user_code import clip
 from agentrl.config.rollout import DelegationConfig
 from agentrl.errors import PolicyFault
 from agentrl.protocols import LiveEpisode, LiveTrajectory

@@ -65,8 +65,8 @@ class World:
 
     @property
     def takes_text(self) -> bool:
-        """Whether an action is a text."""
-        return not self.schemas
+        """Whether an answer without a call is an action."""
+        return not self.schemas or getattr(self._environment, "takes_text", False)
 
     def prompt(self, observation: str) -> tuple[Message, ...]:
         """Returns the first messages of a context that starts with an observation."""
@@ -195,6 +195,8 @@ def world_prompt(prompt: Sequence[Message], instructions: str, observation: str)
     """
     if instructions and not any(message.role == "system" for message in prompt):
         prompt = with_instructions(prompt, instructions)
+    if prompt and not observation:
+        return tuple(prompt)
     if prompt and prompt[-1].role == "user":
         return (*prompt[:-1], replace(prompt[-1], content=f"{prompt[-1].content}\n\n{observation}"))
     return (*prompt, Message(role="user", content=observation))

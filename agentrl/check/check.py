@@ -6,6 +6,7 @@ The report also lists what was not proven.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,15 +34,14 @@ from agentrl.check.verifiers import GoldAttempt, prove_verifiers, retry_sandbox_
 from agentrl.config.recipe import SandboxConfig
 from agentrl.environment import close_environments
 from agentrl.errors import SandboxTimeout, TaskError, UserError
-from agentrl.plugins import parts
-from agentrl.plugins.parts import Part
 from agentrl.protocols import SandboxBackend, TaskFamily, ToolSource
 from agentrl.records import Episode, SandboxSpec, Split, Task, codec
 from agentrl.reward import TaskScorer
 from agentrl.reward.group_judging import GroupJudgeScorer, load_group_judge
 from agentrl.reward.verifier_call import prepare_verifier
-from agentrl.sandbox import conformance, open_backend, open_sandboxes, select_backend
+from agentrl.sandbox import conformance, open_backend, open_sandboxes
 from agentrl.sandbox.attacks import ATTACK_SPEC, AttackResult, run_attacks
+from agentrl.sandbox.backend import ChannelBackend
 from agentrl.session.ending import close_after
 from agentrl.task import gold_of, make_task
 from agentrl.task.outputs import example_path, run_and_collect
@@ -170,31 +170,33 @@ def _not_proven(family: TaskFamily, wanted: Mapping[Split, int], tasks: Sequence
     yield from NEVER_PROVEN
 
 
-def backend_names(choice: str) -> list[str]:
-    """Returns the backends of a `--backend` option: names, or a plug-in reference. Raises `UserError`."""
-    if choice == "all":
-        return ["docker", "bubblewrap"]
+def sandbox_configs(choice: str) -> list[SandboxConfig]:
+    """Returns the backends of a `--backend` option: a name, a plug-in reference, JSON with options, or `all`. Raises `UserError`."""
     try:
-        return [parts.check_part(parts.BACKEND, Part(choice)).ref]
+        backends = ["docker", "bubblewrap"] if choice == "all" else [json.loads(choice) if choice.startswith("{") else choice]
+        return [SandboxConfig.model_validate({"backend": backend}) for backend in backends]
     except ValueError:
-        raise UserError(f"no sandbox backend {choice!r}", fix="use docker, bubblewrap, auto, all or a reference") from None
+        fix = 'use docker, bubblewrap, auto, all, a reference, or {"ref": "cell", "options": ...}'
+        raise UserError(f"no sandbox backend {choice!r}", fix=fix) from None
 
 
-async def check_backend(name: str, image: str, *, root: Path, only: str = "", runtime: str = "") -> list[dict[str, Any]]:
+async def check_backend(config: SandboxConfig, image: str, *, root: Path, only: str = "", runtime: str = "") -> list[dict[str, Any]]:
     """Runs the conformance checks on one backend. Returns dictionaries with backend, name, ok, detail and wall_s."""
-    backend = open_backend(SandboxConfig(backend=name), run_label="check", root=root)
+    backend = open_backend(config, run_label="check", root=root)
     async with close_after(backend.close):
         results = await conformance.check_conformance(backend, SandboxSpec(image=image, runtime=runtime), only=only)
     return [{"backend": backend.name, **codec.to_data(result)} for result in results]
 
 
 async def attack_backend(
-    name: str, image: str, *, root: Path, only: str = "", runtime: str = "", report: Callable[[str, AttackResult], None]
+    config: SandboxConfig, image: str, *, root: Path, only: str = "", runtime: str = "", report: Callable[[str, AttackResult], None]
 ) -> list[dict[str, Any]]:
     """Runs the attack suite on one backend and calls `report` with backend and result. Returns dictionaries with both."""
-    backend = select_backend(name, run_label="attack", root=root)
+    backend = open_backend(config, run_label="attack", root=root)
     spec = replace(ATTACK_SPEC, image=image, runtime=runtime)
     async with close_after(backend.close):
+        if not isinstance(backend, ChannelBackend):
+            raise UserError(f"the attacks are for built-in backends, not {config.backend}", fix="run `agentrl sandbox check`")
         results = await run_attacks(backend, spec, only=only, report=lambda result: report(backend.name, result))
     return [{"backend": backend.name, **codec.to_data(result)} for result in results]
 

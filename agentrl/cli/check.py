@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import ValidationError
 
 from agentrl.cli.running import JsonFlag, load_recipe, project_root
 from agentrl.config.recipe import SandboxConfig, TasksConfig
@@ -66,11 +65,11 @@ def sandbox_check(
     as_json: JsonFlag = False,
 ) -> None:
     """Check that a sandbox backend conforms to the protocol: limits, isolation, clean-up, hostile programs."""
-    from agentrl.check.check import backend_names, check_backend
+    from agentrl.check.check import check_backend, sandbox_configs
 
     root = project_root(Path.cwd() / image / "image.toml")
     add_project_root(root)
-    checking = [check_backend(name, image, root=root, only=only, runtime=runtime) for name in backend_names(backend)]
+    checking = [check_backend(config, image, root=root, only=only, runtime=runtime) for config in sandbox_configs(backend)]
     results = [result for work in checking for result in asyncio.run(work)]
     if as_json:
         print(json.dumps(results))
@@ -89,7 +88,7 @@ def sandbox_attack(
     as_json: JsonFlag = False,
 ) -> None:
     """Attack a sandbox backend with hostile programs and report each: contained, ESCAPED, or error. Takes about a minute per backend."""
-    from agentrl.check.check import attack_backend, backend_names
+    from agentrl.check.check import attack_backend, sandbox_configs
     from agentrl.sandbox.attacks import AttackResult
 
     def report(name: str, result: AttackResult) -> None:
@@ -98,11 +97,11 @@ def sandbox_attack(
 
     root = project_root(Path.cwd() / image / "image.toml")
     results: list[dict[str, Any]] = []
-    for name in backend_names(backend):
-        backend_results = asyncio.run(attack_backend(name, image, root=root, only=only, runtime=runtime, report=report))
+    for config in sandbox_configs(backend):
+        backend_results = asyncio.run(attack_backend(config, image, root=root, only=only, runtime=runtime, report=report))
         counts = Counter(item["verdict"] for item in backend_results)
         tally = ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) or "no attack of that name"
-        print(f"{backend_results[0]['backend'] if backend_results else name}: {tally}", file=sys.stderr if as_json else sys.stdout)
+        print(f"{config.backend}: {tally}", file=sys.stderr if as_json else sys.stdout)
         results += backend_results
     if as_json:
         print(json.dumps(results))
@@ -117,6 +116,7 @@ def is_family(target: Path) -> bool:
 
 def open_target(target: Path, backend: str | None, overrides: Sequence[str] = ()) -> tuple[FamilySource, SandboxConfig]:
     """Returns the task family and the sandbox settings of a folder of task folders, or of a recipe file."""
+    from agentrl.check.check import sandbox_configs
     from agentrl.check.purity import FamilySource
 
     if is_family(target):
@@ -127,13 +127,6 @@ def open_target(target: Path, backend: str | None, overrides: Sequence[str] = ()
         family = str(target.resolve()) if target.is_dir() else str(target)
         source = FamilySource(tasks=TasksConfig(family=Part(family)), root=root)
         source.open()  # report errors of the folder before those of the backend
-        return source, _sandbox_config(backend or "auto")
+        return source, sandbox_configs(backend or "auto")[0]
     root, loaded = load_recipe(target, [*overrides, *([f"sandbox.backend={backend}"] if backend else [])])
     return FamilySource(tasks=loaded.tasks, root=root, seed=loaded.seed, mcp=loaded.mcp, tools=loaded.tools), loaded.sandbox
-
-
-def _sandbox_config(backend: str) -> SandboxConfig:
-    try:
-        return SandboxConfig.model_validate({"backend": backend})
-    except ValidationError:
-        raise UserError(f"there is no sandbox backend {backend!r}", fix="use docker, bubblewrap, auto or a reference") from None

@@ -16,7 +16,7 @@ from agentrl.plugins.references import resolve
 from agentrl.protocols import Environment, EnvironmentOpener
 from agentrl.records import EnvironmentSpec
 
-OPENERS: dict[str, str] = {}
+OPENERS: dict[str, str] = dict.fromkeys(("openenv", "ors", "nemo-gym"), "agentrl.environment.remote:RemoteOpener")
 """Prefix of a reference -> plug-in reference of the class of its opener, for environments that do not run in a process of the pool."""
 
 _openers: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, EnvironmentOpener]] = WeakKeyDictionary()

@@ -23,13 +23,13 @@ from agentrl.evaluation.policies import NamedPolicy, PolicySource, load_policy_p
 from agentrl.failure.case import Case, Suite
 from agentrl.failure.trace import Trace, deciding_tag
 from agentrl.memory.run_memory import ReplayedMemory
-from agentrl.plugins import parts
 from agentrl.plugins.references import add_project_root, project_root
 from agentrl.protocols import Agent, SandboxBackend, ToolSource
 from agentrl.records import Blame, Completion, EpisodeState, SamplingParams, Task, Turn
 from agentrl.records.sampling import Sampling
 from agentrl.rollout import CaptureState, EmptyMemory, EpisodeRunner
 from agentrl.sandbox import open_sandboxes
+from agentrl.session.builders import build_agent
 from agentrl.session.ending import close_after
 from agentrl.session.preflight import open_chat
 
@@ -174,7 +174,7 @@ async def open_replay(run: Path, tasks: Iterable[Task]) -> AsyncIterator[ReplayS
     root = project_root(run)
     add_project_root(root)
     chat = _chat(run, recipe)
-    agent: Agent = parts.make_part(parts.AGENT, recipe.rollout.agent, chat=chat, **recipe.rollout.agent_settings)
+    agent = build_agent(recipe, chat)
     sandboxes = await open_sandboxes(recipe.sandbox, warm=0, run_label="promote", root=root)
     async with close_after(sandboxes.close):
         users = with_sub_agent_tools(tasks, recipe.rollout.delegation)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
-from agentrl.protocols.episode import Agent
 from agentrl.records import Split, Task
 
 
@@ -19,14 +18,6 @@ class TaskFamily(Protocol):
 
     def task(self, split: Split, index: int) -> Task:
         """Returns the task at an index of a split."""
-        ...
-
-
-class HostedFamily(TaskFamily, Protocol):
-    """A family whose episodes another program drives. Its agent replaces the turn loop, unless the recipe names an agent."""
-
-    def agent(self, *, chat: Any) -> Agent:
-        """Returns the agent of all episodes of a run. `chat`: the policy's chat format."""
         ...
 
 

@@ -58,7 +58,7 @@ from agentrl.run.worker_api import LEASE_WAIT_S, MAX_EVENTS, MAX_GROUP_BYTES, MA
 from agentrl.sandbox import open_sandboxes
 from agentrl.serving.transport import HttpTransport
 from agentrl.session.builders import build_episode_runner, build_group_runner
-from agentrl.session.judge_servers import declare_judges
+from agentrl.session.judge_servers import declare_judge_servers, declare_judges
 from agentrl.session.preflight import open_chat, open_group_judge, open_tasks
 
 log = logging.getLogger(__name__)
@@ -74,6 +74,10 @@ _STREAMED_BYTES = 1 << 20  # of events in one renewal
 _KINDS = {error.__name__: error for error in (ServingError, ServerDied, RequestRefused)}  # they decide who is to blame
 
 
+UNFIT = 2
+"""Exit code of a worker that lacks something on its host, such as a sandbox backend. Another start does not help."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
     """What a worker needs to open the parts of a run, as JSON data."""
@@ -83,6 +87,7 @@ class WorkerSpec:
     root: str  # project with the recipe's plug-ins on the driver's machine
     concurrency: int  # episodes at once in one worker
     max_open: int  # sandboxes at once in one worker
+    judges: dict[str, str] = field(default_factory=dict)  # judge server -> sha256 of its weights
     token_s: float = 0.0  # see `PolicyServer.token_s`
     pace: dict[str, Any] | None = None  # see `Pace.to_data`; None means no history
     redis: dict[str, Any] = field(default_factory=dict, repr=False)  # see `open_transport`; empty: groups are sent over HTTP
@@ -358,7 +363,10 @@ async def _open_runner(
 ) -> GroupRunner:
     folder, policy = access.folder, await access.policy_folder()
     config = recipe.sandbox.model_copy(update={"max_open": spec.max_open})
-    declare_judges(recipe, root=root)
+    if access.link is None:
+        declare_judges(recipe, root=root)
+    else:
+        declare_judge_servers(recipe, await access.judge_folders(spec.judges), weights=spec.judges)
     family, scorer = open_tasks(recipe, root=root, folder=folder)
     lazily = family.task(Split.TRAIN, 0).sandbox is None
     sandboxes = await open_sandboxes(config, run_label=Path(spec.folder).name, root=root, lazily=lazily)
@@ -373,7 +381,7 @@ async def _open_runner(
         pace.restore(spec.pace)
     pace.set_idle_token_s(spec.token_s)
     listener = EpisodeEvents(worker.record_event)
-    episodes = build_episode_runner(recipe, worker, sandboxes, chat, tools, pace=pace, listener=listener, family=family)
+    episodes = build_episode_runner(recipe, worker, sandboxes, chat, tools, pace=pace, listener=listener)
     return build_group_runner(
         recipe,
         episodes,
@@ -406,7 +414,7 @@ def main(open_access: Callable[[AsyncExitStack], WorkerAccess], *, parent: int |
         if not isinstance(cause, UserError | InfrastructureError):
             raise
         print(f"error: {cause}", file=sys.stderr)
-        return 1
+        return UNFIT if isinstance(cause, UserError) else 1
     return 0
 
 

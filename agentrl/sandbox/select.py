@@ -22,6 +22,7 @@ from agentrl.sandbox.pool import WARM, WarmPool
 
 log = logging.getLogger(__name__)
 
+_LOCAL = ("auto", "docker", "bubblewrap")
 _START_DOCKER = f"sudo apt-get install docker.io crun && sudo {sys.executable} -m agentrl.sandbox.daemon start"
 _RESTART_DOCKER = "sudo systemctl restart docker, or end that dockerd and start one"
 _INSTALL_BUBBLEWRAP = "sudo apt-get install bubblewrap mmdebstrap"
@@ -39,8 +40,8 @@ def select_backend(
         run_label: marks what the run leaves open.
         root: the folder that `SandboxSpec.image` is relative to.
     """
-    if name not in parts.BACKEND.shipped:
-        raise UserError(f"unknown sandbox backend {name!r}", fix=f"use {', '.join(parts.BACKEND.shipped)}")
+    if name not in _LOCAL:
+        raise UserError(f"no sandbox backend of this machine is called {name!r}", fix=f"use {', '.join(_LOCAL)}")
     daemon = docker_client.daemon_state() if name in ("auto", "docker") else "absent"
     if daemon == "answers":
         return DockerBackend(run_label=run_label, root=root, progress=progress)

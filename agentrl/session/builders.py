@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
 from agentrl.agent import ChatFormat
 from agentrl.config.recipe import Recipe
 from agentrl.failure import FaultRate
 from agentrl.plugins import parts
 from agentrl.protocols import (
+    Agent,
     EpisodeCheckpoints,
     EpisodeListener,
     Launcher,
@@ -20,12 +20,10 @@ from agentrl.protocols import (
     PolicyServer,
     SandboxBackend,
     SilentListener,
-    TaskFamily,
     ToolSource,
     VersionRegistry,
 )
 from agentrl.protocols.reward import GroupJudge
-from agentrl.protocols.task import HostedFamily
 from agentrl.reward import TaskScorer
 from agentrl.reward.group_judging import GroupJudgeScorer
 from agentrl.rollout import Admission, AttemptListener, EpisodeRunner, GroupRunner, MemorySource, Pace, RequestRouter
@@ -54,10 +52,11 @@ def open_policy_server(
     return ServerPool(recipe, run_dir, registry, launcher=launcher, alert=alert)
 
 
-def has_agent(recipe: Recipe, family: TaskFamily | None) -> bool:
-    """Whether the agent of the family runs the episodes, because the recipe names no other than the default."""
-    default = recipe.rollout.agent.ref == type(recipe.rollout).model_fields["agent"].default.ref
-    return default and callable(getattr(family, "agent", None))
+def build_agent(recipe: Recipe, chat: ChatFormat, league: League | None = None) -> Agent:
+    """Builds the agent of a recipe."""
+    settings = recipe.rollout.agent_settings | ({} if league is None else {"league": league})
+    agent: Agent = parts.make_part(parts.AGENT, recipe.agent, chat=chat, **settings)
+    return agent
 
 
 def build_episode_runner(
@@ -70,21 +69,13 @@ def build_episode_runner(
     router: RequestRouter | None = None,
     pace: Pace | None = None,
     listener: EpisodeListener | None = None,
-    family: TaskFamily | None = None,
     league: League | None = None,
 ) -> EpisodeRunner:
-    """Builds the episode runner of a recipe. `family` may have an agent of its own (`HostedFamily`), in place of the default one."""
-    rollout = recipe.rollout
-    if has_agent(recipe, family):
-        agent = cast(HostedFamily, family).agent(chat=chat)
-    else:
-        agent = parts.make_part(
-            parts.AGENT, rollout.agent, chat=chat, **rollout.agent_settings, **({} if league is None else {"league": league})
-        )
+    """Builds the episode runner of a recipe."""
     return EpisodeRunner(
         policy=policy,
         sandboxes=sandboxes,
-        agent=agent,
+        agent=build_agent(recipe, chat, league),
         sampling=recipe.rollout.distribution,
         max_model_len=recipe.policy.max_model_len,
         request_timeout_s=recipe.serving.request_timeout_s,

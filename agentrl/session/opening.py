@@ -53,7 +53,7 @@ from agentrl.reward.combine import audit_contradiction
 from agentrl.rollout import Admission, EpisodeRunner, GroupRunner, Pace
 from agentrl.run.late import LateGroups, check_order, check_residuals
 from agentrl.sandbox import open_sandboxes
-from agentrl.session.builders import build_episode_runner, build_group_runner, fault_rate, has_agent, open_policy_server
+from agentrl.session.builders import build_episode_runner, build_group_runner, fault_rate, open_policy_server
 from agentrl.session.ending import closing_stack
 from agentrl.session.folder import RunStart, write_start
 from agentrl.session.judge_servers import JudgeServers, running_judge_servers
@@ -196,7 +196,7 @@ async def open_run(
 async def open_launcher(plan: ClusterPlan, folder: Path, *, root: Path) -> Launcher:
     """Returns what starts the parts of a plan. Raises `UserError` if the cluster does not answer, or has no room for the plan."""
     if plan.is_local:
-        return LocalLauncher(folder, root=root, devices=plan.devices)
+        return LocalLauncher(folder, root=root, devices=plan.devices, wrap=plan.wrap)
     from agentrl.cluster.ray_launcher import RayLauncher  # Ray may not be installed
 
     return await RayLauncher.open(plan, folder, root=root)
@@ -217,8 +217,7 @@ async def _check_slowly(
     tools = await pin_tools(declared_tools(recipe.mcp, recipe.tools, root), tasks, sandboxes, folder=folder, chat=chat, memory=memory)
     if checked.suite is not None:
         check_start_tokens([checked.suite], chat, tools, recipe.rollout)
-    hosted = has_agent(recipe, checked.family)
-    if recipe.rollout.agent.ref in parts.AGENT.shipped and not hosted:  # other agents may use other prompts, and no tools
+    if recipe.agent.ref in parts.AGENT.shipped:  # a user-supplied agent may use other prompts, and no tools
         check_prompt(chat, checked.family, tools, memory, recipe.rollout.instructions)
         await check_world(checked.family.task(Split.TRAIN, 0), chat)
     check_thinking(chat, checked.family, recipe.evaluation)
@@ -248,10 +247,12 @@ async def _open_parts(
     folder, clock, faults = start.folder, StageClock(began=start.began), fault_rate(recipe)
     tracker, record_event = await _open_tracker(stack, recipe, folder, clock, offered[0], checked, console=console)
     store, starts, checkpoints, memory = await _open_experience(stack, recipe, folder, order)
+    services = await open_services(stack, recipe, folder, store, launcher, judges=checked.judges, alert=tracker.alert)
     registry, served, league, gate_server, judges = await _open_servers(stack, recipe, folder, checked, launcher, alert=tracker.alert)
-    services, pace = await open_services(stack, folder, store, launcher), _open_pace(stack, recipe, folder)
-    learner = _open_learner(stack, recipe, folder, services, root, launcher, alert=tracker.alert)
-    episodes = _open_episodes(recipe, checked.family, served, league, sandboxes, offered, pace, EpisodeEvents(record_event))
+    learner, pace = _open_learner(stack, recipe, folder, services, root, launcher, alert=tracker.alert), _open_pace(stack, recipe, folder)
+    episodes = build_episode_runner(
+        recipe, served, sandboxes, *offered, router=served, pace=pace, listener=EpisodeEvents(record_event), league=league
+    )
     (changes, tasks), capture = _open_tasks(recipe, folder, checked, root, store, order, starts), _open_capture(stack, recipe, folder)
     run = Run(
         recipe=recipe,
@@ -283,21 +284,6 @@ async def _open_parts(
     )
     run.workers = _open_workers(run, root, launcher, services, record_event)
     return run
-
-
-def _open_episodes(
-    recipe: Recipe,
-    family: TaskFamily,
-    served: PolicyServer,
-    league: RunLeague | None,
-    sandboxes: SandboxBackend,
-    offered: tuple[ChatFormat, RunTools],
-    pace: Pace,
-    listener: EpisodeEvents,
-) -> EpisodeRunner:
-    return build_episode_runner(
-        recipe, served, sandboxes, *offered, router=served, pace=pace, listener=listener, family=family, league=league
-    )
 
 
 def _open_tasks(

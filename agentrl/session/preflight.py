@@ -123,7 +123,7 @@ def run_preflight(recipe: Recipe, folder: Path, *, root: Path, training: bool = 
 def check_parts(recipe: Recipe) -> None:
     """Resolves all plug-ins of the recipe and checks them against their protocols. Raises `PluginError` with all problems."""
     configured: list[tuple[parts.PartKind, parts.Part]] = [
-        (parts.AGENT, recipe.rollout.agent),
+        (parts.AGENT, recipe.agent),
         (parts.BACKEND, recipe.sandbox.backend),
         (parts.CHANNEL, recipe.serving.weight_transfer),
         (parts.STORE, recipe.store),
@@ -149,21 +149,24 @@ def _check_agent(recipe: Recipe) -> None:
     """Raises `UserError` if the recipe needs something that its agent declares not to support: states between turns, or the tools of
     tasks."""
     rollout = recipe.rollout
-    if rollout.agent.ref in parts.AGENT.shipped:
+    if recipe.agent.ref in parts.AGENT.shipped:
         return
-    agent = parts.load_part(parts.AGENT, rollout.agent)
+    agent = parts.load_part(parts.AGENT, recipe.agent)
     agent = getattr(agent, "func", agent)
     states = ("boundaries", "the state of that agent between two turns cannot be captured")
     tools = ("task_tools", "that agent uses its own tools instead of those of the task")
     wanted = {
         "rollout.group.branches": (rollout.group.branches > 1, *states),
         "rollout.checkpoint_turns": (rollout.checkpoint_turns, *states),
+        "rollout.compaction": (rollout.compaction is not None, *tools),
+        "rollout.instructions": (rollout.instructions is not None, *tools),
+        "memory": (recipe.memory is not None, *tools),
         "mcp": (bool(recipe.mcp), *tools),
         "tools": (bool(recipe.tools), *tools),
     }
     for key, (is_set, has, why) in wanted.items():
         if is_set and not getattr(agent, has, True):
-            raise UserError(f"{key} does nothing with rollout.agent={rollout.agent}: {why}", fix=f"remove {key}")
+            raise UserError(f"{key} does nothing with rollout.agent={recipe.agent}: {why}", fix=f"remove {key}")
 
 
 def check_delegation(recipe: Recipe, *, root: Path) -> None:

@@ -25,7 +25,15 @@ from agentrl.task.folders import TaskFolders
 from agentrl.task.weighting import Weights
 
 ENVIRONMENT_FAMILY = "agentrl.environment.family:EnvironmentFamily"
-ENVIRONMENT_FAMILIES = {"gymnasium": ENVIRONMENT_FAMILY}
+REMOTE_FAMILY = "agentrl.environment.remote_family:RemoteFamily"
+ENVIRONMENT_FAMILIES = {
+    "gymnasium": ENVIRONMENT_FAMILY,
+    "inspect": "agentrl.environment.inspect_tasks:InspectFamily",
+    "nemo-gym": REMOTE_FAMILY,
+    "openenv": REMOTE_FAMILY,
+    "ors": REMOTE_FAMILY,
+    "verifiers": "agentrl.environment.verifiers_tasks:VerifiersFamily",
+}
 """Prefix of `tasks.family` -> plug-in reference of a callable (reference, seed=, **options) that returns its family.
 
 Secrets in the options are resolved when an environment is opened, because tasks are stored.
@@ -78,7 +86,6 @@ class _WithVerifiers:
     def __init__(self, family: TaskFamily, verifiers: tuple[str, ...]) -> None:
         self.name = _family_name(family)
         self._family, self._verifiers = family, verifiers
-        self.agent = getattr(family, "agent", None)  # of a `HostedFamily`
 
     def size(self, split: Split) -> int | None:
         return self._family.size(split)

@@ -90,7 +90,7 @@ async def test_a_new_context_starts_from_the_last_observation(tokenizer: Any) ->
 
 async def test_control_tokens_in_an_observation_are_escaped(tokenizer: Any) -> None:
     task = task_of("Echo")
-    episode, policy = await play(task, tokenizer, "<|im_end|", "end")
+    _, policy = await play(task, tokenizer, "<|im_end|", "end")
     last = tokenizer.decode(policy.prompts[-1])
     assert "< |im_start|>system" in last and last.count("<|im_start|>") == 4
 
