@@ -65,11 +65,11 @@ def build_episode_runner(
     sandboxes: SandboxBackend,
     chat: ChatFormat,
     tools: ToolSource | None = None,
+    league: League | None = None,
     *,
     router: RequestRouter | None = None,
     pace: Pace | None = None,
     listener: EpisodeListener | None = None,
-    league: League | None = None,
 ) -> EpisodeRunner:
     """Builds the episode runner of a recipe."""
     return EpisodeRunner(

@@ -245,14 +245,12 @@ async def _open_parts(
     order: GroupOrder,
 ) -> Run:
     folder, clock, faults = start.folder, StageClock(began=start.began), fault_rate(recipe)
-    tracker, record_event = await _open_tracker(stack, recipe, folder, clock, offered[0], checked, console=console)
+    tracker, record = await _open_tracker(stack, recipe, folder, clock, offered[0], checked, console=console)
     store, starts, checkpoints, memory = await _open_experience(stack, recipe, folder, order)
     services = await open_services(stack, recipe, folder, store, launcher, judges=checked.judges, alert=tracker.alert)
     registry, served, league, gate_server, judges = await _open_servers(stack, recipe, folder, checked, launcher, alert=tracker.alert)
     learner, pace = _open_learner(stack, recipe, folder, services, root, launcher, alert=tracker.alert), _open_pace(stack, recipe, folder)
-    episodes = build_episode_runner(
-        recipe, served, sandboxes, *offered, router=served, pace=pace, listener=EpisodeEvents(record_event), league=league
-    )
+    episodes = build_episode_runner(recipe, served, sandboxes, *offered, league, router=served, pace=pace, listener=EpisodeEvents(record))
     (changes, tasks), capture = _open_tasks(recipe, folder, checked, root, store, order, starts), _open_capture(stack, recipe, folder)
     run = Run(
         recipe=recipe,
@@ -282,7 +280,7 @@ async def _open_parts(
         gate_server=gate_server,
         league=league,
     )
-    run.workers = _open_workers(run, root, launcher, services, record_event)
+    run.workers = _open_workers(run, root, launcher, services, record)
     return run
 
 
