@@ -28,8 +28,8 @@ from agentrl.records.chat import USER
 from agentrl.records.sampling import Sampling
 
 CURRENT, LEAGUE = "current", "league"
-SCRIPT_S = 30.0
-"""Seconds for one move of a script or an endpoint that is not `agentrl`'s."""
+SCRIPT_S = 120.0
+"""Seconds for one move of a script."""
 OPPONENT_S = 120.0
 """Seconds for one move of a past version."""
 
