@@ -33,7 +33,8 @@ GO = """(hash) => {
   location.hash = hash;
 }"""
 BOX = """(selector) => {
-  const start = document.querySelector(selector), section = start.closest("section"), whole = section || document.querySelector("main").lastElementChild;
+  const start = document.querySelector(selector), section = start.closest("section");
+  const whole = section || document.querySelector("main").lastElementChild;
   window.scrollTo({ top: start.getBoundingClientRect().top + scrollY - 64, behavior: "instant" });
   return [section ? 52 : 0, whole.getBoundingClientRect().bottom + 16];
 }"""
