@@ -12,7 +12,7 @@ Constants are measured on one core of the machine in docs/scale.md, unless they 
 
     turn_s, group_s     the driver's CPU time for one request to the policy, and for one finished group (`benchmarks/cluster.py driver`)
     redis_s, disk_s     time of one group in a batch of 16, until it is durable (`benchmarks/stores.py`)
-    route_s             time of the routing for one server; a choice looks at every server (`--measure-routing`)
+    route_s             time of the routing for one request and server; the first request of an attempt reads all (`--measure-routing`)
     link                bytes per second of each machine; assumed
     relay               time of the distribution to all servers divided by that to one; assumed from the chunked relay
 
@@ -51,7 +51,7 @@ class Costs:
     group_s: float = 0.012
     redis_s: float = 1 / 521
     disk_s: float = 1 / 1282
-    route_s: float = 3.5e-7
+    route_s: float = 1.0e-7
 
     def without(self) -> Costs:
         """All parts take no time."""
@@ -224,7 +224,7 @@ def measure_routing(servers: int, turns: int, requests: int = 2000) -> float:
         episode, tokens = f"g{number:06d}-0-a0", 500
         with pool.episode(episode, f"task-{number // GROUP_SIZE}"):
             for turn in range(turns):
-                pool._routing.choose(episode, tokens + 150 * turn, able=pool._ready(), full=pool._full())
+                pool._choose(episode, tokens + 150 * turn)
     return (time.perf_counter() - began) / (requests // turns * turns)
 
 

@@ -24,8 +24,8 @@ from agentrl.base.files import sha256_file
 from agentrl.config import Recipe
 from agentrl.experience import FolderCheckpoints, SqliteStore
 from agentrl.learner import ranks as processes
+from agentrl.learner.access import FolderAccess
 from agentrl.learner.engine import PolicyEngine
-from agentrl.learner.home import FolderHome
 from agentrl.learner.publish import publish_version, select_probe_rows
 from agentrl.learner.update import Updater
 from agentrl.objective import assemble
@@ -158,7 +158,7 @@ async def version_to_serving(learner: Learner, group: Group, trace: AbstractCont
         served = SupervisedServer(recipe, folder, learner.registry)
         served._server, served._channel = server, open_channel(recipe.serving, server, registry_folder=folder / "versions")
         served._ready.set()
-        home = FolderHome(folder, learner.store, learner.registry)
+        home = FolderAccess(folder, learner.store, learner.registry)
         with trace:
             publish_version(home, learner.engine, number=1, parent=0, metrics={}, rows=rows, keep=2)
             version = learner.registry.get(1)

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,13 +41,21 @@ DISK = "mount -t tmpfs -o size=4g none {runs} && exec {command}"  # hides the dr
 
 
 class Cluster:
-    """A Ray cluster on namespaced hosts. Only the first host has the folder `runs` of the driver."""
+    """A Ray cluster on namespaced hosts. Only the first host has the folder `runs` of the driver.
 
-    def __init__(self, head: Host, runs: Path) -> None:
-        self.head, self.runs = head, runs
+    `storage`: folder in which the head keeps its tables; without one, the cluster ends with its head.
+    """
+
+    def __init__(self, head: Host, runs: Path, *, storage: Path | None = None) -> None:
+        self.head, self.runs, self._storage = head, runs, storage
         self.address = f"{head.address}:{PORT}"
         self._log = (runs / "ray.log").open("ab")
-        self._start(head, "--head", f"--port={PORT}", "--num-cpus=0", "--include-dashboard=false")
+        self.start_head()
+
+    def start_head(self) -> None:
+        """Starts the head's node."""
+        stored = {} if self._storage is None else {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(self._storage)}
+        self._start(self.head, "--head", f"--port={PORT}", "--num-cpus=0", "--include-dashboard=false", environment=stored)
 
     def add(self, host: Host, **resources: float) -> None:
         """Starts the node of a host."""
@@ -62,14 +72,14 @@ class Cluster:
             time.sleep(1.0)
         sys.exit(f"error: the cluster does not have {nodes} nodes; see {self.runs / 'ray.log'}")
 
-    def _start(self, host: Host, *options: str, own_disk: bool = False) -> None:
+    def _start(self, host: Host, *options: str, own_disk: bool = False, environment: Mapping[str, str] | None = None) -> None:
         program = str(Path(sys.executable).with_name("ray"))
         common = (f"--node-ip-address={host.address}", f"--object-store-memory={STORE_BYTES}", "--disable-usage-stats", "--block")
         command = [program, "start", *options, *common]
         if own_disk:
             text = " ".join(f"'{word}'" for word in command)
             command = ["sh", "-c", DISK.format(runs=self.runs, command=text)]
-        host.start(*command, stdout=self._log, stderr=self._log, cwd=ROOT)
+        host.start(*command, stdout=self._log, stderr=self._log, cwd=ROOT, env={**os.environ, **(environment or {})})
 
 
 def train(cluster: Cluster, run: Path, overrides: list[str], *, by: tuple[str, ...] = ("agentrl",)) -> subprocess.Popen[str]:

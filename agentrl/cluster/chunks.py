@@ -25,6 +25,8 @@ CHUNK = 1 << 20
 """Bytes of a chunk; the last one of a file may be shorter."""
 KINDS = ("versions", "checkpoints")
 """Folders of a run whose numbered folders hosts exchange."""
+JUDGES = "judges"
+"""Kind of the model folders of judges, which are `judges/NAME` on other hosts."""
 MAX_FILES = 4096
 """Files of one folder."""
 MAX_CHUNKS = 1 << 22
@@ -32,6 +34,7 @@ MAX_CHUNKS = 1 << 22
 _RECORDS = frozenset({"version.json"})  # state of the driver's registry, not part of a version's files
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,199}")
 _NUMBER = re.compile(r"[0-9]{6,9}")
+_JUDGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 _DEPTH = 4
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -84,6 +87,11 @@ def folder_path(root: Path, kind: str, number: str) -> Path:
     return parent / number
 
 
+def fetched_path(root: Path, kind: str, name: str) -> Path:
+    """Returns the path in a mirror of a folder that hosts fetch: a numbered one, or a judge's. Raises `ValueError`."""
+    return root / JUDGES / name if kind == JUDGES and _JUDGE.fullmatch(name) else folder_path(root, kind, name)
+
+
 def numbered_folders(root: Path, kind: str) -> list[str]:
     """Returns the names of a run's complete folders of a kind, in ascending order. A version without weights has only its record."""
     if kind not in KINDS:
@@ -103,11 +111,11 @@ class ChunkIndex:
         self._hashing: dict[Path, threading.Lock] = {}  # several mirrors may request a new version at once
         self._lock = threading.Lock()
 
-    def list_folder(self, folder: Path) -> FolderListing:
-        """Returns the files of a folder. Links and hidden files are not listed. Raises `FileNotFoundError` without the folder."""
+    def list_folder(self, folder: Path, *, links: bool = False) -> FolderListing:
+        """Returns the files of a folder. Hidden files are not listed, and links only if `links`. Raises `FileNotFoundError` without it."""
         if not stat.S_ISDIR(folder.lstat().st_mode):
             raise FileNotFoundError(str(folder))
-        paths = {path.relative_to(folder).as_posix(): path for path in _visible(folder)}
+        paths = {path.relative_to(folder).as_posix(): path for path in _visible(folder, links=links)}
         return FolderListing(files=tuple(self.file(paths[name], name) for name in sorted(paths)))
 
     def file(self, path: Path, name: str) -> FileChunks:
@@ -318,13 +326,13 @@ def checkpoints_to_drop(names: Sequence[str], keep: int, spare: Iterable[int]) -
     return [name for name in names[:-keep] if int(name) not in spared]
 
 
-def _visible(folder: Path) -> Iterator[Path]:
-    """Yields the regular files below a folder that belong to it."""
+def _visible(folder: Path, *, links: bool = False) -> Iterator[Path]:
+    """Yields the regular files below a folder that belong to it. `links`: also links to files, as in a cache of models."""
     for path in folder.rglob("*"):
         parts = path.relative_to(folder).parts
         if any(part.startswith(".") for part in parts) or (len(parts) == 1 and parts[0] in _RECORDS):
             continue
-        if stat.S_ISREG(path.lstat().st_mode):
+        if stat.S_ISREG(path.lstat().st_mode) or (links and path.is_file()):
             yield path
 
 

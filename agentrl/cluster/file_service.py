@@ -2,31 +2,44 @@
 
     GET  /files/KIND                names of the complete folders
     GET  /files/KIND/NUMBER         their files, with the sha256 of each chunk
+    GET  /files/judges/NAME         those of a judge's model
     GET  /chunks/SHA256             one chunk of a listed folder
     GET  /single/NAME               one of the few single files that parts need
-    POST /peers                     a mirror starts to fetch a folder; the answer has the mirrors that have it or are fetching it
+    POST /peers                     a mirror starts to fetch a folder; the answer has the mirrors that have it or are fetching it, and the
+                                    URL of the run in the object store if that has the folder
     POST /arriving/KIND/NUMBER      a listing that the learner will send; the answer has the chunks that are missing
     PUT  /arriving/KIND/NUMBER/SHA256
     POST /arriving/KIND/NUMBER/commit
     PUT  /base_probe                the probe of version 0, which the learner computes
 
-Chunks are found by checksum, so no request has a path to read. Only the learner may send folders. Workers get the files of version 0 only,
-for its tokenizer: without a listing they know no checksum of others. All file access is in threads.
+Chunks are found by checksum, so no request has a path to read. Only the learner may send folders. Workers get the files of version 0 and
+of judges only, for their tokenizers: without a listing they know no checksum of others. All file access is in threads.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.base.files import write_atomically
 from agentrl.base.untrusted_files import read_bytes
-from agentrl.cluster.chunks import CHUNK, ArrivingFolder, ChunkIndex, FolderListing, folder_path, numbered_folders
-from agentrl.cluster.run_service import HOST, LEARNER, WORKER, Route, bytes_response, check_key_again
-from agentrl.errors import DiskFull
+from agentrl.cluster.chunks import (
+    CHUNK,
+    JUDGES,
+    ArrivingFolder,
+    ChunkIndex,
+    FolderListing,
+    fetched_path,
+    folder_path,
+    numbered_folders,
+)
+from agentrl.cluster.object_store import ObjectStore
+from agentrl.cluster.run_service import HOST, LEARNER, WORKER, Route, bytes_response, call_once, check_key_again
+from agentrl.errors import DiskFull, InfrastructureError
 from agentrl.gateway.request import RequestError
 from agentrl.gateway.wire import body_of, bytes_of, json_response
 from agentrl.records import codec
@@ -34,6 +47,8 @@ from agentrl.records import codec
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -58,8 +73,17 @@ _SPARE_BYTES = 64 << 20  # of the driver's disk, for ledger and logs
 class FileService:
     """The routes for one run folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        judges: Mapping[str, Path] | None = None,
+        store: ObjectStore | None = None,
+        alert: Callable[[str], None] = log.warning,
+    ) -> None:
+        """`judges`: model folders of judges by name. `store`: hosts read versions from it. `alert`: called with messages for the user."""
+        self.folder, self._judges, self._store, self._alert = folder, dict(judges or {}), store, alert
+        self._uploads: dict[str, asyncio.Task[Any]] = {}
         self.index = ChunkIndex()
         self._arriving: dict[str, ArrivingFolder] = {}  # by kind/number
         self._peers: dict[str, dict[str, str]] = {}  # kind/number -> address of a mirror -> its key, in the order of their starts
@@ -72,6 +96,7 @@ class FileService:
         mirrors, readers = frozenset({HOST, LEARNER}), frozenset({HOST, LEARNER, WORKER})
         return [
             Route("GET", f"/files/{_BASE}", readers, self._base_listing),
+            Route("GET", f"/files/{JUDGES}/{{name}}", readers, self._judge_listing),
             Route("GET", "/files/{kind}", mirrors, self._names),
             Route("GET", "/files/{kind}/{number}", mirrors, self._listing),
             Route("GET", "/chunks/{sha256}", readers, self._chunk),
@@ -102,9 +127,14 @@ class FileService:
     async def _listing(self, request: Request) -> Response:
         return await self._listing_of(folder_path(self.folder, request.path_params["kind"], request.path_params["number"]))
 
-    async def _listing_of(self, path: Path) -> Response:
+    async def _judge_listing(self, request: Request) -> Response:
+        if (path := self._judges.get(name := request.path_params["name"])) is None:
+            raise RequestError("not_found", f"the run has no judge server {name[:100]!a}")
+        return await self._listing_of(path, links=True)
+
+    async def _listing_of(self, path: Path, *, links: bool = False) -> Response:
         if (listing := self._listings.get(path)) is None:  # hashing may take minutes, and hosts repeat the request
-            listing = asyncio.create_task(self._in_thread(lambda: codec.to_json(self.index.list_folder(path))))
+            listing = asyncio.create_task(self._in_thread(lambda: codec.to_json(self.index.list_folder(path, links=links))))
             self._listings[path] = listing
             listing.add_done_callback(lambda _: self._listings.pop(path))
         try:
@@ -133,7 +163,7 @@ class FileService:
         """Answers with the mirrors that started before, the newest first: a chain of mirrors forwards each chunk once per link."""
         data = await body_of(request, _BODY_S)
         folder, url, key = str(data["folder"]), str(data["url"])[:200], str(data["key"])[:200]
-        folder_path(self.folder, *folder.split("/", 1))
+        fetched_path(self.folder, *folder.split("/", 1))
         peers = self._peers.setdefault(folder, {})
         peers.pop(url, None)
         earlier = [{"url": other, "key": its} for other, its in reversed(peers.items())]
@@ -142,7 +172,25 @@ class FileService:
             del peers[next(iter(peers))]
         while len(self._peers) > _FOLDERS_WITH_PEERS:
             del self._peers[next(iter(self._peers))]
-        return json_response(earlier)
+        return json_response({"mirrors": earlier, "store": await self._stored(folder)})
+
+    async def _stored(self, name: str) -> str:
+        """Returns the URL of the store once it has a version; empty for other folders, without a store, and after a failed upload."""
+        if (store := self._store) is None or not name.startswith("versions/"):
+            return ""
+        path = self.folder / name
+        listing = await self._in_thread(lambda: self.index.list_folder(path))
+
+        def upload() -> str:
+            try:
+                store.upload(name, path, listing)
+                store.drop_others(numbered_folders(self.folder, "versions"))
+            except InfrastructureError as error:
+                self._alert(f"{name} is not in the object store: {error}\n  hosts fetch it from the driver and from each other")
+                return ""
+            return store.url
+
+        return str(await call_once(self._uploads, f"{name} {hash(listing)}", lambda: asyncio.to_thread(upload)))
 
     async def _begin(self, request: Request) -> Response:
         kind, number = request.path_params["kind"], request.path_params["number"]

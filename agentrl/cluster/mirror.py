@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
 import threading
@@ -27,14 +28,19 @@ from agentrl.cluster.chunks import (
     CHUNK,
     ArrivingFolder,
     ChunkIndex,
+    FileChunks,
     FolderListing,
     drop_folders,
+    fetched_path,
     folder_path,
     numbered_folders,
 )
 from agentrl.cluster.link import Link, LinkLost, NotFound
+from agentrl.cluster.object_store import PIECE, ObjectStore
 from agentrl.errors import DiskFull, InfrastructureError, UserError
 from agentrl.records import codec
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -66,7 +72,7 @@ class Mirror:
         folder.mkdir(parents=True, exist_ok=True)
 
     def fetch(self, name: str, *, timeout_s: float = TRANSFER_S, into: Path | None = None, weights: bool = True) -> Path:
-        """Returns the local path of `versions/000012`, `checkpoints/000012` or a single file, once it equals the driver's.
+        """Returns the local path of `versions/000012`, `checkpoints/000012`, `judges/NAME` or a single file, once it equals the driver's.
 
         Args:
             into: another path for a folder than in this mirror.
@@ -147,32 +153,62 @@ class Mirror:
 
     def _fetch_folder(self, name: str, into: Path | None, deadline: float, *, weights: bool) -> Path:
         kind, number = name.split("/")
-        final = into or folder_path(self.folder, kind, number)
+        final = into or fetched_path(self.folder, kind, number)
         listing = codec.from_json(FolderListing, self.link.call("GET", f"/files/{name}", timeout_s=_left(deadline)))
         if not weights:
             listing = FolderListing(files=tuple(one for one in listing.files if not one.name.endswith(_WEIGHTS)))
-        final.parent.mkdir(exist_ok=True)
+        final.parent.mkdir(exist_ok=True, parents=True)
         arriving = ArrivingFolder(final, listing, self.index)
         if missing := arriving.missing:
             _check_space(final.parent, min(arriving.missing_bytes, listing.size), name)
             self.expected |= frozenset(missing)
             try:
-                sources = self._sources(name)
-                self._for_each(missing, lambda sha256: self._fetch_chunk(sha256, arriving, sources, deadline))
+                sources, store = self._sources(name, deadline)
+                if store:
+                    self._fetch_stored(name, store, arriving, deadline)
+                self._for_each(arriving.missing, lambda sha256: self._fetch_chunk(sha256, arriving, sources, deadline))
             finally:
                 self.expected -= frozenset(missing)
         arriving.commit()
         return final
 
-    def _sources(self, name: str) -> list[Link]:
-        """Returns the mirrors that started before this one. A source that fails once is not used again."""
+    def _sources(self, name: str, deadline: float) -> tuple[list[Link], str]:
+        """Returns the mirrors that started before this one, and the URL of the object store if that has the folder.
+
+        A source that fails once is not used again.
+        """
         if self.relay is None:
-            return []
+            return [], ""
         sources: list[Link] = []
-        for peer in self.link.json("POST", "/peers", {"folder": name, "url": self.relay[0], "key": self.relay[1]})[:_PEERS]:
+        joining = {"folder": name, "url": self.relay[0], "key": self.relay[1]}
+        answer = self.link.json("POST", "/peers", joining, timeout_s=_left(deadline))  # after the upload, if there is a store
+        for peer in answer["mirrors"][:_PEERS]:
             with contextlib.suppress(UserError, ValueError):  # another host gave an address that is none
                 sources.append(Link(str(peer["url"]), str(peer["key"]), what="a mirror", silence_s=_PEER_S))
-        return sources
+        return sources, str(answer["store"])
+
+    def _fetch_stored(self, name: str, url: str, arriving: ArrivingFolder, deadline: float) -> None:
+        """Reads missing chunks from the object store. What it lacks, has damaged or does not return stays missing."""
+        missing, per_piece = set(arriving.missing), PIECE // CHUNK
+        pieces = [
+            (one, first)
+            for one in arriving.listing.files
+            for first in range(0, len(one.chunks), per_piece)
+            if missing.intersection(one.chunks[first : first + per_piece])
+        ]
+
+        def fetch(piece: tuple[FileChunks, int]) -> None:
+            (one, first), chunks = piece, piece[0].chunks[piece[1] : piece[1] + per_piece]
+            if time.monotonic() < deadline:
+                data = store.read(f"{name}/{one.name}", first * CHUNK, min((first + per_piece) * CHUNK, one.size))
+                for number, sha256 in enumerate(chunks):
+                    arriving.write(sha256, data[number * CHUNK : (number + 1) * CHUNK])
+
+        try:
+            store = ObjectStore(url)
+            self._for_each(pieces, fetch)
+        except (InfrastructureError, UserError, ValueError) as error:
+            log.warning("the rest of %s comes from the driver or another host, not from the object store: %s", name, error)
 
     def _fetch_chunk(self, sha256: str, arriving: ArrivingFolder, sources: list[Link], deadline: float) -> None:
         for source in tuple(sources):
@@ -196,18 +232,18 @@ class Mirror:
                 if tries == _TRIES - 1:
                     raise LinkLost(f"a chunk of {arriving.final.name} arrives damaged from {self.link.url}: {error}") from error
 
-    def _for_each(self, chunks: Sequence[str], transfer: Callable[[str], None]) -> None:
+    def _for_each(self, chunks: Sequence[T], transfer: Callable[[T], None]) -> None:
         """Calls `transfer` for each chunk, a few at a time, in their order. Raises the first error after all calls have ended."""
         left, lock, failed = iter(chunks), threading.Lock(), threading.Event()
 
         def work() -> None:
             while not failed.is_set():
                 with lock:
-                    sha256 = next(left, None)
-                if sha256 is None:
+                    chunk = next(left, None)
+                if chunk is None:
                     return
                 try:
-                    transfer(sha256)
+                    transfer(chunk)
                 except BaseException:
                     failed.set()
                     raise

@@ -12,11 +12,13 @@ import os
 import socket
 import threading
 import time
+import uuid
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
 import agentrl
+from agentrl.base.files import write_atomically
 from agentrl.cluster.link import Link
 from agentrl.cluster.mirror_host import MirrorHost
 from agentrl.cluster.process_host import HostedProcess, ProcessHost
@@ -253,3 +255,11 @@ class NodeHost:
             if time.monotonic() - self._called > self._settings.lease_s:
                 for process in list(self._processes.values()):
                     process.send_kill()
+
+
+def run_id(folder: Path) -> str:
+    """Returns the id of a run, which a copy of its folder shares and another folder of the same name does not."""
+    path = folder / ID_FILE
+    if not path.exists():
+        write_atomically(path, uuid.uuid4().hex)
+    return path.read_text(encoding="utf-8").strip()

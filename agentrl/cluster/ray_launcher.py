@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import agentrl
-from agentrl.base.files import write_atomically
 from agentrl.base.installation import import_optional
 from agentrl.base.user_code import printable
 from agentrl.cluster.fit import ClusterNode, fit_plan, no_fit_error
 from agentrl.cluster.plan import Bundle, ClusterPlan
 from agentrl.cluster.process_host import HostedProcess, ProcessHost
-from agentrl.cluster.ray_host import ID_FILE, LEASE_S, HostSettings, HostState, NodeHost, PartState
+from agentrl.cluster.ray_host import ID_FILE, LEASE_S, HostSettings, HostState, NodeHost, PartState, run_id
 from agentrl.cluster.ray_nodes import list_nodes
 from agentrl.cluster.ray_part import FETCH_S, PartPoller, RayPart
 from agentrl.errors import LaunchError, RunFolderBusy, UserError
@@ -68,7 +67,7 @@ class RayLauncher:
             working_folder=os.getcwd(),
             driver=f"process {os.getpid()} on {socket.gethostname()}",
             session=self._session,
-            run=_run_id(folder),
+            run=run_id(folder),
         )
         self._folder = folder
         self.shared_folder = True  # all nodes with parts see the run folder; `open` checks it
@@ -92,7 +91,7 @@ class RayLauncher:
         worker: Any = import_module("ray._private.worker")
         worker.print_to_stdstream = _log_message  # it would print to the command's output
         with _own_signals():
-            ray.init(address=plan.address, namespace=f"agentrl-{_run_id(folder)}", **_QUIET)
+            ray.init(address=plan.address, namespace=f"agentrl-{run_id(folder)}", **_QUIET)
         launcher = cls(ray, plan, folder, root=root, nodes=nodes)
         try:
             await launcher._end_earlier_session()
@@ -152,7 +151,7 @@ class RayLauncher:
 
     async def _check_nodes(self) -> None:
         """Starts the hosts. Checks their version, and whether all have the run folder. Raises `UserError` and `LaunchError`."""
-        requests = [self._retry(name, self._actor(name).describe.remote, timeout_s=RESERVE_S) for name in self._bundles]
+        requests = [self._retry(name, self._actor(name).describe.remote, timeout_s=START_S) for name in self._bundles]
         states: list[HostState] = await asyncio.gather(*requests)
         for state in states:
             if state.version != agentrl.__version__:
@@ -308,14 +307,6 @@ def _log_message(data: Mapping[str, Any], ignore_prefix: bool = False) -> None:
     """Logs the first line of a message of the cluster, such as that of a lost node."""
     for message in data["lines"]:
         log.info("Ray: %s", printable(str(message).partition("\n")[0], 500))
-
-
-def _run_id(folder: Path) -> str:
-    """Returns the id of a run, which a copy of its folder shares and another folder of the same name does not."""
-    path = folder / ID_FILE
-    if not path.exists():
-        write_atomically(path, uuid.uuid4().hex)
-    return path.read_text(encoding="utf-8").strip()
 
 
 def _own_address(ray: Any, address: str) -> str:

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from agentrl.base.error_text import one_line_error
 from agentrl.base.installation import import_optional
 from agentrl.base.user_code import printable
 from agentrl.cluster.fit import ClusterNode
@@ -46,6 +45,8 @@ def list_nodes(address: str, *, wait_s: float = WAIT_S) -> list[ClusterNode]:
 
 def _unreachable(address: str, reason: str) -> UserError:
     fix = "start a cluster (ray start --head), and give cluster.address as HOST:PORT of its head, or ray://HOST:10001"
+    if "version mismatch" in reason.lower():
+        return UserError(f"the Ray cluster at {address} has other versions: {reason}", fix="install the same Ray and Python everywhere")
     return UserError(f"no Ray cluster answers at {address}: {reason}", fix=fix)
 
 
@@ -74,7 +75,7 @@ def main() -> int:
     try:
         nodes = _read_nodes(sys.argv[1])
     except Exception as error:  # Ray raises arbitrary errors
-        print(one_line_error(error), file=sys.stderr)
+        print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     print(f"{_MARK}{json.dumps(nodes)}")
     return 0

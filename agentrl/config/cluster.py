@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, StrictFloat, StrictInt, StrictStr
 
@@ -98,4 +99,14 @@ def _amount_error(part: str, name: str, amount: float | str) -> str:
         if not part.startswith(_USES_GPUS):
             return "the learner has a GPU for each of learner.ranks" if part == "learner" else "this part uses no GPU"
         return "" if amount <= 1 else "a server uses at most one GPU; several servers are serving.replicas"
+    return ""
+
+
+def store_problem(url: object) -> str:
+    """Returns why a value cannot be the URL of an object store; empty if it can."""
+    if not isinstance(url, str) or "://" not in url or not url.partition("://")[2].strip("/"):
+        return "must be a URL with a folder, such as s3://bucket/folder"
+    parts = urlsplit(url)
+    if parts.username or parts.password or parts.query:
+        return "must not contain credentials or parameters: set them in the environment of the driver and of every node"
     return ""

@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 from agentrl.base import secrets
 from agentrl.base.untrusted_files import read_bytes
 from agentrl.config import section
-from agentrl.config.cluster import ClusterConfig, resource_errors
+from agentrl.config.cluster import ClusterConfig, resource_errors, store_problem
 from agentrl.config.failures import CaptureConfig
 from agentrl.config.gate import GateConfig
 from agentrl.config.learner import LearnerConfig, Limit, LoraConfig
@@ -67,6 +67,13 @@ __all__ = [
 _LARGEST = 16 << 20  # bytes of a recipe's file
 _LAGS = Needs("a version that can lag that far: set it below steps", lambda recipe, own: own.max_staleness < own.step_limit)
 _OVERLAPS = Needs("steps that overlap: set max_staleness above 0", lambda recipe, own: own.max_staleness > 0)
+
+
+HOSTED = ("inspect", "verifiers")
+"""Prefixes of `tasks.family` of environments whose program drives the model (`agentrl.environment.hosted`)."""
+HOSTED_AGENT = "agentrl.environment.hosted:HostedAgent"
+OWN_SOLVER = "agentrl"
+"""The option `solver` of such a family with which the turn loop plays its tasks."""
 
 
 class Recipe(Section):
@@ -117,6 +124,13 @@ class Recipe(Section):
     """Servers that the run starts for its judges, by name. A judge refers to one with `agentrl.judge.served(NAME)`."""
     gate: GateConfig | None = resumable(None)
     """Evaluates versions on a suite before promotion. None: the last version is promoted without evaluation."""
+
+    @property
+    def agent(self) -> Part:
+        """The agent: `rollout.agent`, or the one for environments whose program drives the model, if the recipe does not set another."""
+        family = self.tasks.family
+        hosted = family.ref.partition(":")[0] in HOSTED and self.rollout.agent.ref == "turns" and family.options.get("solver") != OWN_SOLVER
+        return Part(HOSTED_AGENT) if hosted else self.rollout.agent
 
     @model_validator(mode="after")
     def _no_secrets_by_value(self) -> Recipe:
@@ -198,9 +212,19 @@ class Recipe(Section):
             yield "learner.minibatches must not exceed rollout.groups_per_step"
 
     def _parts_are_started(self) -> Iterator[str]:
+        yield from self._weight_store()
         yield from resource_errors(self.cluster.resources, list(self.part_counts), ranks=self.learner.ranks)
-        if not self.cluster.is_local and self.serving.weight_transfer.ref == "nccl":
-            yield "serving.weight_transfer=nccl works on one machine: with cluster.address set serving.weight_transfer=file"
+
+    def _weight_store(self) -> Iterator[str]:
+        transfer = self.serving.weight_transfer
+        if not transfer.options or transfer.ref not in parts.CHANNEL.with_options:
+            return
+        if unknown := ", ".join(sorted(set(transfer.options) - {"store"})):
+            yield f"serving.weight_transfer.options: unknown {unknown}; use store, or none"
+        elif problem := store_problem(transfer.options["store"]):
+            yield f"serving.weight_transfer.options.store {problem}"
+        elif self.cluster.is_local:
+            yield "serving.weight_transfer.options.store carries versions to other machines: set cluster.address, or remove it"
 
     def _store_options(self) -> Iterator[str]:
         options = self.store.options

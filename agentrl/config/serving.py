@@ -58,8 +58,8 @@ class ServingConfig(ServerConfig):
     replicas: int = Field(1, ge=1)
     """Servers of the policy, each with a process, a port, a KV cache and, on GPUs, a GPU."""
     weight_transfer: parts.Channel = parts.Part("file")
-    """file: the server maps safetensors, on one machine. delta: file, with changes only; pays in bfloat16 with a small learning rate. nccl:
-    from the learner's GPUs to the server's."""
+    """file: the server maps safetensors; other machines copy them, with options.store=URL from an object store. delta: file, with changes
+    only; pays in bfloat16 with a small learning rate. nccl: from the learner's GPUs to the server's."""
     request_timeout_s: float = Field(120.0, gt=0)
     """Seconds that a turn may lose to a slow server, and deadline of a weight swap."""
     probe_max_abs_diff: float | None = Field(None, gt=0)

@@ -26,7 +26,6 @@ from agentrl.experience import DriverStore, open_store
 from agentrl.failure import Capture, FaultRate
 from agentrl.failure.case import Case, Suite, check_attempt_options
 from agentrl.observe import RunTracker, StageClock, open_trackers
-from agentrl.plugins import parts
 from agentrl.plugins.references import add_project_root
 from agentrl.protocols import Agent, Policy, SandboxBackend, ToolSource, Tracker
 from agentrl.records import PolicyVersion, Split
@@ -34,6 +33,7 @@ from agentrl.reward import TaskScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.sandbox import open_sandboxes
 from agentrl.session import preflight
+from agentrl.session.builders import build_agent
 from agentrl.session.ending import closing_stack
 from agentrl.session.folder import RunStart, check_disk, claim_run_folder, write_start
 from agentrl.session.opening import Run, open_run
@@ -211,7 +211,7 @@ async def _not_served(given: PreparedEvaluation, *, console: bool) -> AsyncItera
         tasks = with_sub_agent_tools(cases, recipe.rollout.delegation)
         tools = await pin_tools(declared_tools(recipe.mcp, recipe.tools, given.root), tasks, sandboxes, every=False, chat=chat)
         if chat is not None:
-            for task in [one for one in cases if (one.sandbox.image, one.sandbox.runtime) not in broken][:1]:
+            for task in [one for one in cases if one.sandbox is not None and (one.sandbox.image, one.sandbox.runtime) not in broken][:1]:
                 await check_snapshots(recipe, task, sandboxes)
             check_start_tokens(given.suites, chat, tools, recipe.rollout)
         store = await DriverStore.open(partial(open_store, folder, recipe))
@@ -255,11 +255,9 @@ def _parts(given: PreparedEvaluation) -> tuple[Policy, Agent, ChatFormat | None]
     if given.policy.source is PolicySource.ENDPOINT:
         return NoPolicy(), _chat_agent(given.policy, given.recipe), None
     plugin: Any = load_policy_plugin(given.policy)
-    rollout = given.recipe.rollout
     policy = given.recipe.policy
     chat = ChatFormat(plugin.tokenizer, tool_format=policy.tool_format, rewritten=policy.rewritten_context)
-    agent: Agent = parts.make_part(parts.AGENT, rollout.agent, chat=chat, **rollout.agent_settings)
-    return plugin, agent, chat
+    return plugin, build_agent(given.recipe, chat), chat
 
 
 def _chat_agent(policy: NamedPolicy, recipe: Recipe) -> ChatAgent:

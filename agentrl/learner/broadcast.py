@@ -1,29 +1,35 @@
 """Sends published weights to the server over NCCL.
 
-The driver writes the server's address and key to `server.json`. A broken channel cannot be repaired in place, because the remaining
-members are stuck in a collective: the learner ends with an error, restarts from its checkpoint and updates the server first.
+Rank 0 listens for the server's workers at the address of its host from which it reaches the server, so the two may be on different nodes.
+Every collective has a deadline, after which the communicator is aborted, because its members wait for ever for one that is lost. A server
+that was replaced gets a new communicator. A broken one cannot be repaired in place, because other ranks may be in a collective: the learner
+ends with an error, restarts from its checkpoint, connects again and updates the server first.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import socket
+import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import httpx
 
 from agentrl.config.recipe import Recipe
 from agentrl.errors import LearnerError
 from agentrl.learner.engine import PolicyEngine
-from agentrl.serving.access import ServerAddress, announced_server
-from agentrl.serving.access import auth_headers as access
+from agentrl.learner.launch import address_towards
+from agentrl.serving.access import ServerAddress, auth_headers
 
 log = logging.getLogger("agentrl.learner")
 _POLL_S = 0.1
 _ASK_S = 30.0
+_ABORT_S = 15.0  # for a collective to return after the abort of its communicator
 
 
 class Channel(Protocol):
@@ -32,15 +38,20 @@ class Channel(Protocol):
     def send_weights(self) -> None:
         """Sends all weights. A collective."""
 
+    def shutdown(self) -> None:
+        """Aborts the communicator: a collective that waits in another thread returns."""
 
+
+FindServer = Callable[[], ServerAddress | None]
 Connect = Callable[[PolicyEngine, ServerAddress, float], tuple[Any, Channel]]  # -> the client that carries the version, and the channel
 
 
 class Broadcaster:
     """Sends versions from all ranks; every method is a collective. Only rank 0 talks to the server."""
 
-    def __init__(self, run_dir: Path, recipe: Recipe, engine: PolicyEngine, *, connect: Connect | None = None) -> None:
-        self._run_dir = run_dir
+    def __init__(self, find_server: FindServer, recipe: Recipe, engine: PolicyEngine, *, connect: Connect | None = None) -> None:
+        """`find_server`: returns the server that runs now, if one does. `connect`: opens the channel to it."""
+        self._find_server = find_server
         self._serving = recipe.serving
         self._engine = engine
         self._connect = connect or _connect
@@ -51,13 +62,15 @@ class Broadcaster:
     def send(self, number: int) -> None:
         """Sends the engine's weights as version `number`; returns when the server has loaded them.
 
-        Raises `LearnerError` if no server appears within `serving.startup_timeout_s` or the transfer fails.
+        Raises `LearnerError` if no server appears within `serving.startup_timeout_s`, the transfer fails, or it takes longer than twice
+        `serving.request_timeout_s`: once for the server to pause, once for the weights.
         """
         try:
             channel = self._connected()
             self._engine.ranks.report_progress("sending weights")
             self._client.version = number
-            channel.send_weights()
+            with deadline(f"sending version {number}", 2 * self._serving.request_timeout_s, abort=channel.shutdown):
+                channel.send_weights()
         except (OSError, RuntimeError, httpx.HTTPError) as error:  # a TimeoutError is an OSError
             raise LearnerError(f"version {number} could not be sent to the server: {type(error).__name__}: {error}") from error
 
@@ -67,7 +80,7 @@ class Broadcaster:
         if self._engine.ranks.is_first:
             server = self._server()
             try:
-                reply = httpx.get(f"{server.url}/weight_info", headers=access(server.key), timeout=_ASK_S, trust_env=False)
+                reply = httpx.get(f"{server.url}/weight_info", headers=auth_headers(server.key), timeout=_ASK_S, trust_env=False)
                 answer = reply.raise_for_status().json()
             except (httpx.HTTPError, ValueError) as error:
                 raise LearnerError(f"cannot read the weight version of the server at {server.url}: {error}") from error
@@ -81,15 +94,20 @@ class Broadcaster:
         server = self._server() if ranks.is_first else ServerAddress(url="", key="", start=0)
         start = ranks.from_first(server.start)
         if self._channel is None or start != self._start:
-            self._client, self._channel = self._connect(self._engine, server, self._serving.request_timeout_s)
+            if self._channel is not None:
+                self._channel.shutdown()  # its server is gone
+                self._channel = None
+            timeout_s = self._serving.request_timeout_s
+            with deadline("connecting to the server", timeout_s, abort=lambda: None):  # there is no communicator yet
+                self._client, self._channel = self._connect(self._engine, server, timeout_s)
             self._start = start
         return self._channel
 
     def _server(self) -> ServerAddress:
-        deadline = time.monotonic() + self._serving.startup_timeout_s
-        while (server := announced_server(self._run_dir)) is None:
+        until = time.monotonic() + self._serving.startup_timeout_s
+        while (server := self._find_server()) is None:
             self._engine.ranks.report_progress("waiting for the server")
-            if time.monotonic() > deadline:
+            if time.monotonic() > until:
                 raise LearnerError(f"no inference server started within {self._serving.startup_timeout_s:g} s")
             time.sleep(_POLL_S)
         return server
@@ -102,11 +120,46 @@ def _connect(engine: PolicyEngine, server: ServerAddress, timeout_s: float) -> t
         engine.ranks.report_progress("waiting for the server to pause")
 
     client = PausedServerClient(server.url, key=server.key, timeout_s=timeout_s, waiting=waiting)
-    channel = connect(engine, client, master_address="127.0.0.1", master_port=_free_port(), server_ranks=1)
+    address, port = rendezvous(server) if engine.ranks.is_first else ("", 0)  # other ranks do not listen
+    channel = connect(engine, client, master_address=address, master_port=port, server_ranks=1)
     return client, channel
 
 
-def _free_port() -> int:
+def rendezvous(server: ServerAddress) -> tuple[str, int]:
+    """Returns the address of this host from which it reaches the server, and a free port there. Raises `OSError` without a route."""
+    address = address_towards(urlsplit(server.url).hostname or "")
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        probe.bind((address, 0))
+        return address, int(probe.getsockname()[1])
+
+
+@contextmanager
+def deadline(what: str, seconds: float, *, abort: Callable[[], None], grace_s: float = _ABORT_S) -> Iterator[None]:
+    """Context for a collective, which nothing in its thread can end. Raises `LearnerError` if the block takes longer than `seconds`.
+
+    Then `abort` is called in another thread. If the block has not ended `grace_s` later, the process ends with exit code 1.
+    """
+    expired, ended = threading.Event(), threading.Event()
+    message = f"{what} did not end within {seconds:g} s: the server or its node is lost, or the network between them"
+
+    def watch() -> None:
+        if ended.wait(seconds):
+            return
+        expired.set()
+        log.error("%s", message)
+        abort()
+        if not ended.wait(grace_s):
+            log.error("the collective cannot be ended, so this process ends")
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="deadline of a collective").start()
+    try:
+        yield
+    except Exception as error:
+        if not expired.is_set():
+            raise
+        raise LearnerError(message) from error
+    finally:
+        ended.set()
+    if expired.is_set():
+        raise LearnerError(message)

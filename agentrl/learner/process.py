@@ -25,7 +25,7 @@ from agentrl.protocols import Launcher, PartCommand, PartHandle
 from agentrl.protocols.cluster import HOST, PARENT, PORT, PROGRESS, PYTHON, REASONS, ROOT, RUN
 
 if TYPE_CHECKING:
-    from agentrl.learner.home_service import LearnerSessions
+    from agentrl.learner.learner_api import LearnerSessions
 
 log = logging.getLogger(__name__)
 

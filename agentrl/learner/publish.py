@@ -19,9 +19,9 @@ from torch import Tensor
 
 from agentrl.base.files import commit_folder, partial_folder, replace_file, sha256_file, write_atomically
 from agentrl.learner import lora
+from agentrl.learner.access import LearnerAccess
 from agentrl.learner.driver_reports import disk_errors_raised
 from agentrl.learner.engine import PolicyEngine
-from agentrl.learner.home import RunHome
 from agentrl.records import ADAPTER, WHOLE_MODEL, Group, PolicyVersion, Probe, codec
 from agentrl.version import deltas
 
@@ -55,14 +55,14 @@ def select_probe_rows(groups: tuple[Group, ...], *, vocabulary: int, max_model_l
     return tuple(rows[:PROBE_ROWS]) or (tuple(token % vocabulary for token in range(min(16, longest))),)
 
 
-def write_base_probe(home: RunHome, engine: PolicyEngine) -> None:
+def write_base_probe(access: LearnerAccess, engine: PolicyEngine) -> None:
     """Writes the probe of version 0, whose weights the engine holds, unless it exists. All ranks call it.
 
     Servers are compared with it before anything is sampled. Its rows are greedy continuations, because in bfloat16 the logprobs of unlikely
     tokens differ more between implementations. They start with tokens from the middle of the vocabulary, because control tokens, which are
     at its ends, may amplify rounding (SmolLM2 in float32: 2.4e-4 nats from float64 after token 0, 1.5e-5 after ordinary tokens).
     """
-    path, ranks = version_folder(home.folder, 0) / "probe.json", engine.ranks
+    path, ranks = version_folder(access.folder, 0) / "probe.json", engine.ranks
     if ranks.from_first(int(path.exists())):
         return
     vocabulary = engine.lm.config.get_text_config().vocab_size
@@ -72,13 +72,13 @@ def write_base_probe(home: RunHome, engine: PolicyEngine) -> None:
         rows = [(*row, ranks.from_first(token)) for row, token in zip(rows, likeliest, strict=True)]
     probe = engine.probe(tuple(rows))
     if ranks.is_first:
-        with disk_errors_raised(f"the probe of version 0 in {home.folder}"):
+        with disk_errors_raised(f"the probe of version 0 in {access.folder}"):
             write_atomically(path, codec.to_json(probe), durable=True)
-        home.base_probe_written()
+        access.base_probe_written()
 
 
 def publish_version(
-    home: RunHome,
+    access: LearnerAccess,
     engine: PolicyEngine,
     *,
     number: int,
@@ -96,16 +96,16 @@ def publish_version(
     weights = gather_weights(engine)
     probe = engine.probe(rows)
     if engine.ranks.is_first:
-        run_dir = home.folder
+        run_dir = access.folder
         with disk_errors_raised(f"version {number} in {run_dir}"):
             part = partial_folder(version_folder(run_dir, number))
             version = _export(part, run_dir, engine, weights, number, parent, metrics, probe)
             if as_delta:
-                _shrink(part, version, home.registry.get(parent), whole=number % FULL_EVERY == 0)
+                _shrink(part, version, access.registry.get(parent), whole=number % FULL_EVERY == 0)
             commit_folder(part, version_folder(run_dir, number))
-        home.version_written(version_folder(run_dir, number))
-        home.registry.add(version)
-        home.registry.prune(keep)
+        access.version_written(version_folder(run_dir, number))
+        access.registry.add(version)
+        access.registry.prune(keep)
     engine.ranks.barrier()
 
 

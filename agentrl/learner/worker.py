@@ -29,15 +29,15 @@ from agentrl.errors import LearnerError, LearnerHalted, StoreError
 from agentrl.experience import GroupOrder, open_store, step_uses
 from agentrl.learner import checkpoint as checkpoints
 from agentrl.learner import ranks as processes
+from agentrl.learner.access import FolderAccess, LearnerAccess
 from agentrl.learner.broadcast import Broadcaster
 from agentrl.learner.checkpoint import CheckpointMeta
 from agentrl.learner.critic import Critic
 from agentrl.learner.driver_reports import SILENT, ProgressReporter
 from agentrl.learner.engine import PolicyEngine
-from agentrl.learner.home import FolderHome, RunHome
 from agentrl.learner.publish import publish_version, select_probe_rows, version_folder, write_base_probe
 from agentrl.learner.ranks import Ranks
-from agentrl.learner.remote_home import DriverHome
+from agentrl.learner.remote_access import RemoteAccess
 from agentrl.learner.token_recorder import TokenRecorder
 from agentrl.learner.ulysses import form_teams
 from agentrl.learner.update import Updater
@@ -55,20 +55,21 @@ _WAIT, _GO, _STOP = 0, 1, 2
 class Worker:
     """One rank of a run's learner. No two ranks write to the same file; only rank 0 commits to the store."""
 
-    def __init__(self, home: RunHome, recipe: Recipe, ranks: Ranks) -> None:
-        run_dir = home.folder
-        self.home, self.checkpoints = home, run_dir / "checkpoints"
+    def __init__(self, access: LearnerAccess, recipe: Recipe, ranks: Ranks) -> None:
+        run_dir = access.folder
+        self.access, self.checkpoints = access, run_dir / "checkpoints"
         self.recipe = recipe
         self.ranks = ranks
         self.stopping = False
-        self.store, self.registry = home.store, home.registry
+        self.store, self.registry = access.store, access.registry
         self.engine = PolicyEngine(version_folder(run_dir, 0), recipe, ranks)
         separate = recipe.critic is not None and not recipe.critic.shared
         self.critic = Critic(version_folder(run_dir, 0), recipe, ranks) if separate else None
         self.updater = Updater(self.engine, critic=self.critic)
         if ranks.team is None or ranks.team.rank == 0:
             self.updater.recorder = TokenRecorder(run_dir, ranks.data_parallel_rank)
-        self.broadcaster = Broadcaster(run_dir, recipe, self.engine) if recipe.serving.weight_transfer.ref == "nccl" else None
+        nccl = recipe.serving.weight_transfer.ref == "nccl"
+        self.broadcaster = Broadcaster(access.find_server, recipe, self.engine) if nccl else None
         self.order = GroupOrder.from_recipe(recipe)
         self.consumed_sha256 = step_uses.NO_STEPS
         self._open_block = 0  # first block that is not consumed completely
@@ -79,7 +80,7 @@ class Worker:
     def run(self) -> None:
         """Repairs the state after a crash, then runs steps until `recipe.step_limit` or a stop request."""
         self.ranks.report_progress("computing version 0's probe")
-        write_base_probe(self.home, self.engine)
+        write_base_probe(self.access, self.engine)
         self.ranks.report_progress("resuming")
         self._resume()
         while self.next_step < self.recipe.step_limit:
@@ -94,7 +95,7 @@ class Worker:
 
     def close(self) -> None:
         """Closes store and registry."""
-        self.home.close()
+        self.access.close()
 
     def _step(self, groups: tuple[Group, ...], rejected: bool = False) -> None:
         start = time.perf_counter()
@@ -107,7 +108,7 @@ class Worker:
         saving = time.perf_counter()
         self.ranks.report_progress("writing a checkpoint")
         if self.ranks.is_first:
-            self.home.record_uses(uses)
+            self.access.record_uses(uses)
         name = self._save(meta)
         publishing = time.perf_counter()
         self.ranks.report_progress("publishing a version")
@@ -115,7 +116,7 @@ class Worker:
             self.store.commit(step, uses, name)
         self._publish(meta)
         if self.updater.recorder is not None:
-            self.home.tokens_recorded(step + 1, self.ranks.data_parallel_rank)
+            self.access.tokens_recorded(step + 1, self.ranks.data_parallel_rank)
         self.next_step = step + 1
         end = time.perf_counter()
         log.info(
@@ -143,7 +144,7 @@ class Worker:
 
     def _requested_rollback(self, step: int, groups: tuple[Group, ...]) -> tuple[int, dict[str, float], dict[int, GroupUse]]:
         """Performs the requested rollback. Undone versions sampled the groups of this step, so the step consumes them."""
-        request = self.home.pending_rollback()
+        request = self.access.pending_rollback()
         if request is None:
             raise LearnerError(f"step {step}: the rollback request has disappeared")
         reason = f"{'a user' if request.by_user else 'the gate'} rejected version {request.version}: {request.reason}"
@@ -158,7 +159,7 @@ class Worker:
                 episodes=tuple(scored.episode.id for group in groups for scored in group.episodes),
                 metrics={},
             )
-            self.home.record_setbacks((setback,))
+            self.access.record_setbacks((setback,))
         return parent, {"rollbacks": 1.0, "weights_changed": 1.0}, _unused(groups, "rolled_back")
 
     def _groups_to_replay(self, step: int) -> tuple[Group, ...]:
@@ -184,7 +185,7 @@ class Worker:
             for setback in setbacks:
                 log.warning("step %d: %s of groups %s: %s", step, setback.action, setback.groups, "; ".join(setback.reasons))
             if self.ranks.is_first:
-                self.home.record_setbacks(setbacks)
+                self.access.record_setbacks(setbacks)
         if penalties and math.isfinite(mean := fmean(penalties.values())):
             metrics["kl_penalty_mean"] = mean
         reasons = Counter(reason.partition(":")[0].partition(" ")[0] for reason in assembled.drop_reasons.values())  # without details
@@ -202,12 +203,12 @@ class Worker:
         The groups of the undone steps stay consumed. The old weights are published under the next number, so server and rollouts switch
         to them as to any other version.
         """
-        self.home.need_checkpoint(to)
+        self.access.need_checkpoint(to, self.ranks)
         checkpoint = checkpoints.numbered(self.checkpoints, to)
         if checkpoint is None:
             raise LearnerHalted(
                 f"step {step}: a rollback is required, but checkpoint {to} is missing or damaged\n"
-                f"  fix: request another version or none: agentrl versions rollback {self.home.folder} --help"
+                f"  fix: request another version or none: agentrl versions rollback {self.access.folder} --help"
             )
         checkpoints.restore(checkpoint, self.engine, critic=self.critic)
         guard = self.updater.guard
@@ -233,24 +234,25 @@ class Worker:
 
     def _save(self, meta: CheckpointMeta) -> str:
         keep, spare = self.recipe.learner.keep_checkpoints, self._spared_checkpoints
-        written, spread = partial(self.home.checkpoint_written, spare=spare, ranks=self.ranks), self.home.own_disk and self.ranks.hosts > 1
+        spread = self.access.own_disk and self.ranks.hosts > 1
+        written = partial(self.access.checkpoint_written, spare=spare, ranks=self.ranks)
         folder = checkpoints.save(
             *(self.checkpoints, self.engine, meta), keep=keep, critic=self.critic, spare=spare, written=written, spread=spread
         )
         if self.ranks.is_first:
-            self.home.prune_checkpoints(keep, spare)
+            self.access.prune_checkpoints(keep, spare)
         return folder.name
 
     def _spared_checkpoints(self) -> set[int]:
         """Checkpoints to which the run may return, now."""
         spared = {self.good} if self.recipe.learner.rolls_back else set()
-        if (request := self.home.pending_rollback()) is not None:
+        if (request := self.access.pending_rollback()) is not None:
             spared.add(request.to)
         return spared | self._gate_checkpoints() | self.registry.pinned()
 
     def _publish(self, meta: CheckpointMeta) -> None:
         publish_version(
-            self.home,
+            self.access,
             self.engine,
             number=meta.step,
             parent=meta.parent,
@@ -265,7 +267,7 @@ class Worker:
 
     def _resume(self) -> None:
         """Loads the newest intact checkpoint and brings store and registry to the same step."""
-        self.home.prepare(self.ranks.report_progress.alert)
+        self.access.prepare(self.ranks.report_progress.alert, self.ranks)
         checkpoint = checkpoints.newest(self.checkpoints, alert=self.ranks.report_progress.alert)
         if checkpoint is not None:
             checkpoints.restore(checkpoint, self.engine, critic=self.critic)
@@ -281,9 +283,9 @@ class Worker:
             base = self.registry.get(0)
             if self.recipe.learner.lora is not None and base is not None:
                 self.registry.verify(base)  # an adapter needs its base weights
-            self.home.reconcile(self.next_step, self.consumed_sha256)
+            self.access.reconcile(self.next_step, self.consumed_sha256)
             self.registry.reconcile(self.next_step)
-            self.home.forget_setbacks(self.next_step)
+            self.access.forget_setbacks(self.next_step)
             missing = checkpoint is not None and not self._published(self.next_step)
         if self.ranks.from_first(int(missing)) and checkpoint is not None:
             log.info("publishing version %d again", self.next_step)
@@ -305,7 +307,7 @@ class Worker:
         return bool(self.ranks.from_first(int(self.ranks.is_first and self._rollback_requested(step))))
 
     def _rollback_requested(self, step: int) -> bool:
-        request = self.home.pending_rollback()
+        request = self.access.pending_rollback()
         if request is None or request.version > step or request.version in self.rolled_back:
             return False
         to = self.registry.get(request.to)
@@ -355,7 +357,7 @@ class Worker:
         self._open_block = self.order.first_open_block(entries, before=step, start=self._open_block)
         indices = self.order.select(step, entries)
         if indices is None:
-            time.sleep(self.home.poll_s)
+            time.sleep(self.access.poll_s)
             return _WAIT
         self.store.assign(step, indices)
         return _GO
@@ -421,7 +423,7 @@ def run_worker(run_dir: Path, *, root: Path | None = None, progress: str | None 
     transformers.utils.logging.disable_progress_bar()
     if root is not None:
         references.add_project_root(root)
-    remote = None if driver is None else DriverHome.open(run_dir, *driver)
+    remote = None if driver is None else RemoteAccess.open(run_dir, *driver)
     recipe = recipes.load(run_dir / "recipe.json")
     if recipe.learner.threads:
         torch.set_num_threads(recipe.learner.threads)
@@ -430,8 +432,10 @@ def run_worker(run_dir: Path, *, root: Path | None = None, progress: str | None 
     ranks.report_progress("loading the model")
     random.seed(recipe.seed + ranks.rank)
     torch.manual_seed(recipe.seed + ranks.rank)
-    home = remote or FolderHome(run_dir, open_store(run_dir, recipe), FolderRegistry(run_dir / "versions"))
-    worker = Worker(home, recipe, ranks)
+    if remote is not None:
+        remote.fetch_base(ranks)
+    access = remote or FolderAccess(run_dir, open_store(run_dir, recipe), FolderRegistry(run_dir / "versions"))
+    worker = Worker(access, recipe, ranks)
     signal.signal(signal.SIGTERM, lambda *_: setattr(worker, "stopping", True))
     log.info("rank %d of %d is ready on %s after %.1f s", ranks.rank, ranks.size, ranks.device, time.perf_counter() - start)
     try:

@@ -38,6 +38,7 @@ from agentrl.base.secrets import RedactingFormatter
 from agentrl.cluster.link import take_key
 from agentrl.config.recipe import Recipe, build
 from agentrl.config.tools import MemoryConfig
+from agentrl.environment import close_environments
 from agentrl.errors import InfrastructureError, RequestRefused, SandboxUnavailable, ServerDied, ServingError, UserError
 from agentrl.judge.servers import registered_servers
 from agentrl.memory import StoreView
@@ -49,7 +50,7 @@ from agentrl.observe.run_events import EpisodeEvents
 from agentrl.plugins.references import add_project_root
 from agentrl.protocols import CacheUse
 from agentrl.protocols.serving import MAX_CACHE_USE
-from agentrl.records import Completion, Failure, Group, SamplingParams, Task, codec
+from agentrl.records import Completion, Failure, Group, SamplingParams, Split, Task, codec
 from agentrl.rollout import Admission, GroupRunner, Pace, excluded_group, failure_from_error
 from agentrl.run.group_stream import Outbox, open_transport
 from agentrl.run.worker_access import WorkerAccess
@@ -57,7 +58,7 @@ from agentrl.run.worker_api import LEASE_WAIT_S, MAX_EVENTS, MAX_GROUP_BYTES, MA
 from agentrl.sandbox import open_sandboxes
 from agentrl.serving.transport import HttpTransport
 from agentrl.session.builders import build_episode_runner, build_group_runner
-from agentrl.session.judge_servers import declare_judges
+from agentrl.session.judge_servers import declare_judge_servers, declare_judges
 from agentrl.session.preflight import open_chat, open_group_judge, open_tasks
 
 log = logging.getLogger(__name__)
@@ -73,6 +74,10 @@ _STREAMED_BYTES = 1 << 20  # of events in one renewal
 _KINDS = {error.__name__: error for error in (ServingError, ServerDied, RequestRefused)}  # they decide who is to blame
 
 
+UNFIT = 2
+"""Exit code of a worker that lacks something on its host, such as a sandbox backend. Another start does not help."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
     """What a worker needs to open the parts of a run, as JSON data."""
@@ -82,6 +87,7 @@ class WorkerSpec:
     root: str  # project with the recipe's plug-ins on the driver's machine
     concurrency: int  # episodes at once in one worker
     max_open: int  # sandboxes at once in one worker
+    judges: dict[str, str] = field(default_factory=dict)  # judge server -> sha256 of its weights
     token_s: float = 0.0  # see `PolicyServer.token_s`
     pace: dict[str, Any] | None = None  # see `Pace.to_data`; None means no history
     redis: dict[str, Any] = field(default_factory=dict, repr=False)  # see `open_transport`; empty: groups are sent over HTTP
@@ -357,10 +363,15 @@ async def _open_runner(
 ) -> GroupRunner:
     folder, policy = access.folder, await access.policy_folder()
     config = recipe.sandbox.model_copy(update={"max_open": spec.max_open})
-    sandboxes = await open_sandboxes(config, run_label=Path(spec.folder).name, root=root)
-    stack.push_async_callback(sandboxes.close)
-    declare_judges(recipe, root=root)
+    if access.link is None:
+        declare_judges(recipe, root=root)
+    else:
+        declare_judge_servers(recipe, await access.judge_folders(spec.judges), weights=spec.judges)
     family, scorer = open_tasks(recipe, root=root, folder=folder)
+    lazily = family.task(Split.TRAIN, 0).sandbox is None
+    sandboxes = await open_sandboxes(config, run_label=Path(spec.folder).name, root=root, lazily=lazily)
+    stack.push_async_callback(sandboxes.close)
+    stack.push_async_callback(close_environments)
     chat = open_chat(policy, policy=recipe.policy)
     tasks = with_sub_agent_tools(candidate_tasks(family), recipe.rollout.delegation)
     declared, memory = declared_tools(recipe.mcp, recipe.tools, root), placeholder_memory(recipe)
@@ -369,7 +380,8 @@ async def _open_runner(
     if spec.pace is not None:
         pace.restore(spec.pace)
     pace.set_idle_token_s(spec.token_s)
-    episodes = build_episode_runner(recipe, worker, sandboxes, chat, tools, pace=pace, listener=EpisodeEvents(worker.record_event))
+    listener = EpisodeEvents(worker.record_event)
+    episodes = build_episode_runner(recipe, worker, sandboxes, chat, tools, pace=pace, listener=listener)
     return build_group_runner(
         recipe,
         episodes,
@@ -402,7 +414,7 @@ def main(open_access: Callable[[AsyncExitStack], WorkerAccess], *, parent: int |
         if not isinstance(cause, UserError | InfrastructureError):
             raise
         print(f"error: {cause}", file=sys.stderr)
-        return 1
+        return UNFIT if isinstance(cause, UserError) else 1
     return 0
 
 

@@ -7,13 +7,14 @@ import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from agentrl.base.untrusted_files import read_bytes
+from agentrl.cluster.chunks import JUDGES
 from agentrl.cluster.link import Link, NotFound
 from agentrl.cluster.mirror import Mirror
 from agentrl.config.tools import MemoryConfig
@@ -72,6 +73,12 @@ class WorkerAccess:
         if self.link is None:
             return self.folder / "versions" / "000000"
         return await asyncio.to_thread(self._fetch, self.link)
+
+    async def judge_folders(self, names: Collection[str]) -> dict[str, Path]:
+        """Returns copies of the model folders of judges, without weights, for a worker on another host. Raises as `Mirror.fetch`."""
+        assert self.link is not None, "a worker with the run folder has the models"
+        mirror = Mirror(self.folder, self.link)
+        return {name: await asyncio.to_thread(mirror.fetch, f"{JUDGES}/{name}", weights=False) for name in names}
 
     def checkpoints(self, driver: DriverConnection, lease_of: Callable[[int], str | None]) -> EpisodeCheckpoints:
         """Returns where episodes in progress are saved. `lease_of`: returns the lease of a group."""

@@ -18,6 +18,7 @@ from agentrl.cluster.run_service import WORKER, RunService
 from agentrl.config.recipe import Recipe
 from agentrl.errors import InfrastructureError, LaunchError
 from agentrl.experience import DriverStore, FolderCheckpoints
+from agentrl.judge.servers import registered_servers
 from agentrl.memory.run_memory import RunMemory
 from agentrl.observe.run_events import Record
 from agentrl.protocols import Launcher, PartCommand, PartHandle, PolicyServer
@@ -26,7 +27,7 @@ from agentrl.records import Group, Task
 from agentrl.rollout import AttemptListener
 from agentrl.rollout.leases import GroupLeases
 from agentrl.run.group_stream import GroupStream
-from agentrl.run.worker import WorkerSpec, worker_name
+from agentrl.run.worker import UNFIT, WorkerSpec, worker_name
 from agentrl.run.worker_api import WorkerApi
 from agentrl.session.pace import history_of, restore_pace
 
@@ -71,6 +72,7 @@ class WorkerPool:
             root=str(root.resolve()),
             concurrency=share,
             max_open=math.ceil(recipe.sandbox.max_open * share / rollout.concurrency),  # as many per episode as in one process
+            judges={name: one.weights for name, one in registered_servers().items()},
         )
         self._service = service
         self._api = WorkerApi(
@@ -139,7 +141,10 @@ class WorkerPool:
             await asyncio.sleep(min(_BACKOFF_S, 0.1 * 4 ** (failures - 1)) if failures > 1 else 0.0)
 
     async def _run(self, number: int, restarts: Restarts) -> str:
-        """Runs one process until its end. Returns the cause. Raises `LaunchError` if it does not start."""
+        """Runs one process until its end. Returns the cause.
+
+        Raises `LaunchError` if it does not start, and `InfrastructureError` if its first process finds its host unfit.
+        """
         process = self._processes[number] = await self._start(number)
         name = worker_name(process.pid, node=process.node)
         self._leases.expect(name, within_s=_START_S)
@@ -148,7 +153,10 @@ class WorkerPool:
         restarts.progress()
         await self._leases.lose(name)
         await process.kill()  # what it has started
-        return process.lost or self._cause(number, code)
+        cause = process.lost or self._cause(number, code)
+        if code == UNFIT and not restarts.total:
+            raise InfrastructureError(f"rollout worker {number} cannot work on {process.node or 'this machine'}: {cause}")
+        return cause
 
     async def _start(self, number: int) -> PartHandle:
         command, environment = [PYTHON, "-m", "agentrl.run.worker", RUN, PARENT], {}

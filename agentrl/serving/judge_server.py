@@ -7,6 +7,7 @@ from pathlib import Path
 from agentrl.config.recipe import JudgeServerConfig
 from agentrl.errors import ServingError
 from agentrl.protocols import Launcher
+from agentrl.protocols.cluster import RUN
 from agentrl.serving.control import ControlPlane
 from agentrl.serving.probe import PROBE_FILE, judge_logprob_difference, probe_limit, read_probe
 from agentrl.serving.process import WARM_S, ServerProcess, launch_command, thread_count
@@ -36,6 +37,7 @@ class JudgeServer(ServerProcess):
         self.config = config
         self.model = model.resolve()
         self.reward_model = reward_model
+        self._copy = f"judges/{name}" if launcher is not None and not launcher.shared_folder else ""  # of the model, on its host
         self.url = ""  # http://HOST:PORT, once started
         self._threads = thread_count(config.threads or self._cores) if device == "cpu" else None
 
@@ -48,7 +50,7 @@ class JudgeServer(ServerProcess):
     def _command(self) -> list[str]:
         config = self.config
         arguments = {
-            "--model": str(self.model),
+            "--model": f"{RUN}/{self._copy}" if self._copy else str(self.model),
             "--served-model-name": self.name,
             "--dtype": config.dtype,
             "--max-model-len": str(config.max_model_len),
@@ -56,6 +58,9 @@ class JudgeServer(ServerProcess):
         if self.reward_model:
             arguments |= {"--runner": "pooling", "--convert": "classify"}
         return launch_command(config, arguments, [], cpu_threads=self._threads)
+
+    def _needs(self) -> tuple[str, ...]:
+        return (self._copy,) if self._copy else ()
 
     async def _prepare(self, control: ControlPlane) -> None:
         """Compares a chat model that a run has published with its probe. Raises `ServingError`."""

@@ -65,6 +65,11 @@ class EpisodeRouter:
         if (placed := self._episodes.pop(episode_id, None)) is not None:
             self._leave(placed)
 
+    def replica(self, episode_id: str) -> int | None:
+        """Returns the replica of an episode; None before its first request."""
+        placed = self._episodes.get(episode_id)
+        return None if placed is None else placed.replica
+
     def choose(self, episode_id: str, tokens: int, *, able: Sequence[int], full: Collection[int] = ()) -> int:
         """Returns the replica for a request of `tokens` tokens; the least loaded one if the episode is unknown.
 
@@ -204,8 +209,8 @@ class ServerPool:
         """Samples from the episode's server."""
         episode_id = request_id.rpartition("-")[0]
         while True:
-            ready = self._ready() or await self._wait_ready()
-            number = self._routing.choose(episode_id, len(prompt_ids), able=ready, full=self._full())
+            while (number := self._choose(episode_id, len(prompt_ids))) is None:
+                await self._wait_ready()
             completion = await self._replicas[number].try_generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
             if completion is not None:
                 self._routing.record_context(episode_id, len(prompt_ids) + len(completion.token_ids))
@@ -271,21 +276,33 @@ class ServerPool:
         """Stops all servers."""
         await asyncio.gather(*(replica.close() for replica in self._replicas))
 
+    def _choose(self, episode_id: str, tokens: int) -> int | None:
+        """Returns the server for a request, None if none is able. It reads the state of all servers only to place an episode."""
+        current = self._routing.replica(episode_id)
+        if current is not None and self._is_able(current):
+            return self._routing.choose(episode_id, tokens, able=(current,))
+        able = self._ready()
+        return self._routing.choose(episode_id, tokens, able=able, full=self._full()) if able else None
+
     def _ready(self) -> list[int]:
         """Servers that may get a request now."""
-        return [number for number, replica in enumerate(self._replicas) if replica.accepts_requests and replica.version >= self._floor]
+        return [number for number in range(len(self._replicas)) if self._is_able(number)]
+
+    def _is_able(self, number: int) -> bool:
+        """Whether a server may get a request now."""
+        replica = self._replicas[number]
+        return replica.accepts_requests and replica.version >= self._floor
 
     def _full(self) -> list[int]:
         """Servers whose caches have no room for another episode, by the newest readings."""
         uses = [replica.cache_use for replica in self._replicas]
         return [number for number, use in enumerate(uses) if use is not None and max(use.shares) >= MAX_CACHE_USE]
 
-    async def _wait_ready(self) -> list[int]:
+    async def _wait_ready(self) -> None:
         """Waits until `_ready` has a server. Raises `ServingError`."""
         async with in_time(self._recipe.serving.startup_timeout_s, "no inference server came back"), self._looking:
-            while not (ready := self._ready()):
+            while not self._ready():
                 await asyncio.sleep(POLL_S)
-            return ready
 
     async def _move(self, version: PolicyVersion, take: _Take) -> list[SwapReport]:
         """Loads a version into every server. Raises `SwapError`; then some may have it."""

@@ -109,7 +109,8 @@ class HotSwap(ABC):
 class FileWeightChannel(HotSwap):
     """A `WeightChannel` whose server maps version folders from the run folder, or from its host's mirror of it."""
 
-    def __init__(self, server: VLLMServer, *, registry_folder: Path) -> None:
+    def __init__(self, server: VLLMServer, *, registry_folder: Path, store: str = "") -> None:
+        """`store`: the object store from which the server's host fetches versions (`agentrl.cluster.object_store`)."""
         super().__init__(server, registry_folder=registry_folder)
         self._update_open = False  # the server's update has not ended
 

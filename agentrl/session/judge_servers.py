@@ -39,16 +39,20 @@ _DECIDES = ("*.safetensors", "config.json", "tokenizer*", "chat_template*")  # f
 _CLASSIFIES = "ForSequenceClassification"
 
 
-def declare_judge_servers(recipe: Recipe, folders: Mapping[str, Path]) -> None:
+def declare_judge_servers(recipe: Recipe, folders: Mapping[str, Path], *, weights: Mapping[str, str] | None = None) -> None:
     """Registers the servers that will be started with the judges of this process. Raises `UserError` for a model that cannot be served.
 
     Args:
         folders: model folders by server name.
+        weights: `JudgeServer.weights` of models that the driver has checked, whose folders have no weights here.
     """
     servers = {}
     for name, folder in folders.items():
         key, config = f"judge_servers.{name}", read_json(folder / "config.json")
         reward_model = is_reward_model(config)
+        if weights is not None:
+            servers[name] = known_servers.JudgeServer(folder=folder, weights=weights[name], reward_model=reward_model)
+            continue
         check_model_files(folder, chat_template=not reward_model, key=f"{key}.model")
         positions, wanted = config.get("max_position_embeddings"), recipe.judge_servers[name].max_model_len
         if isinstance(positions, int) and positions < wanted:

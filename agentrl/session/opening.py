@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from agentrl.agent import ChatFormat
 from agentrl.agent.mcp.servers import RunTools
 from agentrl.agent.run_tools import candidate_tasks, declared_tools, pin_tools, save_tool_offers, with_sub_agent_tools
+from agentrl.agent.world import check_world
 from agentrl.base.cpu_time import CpuClock
 from agentrl.base.files import sha256_file
 from agentrl.base.loop_lag import DRIVER_LAG
@@ -22,6 +23,7 @@ from agentrl.base.processes import raise_file_limit, rare_collections
 from agentrl.cluster import ClusterPlan
 from agentrl.cluster.process_host import LocalLauncher
 from agentrl.config.recipe import Recipe
+from agentrl.environment import close_environments
 from agentrl.evaluation.replay import check_start_tokens
 from agentrl.experience import BlockStarts, DriverStore, FolderCheckpoints, GroupOrder, open_store
 from agentrl.failure import Capture, FaultRate, Quarantine
@@ -173,8 +175,10 @@ async def open_run(
     async with rare_collections(), closing_stack(start.folder) as stack:
         launcher = await open_launcher(checked.plan, start.folder, root=root)
         stack.push_async_callback(launcher.close)
-        sandboxes = await open_sandboxes(recipe.sandbox, run_label=start.folder.name, root=root)
+        lazily = checked.family.task(Split.TRAIN, 0).sandbox is None
+        sandboxes = await open_sandboxes(recipe.sandbox, run_label=start.folder.name, root=root, lazily=lazily)
         stack.push_async_callback(sandboxes.close)
+        stack.push_async_callback(close_environments)
         chat, tools = await _check_slowly(recipe, start.folder, checked, sandboxes, root=root)
         await asyncio.to_thread(_write_folder, recipe, start, checked, tools, root=root)
         yield await _open_parts(stack, recipe, start, checked, launcher, sandboxes, chat, tools, root, console, order)
@@ -204,8 +208,9 @@ async def _check_slowly(
     tools = await pin_tools(declared_tools(recipe.mcp, recipe.tools, root), tasks, sandboxes, folder=folder, chat=chat, memory=memory)
     if checked.suite is not None:
         check_start_tokens([checked.suite], chat, tools, recipe.rollout)
-    if recipe.rollout.agent.ref in parts.AGENT.shipped:  # a user-supplied agent may use other prompts, and no tools
+    if recipe.agent.ref in parts.AGENT.shipped:  # a user-supplied agent may use other prompts, and no tools
         check_prompt(chat, checked.family, tools, memory, recipe.rollout.instructions)
+        await check_world(checked.family.task(Split.TRAIN, 0), chat)
     check_thinking(chat, checked.family, recipe.evaluation)
     return chat, tools
 
@@ -234,10 +239,10 @@ async def _open_parts(
     folder, clock, faults = start.folder, StageClock(began=start.began), fault_rate(recipe)
     tracker, record_event = await _open_tracker(stack, recipe, folder, clock, chat, checked, console=console)
     store, starts, checkpoints, memory = await _open_experience(stack, recipe, folder, order)
+    services = await open_services(stack, recipe, folder, store, launcher, judges=checked.judges, alert=tracker.alert)
     registry, served, gate_server, judges = await _open_servers(stack, recipe, folder, checked, launcher, alert=tracker.alert)
-    services, listener = await open_services(stack, folder, store, launcher), EpisodeEvents(record_event)
     learner, pace = _open_learner(stack, recipe, folder, services, root, launcher, alert=tracker.alert), _open_pace(stack, recipe, folder)
-    episodes = build_episode_runner(recipe, served, sandboxes, chat, tools, router=served, pace=pace, listener=listener)
+    episodes = build_episode_runner(recipe, served, sandboxes, chat, tools, router=served, pace=pace, listener=EpisodeEvents(record_event))
     (changes, tasks), capture = _open_tasks(recipe, folder, checked, root, store, order, starts), _open_capture(stack, recipe, folder)
     run = Run(
         recipe=recipe,

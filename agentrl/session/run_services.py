@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.cluster.file_service import FileService
+from agentrl.cluster.object_store import OPTION, ObjectStore
+from agentrl.cluster.ray_host import run_id
 from agentrl.cluster.run_service import HOST, RunService
+from agentrl.config.recipe import Recipe
+from agentrl.errors import InfrastructureError, UserError
 from agentrl.experience import DriverStore
-from agentrl.learner.home_service import HomeService, LearnerSessions
+from agentrl.learner.learner_api import LearnerApi, LearnerSessions
+from agentrl.plugins import parts
 from agentrl.protocols import Launcher
 from agentrl.version import FolderRegistry
 
@@ -22,16 +29,49 @@ class RunServices:
     sessions: LearnerSessions | None = None
 
 
-async def open_services(stack: AsyncExitStack, folder: Path, store: DriverStore, launcher: Launcher) -> RunServices:
+async def open_services(
+    stack: AsyncExitStack,
+    recipe: Recipe,
+    folder: Path,
+    store: DriverStore,
+    launcher: Launcher,
+    *,
+    judges: Mapping[str, Path],
+    alert: Callable[[str], None],
+) -> RunServices:
     """Opens the interface if parts do not share the run folder. Otherwise it is opened by the first part that needs it.
 
-    Raises `InfrastructureError` if the driver's address is not available.
+    `judges`: model folders of judge servers by name. `alert`: called with messages for the user.
+
+    Raises `InfrastructureError` if the driver's address is not available, and `UserError` if the recipe's object store is not.
     """
     service = RunService(host=launcher.driver_host)
+    objects = await _open_store(stack, recipe, folder, launcher, alert)
     if launcher.shared_folder:
         return RunServices(service=service)
-    files, registry = FileService(folder), FolderRegistry(folder / "versions")
-    service.add([*files.routes(), *HomeService(folder, store, registry).routes()])
+    files = FileService(folder, judges=judges, store=objects, alert=alert)
+    service.add([*files.routes(), *LearnerApi(folder, store, FolderRegistry(folder / "versions")).routes()])
     await stack.enter_async_context(service.serving())
     await launcher.use_driver(service.url, service.new_key(HOST))
     return RunServices(service=service, sessions=LearnerSessions(service, files))
+
+
+async def _open_store(
+    stack: AsyncExitStack, recipe: Recipe, folder: Path, launcher: Launcher, alert: Callable[[str], None]
+) -> ObjectStore | None:
+    transfer = recipe.serving.weight_transfer
+    if transfer.ref not in parts.CHANNEL.shipped or "store" not in transfer.options:
+        return None
+    if launcher.shared_folder:
+        raise UserError(f"{OPTION} does nothing: all nodes share the run folder", fix="remove it, or start nodes without that disk")
+    objects = ObjectStore(f"{str(transfer.options['store']).rstrip('/')}/{run_id(folder)}")
+    await asyncio.to_thread(objects.check)
+
+    async def remove() -> None:
+        try:
+            await asyncio.to_thread(objects.remove)
+        except InfrastructureError as error:
+            alert(f"{objects.url} still has versions of this run: {error}")
+
+    stack.push_async_callback(remove)
+    return objects

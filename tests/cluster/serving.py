@@ -15,7 +15,7 @@ from agentrl.cluster.link import Link
 from agentrl.cluster.mirror import Mirror
 from agentrl.cluster.run_service import HOST, LEARNER, LOOPBACK, RunService
 from agentrl.experience import DriverStore, SqliteStore
-from agentrl.learner.home_service import HomeService, LearnerSessions
+from agentrl.learner.learner_api import LearnerApi, LearnerSessions
 from agentrl.version import FolderRegistry
 
 
@@ -49,17 +49,20 @@ class Driver:
 
 @contextlib.contextmanager
 def driving(
-    folder: Path, *, host: str = LOOPBACK, within: Callable[[], None] = lambda: None, keep_steps: int | None = None
+    folder: Path, *, host: str = LOOPBACK, within: Callable[[], None] = lambda: None, keep_steps: int | None = None, **given: Any
 ) -> Iterator[Driver]:
-    """Serves the run in `folder`. `within`: called first in the service's thread, for instance to enter a network namespace."""
+    """Serves the run in `folder`. `within`: called first in the service's thread, for instance to enter a network namespace.
+
+    `given`: arguments of the file service.
+    """
     folder.mkdir(exist_ok=True)
     ready: list[Driver | BaseException] = []
     told, ended = threading.Event(), asyncio.Event()
 
     async def serve() -> None:
         store = await DriverStore.open(lambda: SqliteStore(folder / "experience.sqlite", keep_steps=keep_steps))
-        files, registry = FileService(folder), FolderRegistry(folder / "versions")
-        service = RunService(host=host, routes=[*files.routes(), *HomeService(folder, store, registry).routes()])
+        files, registry = FileService(folder, **given), FolderRegistry(folder / "versions")
+        service = RunService(host=host, routes=[*files.routes(), *LearnerApi(folder, store, registry).routes()])
         async with service.serving():
             ready.append(Driver(folder, service, files, LearnerSessions(service, files), asyncio.get_running_loop()))
             told.set()

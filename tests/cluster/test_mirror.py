@@ -258,10 +258,10 @@ def test_a_folder_that_takes_long_to_hash_stops_no_other_request(driver: Driver)
     (folder / "a.bin").write_bytes(b"abc")
     real = driver.files.index.list_folder
 
-    def slow(path: Path) -> FolderListing:
+    def slow(path: Path, *, links: bool) -> FolderListing:
         counted.append(path)
         assert hashed.wait(30)
-        return real(path)
+        return real(path, links=links)
 
     driver.files.index.list_folder = slow  # type: ignore[method-assign]
     try:

@@ -14,13 +14,13 @@ from typing import Any
 from agentrl.cluster.link import Link
 from agentrl.experience import SqliteStore
 from agentrl.learner import main, worker
-from agentrl.learner.remote_home import DriverHome, RemoteRegistry, RemoteStore
+from agentrl.learner.remote_access import RemoteAccess, RemoteRegistry, RemoteStore
 
 CALLS: dict[str, type] = {
-    "record_uses": DriverHome,
-    "checkpoint_written": DriverHome,
+    "record_uses": RemoteAccess,
+    "checkpoint_written": RemoteAccess,
     "commit": RemoteStore,
-    "version_written": DriverHome,
+    "version_written": RemoteAccess,
     "add": RemoteRegistry,
     "prune": RemoteRegistry,
 }

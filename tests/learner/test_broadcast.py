@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -12,9 +15,10 @@ from typing import Any
 import pytest
 
 from agentrl.errors import LearnerError
-from agentrl.learner.broadcast import Broadcaster, ServerAddress
+from agentrl.learner.broadcast import Broadcaster, ServerAddress, deadline, rendezvous
 from agentrl.learner.driver_reports import SILENT
-from agentrl.serving.access import NAME
+from agentrl.serving.access import NAME, announced_server
+from tests.cluster.hosts import hosts
 from tests.learner.building import recipe
 
 
@@ -37,9 +41,17 @@ class Weights:
         self.carried = "0"
         self.connected: list[int] = []
         self.sent: list[int] = []
-        self.broken = False
+        self.broken = self.hangs = False
+        self.shut, self.aborted = 0, threading.Event()
+
+    def shutdown(self) -> None:
+        self.shut += 1
+        self.aborted.set()
 
     def send_weights(self) -> None:
+        if self.hangs:
+            assert self.aborted.wait(30)
+            raise RuntimeError("NCCL communicator was aborted")
         if self.broken:
             raise RuntimeError("NCCL error: remote process exited")
         self.sent.append(self.version)
@@ -78,8 +90,8 @@ def url(weights: Weights) -> Iterator[str]:
 
 
 def make(tmp_path: Path, weights: Weights, *, patience_s: float = 60.0) -> Broadcaster:
-    made = recipe(serving={"startup_timeout_s": patience_s})
-    return Broadcaster(tmp_path, made, Engine(), connect=weights.connect)  # type: ignore[arg-type]
+    made = recipe(serving={"startup_timeout_s": patience_s, "request_timeout_s": 0.2})
+    return Broadcaster(lambda: announced_server(tmp_path), made, Engine(), connect=weights.connect)  # type: ignore[arg-type]
 
 
 def announce(tmp_path: Path, url: str, start: int) -> None:
@@ -94,6 +106,7 @@ def test_versions_reuse_a_connection_and_a_new_server_gets_a_new_one(tmp_path: P
     announce(tmp_path, url, 12)
     made.send(3)
     assert (weights.sent, weights.connected) == ([1, 2, 3], [11, 12])
+    assert weights.shut == 1, "the communicator with the lost server is freed"
 
 
 def test_catch_up_sends_only_a_missing_version(tmp_path: Path, weights: Weights, url: str) -> None:
@@ -114,3 +127,37 @@ def test_a_missing_server_or_broken_channel_raises(tmp_path: Path, weights: Weig
     weights.broken = True
     with pytest.raises(LearnerError, match="version 1 could not be sent to the server: RuntimeError: NCCL error"):
         made.send(1)
+
+
+def test_a_collective_that_hangs_is_aborted_at_its_deadline(tmp_path: Path, weights: Weights, url: str) -> None:
+    made = make(tmp_path, weights)
+    announce(tmp_path, url, 1)
+    weights.hangs = True
+    with pytest.raises(LearnerError, match=r"sending version 1 did not end within 0\.4 s: the server or its node is lost"):
+        made.send(1)
+    assert weights.shut == 1 and weights.sent == []
+
+
+def test_a_collective_that_no_abort_ends_ends_the_process() -> None:
+    program = "import time; from agentrl.learner.broadcast import deadline\n"
+    program += "with deadline('connecting', 0.1, abort=lambda: None, grace_s=0.1): time.sleep(60)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 1 and "connecting did not end within 0.1 s" in done.stderr
+
+
+def test_the_deadline_of_a_block_that_ends_has_no_effect() -> None:
+    aborts: list[int] = []
+    with pytest.raises(KeyError), deadline("it", 0.05, abort=lambda: aborts.append(1)):
+        raise KeyError("its own error")
+    with deadline("it", 0.05, abort=lambda: aborts.append(1)):
+        pass
+    time.sleep(0.2)
+    assert not aborts
+
+
+def test_the_rendezvous_is_at_the_address_that_reaches_the_server() -> None:
+    """On one machine it is the loopback address; with a server on another node, the address of this node."""
+    assert rendezvous(ServerAddress(url="http://127.0.0.1:8000", key="", start=1))[0] == "127.0.0.1"
+    with hosts(2) as (learner, server):
+        address, port = learner.inside(lambda: rendezvous(ServerAddress(url=f"http://{server.address}:8000", key="", start=1)))
+    assert address == learner.address and port > 0

@@ -66,10 +66,10 @@ def test_the_rows_of_version_0_start_with_ordinary_tokens_and_continue_greedily(
     folder = tmp_path / "versions" / "000000"
     folder.mkdir(parents=True)
     engine: Any = Counting()
-    home: Any = SimpleNamespace(folder=tmp_path, base_probe_written=lambda: None)
-    write_base_probe(home, engine)
+    access: Any = SimpleNamespace(folder=tmp_path, base_probe_written=lambda: None)
+    write_base_probe(access, engine)
     made = read_probe(folder)
     assert made is not None and made.token_ids == (tuple(range(300, 312)), tuple(range(600, 612)))
     (folder / "probe.json").write_text("{}")
-    write_base_probe(home, engine)
+    write_base_probe(access, engine)
     assert (folder / "probe.json").read_text() == "{}", "a run that resumes keeps its reference"

@@ -83,6 +83,8 @@ def test_options_of_a_built_in_part_raise_an_error(kind: parts.PartKind) -> None
     expected = rf"options do nothing with {re.escape(kind.key)}={name}: they are for plug-ins; remove them"
     if kind is parts.STORE:  # it has options
         expected = r"store\.options of store=sqlite: unknown a; use keep_steps, or none"
+    if kind is parts.CHANNEL:
+        expected = r"serving\.weight_transfer\.options: unknown a; use store, or none"
     with pytest.raises(RecipeError, match=expected):
         BASE.but({kind.key: [value] if kind is parts.TRACKER else value})
 

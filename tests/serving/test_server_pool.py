@@ -205,6 +205,20 @@ async def test_episodes_stay_with_their_replica_groups_together_and_replicas_sha
         assert [figures[f"replica{n}_{what}"] for n in range(3) for what in ("tokens", "load", "restarts")] == [0] * 9
 
 
+async def test_a_request_of_a_placed_episode_looks_at_its_replica_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(tmp_path) as (policy, _, _):
+        with policy.episode("g0-0-a0", "task 0"):
+            chosen = (await ask(policy, "g0-0-a0"))[0]
+            looks: list[int] = []
+            is_able = policy._is_able
+            monkeypatch.setattr(policy, "_is_able", lambda number: looks.append(number) or is_able(number))
+            assert (await ask(policy, "g0-0-a0", 1))[0] == chosen
+            assert looks == [chosen], "thousands of servers would take a third of the driver's time"
+            Server.newest[chosen].dead = True
+            await policy._replicas[chosen].check_died()
+            assert (await ask(policy, "g0-0-a0", 2))[0] != chosen
+
+
 async def test_a_dead_replica_loses_only_requests_in_flight(tmp_path: Path) -> None:
     async with running(tmp_path) as (policy, _, _):
         with ExitStack() as episodes:

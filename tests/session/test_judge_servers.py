@@ -10,17 +10,22 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import agentrl.session.judge_servers as judge_servers_module
+from agentrl.base.files import folder_manifest, sha256_file
+from agentrl.cluster.link import NotFound
+from agentrl.cluster.run_service import HOST, WORKER
 from agentrl.config import Recipe
 from agentrl.errors import RecipeError, ServingError, UserError
 from agentrl.judge import Endpoint, Judge, served, servers
 from agentrl.judge.reward_model import save_record
 from agentrl.judge.scoring import CORRECT
 from agentrl.protocols.cluster import PORT, PYTHON
+from agentrl.run.worker_access import WorkerAccess
 from agentrl.serving.judge_server import JudgeServer
 from agentrl.session.judge_servers import (
     check_judge_servers_used,
@@ -28,6 +33,8 @@ from agentrl.session.judge_servers import (
     declare_judge_servers,
     running_judge_servers,
 )
+from tests.cluster.launchers import OwnDisks
+from tests.cluster.serving import driving
 from tests.judge.judge_parts import TASK, episode
 from tests.waiting import until
 
@@ -157,3 +164,40 @@ def test_keys_of_one_of_several_sections_are_overridden_one_by_one() -> None:
             recipe().but(odd)
     with pytest.raises(RecipeError, match="compares the attempts"):
         recipe().but({"tasks.group_judge": "a:b", "rollout.group.size": 1, "objective.advantage": "reinforce++"})
+
+
+async def test_a_judge_on_another_host_gets_its_model_and_a_worker_there_the_files_without_weights(tmp_path: Path) -> None:
+    cache, model = tmp_path / "cache", tmp_path / "model"
+    cache.mkdir()
+    model.mkdir()
+    (cache / "blob").write_bytes(b"w" * 3_000_000)
+    (model / "model.safetensors").symlink_to(cache / "blob")  # as in a cache of the model hub
+    (model / "config.json").write_text(json.dumps({"architectures": ["X"], "max_position_embeddings": 64}))
+    own = OwnDisks(tmp_path / "run", disks=tmp_path / "disks")
+    with driving(tmp_path / "run", judges={"small": model}) as driver:
+        await own.use_driver(driver.url, driver.service.new_key(HOST))
+        server = JudgeServer(
+            "small", recipe().judge_servers["small"], model=model, reward_model=False, folder=tmp_path / "run", device="cpu", launcher=own
+        )
+        command = server._command()
+        folder = command[command.index("--model") + 1]
+        part = await own.start(replace(server._part(), argv=(PYTHON, "-c", "import sys; print(*sys.argv[1:])", folder)))
+        await part.wait()
+        copy = tmp_path / "disks" / "judge" / "judges" / "small"
+        assert (tmp_path / "run" / "logs" / "judge-small.log").read_text().strip() == str(copy)
+        assert folder_manifest(copy) == {name: sha256_file(model / name) for name in ("config.json", "model.safetensors")}
+        await own.close()
+
+        access = WorkerAccess(url="", key="", folder=tmp_path / "worker", link=driver.link(WORKER))
+        weights = {"small": "0" * 64}
+        folders = await access.judge_folders(weights)
+        declare_judge_servers(recipe(), folders, weights=weights)
+        assert [path.name for path in folders["small"].iterdir()] == ["config.json"]
+        assert served("small").weights == weights["small"], "as the driver computed it"
+        with pytest.raises(NotFound, match="no judge server 'other'"):
+            await access.judge_folders(["other"])
+
+
+def test_a_judge_on_the_drivers_disk_is_served_from_its_folder(tmp_path: Path) -> None:
+    server = JudgeServer("small", recipe().judge_servers["small"], model=tmp_path, reward_model=False, folder=tmp_path, device="cpu")
+    assert str(tmp_path) in server._command() and server._needs() == ()

@@ -1,4 +1,4 @@
-"""A `RunHome` of a learner that does not share the driver's disk: a mirror of the run folder, and calls to the driver.
+"""A `LearnerAccess` of a learner that does not share the driver's disk: a mirror of the run folder, and calls to the driver.
 
 Ledger, registry, and the newest checkpoints and versions are at the driver. The learner writes into its mirror and sends what is complete,
 in the order of a learner on the driver's disk: checkpoint, commit, version, registration. A local checkpoint that the driver does not have
@@ -7,6 +7,7 @@ is deleted at the next start: its step is repeated, with the same result.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import secrets
@@ -23,9 +24,10 @@ from agentrl.cluster.mirror import Mirror
 from agentrl.errors import AgentRLError, DiskFull
 from agentrl.experience import token_records
 from agentrl.experience.step_uses import StepUses
-from agentrl.learner.home import Collective, Spare
+from agentrl.learner.access import Collective, Spare
 from agentrl.learner.update_guard import UpdateFailure
 from agentrl.records import Group, GroupUse, LedgerEntry, PolicyVersion, VersionState, codec
+from agentrl.serving.access import ServerAddress
 from agentrl.version.rollback import RollbackRequest
 
 log = logging.getLogger("agentrl.learner")
@@ -123,11 +125,11 @@ class RemoteRegistry:
         """Closes nothing."""
 
 
-class DriverHome:
-    """A `RunHome` in a mirror.
+class RemoteAccess:
+    """A `LearnerAccess` in a mirror.
 
     Args:
-        mirror: has recipe and version 0, see `fetch_run`.
+        mirror: has the recipe; `fetch_base` adds version 0.
     """
 
     poll_s, own_disk = 0.25, True
@@ -139,15 +141,21 @@ class DriverHome:
         self.store, self.registry = RemoteStore(self._calls), RemoteRegistry(self._calls, mirror)
 
     @classmethod
-    def open(cls, folder: Path, url: str, key: str) -> DriverHome:
-        """Returns the home of a learner with a mirror in `folder`, which gets the recipe and version 0."""
+    def open(cls, folder: Path, url: str, key: str) -> RemoteAccess:
+        """Returns the access of a learner with a mirror in `folder`, which gets the recipe."""
         mirror = Mirror(folder, Link(url, key))
         mirror.fetch("recipe.json")
-        mirror.fetch("versions/000000")
         return cls(mirror)
 
-    def prepare(self, alert: Callable[[str], None]) -> None:
+    def fetch_base(self, ranks: Collective) -> None:
+        """Fetches version 0. All ranks call it."""
+        _once_per_host(ranks, lambda: self._mirror.fetch("versions/000000"))
+
+    def prepare(self, alert: Callable[[str], None], ranks: Collective) -> None:
         """Fetches the newest intact checkpoint and deletes local ones that the driver does not have."""
+        _once_per_host(ranks, lambda: self._fetch_newest(alert))
+
+    def _fetch_newest(self, alert: Callable[[str], None]) -> None:
         self._mirror.drop_extra("checkpoints")
         for name in reversed(self._mirror.names("checkpoints")):
             path = self._mirror.fetch(f"checkpoints/{name}")
@@ -155,12 +163,14 @@ class DriverHome:
                 return
             alert(f"checkpoint {name} is damaged at the driver: the one before is used\n  fix: check the driver's disk")
 
-    def need_checkpoint(self, number: int) -> None:
+    def need_checkpoint(self, number: int, ranks: Collective) -> None:
         """Fetches a checkpoint, if the driver has it."""
-        try:
-            self._mirror.fetch(f"checkpoints/{number:06d}")
-        except NotFound:
-            return
+
+        def fetch() -> None:
+            with contextlib.suppress(NotFound):
+                self._mirror.fetch(f"checkpoints/{number:06d}")
+
+        _once_per_host(ranks, fetch)
 
     def checkpoint_written(self, folder: Path, spare: Spare, ranks: Collective) -> None:
         """Sends a checkpoint. If the driver's disk is nearly full, older ones are deleted there first. Each host sends its files."""
@@ -241,9 +251,21 @@ class DriverHome:
         data = self._calls("pending_rollback")
         return None if data is None else codec.from_json(RollbackRequest, json.dumps(data))
 
+    def find_server(self) -> ServerAddress | None:
+        """Returns the server that the driver has announced."""
+        data = self._calls("find_server")
+        return None if data is None else ServerAddress(url=str(data["url"]), key=str(data["key"]), start=int(data["start"]))
+
     def close(self) -> None:
         """Closes the connection of this thread."""
         self._mirror.link.close()
+
+
+def _once_per_host(ranks: Collective, work: Callable[[], object]) -> None:
+    """Calls `work` on the first rank of each host, and returns on all ranks when it is done: it reads and hashes gigabytes."""
+    if ranks.is_first_on_host:
+        work()
+    ranks.barrier()
 
 
 def _uses(uses: Mapping[int, GroupUse]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The driver's HTTP routes for a learner that does not share its disk: ledger, registry and records (`agentrl.learner.remote_home`).
+"""The driver's HTTP routes for a learner that does not share its disk: ledger, registry and records (`agentrl.learner.remote_access`).
 
     POST /learner/METHOD    {"id": ..., ...}: a call; repeated with the same id, it is not executed again
     POST /learner/group     {"index": ...}: one group of the ledger
@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,7 +23,7 @@ from agentrl.cluster.run_service import LEARNER, Route, RunService, bytes_respon
 from agentrl.experience import DriverStore, token_records
 from agentrl.gateway.request import RequestError, read_json
 from agentrl.gateway.wire import body_of, bytes_of, json_response
-from agentrl.learner.home import FolderHome
+from agentrl.learner.access import FolderAccess
 from agentrl.learner.update_guard import UpdateFailure
 from agentrl.protocols import VersionRegistry
 from agentrl.records import GroupUse, PolicyVersion, VersionState, codec
@@ -36,10 +37,12 @@ T = TypeVar("T")
 MAX_CALL = 512 << 20
 """Bytes of a call; the largest are the uses of a step and the setbacks of an update."""
 _BODY_S = 120.0
-_READS = frozenset({"entries", "get", "latest", "verify", "pinned", "pending_rollback"})  # executed again when they are repeated
+_READS = frozenset(
+    {"entries", "get", "latest", "verify", "pinned", "pending_rollback", "find_server"}
+)  # executed again when they are repeated
 
 
-class HomeService:
+class LearnerApi:
     """The routes for one run.
 
     Args:
@@ -62,6 +65,7 @@ class HomeService:
             "forget_setbacks": self._forget_setbacks,
             "prune_checkpoints": self._prune_checkpoints,
             "pending_rollback": self._pending_rollback,
+            "find_server": self._find_server,
             "add": self._add,
             "get": self._get,
             "latest": self._latest,
@@ -122,19 +126,19 @@ class HomeService:
 
     async def _reconcile(self, data: Any) -> None:
         steps, sha256 = int(data["steps"]), str(data["sha256"])
-        await self._home(lambda home: home.reconcile(steps, sha256))
+        await self._access(lambda access: access.reconcile(steps, sha256))
 
     async def _record_uses(self, data: Any) -> None:
         uses = _uses(data["uses"])
-        await self._home(lambda home: home.record_uses(uses))
+        await self._access(lambda access: access.record_uses(uses))
 
     async def _record_setbacks(self, data: Any) -> None:
         setbacks = tuple(codec.from_json(UpdateFailure, json.dumps(one)) for one in data["setbacks"])
-        await self._home(lambda home: home.record_setbacks(setbacks))
+        await self._access(lambda access: access.record_setbacks(setbacks))
 
     async def _forget_setbacks(self, data: Any) -> None:
         step = int(data["step"])
-        await self._home(lambda home: home.forget_setbacks(step))
+        await self._access(lambda access: access.forget_setbacks(step))
 
     async def _prune_checkpoints(self, data: Any) -> None:
         keep, spare = max(1, int(data["keep"])), [int(number) for number in data["spare"]]
@@ -146,8 +150,12 @@ class HomeService:
         await asyncio.to_thread(prune)
 
     async def _pending_rollback(self, data: Any) -> Any:
-        request = await self._home(lambda home: home.pending_rollback())
+        request = await self._access(lambda access: access.pending_rollback())
         return None if request is None else codec.to_data(request)
+
+    async def _find_server(self, data: Any) -> Any:
+        server = await self._access(lambda access: access.find_server())
+        return None if server is None else asdict(server)
 
     async def _add(self, data: Any) -> None:
         version = codec.from_json(PolicyVersion, json.dumps(data["version"]))
@@ -180,9 +188,9 @@ class HomeService:
     async def _prune(self, data: Any) -> Any:
         return await asyncio.to_thread(self._registry.prune, max(1, int(data["keep"])))
 
-    async def _home(self, function: Callable[[FolderHome], T]) -> T:
+    async def _access(self, function: Callable[[FolderAccess], T]) -> T:
         """Returns what `function` returns for the run folder; it runs on the store's thread."""
-        return await self._store.call(lambda store: function(FolderHome(self._folder, store, self._registry)))
+        return await self._store.call(lambda store: function(FolderAccess(self._folder, store, self._registry)))
 
 
 class LearnerSessions:

@@ -11,51 +11,56 @@ from agentrl.cluster.mirror import Mirror
 from agentrl.cluster.run_service import LEARNER
 from agentrl.errors import StoreError
 from agentrl.experience import SqliteStore, step_uses, token_records
+from agentrl.learner.access import FolderAccess, LearnerAccess
 from agentrl.learner.driver_reports import FILE
-from agentrl.learner.home import FolderHome, RunHome
-from agentrl.learner.remote_home import DriverHome
+from agentrl.learner.remote_access import RemoteAccess
 from agentrl.learner.update_guard import UpdateFailure
 from agentrl.records import GroupUse, PolicyVersion, VersionState, codec
+from agentrl.serving.access import NAME, ServerAddress
 from agentrl.testing.store_contract import make_group
 from agentrl.version import FolderRegistry
 from agentrl.version.rollback import RollbackRequest, request_rollback
 from tests.cluster.serving import driving
 
 
-def use_everything(home: RunHome, run: Path) -> list[object]:
+def use_everything(access: LearnerAccess, run: Path) -> list[object]:
     """Every call of a learner, in an order that a learner could make; returns the answers."""
     setback = UpdateFailure(step=0, action="skip", what="policy", reasons=("why",), groups=(1,), episodes=(), metrics={"loss": None})
     uses = [{0: GroupUse(tokens_trained=4), 1: GroupUse(reason="all_equal")}, {2: GroupUse(tokens_trained=2)}]
-    home.reconcile(0, step_uses.NO_STEPS)
-    answers: list[object] = [home.registry.get(0), home.registry.get(1), home.pending_rollback()]
+    access.reconcile(0, step_uses.NO_STEPS)
+    answers: list[object] = [access.registry.get(0), access.registry.get(1), access.pending_rollback()]
     for step, used in enumerate(uses):
-        home.store.assign(step, tuple(used))
-        answers += [home.store.entries(step=step), home.store.groups(used)]
-        home.record_setbacks((setback,) if step == 0 else ())
-        home.record_uses(used)
-        home.store.commit(step, used, f"{step + 1:06d}")
+        access.store.assign(step, tuple(used))
+        answers += [access.store.entries(step=step), access.store.groups(used)]
+        access.record_setbacks((setback,) if step == 0 else ())
+        access.record_uses(used)
+        access.store.commit(step, used, f"{step + 1:06d}")
         weights = run / "versions" / f"{step + 1:06d}"
         weights.mkdir(exist_ok=True)
         (weights / "model.safetensors").write_bytes(bytes([step]))
-        home.registry.add(PolicyVersion(number=step + 1, parent=step, folder=f"versions/{step + 1:06d}", sha256=f"{step:064d}"))
-    home.registry.set_state(2, VersionState.SERVING)
+        access.registry.add(PolicyVersion(number=step + 1, parent=step, folder=f"versions/{step + 1:06d}", sha256=f"{step:064d}"))
+    access.registry.set_state(2, VersionState.SERVING)
     request_rollback(
         run / "versions", RollbackRequest(version=2, sha256=f"{1:064d}", to=1, to_sha256=f"{0:064d}", reason="worse", by_user=True)
     )
-    answers += [home.pending_rollback(), home.registry.latest(VersionState.SERVING), home.registry.pinned(), home.registry.prune(1)]
-    home.forget_setbacks(1)
-    answers.append(home.store.entries())
+    answers.append(access.find_server())
+    (run / NAME).write_text('{"url": "http://10.0.0.2:8000", "key": "k", "start": 7}')
+    answers.append(access.find_server())
+    assert answers[-2:] == [None, ServerAddress(url="http://10.0.0.2:8000", key="k", start=7)]
+    answers += [access.pending_rollback(), access.registry.latest(VersionState.SERVING), access.registry.pinned(), access.registry.prune(1)]
+    access.forget_setbacks(1)
+    answers.append(access.store.entries())
     hashed = step_uses.extend_hash(step_uses.NO_STEPS, uses[0])
-    home.reconcile(1, hashed)
-    answers += [home.registry.reconcile(1), home.store.entries(first=0)]
+    access.reconcile(1, hashed)
+    answers += [access.registry.reconcile(1), access.store.entries(first=0)]
     with pytest.raises(StoreError, match="belongs to step 0"):
-        home.store.assign(5, (0,))
+        access.store.assign(5, (0,))
     with pytest.raises(StoreError, match="both differ from the steps of checkpoint 1"):
-        home.reconcile(1, "0" * 64)
-    version = home.registry.get(1)
+        access.reconcile(1, "0" * 64)
+    version = access.registry.get(1)
     assert version is not None
     with pytest.raises(StoreError):
-        home.registry.verify(version)
+        access.registry.verify(version)
     return answers
 
 
@@ -86,14 +91,14 @@ def test_calls_whose_answers_are_lost_have_the_effect_of_one_call(tmp_path: Path
         for index in range(3):
             store.put(make_group(index))
         if name == "direct":
-            answers = use_everything(FolderHome(run, store, registry), run)
+            answers = use_everything(FolderAccess(run, store, registry), run)
         else:
             store.close()
             with driving(run) as driver:
                 lossy(monkeypatch)
-                home = DriverHome(Mirror(tmp_path / "mirror", Link(driver.url, driver.start_learner())))
-                answers = use_everything(home, run)
-                home.close()
+                access = RemoteAccess(Mirror(tmp_path / "mirror", Link(driver.url, driver.start_learner())))
+                answers = use_everything(access, run)
+                access.close()
             store = SqliteStore(run / "experience.sqlite")
         records = [(run / file).read_bytes() for file in (FILE, f"checkpoints/{step_uses.CONSUMED_FILE}")]
         ends.append((answers, records, store.entries(), registry.versions()))
@@ -121,22 +126,22 @@ def test_recorded_tokens_reach_the_driver_and_a_fault_ends_nothing(
     record = token_records.TokenRecord(group=3, episode_id="a", part=0, logprobs=[-1.5], entropies=[0.5], weights=[1.25], clipped=[True])
     with driving(run) as driver:
         key = driver.start_learner()
-        home = DriverHome(Mirror(own, Link(driver.url, key)))
-        home.tokens_recorded(1, 0)  # a step that recorded none
+        access = RemoteAccess(Mirror(own, Link(driver.url, key)))
+        access.tokens_recorded(1, 0)  # a step that recorded none
         for step in range(1, 9):
             token_records.write_records(own, step, 0, [record])
             token_records.write_records(own, step, 1, [record])
-            home.tokens_recorded(step, 0)
-            home.tokens_recorded(step, 1)
+            access.tokens_recorded(step, 0)
+            access.tokens_recorded(step, 1)
         assert token_records.read_records(run, 8, 3) == token_records.read_records(own, 8, 3) != []
         assert sum(path.stat().st_size for path in (run / "updates").iterdir()) <= 400
         for path in ("/updates/0/0", "/updates/1/-1", "/updates/1/512", "/updates/x/0", "/updates/..%2f1/0"):
-            assert home._mirror.link.request("PUT", path, b"x", timeout_s=10)[0] in (400, 404), path
+            assert access._mirror.link.request("PUT", path, b"x", timeout_s=10)[0] in (400, 404), path
         (run / "updates").rename(run / "moved")
         (run / "updates").write_text("no folder")
-        home.tokens_recorded(8, 0)
-        home.tokens_recorded(8, 1)
-        home.close()
+        access.tokens_recorded(8, 0)
+        access.tokens_recorded(8, 1)
+        access.close()
     assert [one.message.partition(":")[0] for one in caplog.records if "no ratios" in one.message] == [
         "the driver did not get the tokens of step 8, so agentrl view shows no ratios"
     ]
@@ -148,11 +153,11 @@ def test_episodes_of_old_steps_are_deleted_when_the_learner_has_no_disk_of_the_r
         store.put(make_group(index))
     store.close()
     with driving(tmp_path / "run", keep_steps=2) as driver:
-        home = DriverHome(Mirror(tmp_path / "mirror", Link(driver.url, driver.start_learner())))
+        access = RemoteAccess(Mirror(tmp_path / "mirror", Link(driver.url, driver.start_learner())))
         for step in range(6):
-            home.store.assign(step, (step,))
-            home.store.commit(step, {step: GroupUse(tokens_trained=1)}, f"{step + 1:06d}")
+            access.store.assign(step, (step,))
+            access.store.commit(step, {step: GroupUse(tokens_trained=1)}, f"{step + 1:06d}")
         with pytest.raises(StoreError, match="keep_steps"):
-            home.store.groups((3,))
-        assert [group.index for group in home.store.groups((4, 5))] == [4, 5] and len(home.store.entries()) == 6
-        home.close()
+            access.store.groups((3,))
+        assert [group.index for group in access.store.groups((4, 5))] == [4, 5] and len(access.store.entries()) == 6
+        access.close()

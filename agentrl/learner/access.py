@@ -1,7 +1,7 @@
-"""The home of a learner: where it reads and writes the ledger, the registry, checkpoints, versions and records of its run.
+"""A learner's access to its run: where it reads and writes the ledger, the registry, checkpoints, versions and its records.
 
-`FolderHome` is the run folder. `agentrl.learner.remote_home.DriverHome` is a mirror of it and the driver, for a learner whose host does not
-share the driver's disk. A step is complete once `checkpoint_written` has returned: the next learner then finds its checkpoint.
+`FolderAccess` is the run folder. `agentrl.learner.remote_access.RemoteAccess` is a mirror of it and the driver, for a learner whose host
+does not share the driver's disk. A step is complete once `checkpoint_written` has returned: the next learner then finds its checkpoint.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from agentrl.learner.driver_reports import UpdateFailureLog, disk_errors_raised
 from agentrl.learner.update_guard import UpdateFailure
 from agentrl.protocols import VersionRegistry
 from agentrl.records import Group, GroupUse, LedgerEntry, PolicyVersion, VersionState
+from agentrl.serving.access import ServerAddress, announced_server
 from agentrl.version import rollback
 from agentrl.version.rollback import RollbackRequest
 
@@ -25,7 +26,7 @@ Spare = Callable[[], Collection[int]]
 
 
 class Collective(Protocol):
-    """The members of `agentrl.learner.ranks.Ranks` that a home uses. That class needs torch."""
+    """The members of `agentrl.learner.ranks.Ranks` that an access uses. That class needs torch."""
 
     @property
     def is_first(self) -> bool:
@@ -69,7 +70,7 @@ class LearnerStore(Protocol):
 
 
 class ReconciledStore(LearnerStore, Protocol):
-    """The methods that `FolderHome` calls."""
+    """The methods that `FolderAccess` calls."""
 
     def reconcile(self, consumed: Mapping[int, Mapping[int, GroupUse]]) -> None:
         """See `ExperienceStore.reconcile`."""
@@ -109,7 +110,7 @@ class LearnerRegistry(Protocol):
         """See `VersionRegistry.close`."""
 
 
-class RunHome(Protocol):
+class LearnerAccess(Protocol):
     """What a learner reads and writes of its run. Every rank has one; only rank 0 writes."""
 
     @property
@@ -128,10 +129,10 @@ class RunHome(Protocol):
     def poll_s(self) -> float:
         """Seconds between two looks at the ledger."""
 
-    def prepare(self, alert: Callable[[str], None]) -> None:
+    def prepare(self, alert: Callable[[str], None], ranks: Collective) -> None:
         """Makes the newest intact checkpoint available in `folder`. Calls `alert` for a damaged newer one. All ranks call it."""
 
-    def need_checkpoint(self, number: int) -> None:
+    def need_checkpoint(self, number: int, ranks: Collective) -> None:
         """Makes a checkpoint available in `folder`, if the run has it. All ranks call it."""
 
     @property
@@ -174,12 +175,15 @@ class RunHome(Protocol):
     def pending_rollback(self) -> RollbackRequest | None:
         """Returns the rollback that the gate or a user requests, if any."""
 
+    def find_server(self) -> ServerAddress | None:
+        """Returns the server to which weights are sent over NCCL, if one runs."""
+
     def close(self) -> None:
         """Closes store and registry."""
 
 
-class FolderHome:
-    """A `RunHome` in the run folder of a shared disk."""
+class FolderAccess:
+    """A `LearnerAccess` in the run folder of a shared disk."""
 
     poll_s, own_disk = 0.05, False
 
@@ -188,10 +192,10 @@ class FolderHome:
         self.checkpoints = folder / "checkpoints"
         self._setbacks = UpdateFailureLog(folder)
 
-    def prepare(self, alert: Callable[[str], None]) -> None:
+    def prepare(self, alert: Callable[[str], None], ranks: Collective) -> None:
         """Does nothing: all checkpoints are here."""
 
-    def need_checkpoint(self, number: int) -> None:
+    def need_checkpoint(self, number: int, ranks: Collective) -> None:
         """Does nothing."""
 
     def checkpoint_written(self, folder: Path, spare: Spare, ranks: Collective) -> None:
@@ -215,7 +219,7 @@ class FolderHome:
             step_uses.append_step(self.checkpoints, uses)
 
     def reconcile(self, steps: int, sha256: str) -> None:
-        """See `RunHome.reconcile`."""
+        """See `LearnerAccess.reconcile`."""
         uses = step_uses.recorded_steps(self.checkpoints, steps, sha256, self.store.entries())
         try:
             step_uses.rewrite_steps(self.checkpoints, uses)  # without those that will be repeated
@@ -234,6 +238,10 @@ class FolderHome:
     def pending_rollback(self) -> RollbackRequest | None:
         """Reads the request in the registry's folder."""
         return rollback.pending_request(self.folder / "versions", self.registry)
+
+    def find_server(self) -> ServerAddress | None:
+        """Reads the server's record in the run folder."""
+        return announced_server(self.folder)
 
     def close(self) -> None:
         """Closes store and registry."""

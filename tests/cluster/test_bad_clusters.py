@@ -1,0 +1,118 @@
+"""Clusters and nodes that a run cannot use: each is a clear error within 30 s, and nothing is left running."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from agentrl.cluster.process_host import LocalLauncher
+from agentrl.cluster.ray_nodes import list_nodes
+from agentrl.cluster.run_service import WORKER, Route, RunService
+from agentrl.errors import InfrastructureError, UserError
+from agentrl.experience import DriverStore, FolderCheckpoints, SqliteStore
+from agentrl.run.worker_pool import WorkerPool
+from tests.cluster.ray_nodes import RayNodes
+from tests.driving import make_recipe
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 30.0
+OTHER_VERSION = """#!/bin/sh
+exec {python} -c '
+import sys
+import ray
+{change}
+from agentrl.cluster import ray_nodes
+sys.argv = ["ray_nodes", sys.argv[-1]]
+sys.exit(ray_nodes.main())
+' "$@"
+"""
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Any:
+    start, before = time.monotonic(), {child.pid for child in psutil.Process().children(recursive=True)}
+    yield
+    assert time.monotonic() - start < LIMIT_S
+    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
+    assert not psutil.wait_procs(left, timeout=5)[1]
+
+
+def test_an_address_at_which_something_listens_that_never_answers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(UserError, match=rf"no Ray cluster answers at {address}: .*\n  fix: start a cluster"):
+            list_nodes(address, wait_s=10.0)
+        with pytest.raises(UserError, match=rf"no Ray cluster answers at ray://{address}: "):
+            list_nodes(f"ray://{address}", wait_s=10.0)
+
+
+@pytest.mark.parametrize("change", ['ray.__version__ = "2.1.0"', "sys.version_info = (3, 9, 1)"])
+def test_a_cluster_of_another_ray_or_python_version(
+    ray_nodes: RayNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(OTHER_VERSION.format(python=sys.executable, change=change))
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with pytest.raises(UserError, match=r"the Ray cluster at .* has other versions: .*(2\.1\.0|3\.9\.1)"):
+        list_nodes(ray_nodes.address)
+
+
+async def test_a_node_without_the_sandbox_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first worker that finds its host unfit ends the run, instead of the sixth start in a row."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+    recipe = make_recipe().but({"rollout.workers": 1, "sandbox.backend": "bubblewrap"})
+    store = await DriverStore.open(lambda: SqliteStore(tmp_path / "experience.sqlite"))
+    launcher = LocalLauncher(tmp_path, root=ROOT)
+    served: Any = type("Served", (), {"token_s": 0.0, "cache_use": None, "version": 0})()
+    ignore: Any = lambda *_, **__: None  # noqa: E731
+    pool = WorkerPool(
+        recipe,
+        tmp_path,
+        root=ROOT,
+        store=store,
+        served=served,
+        memory=None,
+        checkpoints=FolderCheckpoints(tmp_path / "running"),
+        launcher=launcher,
+        service=RunService(),
+        on_attempt=ignore,
+        alert=ignore,
+        record_event=ignore,
+    )
+    try:
+        with pytest.RaisesGroup(pytest.RaisesExc(InfrastructureError, match=r"rollout worker 0 cannot work on this machine: .*bubblewrap")):
+            await pool.watch()
+    finally:
+        await launcher.close()
+        await store.close()
+    assert not [one for one in psutil.process_iter(["cmdline"]) if str(tmp_path) in (one.info["cmdline"] or [])]
+    assert os.path.exists(tmp_path / "logs" / "worker-0.log")
+
+
+async def test_a_worker_with_the_key_of_an_earlier_driver(tmp_path: Path) -> None:
+    """It asks a driver that was started again at the same address."""
+    service = RunService(routes=[Route("GET", "/spec", frozenset({WORKER}), lambda request: None)])  # type: ignore[arg-type,return-value]
+    async with service.serving():
+        stale = tmp_path / "workers.json"
+        stale.write_text(json.dumps({"url": service.url, "key": service.new_key(WORKER)}))
+        service.revoke(WORKER)
+        service._replaced.clear()  # of an earlier process
+        service.new_key(WORKER)
+        command = [sys.executable, "-m", "agentrl", "worker", service.url, "--key-file", str(stale)]
+        worker = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stderr=subprocess.PIPE)
+        _, errors = await worker.communicate()
+    assert worker.returncode == 2 and b"error: the driver rejected /spec" in errors and b"fix: use the key of this run's driver" in errors
