@@ -120,7 +120,7 @@ class Experiment:
         self.cluster.add(self.others[name], **{NODES[name]: 1})
 
     def _drive(self, *options: str) -> subprocess.Popen[bytes]:
-        command = ["-m", "agentrl", "train", "recipes/quickstart.py", *([] if options else self._given), *options]
+        command = ["-m", "agentrl", "train", "recipes/quickstart.py", *self._given, *options]
         command += ["--run-dir", str(self.run), "--sandbox", "bubblewrap", "--cluster", self.cluster.address, "--restarts", "100"]
         log = (self.run.parent / "driver.log").open("ab")
         return self.head.python(*command, cwd=ROOT, stdout=log, stderr=log)
@@ -139,6 +139,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="folder for the run and its logs; by default a temporary one")
     parser.add_argument("overrides", nargs="*", help="overrides of recipes/quickstart.py, after --")
     given = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in the background, which the run would inherit
     rng = random.Random(given.seed)
     kinds = [given.kinds[number % len(given.kinds)] for number in range(given.faults)]
     rng.shuffle(kinds)
