@@ -36,6 +36,8 @@ RESOURCES = {
     "learner": {"cpus": 1, "memory_gib": 1, "trains": 1},
     "worker": {"cpus": 1, "memory_gib": 0.5, "trains": 1},
 }
+PRIORITY = {"RAY_worker_niceness": "0"}
+"""Variable of a node whose parts get as much of a shared machine as other programs; Ray's default is 15."""
 SURVIVING = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_rpc_server_reconnect_timeout_s": "300"}
 """Variables of a cluster that survives the end of its head for five minutes."""
 DISK = "mount -t tmpfs -o size=4g none {runs} && exec {command}"  # hides the driver's disk from the host
@@ -49,7 +51,7 @@ class Cluster:
 
     def __init__(self, head: Host, runs: Path, *, storage: Path | None = None) -> None:
         self.head, self.runs = head, runs
-        self._environment = {} if storage is None else {**SURVIVING, "RAY_gcs_storage_path": str(storage)}
+        self._environment = PRIORITY | ({} if storage is None else {**SURVIVING, "RAY_gcs_storage_path": str(storage)})
         self.address = f"{head.address}:{PORT}"
         self._log = (runs / "ray.log").open("ab")
         self.start_head()
