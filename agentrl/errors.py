@@ -65,6 +65,10 @@ class SandboxTimeout(SandboxError, TimeoutError):
     """The sandbox layer did not answer before its deadline (a program that times out is an `ExecResult`, not an error)."""
 
 
+class EnvironmentFault(InfrastructureError):
+    """An environment raised an exception, did not answer in time, or returned something that is not an observation or a step."""
+
+
 class SandboxUnavailable(UserError):
     """No sandbox backend can be used on this machine. There is no fallback to the host."""
 

@@ -2,10 +2,13 @@
 
     python benchmarks/view.py index --episodes 1000000 --folder /tmp/view     # first page, filters, search, one episode, memory
     python benchmarks/view.py cost --step-s 14                                # events and index, per step of the quickstart
+    python benchmarks/view.py attached --steps 16                             # a viewer of a quickstart that trains
 
 `index` generates a store once, with the tables that a run writes and bodies of a few hundred bytes, and then reads it in a new process
 like a viewer: each query is a random combination of filters, orders or words. `cost` stores the same groups with and without the table of
-episodes, alternating, and records the events of as many turns as a step has. Prints Markdown, with the load of the machine.
+episodes, alternating, and records the events of as many turns as a step has. `attached` trains the quickstart, and opens and closes the
+page of the run in headless Chromium after every second step; the server of the view runs all the time. Prints Markdown, with the load of
+the machine.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -27,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.base.database import compress, transaction
+from agentrl.base.files import read_json_lines
 from agentrl.experience import SqliteStore, episode_rows
 from agentrl.experience.episode_index import EpisodeIndex
 from agentrl.experience.episode_query import EpisodeQuery
@@ -294,21 +299,106 @@ def _recorded(turns: int) -> float:
         return time.process_time() - began
 
 
+def print_attached(steps: int) -> None:
+    """Trains the quickstart, and prints what a viewer costs: CPU seconds of its processes per step, and the times of steps."""
+    from playwright.sync_api import sync_playwright
+
+    command = [str(Path(sys.executable).with_name("agentrl")), "train", "recipes/quickstart.py", f"steps={steps + 1}"]
+    options = ["evaluation.heldout=0", "evaluation.heldout_real=0", "evaluation.sampling.temperature=1.0"]
+    with tempfile.TemporaryDirectory() as root, sync_playwright() as playwright:
+        folder = Path(root) / "runs" / "quickstart"
+        folder.parent.mkdir()
+        with (Path(root) / "log").open("w") as log:
+            training = subprocess.Popen([*command, *options, "--run-dir", str(folder)], stdout=log, stderr=log)
+        view = subprocess.Popen(
+            [sys.executable, "-m", "agentrl", "view", str(folder.parent)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        try:
+            assert view.stdout is not None
+            address = next(word for line in view.stdout for word in line.split() if word.startswith("http"))
+            _next_step(folder, training, 0)  # warm-up
+            rows: dict[bool, list[tuple[float, float, float]]] = {False: [], True: []}
+            for step in range(1, steps + 1):
+                watched = step % 2 == 0
+                page = browser.new_page() if watched else None
+                if page is not None:
+                    page.goto(address)
+                    page.goto(f"{address.partition('?')[0]}#/run/quickstart")
+                server, shown = _cpu_s(view.pid), _cpu_s(os.getpid(), children=True)
+                line = _next_step(folder, training, step)
+                rows[watched].append((line["step_s"], _cpu_s(view.pid) - server, _cpu_s(os.getpid(), children=True) - shown))
+                if page is not None:
+                    page.close()
+        finally:
+            browser.close()
+            for process in (training, view):
+                process.terminate()
+                process.wait(60)
+    print(f"{steps} steps, every second one with a page open, load {os.getloadavg()[0]:.1f}\n")
+    print(
+        "| | step s, median [least, most] | CPU s of the server per step | share of a step | CPU s of the browser per step |\n|"
+        + " --- |" * 5
+    )
+    for watched, values in rows.items():
+        times, server_s, browser_s = (list(column) for column in zip(*values, strict=True))
+        share = sum(server_s) / sum(times)
+        cells = f"{statistics.median(times):.2f} [{min(times):.2f}, {max(times):.2f}] | {statistics.fmean(server_s):.3f} | {share:.2%}"
+        print(f"| {'with a page' if watched else 'without'} | {cells} | {statistics.fmean(browser_s):.2f} |")
+
+
+def _next_step(folder: Path, training: subprocess.Popen[bytes], after: int) -> dict[str, Any]:
+    """Waits for the line of the step after step `after`, and returns it."""
+    while training.poll() is None:
+        lines = read_json_lines(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
+        line = next((line for line in lines if line["step"] == after + 1), None)
+        if line is not None:
+            return line
+        time.sleep(0.1)
+    raise SystemExit(f"the run ended after step {after}: {(folder.parents[1] / 'log').read_text()[-2000:]}")
+
+
+def _cpu_s(pid: int, *, children: bool = False) -> float:
+    """CPU seconds of a process with its descendants that live; with `children`, only of browsers below it."""
+    parents, spent = {}, {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = path.read_text().partition("(")[2].rpartition(")")
+        except OSError:
+            continue
+        fields, number = rest.split(), int(path.parent.name)
+        parents[number] = int(fields[1])
+        spent[number] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if not children or "chrom" in name else 0.0
+    total = 0.0
+    for number, seconds in spent.items():
+        above = number
+        while above not in (0, pid):
+            above = parents.get(above, 0)
+        total += seconds if above == pid else 0.0
+    return total
+
+
 def main() -> None:
     """Runs one part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("index", "cost", "read"), help="`read` is the process that `index` starts")
+    parser.add_argument("part", choices=("index", "cost", "attached", "read"), help="`read` is the process that `index` starts")
     parser.add_argument("--episodes", type=int, default=1_000_000)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "agentrl-view")
     parser.add_argument("--queries", type=int, default=40, help="of each sort")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--step-s", type=float, default=14.0, help="seconds of a step of the quickstart on this machine")
+    parser.add_argument("--steps", type=int, default=16, help="of the quickstart, with and without a viewer in turn")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     if given.part == "read":
         print(json.dumps(read(given.folder, given.queries, given.seed)))
     elif given.part == "index":
         print_index(given.folder, given.episodes, given.queries, given.seed)
+    elif given.part == "attached":
+        print_attached(given.steps)
     else:
         print_cost(given.step_s, given.rounds, given.seed)
 

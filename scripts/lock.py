@@ -66,7 +66,8 @@ def main() -> int:
     installed = {canonicalize_name(item.metadata["Name"]): item for item in distributions()}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    tools = [*project["dependencies"], *extras["rewards"], *extras["gateway"], *extras["redis"], *extras["opentelemetry"], *extras["dev"]]
+    beside = ("rewards", "gateway", "redis", "opentelemetry", "gymnasium", "dev")
+    tools = [*project["dependencies"], *(line for name in beside for line in extras[name])]
     named = {canonicalize_name(Requirement(line).name): line for line in extras["cpu"]}
     try:
         unit = closure([*tools, *(named[name] for name in UNIT)], installed)
@@ -77,11 +78,11 @@ def main() -> int:
         print(f"lock: {error.args[0]}", file=sys.stderr)
         return 1
     write("unit.lock", "What lint and the unmarked tests need: no vLLM, no DeepSpeed. A part of cpu.lock.", unit, installed)
-    title = "The whole tested set for a CPU-only machine: extras cpu, rewards, gateway, redis, opentelemetry, cluster, browser and dev."
+    title = "The whole tested set for a CPU-only machine: extras cpu, rewards, gateway, redis, opentelemetry, gymnasium, cluster, browser and dev."
     write("cpu.lock", title, full, installed)
-    beside = {name: users for name, users in wanted.items() if name not in full}
+    missing = {name: users for name, users in wanted.items() if name not in full}
     title = "What models, tasks and servers of others need besides cpu.lock: extras models, reasoning, clusters, vocabularies and servers."
-    write("models.lock", title, beside, installed)
+    write("models.lock", title, missing, installed)
     return 0
 
 

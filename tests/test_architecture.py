@@ -20,7 +20,7 @@ LOW = frozenset({"errors", "base", "records", "protocols", "plugins", "config"})
 RUN = frozenset({"evaluation", "gate", "session", "run"})
 """Rooms that know a whole run. They may import each other, and every room below."""
 BELOW_RUN = frozenset(
-    {"task", "agent", "rollout", "gateway", "sandbox", "reward", "judge", "memory", "experience", "objective", "version"}
+    {"task", "agent", "environment", "rollout", "gateway", "sandbox", "reward", "judge", "memory", "experience", "objective", "version"}
 ) | {
     *("serving", "failure", "observe", "learner", "supervised", "model", "cluster"),
 }
@@ -41,11 +41,12 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "gateway": LOW,
     "task": LOW | {"experience"},
     "failure": LOW | {"task"},
-    "agent": LOW | {"task"},
-    "rollout": LOW | {"task"},
+    "agent": LOW | {"task", "environment"},
+    "environment": LOW | {"task", "gateway"},
+    "rollout": LOW | {"task", "environment"},
     "reward": LOW | {"task"},
     "sandbox": LOW | {"task", "gateway"},  # the attacks try the gateway from inside a sandbox
-    "cluster": LOW | {"gateway"},
+    "cluster": LOW | {"gateway", "sandbox"},  # the port of cells
     "serving": LOW | {"version", "cluster"},
     "memory": LOW | {"agent", "experience", "rollout", "task"},
     "judge": LOW | {"reward", "failure"},

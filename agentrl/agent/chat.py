@@ -11,15 +11,17 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from agentrl.agent.arguments import argument_errors
 from agentrl.agent.forms import Frame, Reading
 from agentrl.agent.rendering import OTHER, THINK, ControlTokenEscaper, Renderer, Tokenizer
 from agentrl.agent.template import SHIPPED_TEMPLATES, TOOL, auto_tokenizer, probe_tokenizer, select_template
-from agentrl.agent.template_probe import SHOWN, TemplateForm, find_form, rewrites
+from agentrl.agent.template_probe import SHOWN, find_form, rewrites
 from agentrl.errors import UserError
-from agentrl.records import Message, ToolCall
+from agentrl.records import Message, ToolCall, ToolResult
+from agentrl.records.chat import user_message
 from agentrl.records.limits import Thinking
 
 WITHHELD = "error: this output is not shown: it contains control tokens of the model"
@@ -73,9 +75,9 @@ class ChatFormat:
         control = _control_tokens(tokenizer)
         self._fence = ControlTokenEscaper(control)
         self._control_ids = frozenset(control.values()) - {tokenizer.unk_token_id}  # any text may contain the unknown token
-        self._withheld: dict[object, tuple[int, ...]] = {}  # by the number of outputs and their calls
+        self._withheld: dict[object, tuple[int, ...]] = {}  # by the number of outputs and their calls, or "user"
         detected = find_form(self._renderer, control, str(tokenizer.eos_token), tool_format)
-        self._seam, self._form = detected.seam, detected.form
+        self._seam, self._form, self._detected = detected.seam, detected.form, detected
         self._check_control_tokens()
         self.tool_format = detected.form.name
         self.form_summary = f"tool calls: {detected.form.name} ({detected.how})"
@@ -91,7 +93,24 @@ class ChatFormat:
         marked = THINK[1] in str(tokenizer.chat_template) or THINK[1] in control
         self.thinking = Thinking(end=self._renderer.ids(f"\n{THINK[1]}\n\n"), unfinished=self._unfinished) if marked else None
         self.thinks_first = self._renderer.text([{"role": "user", "content": "-"}]).rstrip().endswith(THINK[0])
-        self.rewrite_reason = self._check_extended(detected, rewritten)
+        self.rewrite_reason = rewrites(self._renderer, detected)
+        self._rewritten = rewritten
+        self._check_extended(self.rewrite_reason)
+        if rewritten == "restart" and not self.user_rewrite_reason:
+            message = "policy.rewritten_context=restart has no effect: this chat template can be extended exactly"
+            raise UserError(message, fix="remove the setting")
+
+    @cached_property
+    def user_rewrite_reason(self) -> str:
+        """Why a conversation with user messages between the turns cannot be extended exactly; empty if it can. Probed when first read."""
+        try:
+            return self.rewrite_reason or rewrites(self._renderer, self._detected, users=True)
+        except UserError as error:
+            return error.message
+
+    def check_user_turns(self) -> None:
+        """Raises `UserError` if user messages cannot follow the agent's turns. For agents that need it, before their first episode."""
+        self._check_extended(self.user_rewrite_reason, " by user messages")
 
     @property
     def exact(self) -> bool:
@@ -115,8 +134,7 @@ class ChatFormat:
         Raises:
             RuntimeError: the template is not `exact`.
         """
-        if self.rewrite_reason:
-            raise RuntimeError(f"this chat template cannot be extended by deltas: {self.rewrite_reason}")
+        _require_exact(self.rewrite_reason)
         names = [call.name for call in after.message.tool_calls] if after else []
         numbers = list(after.call_ids) if after else []
         key = (len(outputs), tuple(names), tuple(numbers))
@@ -124,7 +142,30 @@ class ChatFormat:
             if len(self._withheld) >= _MOST_WITHHELD:  # the policy writes names and ids
                 self._withheld.clear()
             self._withheld[key] = self._delta([WITHHELD] * len(outputs), names, numbers)
-        ids, withheld = self._delta([self.escape_text(output) for output in outputs], names, numbers), self._withheld[key]
+        return self._unforged(self._delta([self.escape_text(output) for output in outputs], names, numbers), self._withheld[key], after)
+
+    def user_delta(self, text: str, after: ParsedCompletion | None = None) -> tuple[int, ...]:
+        """Returns the ids between the end-of-turn token of one assistant turn and the start of the next, with one user message.
+
+        The text is hostile, as in `tool_delta`. The turn `after` has no tool calls.
+
+        Raises:
+            RuntimeError: the template cannot be extended exactly by user messages (`user_rewrite_reason`).
+        """
+        _require_exact(self.user_rewrite_reason)
+        key = "user"
+        if key not in self._withheld:
+            self._withheld[key] = self._renderer.ids(self._seam.before_user(WITHHELD))
+        ids = self._renderer.ids(self._seam.before_user(self.escape_text(text)))
+        return self._unforged(ids, self._withheld[key], after)
+
+    def answer_delta(self, results: Sequence[ToolResult], after: ParsedCompletion) -> tuple[int, ...]:
+        """Returns the ids that show the recorded results of the turn `after`: its user message, or its tool outputs."""
+        text = user_message(after.message, results)
+        return self.tool_delta([result.output for result in results], after) if text is None else self.user_delta(text, after)
+
+    def _unforged(self, ids: tuple[int, ...], withheld: tuple[int, ...], after: ParsedCompletion | None) -> tuple[int, ...]:
+        """Returns `ids`, or `withheld` if they have other control tokens. Omits the token that ends the turn if the turn has it."""
         ids = ids if self._controls(ids) == self._controls(withheld) else withheld
         return ids if self._hands_over and after is not None and after.end not in (None, ids[0]) else ids[1:]
 
@@ -133,10 +174,10 @@ class ChatFormat:
     ) -> tuple[int, ...]:
         """Returns the ids of a complete conversation for a template that is not `exact`.
 
-        `said` is what the agent and its tools said after the prompt. It is hostile: control tokens in it are escaped.
+        `said` is what the agent, its tools and its users said after the prompt. It is hostile: control tokens in it are escaped.
         """
         fenced = [self.escape_message(message) for message in said]
-        hidden = [replace(message, content=WITHHELD) if message.role == "tool" else message for message in fenced]
+        hidden = [replace(message, content=WITHHELD) if message.role != "assistant" else message for message in fenced]
         ids, withheld = self.opening([*prompt, *fenced], schemas), self.opening([*prompt, *hidden], schemas)
         return ids if self._controls(ids) == self._controls(withheld) else withheld
 
@@ -237,17 +278,12 @@ class ChatFormat:
     def _delta(self, outputs: Sequence[str], names: Sequence[str], numbers: Sequence[str]) -> tuple[int, ...]:
         return self._renderer.ids(self._seam.between(outputs, names, numbers))
 
-    def _check_extended(self, detected: TemplateForm, rewritten: Rewritten) -> str:
-        reason = rewrites(self._renderer, self._seam, detected)
-        if reason and rewritten == "refuse":
+    def _check_extended(self, reason: str, how: str = "") -> None:
+        if reason and self._rewritten == "refuse":
             raise UserError(
-                f"policy.model: its chat template cannot be extended exactly: {reason}",
+                f"policy.model: its chat template cannot be extended exactly{how}: {reason}",
                 fix=f"{OTHER}; or set policy.rewritten_context=restart, so that each turn starts a new context",
             )
-        if not reason and rewritten == "restart":
-            message = "policy.rewritten_context=restart has no effect: this chat template can be extended exactly"
-            raise UserError(message, fix="remove the setting")
-        return reason
 
     def _check_control_tokens(self) -> None:
         """Raises `UserError` for markup that is not a single token: the model does not know it, and a program could write it too."""
@@ -279,6 +315,11 @@ def load_chat(folder: str, template: str | None = None, *, tool_format: str | No
     if template is not None:
         tokenizer.chat_template = template
     return ChatFormat(tokenizer, tool_format=tool_format, rewritten=rewritten)
+
+
+def _require_exact(reason: str) -> None:
+    if reason:
+        raise RuntimeError(f"this chat template cannot be extended by deltas: {reason}")
 
 
 def _control_tokens(tokenizer: Tokenizer) -> dict[str, int]:

@@ -1,7 +1,8 @@
 """The context of an agent: its prompt, recorded turns, tool results, and a new context when the old one cannot be extended.
 
-Tool results extend a context by a delta. If the chat template rewrites the old turns instead, the trajectory ends as `restarted`, and
-another one with it as parent continues. Every sampled token stays in the trajectory where it was sampled, and is trained there.
+Tool results and user messages extend a context by a delta. If the chat template rewrites the old turns instead, the trajectory ends as
+`restarted`, and another one with it as parent continues. Every sampled token stays in the trajectory where it was sampled, and is trained
+there.
 
 Compaction continues a nearly full context from a summary. The request for the summary follows the last tool output, so that it needs no
 message that a chat template might reject. The summary is sampled in its own trajectory, which starts with the context so far. A summary
@@ -21,6 +22,7 @@ from agentrl.base import user_code
 from agentrl.errors import InfrastructureError, PluginError, PolicyFault, TaskError, UserError
 from agentrl.protocols import LiveEpisode, LiveTrajectory
 from agentrl.records import Completion, Message, Parent, Task, ToolResult
+from agentrl.records.chat import user_message
 
 RESTARTED = "restarted"
 """The stop reason of a trajectory whose conversation continues in another."""
@@ -97,20 +99,22 @@ def continue_context(
     episode: LiveEpisode,
     trajectory: LiveTrajectory,
     after: ParsedCompletion,
-    outputs: Sequence[str],
     *,
     prompt: Sequence[Message],
     schemas: Sequence[Mapping[str, Any]],
     agent: str = "main",
 ) -> LiveTrajectory:
-    """Adds tool outputs to the agent's context, and returns the trajectory of its next turn.
+    """Adds the recorded results of the last turn, or the user message after it, to the agent's context.
+
+    Returns the trajectory of its next turn.
 
     Args:
-        after: the last turn of `trajectory`, whose results are recorded.
+        after: the last turn of `trajectory`.
         prompt: the agent's first prompt.
     """
-    if chat.exact:
-        trajectory.add_prompt(chat.tool_delta(outputs, after))
+    results = trajectory.turns[-1].tool_results
+    if not (chat.rewrite_reason if user_message(after.message, results) is None else chat.user_rewrite_reason):
+        trajectory.add_prompt(chat.answer_delta(results, after))
         return trajectory
     if trajectory.limit() == "turn_limit":  # no turn follows
         return trajectory
@@ -130,13 +134,14 @@ def continue_context(
 
 
 def _since_prompt(episode: LiveEpisode, trajectory: LiveTrajectory) -> list[Message]:
-    """Returns the messages of the agent and its tools since the prompt, in this trajectory and those that it was restarted from."""
+    """Returns the messages since the prompt, in this trajectory and those that it was restarted from."""
     chain = [trajectory]
     while (parent := chain[-1].parent) is not None and episode.trajectories[parent.trajectory].stop_reason == RESTARTED:
         chain.append(episode.trajectories[parent.trajectory])
     messages: list[Message] = []
     for turn in (turn for part in reversed(chain) for turn in part.turns):
-        messages += (turn.message, *(Message(role="tool", content=result.output) for result in turn.tool_results))
+        role = "tool" if user_message(turn.message, turn.tool_results) is None else "user"
+        messages += (turn.message, *(Message(role=role, content=result.output) for result in turn.tool_results))
     return messages
 
 

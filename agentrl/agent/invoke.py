@@ -21,10 +21,11 @@ from typing import Any, TypeVar
 
 from agentrl.agent.outage_blame import Caller, CallRecord, OutageCase
 from agentrl.agent.toolbox import Toolbox
-from agentrl.agent.tools import MAX_TEXT, OUTAGE, InvalidOutcome, Tool, ToolFault, ToolOutcome, bounds_of, clip, runs_together
+from agentrl.agent.tools import MAX_TEXT, OUTAGE, InvalidOutcome, Tool, ToolFault, ToolOutcome, bounds_of, runs_together
 from agentrl.base import loop_lag, user_code
 from agentrl.base.outages import Outage, outage_of
 from agentrl.base.secrets import redact
+from agentrl.base.user_code import clip
 from agentrl.errors import InfrastructureError, PluginError, TaskError, ToolUnavailable
 from agentrl.protocols import LiveEpisode, Sandbox
 from agentrl.protocols.sandbox import ForwardingSandbox
@@ -264,7 +265,9 @@ async def run_calls(
     for batch in _batches(tools, calls):
         refused = [_refused(episode, tools, call, spent, also) for call in batch]
         for call, (outcome, wall_s) in zip(batch, await _run(episode, tools, batch, refused), strict=True):
-            results.append(ToolResult(name=call.name[:64], output=episode.clip_output(outcome.output), ok=outcome.ok, wall_s=wall_s))
+            output = episode.clip_output(outcome.output)
+            name, reward, parts = call.name[:64], outcome.reward, outcome.parts
+            results.append(ToolResult(name=name, output=output, ok=outcome.ok, wall_s=wall_s, reward=reward, parts=parts))
             if outcome.answer is not None or episode.sandbox_lost:
                 return tuple(results), outcome.answer
     return tuple(results), None

@@ -11,18 +11,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from agentrl.agent import ChatFormat, load_tools
-from agentrl.agent.mcp.messages import InvalidMessage, ServerError
+from agentrl.agent.mcp.messages import ServerError
 from agentrl.agent.mcp.servers import MCP_PREFIX, START_TIMEOUT_S, RunTools, Server, ServerConnection
-from agentrl.agent.mcp.tool_list import ListedTool, excluded_tools, tool_difference, usable_tools
 from agentrl.agent.mcp.transports import Unanswered
 from agentrl.agent.tools import NO_BOUNDS, Bounds, ToolWording
 from agentrl.base.files import write_atomically
 from agentrl.base.liveness import AnswerLiveness
+from agentrl.base.tool_list import InvalidMessage, ListedTool, excluded_tools, tool_difference, usable_tools
 from agentrl.config.recipe import DelegationConfig
 from agentrl.config.tools import MCPConfig, ToolConfig
 from agentrl.errors import UserError
 from agentrl.protocols import EpisodeMemory, SandboxBackend, TaskFamily
 from agentrl.records import Split, Task
+from agentrl.task.outputs import sandbox_of
 
 log = logging.getLogger(__name__)
 
@@ -178,8 +179,8 @@ async def _list_tools(server: Server, task: Task, sandboxes: SandboxBackend) -> 
     sandbox, connection = None, ServerConnection(server)
     try:
         if server.in_sandbox:
-            await sandboxes.prepare(task.sandbox)
-            sandbox = await sandboxes.open(task.sandbox, files=task.contents())
+            await sandboxes.prepare(sandbox_of(task))
+            sandbox = await sandboxes.open(sandbox_of(task), files=task.contents())
         return server, await connection.list_tools(sandbox)
     except (Unanswered, InvalidMessage, ServerError) as error:
         raise _refused(server, str(error)) from None

@@ -127,8 +127,16 @@ class Seam:
         turn: dict[str, Any] = {"role": "assistant", "content": MARK}
         if self.shows_calls:
             turn = _calling_turn(self._renderer, results[0]["name"] if results else "tool")
-        _, mark, rest = self._renderer.text([_USER, turn, *self._renderer.results(results)]).partition(MARK)
-        end = (self._ends.search if self.shows_calls else self._ends.match)(rest)
+        return self._after(turn, self._renderer.results(results))
+
+    def before_user(self, text: str) -> str:
+        """Returns the text from the token that ends a turn without calls, inclusive, to the start of the next, with one user message."""
+        return self._after({"role": "assistant", "content": MARK}, [{"role": "user", "content": text}])
+
+    def _after(self, turn: Mapping[str, Any], following: Sequence[Mapping[str, Any]]) -> str:
+        """Returns the text after the mark in `turn`, from the token that ends it. A call's own text may follow its mark."""
+        _, mark, rest = self._renderer.text([_USER, turn, *following]).partition(MARK)
+        end = (self._ends.search if turn.get("tool_calls") else self._ends.match)(rest)
         if not mark or end is None:
             raise UserError(
                 f"policy.model: its chat template does not end an assistant turn with {self._eos!r}",
@@ -217,11 +225,17 @@ def _written(renderer: Renderer, seam: Seam, calls: tuple[ToolCall, ...]) -> str
     return renderer.said(new[same:]).removesuffix(delta)
 
 
-def rewrites(renderer: Renderer, seam: Seam, detected: TemplateForm) -> str:
-    """Returns why a template cannot be extended exactly; empty if random conversations equal the sum of their parts."""
+def rewrites(renderer: Renderer, detected: TemplateForm, *, users: bool = False) -> str:
+    """Returns why a template cannot be extended exactly; empty if random conversations equal the sum of their parts.
+
+    Args:
+        users: whether user messages also follow turns of the conversations, before and after tool results.
+    """
     for seed in range(4):
         messages, schemas = _random_opening(renderer, seed)
-        if reason := _rewrites(renderer, seam, detected, messages, schemas, random.Random(seed)):
+        draw = random.Random(seed)
+        answers = draw.choice(("utu", "uut", "tuu")) if users else "ttt"
+        if reason := _rewrites(renderer, detected, messages, schemas, answers, draw):
             return reason
     return ""
 
@@ -242,24 +256,28 @@ def _random_opening(renderer: Renderer, seed: int) -> tuple[list[Message], tuple
 
 def _rewrites(
     renderer: Renderer,
-    seam: Seam,
     detected: TemplateForm,
     messages: list[Message],
     schemas: Sequence[Mapping[str, Any]],
+    answers: str,
     draw: random.Random,
 ) -> str:
-    """Renders one conversation in full after each of three rounds."""
+    """Renders one conversation in full after each round. `answers`: "u" for a user message after the turn, "t" for tool results."""
+    seam = detected.seam
     before, calls_so_far = renderer.text(renderer.messages(messages), schemas), 0
     thinks = renderer.knows_thinking and not before.rstrip().endswith(THINK[1])  # otherwise the template disables reasoning
-    for _ in range(3):
-        calls = tuple(_random_call(draw) for _ in range(draw.randint(1, 2) if detected.parallel else 1)) if seam.shows_calls else ()
+    for answer in answers:
+        many = 0 if answer == "u" or not seam.shows_calls else draw.randint(1, 2) if detected.parallel else 1
+        calls = tuple(_random_call(draw) for _ in range(many))
         thought = f"{draw.choice(_TEXTS)}{MARK}" if thinks and draw.random() < 0.7 else ""
         outputs = [draw.choice(_TEXTS) for _ in range(max(1, len(calls)))]
         text = "" if calls else draw.choice(_TEXTS)
         content = f"{THINK[0]}\n{thought}\n{THINK[1]}\n\n{text}" if thought else text
-        messages += [Message(role="assistant", content=content, tool_calls=calls), *(Message(role="tool", content=o) for o in outputs)]
+        role = "user" if answer == "u" else "tool"
+        messages += [Message(role="assistant", content=content, tool_calls=calls), *(Message(role=role, content=o) for o in outputs)]
         full = renderer.text(renderer.messages(messages), schemas)
-        delta = seam.between(outputs, [c.name for c in calls], [f"call{calls_so_far + n:05d}" for n in range(len(calls))])
+        numbers = [f"call{calls_so_far + n:05d}" for n in range(len(calls))]
+        delta = seam.before_user(outputs[0]) if answer == "u" else seam.between(outputs, [c.name for c in calls], numbers)
         calls_so_far += len(calls)
         if not full.startswith(before):
             return "it rewrites earlier turns when a turn is added"

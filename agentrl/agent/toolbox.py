@@ -200,6 +200,7 @@ def load_tools(
     run: ToolSource | None = None,
     memory: EpisodeMemory | None = None,
     task: Task | None = None,
+    actions: Sequence[Tool] = (),
 ) -> Toolbox:
     """Returns the tools of one episode, with new objects for tools with state and new connections to MCP servers.
 
@@ -208,6 +209,7 @@ def load_tools(
         run: the MCP servers, bounds and descriptions of the recipe (`LiveEpisode.tools`).
         memory: the episode's memory, whose tools come last; None means no memory.
         task: the episode's task, for tools that take a `TaskData`; None if only names and schemas are needed.
+        actions: the actions of the episode's environment.
 
     Raises:
         TaskError: a name is unknown, or two tools have one name.
@@ -222,6 +224,10 @@ def load_tools(
             if tool.name in tools:
                 raise TaskError(f"two of the tools {', '.join(names)} are called {tool.name!r}", fix="rename one of them")
             tools[tool.name] = _of_recipe(tool, run)
+    for tool in actions:
+        if tool.name in tools:
+            raise TaskError(f"a tool of the task is called {tool.name!r}, as is an action of its environment", fix="rename the tool")
+        tools[tool.name] = tool
     for tool in memory_tools(memory) if memory is not None else ():
         if tool.name in tools:
             fix = "rename the task's tool, or remove the recipe's memory"

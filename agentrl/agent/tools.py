@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from agentrl.base import user_code
 from agentrl.base.outages import Outage
+from agentrl.base.user_code import clip as clip
 from agentrl.errors import UserError
 from agentrl.protocols import Sandbox
 from agentrl.records import ExecResult, Limits
@@ -28,6 +29,8 @@ class ToolOutcome(Record):
     output: Text
     ok: bool
     answer: Text | None = None
+    reward: float | None = None  # of this action in the environment of the task
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 class InvalidOutcome(Exception):
@@ -258,11 +261,3 @@ def render_result(result: ExecResult, limits: Limits) -> str:
     if result.session_ended:
         text = f"{text}\nnote: the session has ended; the next call starts a new one".lstrip("\n")
     return clip(text, limits.tool_output_chars)
-
-
-def clip(text: str, limit: int) -> str:
-    """Returns a text of about `limit` characters: head and tail, with the cut marked."""
-    if len(text) <= limit:
-        return text
-    half = limit // 2
-    return f"{text[:half]}\n... {len(text) - 2 * half} characters cut ...\n{text[-half:]}"

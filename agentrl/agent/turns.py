@@ -27,11 +27,14 @@ from agentrl.agent.contexts import (
 )
 from agentrl.agent.invoke import SUBMIT, budget_error, count_calls, run_calls
 from agentrl.agent.toolbox import Toolbox, load_tools
-from agentrl.agent.tools import ToolOutcome, clip
+from agentrl.agent.tools import ToolOutcome
+from agentrl.agent.world import CONTINUED, World
+from agentrl.base.user_code import clip
 from agentrl.config.rollout import DelegationConfig
 from agentrl.errors import PolicyFault
 from agentrl.protocols import LiveEpisode, LiveTrajectory
 from agentrl.records import CUT, Message, Parent, ToolCall, ToolResult
+from agentrl.records.chat import USER
 
 _SHOWN = "shown to it again with its tool results"
 
@@ -50,12 +53,14 @@ class TurnLoop:
 
     async def act(self, episode: LiveEpisode) -> str:
         """Runs the main agent, and returns why it stopped."""
-        task = episode.task
-        tools = load_tools(task.tools, episode.agent_state.get("tools"), episode.tools, episode.memory, task)
+        task, trajectory = episode.task, current_trajectory(episode)
+        world = None if task.environment is None else await World.open(episode, self.chat, self.instructions)
+        actions = () if world is None else world.tools()
+        tools = load_tools(task.tools, episode.agent_state.get("tools"), episode.tools, episode.memory, task, actions)
         try:
-            trajectory = current_trajectory(episode)
-            prompt = main_prompt(trajectory, task, self.instructions)
-            ended = await AgentRun(self, episode, trajectory, prompt=prompt, tools=tools, spent=count_calls(episode)).run()
+            prompt = main_prompt(trajectory, task, self.instructions) if world is None else world.start_of(trajectory)
+            run = AgentRun(self, episode, trajectory, prompt=prompt, tools=tools, spent=count_calls(episode), world=world)
+            ended = await run.run()
             episode.answer = ended.answer
             return ended.reason
         finally:
@@ -77,6 +82,7 @@ class AgentRun:
         trajectory: where its turns are recorded.
         prompt: its first messages.
         spent: calls of all agents of the episode so far, by the tool's name; shared by these agents.
+        world: the environment in which the main agent acts.
 
     Raises:
         TaskError: a tool of the task has the name of the one that starts sub-agents.
@@ -92,6 +98,7 @@ class AgentRun:
         tools: Toolbox,
         spent: Counter[str],
         depth: int = 0,
+        world: World | None = None,
     ) -> None:
         self._loop = loop
         self._episode = episode
@@ -100,6 +107,7 @@ class AgentRun:
         self._tools = tools
         self._spent = spent
         self._depth = depth
+        self._world = world
         self._turns = 0  # for the limit of sub-agents, which are never resumed
         self._compactor = None if loop.compaction is None else Compactor(chat=loop.chat, share=loop.compaction)
         config = loop.delegation
@@ -113,23 +121,29 @@ class AgentRun:
         """Runs turns until the agent stops."""
         episode, chat = self._episode, self._loop.chat
         episode.stage = "chat"
+        constraint = "" if self._world is None else self._world.constraint(chat)
         if not self.trajectory.tokens:
-            self.trajectory.add_prompt(chat.opening(self._prompt, self._schemas))
+            self._start()
         while not (limit := self._limit()):
-            completion = await self.trajectory.sample(stop_token_ids=chat.stop_token_ids, thinking=chat.thinking)
+            completion = await self.trajectory.sample(stop_token_ids=chat.stop_token_ids, thinking=chat.thinking, constraint=constraint)
             episode.stage = "chat"
             parsed = read_turn(chat, self.trajectory, completion, self._schemas)
             self._turns += 1
             if completion.finish_reason != "stop":
                 return Ended(reason="wall_limit" if completion.finish_reason == CUT else "token_limit")
-            if not parsed.message.tool_calls and not parsed.errors:
-                return Ended(reason="answered", answer=None if SUBMIT in self._tools else parsed.answer)
             started = time.monotonic()
-            results, answer = await self._results(parsed)
+            if parsed.message.tool_calls or parsed.errors:
+                results, answer = await self._results(parsed)
+            elif self._world is not None and self._world.takes_text:
+                results, answer = (await self._world.say(parsed.answer),), None
+            else:
+                return Ended(reason="answered", answer=None if SUBMIT in self._tools else parsed.answer)
             wall_s = time.monotonic() - started
-            if answer is not None or episode.sandbox_lost:
+            ended = "" if self._world is None else self._world.ended
+            if answer is not None or episode.sandbox_lost or ended:
                 self.trajectory.add_results(results, wall_s=wall_s)
-                return Ended(reason="tool_timeout" if answer is None else "submitted", answer=answer)
+                lost = "tool_timeout" if episode.sandbox_lost else ended
+                return Ended(reason=lost if answer is None else "submitted", answer=answer)
             episode.stage = "chat"
             if limit := await self._show(parsed, results, wall_s=wall_s):
                 return Ended(reason=limit)
@@ -140,17 +154,17 @@ class AgentRun:
     async def _show(self, parsed: ParsedCompletion, results: Sequence[ToolResult], *, wall_s: float) -> str:
         """Adds results to the context, or continues from a summary. Returns the limit that prevents it, if any."""
         trajectory, room, chat = self.trajectory, self._episode.room, self._loop.chat
-        outputs = [result.output for result in results]
-        if not chat.exact:
+        if self._world is not None and self._world.context_is_full(trajectory):
+            trajectory.add_results(results, wall_s=wall_s)
+            return self._continue(self._world)
+        if not chat.exact or (results[0].name == USER and chat.user_rewrite_reason):
             trajectory.add_results(results, wall_s=wall_s)
             with reading_policy_text(_SHOWN):
-                self.trajectory = continue_context(
-                    chat, self._episode, trajectory, parsed, outputs, prompt=self._prompt, schemas=self._schemas
-                )
+                self.trajectory = continue_context(chat, self._episode, trajectory, parsed, prompt=self._prompt, schemas=self._schemas)
             return ""
         try:
             with reading_policy_text(_SHOWN):
-                delta = chat.tool_delta(outputs, parsed)
+                delta = chat.answer_delta(results, parsed)
         except PolicyFault:
             trajectory.add_results(results, wall_s=wall_s)
             raise
@@ -164,6 +178,25 @@ class AgentRun:
         if trajectory.tokens + len(delta) >= room:
             return "token_limit"
         return await self._compacted(self._compactor, delta, room)
+
+    def _start(self) -> None:
+        """Adds the prompt to a new context. The observation that ends the prompt of a world is hostile."""
+        chat, prompt = self._loop.chat, self._prompt
+        if self._world is None:
+            self.trajectory.add_prompt(chat.opening(prompt, self._schemas))
+        else:
+            self.trajectory.add_prompt(chat.render_conversation(prompt[:-1], prompt[-1:], self._schemas))
+
+    def _continue(self, world: World) -> str:
+        """Continues from the last observation in a new trajectory. Returns the limit that prevents it, if any."""
+        if (limit := self._limit()) and limit != "token_limit":
+            return limit
+        self.trajectory.end(CONTINUED)
+        parent = Parent(trajectory=self.trajectory.index, turn=len(self.trajectory.turns) - 1)
+        self._prompt = world.prompt(world.now)
+        self.trajectory = self._episode.open(self.trajectory.agent, parent=parent, prompt=self._prompt)
+        self._start()
+        return ""
 
     async def _compacted(self, compactor: Compactor, delta: Sequence[int], room: int) -> str:
         """Continues from a summary in a new trajectory. Returns the limit that prevents it, if any."""
@@ -185,7 +218,8 @@ class AgentRun:
 
     async def _state(self) -> Mapping[str, Any]:
         tools = await self._tools.state(timeout_s=self._episode.task.limits.tool_timeout_s)
-        return {"tools": tools} if tools else {}
+        world = {} if self._world is None else await self._world.state()
+        return ({"tools": tools} if tools else {}) | world
 
     def _limit(self) -> str:
         """Returns the limit that was reached, of the episode or of this sub-agent."""

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from agentrl.base import loop_lag
-from agentrl.base.error_text import group_members, raise_location, raw_text
+from agentrl.base.error_text import disk_full_error, group_members, raise_location, raw_text
 from agentrl.base.secrets import redact
 from agentrl.errors import InfrastructureError, SandboxUnavailable
 
@@ -384,13 +384,30 @@ def printable(text: str, limit: int) -> str:
     return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text[:limit])
 
 
+def clip(text: str, limit: int) -> str:
+    """Returns a text of about `limit` characters: head and tail, with the cut marked."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters cut ...\n{text[-half:]}"
+
+
+def clean(words: Any, limit: int) -> str:
+    """Returns a text without control characters, its head and tail, of about `limit` characters; empty if it is not a string."""
+    if not isinstance(words, str):
+        return ""
+    text = clip(words, limit).replace("\r\n", "\n").replace("\t", "    ")
+    return printable(text, len(text))
+
+
 def log_unexpected(what: str, error: BaseException, *, trace: bool = True) -> None:
     """Logs an unexpected exception: the first of a kind (`what`, type and location) with its traceback, the 10th, 100th, ... in a
     line each.
 
     Args:
-        trace: False to omit a traceback that would not help.
+        trace: False to omit a traceback that would not help. That of a full disk is always omitted.
     """
+    trace = trace and disk_full_error(error) is None
     frame = next(iter(traceback.extract_tb(error.__traceback__, limit=-1)), None)
     location = "" if frame is None else f"{frame.filename}:{frame.lineno}"
     key = (what, type(error).__name__, location)

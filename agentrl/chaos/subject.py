@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.base.files import read_json_lines
-from agentrl.base.processes import die_with_parent, process_tree
+from agentrl.base.processes import die_with_parent, process_tree, read_stat
 from agentrl.errors import StoreError
 from agentrl.experience import SqliteStore
 from agentrl.plugins.references import content_root
@@ -146,9 +146,13 @@ class Subject:
         return f"... {self.output()[-1500:]} (all of it: {self.log_path})"
 
     def processes(self, module: str) -> list[int]:
-        """Returns the processes below the driver that run a Python module, the newest last."""
+        """Returns the processes below the driver that run a Python module, the newest last.
+
+        A child that has been forked and has not started its program yet has the command line of its parent; it does not count.
+        """
         words = {pid: command_line(pid).split() for pid in process_tree(self.pid)}
-        return [pid for pid in words if module in words[pid] and (module == LAUNCHER or LAUNCHER not in words[pid])]
+        forked = {pid for pid in words if words[pid] == words.get(read_stat(pid).parent)}
+        return [pid for pid in words if pid not in forked and module in words[pid] and (module == LAUNCHER or LAUNCHER not in words[pid])]
 
     def sandboxes(self) -> set[int]:
         """Returns the bubblewrap processes of open sandboxes."""

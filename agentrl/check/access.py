@@ -100,6 +100,8 @@ async def prove_unreadable(tasks: Sequence[Task], golden: Mapping[str, GoldAttem
     in_task: dict[str, list[Leak]] = {}
     built_in: dict[str, list[Leak]] = {}
     for task in tasks:
+        if task.sandbox is None:
+            continue
         image = (task.sandbox.image, task.sandbox.runtime)
         if image not in images:
             images[image] = await retry_sandbox_errors(lambda spec=task.sandbox: image_files(spec, sandboxes))  # type: ignore[misc]

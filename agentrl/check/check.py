@@ -6,6 +6,7 @@ The report also lists what was not proven.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from agentrl.agent.tools import render_result
 from agentrl.base import user_code
 from agentrl.check import cheats
 from agentrl.check.access import prove_separation, prove_unreadable
+from agentrl.check.environments import NOT_PROVEN, prove_environment
 from agentrl.check.null_answers import prove_null_answers
 from agentrl.check.purity import FamilySource, draw_name, prove_purity, split_sizes
 from agentrl.check.report import GOLD, IMAGE, NOTHING, CaseResult, CheckReport, Proof
@@ -30,18 +32,18 @@ from agentrl.check.splits import prove_splits
 from agentrl.check.tool_calls import prove_tools
 from agentrl.check.verifiers import GoldAttempt, prove_verifiers, retry_sandbox_errors
 from agentrl.config.recipe import SandboxConfig
+from agentrl.environment import close_environments
 from agentrl.errors import SandboxTimeout, TaskError, UserError
-from agentrl.plugins import parts
-from agentrl.plugins.parts import Part
 from agentrl.protocols import SandboxBackend, TaskFamily, ToolSource
 from agentrl.records import Episode, SandboxSpec, Split, Task, codec
 from agentrl.reward import TaskScorer
 from agentrl.reward.group_judging import GroupJudgeScorer, load_group_judge
 from agentrl.reward.verifier_call import prepare_verifier
-from agentrl.sandbox import conformance, open_backend, open_sandboxes, select_backend
+from agentrl.sandbox import conformance, open_backend, open_sandboxes
 from agentrl.sandbox.attacks import ATTACK_SPEC, AttackResult, run_attacks
+from agentrl.sandbox.backend import ChannelBackend
 from agentrl.session.ending import close_after
-from agentrl.task import make_task
+from agentrl.task import gold_of, make_task
 from agentrl.task.outputs import example_path, run_and_collect
 
 log = logging.getLogger(__name__)
@@ -70,6 +72,8 @@ async def check_family(
         wanted = split_sizes(family, count)
     except ValueError as error:
         raise UserError(str(error), fix="set the number of tasks of each split with --count") from None
+    if make_task(family, Split.TRAIN, 0).environment is not None:
+        return await _check_environments(source, family, wanted)
     sandboxes = await open_sandboxes(config, warm=0, run_label="check", root=source.root)
     async with close_after(sandboxes.close):
         with Progress(console=Console(stderr=True), disable=quiet) as progress:
@@ -92,6 +96,15 @@ async def check_family(
             )
             proofs += more
     return CheckReport(cases=tuple(cases), proofs=tuple(proofs), not_proven=tuple(_not_proven(family, wanted, tasks, proofs)))
+
+
+async def _check_environments(source: FamilySource, family: TaskFamily, wanted: Mapping[Split, int]) -> CheckReport:
+    """Checks a family whose tasks are episodes of environments."""
+    proofs = [await asyncio.to_thread(prove, source, wanted) for prove in (prove_purity, prove_splits)]
+    async with close_after(close_environments):
+        proofs += await prove_environment(list(_tasks(family, wanted)))
+    unproven = [claim for proof in proofs for claim in proof.unproven]
+    return CheckReport(cases=(), proofs=tuple(proofs), not_proven=(*unproven, *NOT_PROVEN))
 
 
 def open_group_judge(source: FamilySource) -> GroupJudgeScorer | None:
@@ -152,36 +165,38 @@ def _not_proven(family: TaskFamily, wanted: Mapping[Split, int], tasks: Sequence
             of = "infinitely many" if size is None else f"{size:,}"
             yield f"that tasks of {split} beyond the first {done:,} of {of} can be solved, and only without cheating"
     yield from (claim for proof in proofs for claim in proof.unproven)
-    if hosts := sorted({host for task in tasks for host in task.sandbox.network}):
+    if hosts := sorted({host for task in tasks if task.sandbox is not None for host in task.sandbox.network}):
         yield f"that the network that tasks may reach ({', '.join(hosts)}) stays the same: gold solutions worked today"
     yield from NEVER_PROVEN
 
 
-def backend_names(choice: str) -> list[str]:
-    """Returns the backends of a `--backend` option: names, or a plug-in reference. Raises `UserError`."""
-    if choice == "all":
-        return ["docker", "bubblewrap"]
+def sandbox_configs(choice: str) -> list[SandboxConfig]:
+    """Returns the backends of a `--backend` option: a name, a plug-in reference, JSON with options, or `all`. Raises `UserError`."""
     try:
-        return [parts.check_part(parts.BACKEND, Part(choice)).ref]
+        backends = ["docker", "bubblewrap"] if choice == "all" else [json.loads(choice) if choice.startswith("{") else choice]
+        return [SandboxConfig.model_validate({"backend": backend}) for backend in backends]
     except ValueError:
-        raise UserError(f"no sandbox backend {choice!r}", fix="use docker, bubblewrap, auto, all or a reference") from None
+        fix = 'use docker, bubblewrap, auto, all, a reference, or {"ref": "cell", "options": ...}'
+        raise UserError(f"no sandbox backend {choice!r}", fix=fix) from None
 
 
-async def check_backend(name: str, image: str, *, root: Path, only: str = "", runtime: str = "") -> list[dict[str, Any]]:
+async def check_backend(config: SandboxConfig, image: str, *, root: Path, only: str = "", runtime: str = "") -> list[dict[str, Any]]:
     """Runs the conformance checks on one backend. Returns dictionaries with backend, name, ok, detail and wall_s."""
-    backend = open_backend(SandboxConfig(backend=name), run_label="check", root=root)
+    backend = open_backend(config, run_label="check", root=root)
     async with close_after(backend.close):
         results = await conformance.check_conformance(backend, SandboxSpec(image=image, runtime=runtime), only=only)
     return [{"backend": backend.name, **codec.to_data(result)} for result in results]
 
 
 async def attack_backend(
-    name: str, image: str, *, root: Path, only: str = "", runtime: str = "", report: Callable[[str, AttackResult], None]
+    config: SandboxConfig, image: str, *, root: Path, only: str = "", runtime: str = "", report: Callable[[str, AttackResult], None]
 ) -> list[dict[str, Any]]:
     """Runs the attack suite on one backend and calls `report` with backend and result. Returns dictionaries with both."""
-    backend = select_backend(name, run_label="attack", root=root)
+    backend = open_backend(config, run_label="attack", root=root)
     spec = replace(ATTACK_SPEC, image=image, runtime=runtime)
     async with close_after(backend.close):
+        if not isinstance(backend, ChannelBackend):
+            raise UserError(f"the attacks are for built-in backends, not {config.backend}", fix="run `agentrl sandbox check`")
         results = await run_attacks(backend, spec, only=only, report=lambda result: report(backend.name, result))
     return [{"backend": backend.name, **codec.to_data(result)} for result in results]
 
@@ -203,6 +218,8 @@ async def _prepare(tasks: Sequence[Task], sandboxes: SandboxBackend) -> list[Cas
     failed: list[CaseResult] = []
     problems: dict[tuple[str, str], str] = {}
     for task in tasks:
+        if task.sandbox is None:
+            continue
         started = time.monotonic()
         limit = float(task.data.get("build_timeout_s", 1800.0))
         image = (task.sandbox.image, task.sandbox.runtime)
@@ -301,4 +318,4 @@ class _Prover:
         with user_code.raising_as(
             lambda error: TaskError(f"task {task.id!r}: the family's gold() failed: {user_code.describe_error(error)}"), but=(UserError,)
         ):
-            return self.family.gold(task)
+            return gold_of(self.family, task)

@@ -22,6 +22,7 @@ from agentrl.failure.overlap import WithheldTasks
 from agentrl.failure.practice import MUTATED, PracticeTask, gold_without_answer, mutate_task, practice_task
 from agentrl.protocols import SandboxBackend, TaskFamily, VariedFamily
 from agentrl.records import Split, Task
+from agentrl.task import gold_of
 from agentrl.task.outputs import run_and_collect
 
 DRAWS = 8
@@ -140,7 +141,7 @@ async def _mutants(
     for mutant in islice(mutate_task(task, seed=seed), DRAWS * count):
         if len(mutants) == count:
             break
-        result, _ = await run_and_collect(mutant, family.gold(mutant), sandboxes, timeout_s=mutant.limits.tool_timeout_s)
+        result, _ = await run_and_collect(mutant, gold_of(family, mutant), sandboxes, timeout_s=mutant.limits.tool_timeout_s)
         answer = render_result(result, mutant.limits) if result.ok else ""
         if answer.strip() and answer.strip() != str(task.data["answer"]).strip():
             solved = replace(mutant, data={**mutant.data, "answer": answer})

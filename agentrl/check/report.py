@@ -115,9 +115,15 @@ def _verdicts(report: CheckReport) -> list[str]:
     cheating = [case for case in report.cases if case.case not in (GOLD, IMAGE)]
     tasks = len({case.task for case in report.cases})
     cheated = sum(case.case != NOTHING for case in cheating)
-    lines = [
-        (all(case.ok for case in report.cases if case.case in (GOLD, IMAGE)), "every gold solution scores 1", plural(tasks, "task")),
-        (all(case.ok for case in cheating), "doing nothing and cheating score 0", f"{cheated:,} cheats on {plural(tasks, 'task')}"),
+    lines = (
+        [
+            (all(case.ok for case in report.cases if case.case in (GOLD, IMAGE)), "every gold solution scores 1", plural(tasks, "task")),
+            (all(case.ok for case in cheating), "doing nothing and cheating score 0", f"{cheated:,} cheats on {plural(tasks, 'task')}"),
+        ]
+        if report.cases
+        else []
+    )
+    lines += [
         *((proof.ok, proof.name, proof.looked_at) for proof in report.proofs),
     ]
     unsafe = {proof.name for proof in report.proofs if any(finding.severity == "unsafe" for finding in proof.findings)}

@@ -65,8 +65,10 @@ def _draw(family: TaskFamily, split: Split, count: int) -> list[Task]:
 def _agent_view_hash(task: Task, root: Path) -> str:
     """Hash of everything that the agent sees of a task."""
     prompt = [asdict(message) for message in task.prompt]
-    image = task.data.get("build_context") or _recipe(root / task.sandbox.image / "image.toml") or task.sandbox.image
+    name = task.sandbox.image if task.sandbox is not None else ""
+    image = task.data.get("build_context") or _recipe(root / name / "image.toml") or name
     parts = [prompt, dict(task.files), dict(task.binary_files), sorted(task.tools), sorted(task.outputs), image]
+    parts += [] if task.environment is None else [asdict(task.environment)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

@@ -19,6 +19,7 @@ from agentrl.check.report import Finding, Proof, join_examples, plural, shorten
 from agentrl.errors import SandboxError, UserError
 from agentrl.protocols import Sandbox, SandboxBackend, ToolSource
 from agentrl.records import Task
+from agentrl.task.outputs import sandbox_of
 
 NAME = "tools of the project's own answer any call"
 CALL_S = 15.0  # maximum duration of one call in this check, regardless of the task's limit
@@ -92,7 +93,7 @@ async def _prove_calls(tool: Tool, reference: str, wrong: Sequence[str], task: T
     try:
         for case, arguments in cheats.malformed_arguments(properties).items():
             if sandbox is None and tool.needs_sandbox:
-                sandbox = await sandboxes.open(task.sandbox, files=task.contents())
+                sandbox = await sandboxes.open(sandbox_of(task), files=task.contents())
             if problem := await _call(tool, arguments, sandbox, task):
                 bad.setdefault(problem, []).append(case)
             if problem.startswith(_BROKE) and sandbox is not None:

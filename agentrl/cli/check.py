@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import ValidationError
 
 from agentrl.cli.running import JsonFlag, load_recipe, project_root
 from agentrl.config.recipe import SandboxConfig, TasksConfig
 from agentrl.errors import UserError
+from agentrl.plugins.parts import Part
 from agentrl.plugins.references import add_project_root
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ RuntimeName = Annotated[str, typer.Option(help="Container runtime for Docker, su
 
 
 def check(
-    target: Annotated[Path, typer.Argument(help="Folder of task folders, or a recipe file.")],
+    target: Annotated[Path, typer.Argument(help="Folder of task folders, a recipe file, or an environment such as mine:World.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Dotted overrides of the recipe, such as tasks.verifiers=...")] = None,
     count: Annotated[
         int | None, typer.Option(min=1, help="Number of tasks per split. Default: all tasks of a folder, 24 of a recipe.")
@@ -46,7 +46,7 @@ def check(
 
     source, config = open_target(target, sandbox, overrides or [])
     wanted = count if count is not None or target.is_dir() else 24
-    recipe = None if target.is_dir() else load_recipe(target, overrides or [])[1]
+    recipe = None if is_family(target) else load_recipe(target, overrides or [])[1]
 
     async def checked() -> CheckReport:
         async with standalone_judge_servers(recipe, root=source.root):
@@ -65,11 +65,11 @@ def sandbox_check(
     as_json: JsonFlag = False,
 ) -> None:
     """Check that a sandbox backend conforms to the protocol: limits, isolation, clean-up, hostile programs."""
-    from agentrl.check.check import backend_names, check_backend
+    from agentrl.check.check import check_backend, sandbox_configs
 
     root = project_root(Path.cwd() / image / "image.toml")
     add_project_root(root)
-    checking = [check_backend(name, image, root=root, only=only, runtime=runtime) for name in backend_names(backend)]
+    checking = [check_backend(config, image, root=root, only=only, runtime=runtime) for config in sandbox_configs(backend)]
     results = [result for work in checking for result in asyncio.run(work)]
     if as_json:
         print(json.dumps(results))
@@ -88,7 +88,7 @@ def sandbox_attack(
     as_json: JsonFlag = False,
 ) -> None:
     """Attack a sandbox backend with hostile programs and report each: contained, ESCAPED, or error. Takes about a minute per backend."""
-    from agentrl.check.check import attack_backend, backend_names
+    from agentrl.check.check import attack_backend, sandbox_configs
     from agentrl.sandbox.attacks import AttackResult
 
     def report(name: str, result: AttackResult) -> None:
@@ -97,11 +97,11 @@ def sandbox_attack(
 
     root = project_root(Path.cwd() / image / "image.toml")
     results: list[dict[str, Any]] = []
-    for name in backend_names(backend):
-        backend_results = asyncio.run(attack_backend(name, image, root=root, only=only, runtime=runtime, report=report))
+    for config in sandbox_configs(backend):
+        backend_results = asyncio.run(attack_backend(config, image, root=root, only=only, runtime=runtime, report=report))
         counts = Counter(item["verdict"] for item in backend_results)
         tally = ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) or "no attack of that name"
-        print(f"{backend_results[0]['backend'] if backend_results else name}: {tally}", file=sys.stderr if as_json else sys.stdout)
+        print(f"{config.backend}: {tally}", file=sys.stderr if as_json else sys.stdout)
         results += backend_results
     if as_json:
         print(json.dumps(results))
@@ -109,23 +109,24 @@ def sandbox_attack(
     raise typer.Exit(0 if results and not bad else 1)
 
 
+def is_family(target: Path) -> bool:
+    """Whether a target is a folder of tasks or the reference of a family or environment, and not a recipe file."""
+    return target.is_dir() or (":" in str(target) and not target.exists())
+
+
 def open_target(target: Path, backend: str | None, overrides: Sequence[str] = ()) -> tuple[FamilySource, SandboxConfig]:
     """Returns the task family and the sandbox settings of a folder of task folders, or of a recipe file."""
+    from agentrl.check.check import sandbox_configs
     from agentrl.check.purity import FamilySource
 
-    if target.is_dir():
+    if is_family(target):
         if overrides:
-            raise UserError(f"{overrides[0]}: a folder of tasks takes no overrides", fix="write a recipe with tasks.family, and check that")
-        root = project_root(target.resolve() / "task")
-        source = FamilySource(tasks=TasksConfig(family=str(target.resolve())), root=root)
+            raise UserError(f"{overrides[0]}: {target} takes no overrides", fix="write a recipe with tasks.family, and check that")
+        root = project_root(target.resolve() / "task") if target.is_dir() else project_root(Path.cwd() / "task")
+        add_project_root(root)
+        family = str(target.resolve()) if target.is_dir() else str(target)
+        source = FamilySource(tasks=TasksConfig(family=Part(family)), root=root)
         source.open()  # report errors of the folder before those of the backend
-        return source, _sandbox_config(backend or "auto")
+        return source, sandbox_configs(backend or "auto")[0]
     root, loaded = load_recipe(target, [*overrides, *([f"sandbox.backend={backend}"] if backend else [])])
     return FamilySource(tasks=loaded.tasks, root=root, seed=loaded.seed, mcp=loaded.mcp, tools=loaded.tools), loaded.sandbox
-
-
-def _sandbox_config(backend: str) -> SandboxConfig:
-    try:
-        return SandboxConfig.model_validate({"backend": backend})
-    except ValidationError:
-        raise UserError(f"there is no sandbox backend {backend!r}", fix="use docker, bubblewrap, auto or a reference") from None

@@ -106,6 +106,10 @@ def manifest(
     egress: Annotated[
         list[str] | None, typer.Option(help="Address range that driver and workers may reach, such as 203.0.113.0/24. Default: none.")
     ] = None,
+    cells: Annotated[
+        int, typer.Option(min=0, help="Pods for sandboxes (docs/cluster.md). 0: sandboxes open in the pods of driver and workers.")
+    ] = 0,
+    cell_memory: Annotated[str, typer.Option(help="Memory of each cell, for the limits of its sandboxes.")] = "8Gi",
     out: Annotated[Path | None, typer.Option(help="File to write. Default: standard output.")] = None,
 ) -> None:
     """Write the Kubernetes objects of a run as YAML: a KubeRay RayJob, Redis, network policies and a volume.
@@ -122,12 +126,22 @@ def manifest(
     if loaded.device == "auto":
         raise UserError("device=auto: whether pods request GPUs must be known here", fix="add device=cuda or device=cpu")
     path = recipe.resolve().relative_to(root.resolve()).as_posix()
-    options = ManifestOptions(recipe=path, overrides=given, image=image, namespace=namespace, storage=storage, egress=tuple(egress or ()))
+    options = ManifestOptions(
+        recipe=path,
+        overrides=given,
+        image=image,
+        namespace=namespace,
+        storage=storage,
+        egress=tuple(egress or ()),
+        cells=cells,
+        cell_memory=cell_memory,
+    )
     objects = build_objects(loaded, plan_parts(loaded, on_gpus=loaded.device == "cuda"), options)
     name = object_name(loaded.name)
     comments = [
         f"Run {loaded.name} of {path}. Needs the KubeRay operator 1.7 and Kubernetes 1.33 or later.",
         f"kubectl -n {namespace} create secret generic {name}-redis --from-literal=password=$(openssl rand -hex 32)",
+        *([f"kubectl -n {namespace} create secret generic {name}-sandbox --from-literal=key=$(openssl rand -hex 32)"] if cells else []),
         f"kubectl apply -f {shlex.quote(str(out)) if out else 'THIS_FILE'}",
     ]
     _write(to_yaml(objects, comments=comments), out)

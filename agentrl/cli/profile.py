@@ -9,13 +9,16 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from agentrl.cli.running import JsonFlag, SandboxChoice, load_recipe, loading, run_folder
+from agentrl.cluster.nsight import NsightSessions
 from agentrl.config.recipe import EvalConfig
+from agentrl.errors import UserError
 
 WARM_STEPS = 1
 """Steps before the measured ones: in the first step programs warm up and the pipeline fills."""
@@ -27,18 +30,23 @@ def profile(
     steps: Annotated[int, typer.Option(min=1, help="Learner steps to measure, after a warm-up step.")] = 2,
     run_dir: Annotated[Path | None, typer.Option(help="Keep the run in this folder. Default: a temporary folder.")] = None,
     sandbox: SandboxChoice = None,
+    nsight: Annotated[bool, typer.Option("--nsight", help="Also record learner and servers with Nsight Systems, on a GPU.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Run a few learner steps of a recipe, and print where the time went.
 
     Runs the recipe without evaluations and gate in a temporary folder. The parts that compute at the same time, and the states of each
-    part, add up to the wall time of the measured steps. CPU seconds add up to the number of CPUs times the wall time.
+    part, add up to the wall time of the measured steps. CPU seconds add up to the number of CPUs times the wall time. With --nsight, the
+    measured steps are also in reports of Nsight Systems, in nsight/ of --run-dir or of the current folder.
     """
     root, written = load_recipe(recipe, [])
     changed = written.but(*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else []))
     wanted = range(WARM_STEPS + 1, WARM_STEPS + steps + 1)
     last = wanted[-1] + changed.max_staleness + 1  # later steps keep the pipeline full
     measured = changed.but(steps=last, evaluation=EvalConfig(heldout=0, heldout_real=0), gate=None, trackers=["terminal"])
+    if nsight and measured.cluster.address != "local":
+        raise UserError("--nsight records parts on this machine only", fix="omit --nsight, or set cluster.address=local")
+    recorder = NsightSessions((run_dir or Path()).resolve() / "nsight") if nsight else None
     with (
         _folder(run_dir) as folder,
         run_folder(root, recipe, measured, (), folder, verb="profile") as (start, loaded, checked),
@@ -46,8 +54,12 @@ def profile(
         with loading():
             from agentrl.run.profile import profile_steps, render_profile
 
-        result = asyncio.run(profile_steps(loaded, start, checked, root=root, wanted=wanted))
+        if recorder is not None:
+            checked = replace(checked, plan=replace(checked.plan, wrap=recorder.wrap))
+        result = asyncio.run(profile_steps(loaded, start, checked, root=root, wanted=wanted, nsight=recorder))
         print(json.dumps(result.to_data()) if as_json else render_profile(result))
+        if recorder is not None:
+            print(f"reports of Nsight Systems: {recorder.folder}", file=sys.stderr)
 
 
 @contextmanager

@@ -14,9 +14,7 @@ import typer
 from agentrl.base.user_code import printable
 from agentrl.cli.running import JsonFlag
 from agentrl.errors import StoreError, UserError
-
-_RUN_FILES = ("recipe.json", "run.json", "metrics.jsonl", "evaluations.json", "summary.json", "episodes", "failures/traces.sqlite")
-
+from agentrl.observe.run_folders import RUN_FILES, is_run, run_state
 
 _FOLLOW_S = 5.0  # between two looks at a run
 
@@ -28,7 +26,7 @@ def report(
     """Write report.html from the files of a run folder."""
     if not run_dir.is_dir():
         raise UserError(f"there is no run folder {run_dir}", fix="give the folder of a run, such as runs/quickstart")
-    if not any((run_dir / name).exists() for name in _RUN_FILES):
+    if not is_run(run_dir) and not (run_dir / "episodes").is_dir():
         raise UserError(f"{run_dir} has no run, evaluation or captured failures", fix="give the folder of a run, such as runs/quickstart")
     print(_write(run_dir), flush=True)
     while follow and (changed := _wait_for_change(run_dir)):
@@ -49,8 +47,6 @@ def _write(run_dir: Path) -> Path:
 
 def _wait_for_change(run_dir: Path) -> str:
     """Waits until a file of the report's run has changed, and returns its name; empty if no process drives the run and nothing changes."""
-    from agentrl.view.library import run_state
-
     before, running = _marks(run_dir), True
     while True:
         time.sleep(_FOLLOW_S)
@@ -64,7 +60,7 @@ def _wait_for_change(run_dir: Path) -> str:
 
 def _marks(run_dir: Path) -> dict[str, tuple[int, int]]:
     marks = {}
-    for name in (*_RUN_FILES, "sessions.jsonl"):
+    for name in (*RUN_FILES, "episodes", "sessions.jsonl"):
         with contextlib.suppress(OSError):
             status = (run_dir / name).stat()
             marks[name] = (status.st_mtime_ns, status.st_size)

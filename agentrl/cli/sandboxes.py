@@ -1,4 +1,4 @@
-"""`agentrl sandbox`: check and attack backends, list and remove sandboxes."""
+"""`agentrl sandbox`: check and attack backends, list and remove sandboxes, serve them to other machines."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from agentrl.base.secrets import read_secret
 from agentrl.cli import HELP_OPTIONS
 from agentrl.cli.check import sandbox_attack, sandbox_check
 from agentrl.cli.running import JsonFlag
@@ -55,3 +56,16 @@ def sandbox_prune(
         for item in evicted:
             print(f"{'would remove' if dry_run else 'removed'} {item.name}, {item.size / 1e6:.1f} MB, unused for {item.days:.1f} days")
         print(f"{len(evicted)} images, {sum(item.size for item in evicted) / 1e6:.1f} MB{' would be' if dry_run else ''} removed")
+
+
+@sandbox_app.command("serve", epilog="Example: agentrl sandbox serve --key env:AGENTRL_CELL_KEY")
+def sandbox_serve(
+    key: Annotated[str, typer.Option(help="The key of drivers: env:NAME or file:PATH, at least 16 characters.")] = "env:AGENTRL_CELL_KEY",
+    listen: Annotated[str, typer.Option(help="Address. The connection is not encrypted: use a private network.")] = "0.0.0.0:7423",
+    sandboxes: Annotated[int, typer.Option(min=1, help="Sandboxes open at once.")] = 64,
+    memory_mb: Annotated[int, typer.Option(min=0, help="Memory of all sandboxes. 0: what this container may use, less 256 MiB.")] = 0,
+) -> None:
+    """Serve as a cell: open bubblewrap sandboxes for drivers elsewhere that set sandbox.backend=cell. Run it in a container or pod."""
+    from agentrl.sandbox.cell.server import run_cell
+
+    run_cell(read_secret(key), listen, sandboxes=sandboxes, memory_mb=memory_mb)

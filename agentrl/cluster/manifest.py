@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.cluster.network_policies import network_policies
+from agentrl.cluster import cells
+from agentrl.cluster.network_policies import from_drivers, network_policies
 from agentrl.cluster.plan import GIB, ClusterPlan, PlannedPart
 from agentrl.config.recipe import Recipe
 from agentrl.errors import UserError
@@ -47,12 +48,15 @@ class ManifestOptions:
     namespace: str = "default"
     storage: str = "100Gi"  # size of the volume with the run folder
     egress: tuple[str, ...] = ()  # address ranges outside the cluster that driver and workers may reach
+    cells: int = 0  # pods for sandboxes; 0: sandboxes open in the pods of driver and workers
+    cell_memory: str = "8Gi"
 
     def __post_init__(self) -> None:
         checks = (
             ("--image", self.image, _IMAGE, "a name such as registry.example/agentrl:0.1.0"),
             ("--namespace", self.namespace, _LABEL, "lower-case letters, digits and dashes, at most 63"),
             ("--storage", self.storage, _QUANTITY, "an amount such as 100Gi"),
+            ("--cell-memory", self.cell_memory, _QUANTITY, "an amount such as 8Gi"),
         )
         for option, value, pattern, wanted in checks:
             if not pattern.fullmatch(value):
@@ -75,16 +79,19 @@ def build_objects(recipe: Recipe, plan: ClusterPlan, options: ManifestOptions) -
         raise UserError(
             "sandbox.backend=docker: a pod has no Docker daemon", fix="set sandbox.backend=bubblewrap, whose sandboxes run inside the pods"
         )
+    if recipe.sandbox.backend.ref == cells.CLAIMS and not options.cells:
+        raise UserError(f"sandbox.backend={cells.CLAIMS} needs a warm pool", fix="add --cells with the number of cells that stay ready")
     if wrong := sorted({name for part in plan.parts for name in part.bundle.custom if name.lower().endswith("gpu")}):
         raise UserError(f"cluster.resources: KubeRay takes {', '.join(wrong)} for GPUs", fix="rename it so that it does not end in gpu")
     name = object_name(recipe.name)
-    builder = _Builder(name=name, options=options)
+    builder = _Builder(name=name, options=options, claims=recipe.sandbox.backend.ref == cells.CLAIMS)
     script = _start_script(recipe, plan, options, name)
     return [
         builder.named("v1", "ConfigMap", f"{name}-start", data={"start.sh": script}),
         builder.claim(f"{name}-runs", options.storage),
         *builder.redis(),
         *(builder.named("networking.k8s.io/v1", "NetworkPolicy", own, spec=spec) for own, spec in network_policies(name, options.egress)),
+        *builder.cell_objects(recipe),
         builder.job(plan),
     ]
 
@@ -95,6 +102,8 @@ def _start_script(recipe: Recipe, plan: ClusterPlan, options: ManifestOptions, n
     if plan.part("redis") is not None:
         own = {"ref": "redis", "options": {"url": f"redis://{name}-redis:{_REDIS_PORT}/1", "password": f"env:{_PASSWORD}"}}
         overrides.append(f"store={json.dumps(own)}")
+    if options.cells:
+        overrides.append(f"sandbox.backend={json.dumps(cells.backend_override(recipe, name))}")
     run = f"/runs/{recipe.name}"
     start = ["agentrl", "train", options.recipe, *overrides, "--run-dir", run]
     resume = ["agentrl", "train", options.recipe, "--run-dir", run, "--resume"]
@@ -129,6 +138,7 @@ class _Builder:
 
     name: str
     options: ManifestOptions
+    claims: bool  # driver and workers create claims of agent-sandbox
 
     def labels(self, part: str = "") -> dict[str, str]:
         labels = {"app.kubernetes.io/name": "agentrl", NAME_LABEL: self.name}
@@ -167,10 +177,12 @@ class _Builder:
     def _head(self, plan: ClusterPlan) -> dict[str, Any]:
         driver = plan.part("driver")
         assert driver is not None
-        container = self._container("ray-head", cpus=driver.bundle.cpus + 1, memory=driver.bundle.memory + 2 * _RAY_BYTES, nested=True)
+        container = self._container(
+            "ray-head", cpus=driver.bundle.cpus + 1, memory=driver.bundle.memory + 2 * _RAY_BYTES, nested=not self.options.cells
+        )
         container |= {
             "ports": [{"name": "gcs-server", "containerPort": 6379}, {"name": "dashboard", "containerPort": 8265}],
-            "env": [*container["env"], {"name": _PASSWORD, "valueFrom": self._password()}],
+            "env": [*container["env"], {"name": _PASSWORD, "valueFrom": self._password()}, *self._cell_key()],
             "volumeMounts": [
                 *container["volumeMounts"],
                 {"name": "runs", "mountPath": "/runs"},
@@ -182,16 +194,19 @@ class _Builder:
             {"name": "start", "configMap": {"name": f"{self.name}-start"}},
         ]
         start = {"num-cpus": "0", "dashboard-host": "0.0.0.0", "object-store-memory": _OBJECT_STORE}
-        return {"rayStartParams": start, "template": self._template("driver", container, volumes=volumes, nested=True)}
+        return {"rayStartParams": start, "template": self._template("driver", container, volumes=volumes, opens=True)}
 
     def _group(self, part: PlannedPart) -> dict[str, Any]:
-        one, nested = part.bundle, part.name == "worker"
+        one, opens = part.bundle, part.name == "worker"
         cpus, gpus = max(1, math.ceil(one.cpus)), math.ceil(one.gpus)
         offers = {"CPU": str(cpus), "memory": str(one.memory), _resource(part): "1"}
         offers |= {"GPU": str(gpus)} if gpus else {}
         offers |= {name: str(math.ceil(amount)) for name, amount in one.custom.items()}
         labels = {name: value for name, value in one.labels.items() if not name.startswith("ray.io/")}  # Ray sets those
-        container = self._container("ray-worker", cpus=cpus, memory=one.memory + _RAY_BYTES, gpus=gpus, nested=nested)
+        container = self._container(
+            "ray-worker", cpus=cpus, memory=one.memory + _RAY_BYTES, gpus=gpus, nested=opens and not self.options.cells
+        )
+        container["env"] += self._cell_key() if opens else []
         container["volumeMounts"].append({"name": "runs", "mountPath": "/runs"})  # for the mirror of the run folder
         return {
             "groupName": object_name(part.name),
@@ -202,7 +217,7 @@ class _Builder:
             "resources": offers,
             **({"labels": labels} if labels else {}),
             "template": self._template(
-                object_name(part.name), container, volumes=[{"name": "runs", "emptyDir": {}}], selector=labels, nested=nested
+                object_name(part.name), container, volumes=[{"name": "runs", "emptyDir": {}}], selector=labels, opens=opens
             ),
         }
 
@@ -226,15 +241,18 @@ class _Builder:
         *,
         volumes: Sequence[Mapping[str, Any]] = (),
         selector: Mapping[str, str] | None = None,
+        opens: bool = False,
         nested: bool = False,
     ) -> dict[str, Any]:
-        """Returns a pod template. `nested`: its processes open sandboxes.
+        """Returns a pod template. `opens`: its processes open sandboxes. `nested`: in this pod, as they do in a cell, or without cells.
 
         bubblewrap needs user namespaces and a mount of /proc, which the container runtime's filter of system calls forbids. Such a pod
         runs in a user namespace of its own, and each sandbox has a filter (`agentrl/sandbox/seccomp.py`).
         """
+        nested = nested or (opens and not self.options.cells)
+        calls = opens and self.claims
         spec: dict[str, Any] = {
-            "automountServiceAccountToken": False,
+            "automountServiceAccountToken": calls,
             "enableServiceLinks": False,
             "securityContext": {
                 "runAsNonRoot": True,
@@ -247,8 +265,25 @@ class _Builder:
             "volumes": [{"name": "tmp", "emptyDir": {}}, *volumes],
         }
         spec |= {"hostUsers": False} if nested else {}
+        spec |= {"serviceAccountName": f"{self.name}-sandbox"} if calls else {}
         spec |= {"nodeSelector": dict(selector)} if selector else {}
         return {"metadata": {"labels": self.labels(part)}, "spec": spec}
+
+    def cell_objects(self, recipe: Recipe) -> Iterator[dict[str, Any]]:
+        """Yields the objects of the cells."""
+        if not (count := self.options.cells):
+            return
+        amount, unit = int(self.options.cell_memory[:-2]), self.options.cell_memory[-2:]
+        memory = amount * {"Mi": GIB // 1024, "Gi": GIB, "Ti": 1024 * GIB}[unit]
+        container = self._container("cell", cpus=max(1, memory // (2 * GIB)), memory=memory, nested=True)
+        container["env"] += self._cell_key()
+        template = self._template("sandbox", cells.serve_in(container), nested=True)
+        template["spec"] |= cells.near_workers({NAME_LABEL: self.name}, PART_LABEL)
+        yield from cells.cell_objects(self, recipe, count, template, [from_drivers(self.name)])
+
+    def _cell_key(self) -> list[dict[str, Any]]:
+        reference = {"secretKeyRef": {"name": f"{self.name}-sandbox", "key": "key"}}
+        return [{"name": cells.KEY_VARIABLE, "valueFrom": reference}] if self.options.cells else []
 
     def _password(self) -> dict[str, Any]:
         return {"secretKeyRef": {"name": f"{self.name}-redis", "key": "password"}}

@@ -3,9 +3,9 @@
 Policies add up: a connection is allowed if any policy that selects its pod allows it. Hence every pod of the run is selected by exactly one
 of the first three.
 
-    inside     driver, servers, learner, workers: to and from each other, Redis and the name server
+    inside     driver, servers, learner, workers: to and from each other, Redis, cells and the name server
     redis      from the pods of `inside`; to nothing
-    sandbox    to and from nothing
+    sandbox    the cells: from driver and workers; to nothing
     operator   the KubeRay operator to the dashboard of the head, on which it reads the state of the job
     outside    driver and workers to the given address ranges, without the link-local one, at which clouds serve credentials of a node
 """
@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agentrl.errors import UserError
+from agentrl.sandbox.cell import wire
 
 _NAME, _PART = "app.kubernetes.io/instance", "agentrl-part"
 _APART = ["redis", "sandbox"]
@@ -38,18 +39,28 @@ def network_policies(name: str, egress: Sequence[str] = ()) -> Iterator[tuple[st
     names = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}}}
     dns = {"to": [names], "ports": [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]}
     to_redis = {"to": [{"podSelector": redis}], "ports": [_port(_REDIS)]}
+    to_cells = {"to": [{"podSelector": sandbox}], "ports": [_port(wire.PORT)]}
     yield (
         f"{name}-inside",
-        _policy(inside, ingress=[{"from": [{"podSelector": inside}]}], egress=[{"to": [{"podSelector": inside}]}, to_redis, dns]),
+        _policy(inside, ingress=[{"from": [{"podSelector": inside}]}], egress=[{"to": [{"podSelector": inside}]}, to_redis, to_cells, dns]),
     )
     yield f"{name}-redis", _policy(redis, ingress=[{"from": [{"podSelector": inside}], "ports": [_port(_REDIS)]}], egress=[])
-    yield f"{name}-sandbox", _policy(sandbox, ingress=[], egress=[])
+    yield f"{name}-sandbox", _policy(sandbox, ingress=[from_drivers(name)], egress=[])
     operator = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}}}
     yield f"{name}-operator", _policy(_of(name, "driver"), ingress=[{"from": [operator], "ports": [_port(_DASHBOARD)]}])
     if egress:
-        outside = {**_of(name), "matchExpressions": [{"key": _PART, "operator": "In", "values": ["driver", "worker"]}]}
+        outside = _drivers(name)
         blocks = [{"ipBlock": _block(block)} for block in egress]
         yield f"{name}-outside", _policy(outside, egress=[{"to": blocks}])
+
+
+def from_drivers(name: str) -> dict[str, Any]:
+    """Returns the rule by which a cell accepts connections of driver and workers."""
+    return {"from": [{"podSelector": _drivers(name)}], "ports": [_port(wire.PORT)]}
+
+
+def _drivers(name: str) -> dict[str, Any]:
+    return {**_of(name), "matchExpressions": [{"key": _PART, "operator": "In", "values": ["driver", "worker"]}]}
 
 
 def _of(name: str, part: str = "") -> dict[str, Any]:

@@ -5,13 +5,14 @@ It does not import Ray. Only `plan_here` looks at this machine; everything else 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentrl.cluster.device import serves_on_gpu
 from agentrl.cluster.local_gpus import check_shared_memory, has_own_gpus, share_gpus, visible_gpus
 from agentrl.config.recipe import Recipe
+from agentrl.protocols.cluster import PartCommand
 
 GIB = 1 << 30
 _NUMBERED = ("worker",)  # parts with a number in their name even if there is one
@@ -60,6 +61,8 @@ class ClusterPlan:
     address: str = "local"
     devices: Mapping[str, str] = field(default_factory=dict)
     """CUDA_VISIBLE_DEVICES of the bundles that start on this machine. One that is missing inherits the driver's."""
+    wrap: Callable[[PartCommand], PartCommand] | None = None
+    """Changes the command of each part on this machine, for profilers."""
 
     @property
     def is_local(self) -> bool:

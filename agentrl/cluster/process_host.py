@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -211,9 +211,19 @@ class LocalLauncher:
 
     is_local, shared_folder, driver_host = True, True, LOOPBACK
 
-    def __init__(self, folder: Path, *, root: Path | None = None, devices: Mapping[str, str] = NO_DEVICES) -> None:
-        """`folder`: the run folder. `root`: the project. `devices`: CUDA_VISIBLE_DEVICES by part; others inherit that of the driver."""
-        self._host, self._devices = ProcessHost(folder, root=root), devices
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        root: Path | None = None,
+        devices: Mapping[str, str] = NO_DEVICES,
+        wrap: Callable[[PartCommand], PartCommand] | None = None,
+    ) -> None:
+        """`folder`: the run folder. `root`: the project. `devices`: CUDA_VISIBLE_DEVICES by part; others inherit that of the driver.
+
+        `wrap`: changes each command.
+        """
+        self._host, self._devices, self._wrap = ProcessHost(folder, root=root), devices, wrap
 
     def cores(self, name: str) -> int | None:
         """Returns None: all parts share this machine."""
@@ -223,7 +233,7 @@ class LocalLauncher:
         """Starts a part. Raises as `ProcessHost.start` does."""
         if (device := self._devices.get(command.name)) is not None:
             command = replace(command, environment={**command.environment, "CUDA_VISIBLE_DEVICES": device})
-        return self._host.start(command)
+        return self._host.start(command if self._wrap is None else self._wrap(command))
 
     async def use_driver(self, url: str, key: str) -> None:
         """Does nothing: the run folder is here."""

@@ -207,7 +207,7 @@ class EvalConfig(Section):
 
     heldout: int = Field(160, ge=0)
     """Held-out tasks per evaluation."""
-    heldout_real: int = Field(96, ge=0)
+    heldout_real: int = Field(0, ge=0)
     """Held-out tasks on real data per evaluation."""
     attempts: Annotated[int, _HELD_OUT] = Field(1, ge=1, le=1024)
     """Attempts per task. With more than one, the report has pass@k and success against compute."""

@@ -17,7 +17,7 @@ class SandboxConfig(Section):
     """The sandboxes: `sandbox`."""
 
     backend: parts.Backend = parts.Part("auto")
-    """auto: docker if a daemon answers, else bubblewrap. There is no host backend."""
+    """auto: docker if a daemon answers, else bubblewrap. cell: sandboxes of other pods (docs/cluster.md). There is no host backend."""
     max_open: int = Field(64, ge=1)
     """Sandboxes open at once."""
 

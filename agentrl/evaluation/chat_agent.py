@@ -17,8 +17,7 @@ from agentrl.agent import Toolbox, load_tools
 from agentrl.agent.calls import MAX_CALLS, parse_call
 from agentrl.agent.contexts import main_prompt
 from agentrl.agent.invoke import count_calls, run_call
-from agentrl.agent.tools import clip
-from agentrl.base.user_code import printable
+from agentrl.base.user_code import clip, printable
 from agentrl.errors import JudgeError, PolicyFault, PromptRefusedError, ServingError, TaskError
 from agentrl.judge.endpoint import CHARS_PER_TOKEN, Endpoint, Reply, token_usage
 from agentrl.protocols import LiveEpisode

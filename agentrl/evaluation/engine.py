@@ -80,7 +80,7 @@ async def prepare_images(suites: Iterable[Suite], sandboxes: SandboxBackend) -> 
     Raises:
         ExceptionGroup: of `SandboxUnavailable`, if this machine cannot open any sandbox of this kind.
     """
-    specs = {_image(case): case.task.sandbox for suite in suites for case in suite.cases}
+    specs = {_image(case): case.task.sandbox for suite in suites for case in suite.cases if case.task.sandbox is not None}
     broken: dict[tuple[str, str], str] = {}
 
     async def build(image: tuple[str, str], spec: SandboxSpec) -> None:
@@ -105,7 +105,8 @@ def plan_case(case: Case, name: str, broken: BrokenImages) -> PlannedAttempt:
 
 
 def _image(case: Case) -> tuple[str, str]:
-    return case.task.sandbox.image, case.task.sandbox.runtime
+    spec = case.task.sandbox
+    return ("", "") if spec is None else (spec.image, spec.runtime)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

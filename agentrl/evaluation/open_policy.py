@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from agentrl.evaluation.chat_agent import BYTES_PER_TOKEN, ChatAgent, ChatEndpoi
 from agentrl.evaluation.engine import BrokenImages, case_repeats, evaluation_runner, prepare_images
 from agentrl.evaluation.policies import NamedPolicy, PolicySource, check_policy_plugin, load_policy_plugin, project_of, recipe_for
 from agentrl.evaluation.replay import check_start_tokens, starts_mid_episode
+from agentrl.evaluation.stored_episodes import StoredEpisodes
+from agentrl.experience import DriverStore, open_store
 from agentrl.failure import Capture, FaultRate
 from agentrl.failure.case import Case, Suite, check_attempt_options
 from agentrl.observe import RunTracker, StageClock, open_trackers
-from agentrl.plugins import parts
 from agentrl.plugins.references import add_project_root
 from agentrl.protocols import Agent, Policy, SandboxBackend, ToolSource, Tracker
 from agentrl.records import PolicyVersion, Split
@@ -31,6 +33,7 @@ from agentrl.reward import TaskScorer
 from agentrl.rollout import EpisodeRunner, GroupRunner
 from agentrl.sandbox import open_sandboxes
 from agentrl.session import preflight
+from agentrl.session.builders import build_agent
 from agentrl.session.ending import closing_stack
 from agentrl.session.folder import RunStart, check_disk, claim_run_folder, write_start
 from agentrl.session.opening import Run, open_run
@@ -68,6 +71,7 @@ class OpenPolicy:
     version: PolicyVersion
     sampled_by: int | None  # the only version that may have sampled tokens; None if versions are unknown
     broken: BrokenImages  # images that cannot be built
+    stored: StoredEpisodes
     run: Run | None = None  # its open parts, if it is served here
     spent: dict[str, int] = field(default_factory=dict)  # episode -> tokens, if its turns do not record them
 
@@ -179,6 +183,7 @@ async def _served(given: PreparedEvaluation, *, console: bool) -> AsyncIterator[
                 version=base,
                 sampled_by=base.number,
                 broken=making.result(),
+                stored=StoredEpisodes(run.store),
                 run=run,
             )
             watcher.cancel()
@@ -206,9 +211,11 @@ async def _not_served(given: PreparedEvaluation, *, console: bool) -> AsyncItera
         tasks = with_sub_agent_tools(cases, recipe.rollout.delegation)
         tools = await pin_tools(declared_tools(recipe.mcp, recipe.tools, given.root), tasks, sandboxes, every=False, chat=chat)
         if chat is not None:
-            for task in [one for one in cases if (one.sandbox.image, one.sandbox.runtime) not in broken][:1]:
+            for task in [one for one in cases if one.sandbox is not None and (one.sandbox.image, one.sandbox.runtime) not in broken][:1]:
                 await check_snapshots(recipe, task, sandboxes)
             check_start_tokens(given.suites, chat, tools, recipe.rollout)
+        store = await DriverStore.open(partial(open_store, folder, recipe))
+        stack.push_async_callback(store.close)
         yield OpenPolicy(
             groups=_group_runner(recipe, policy, agent, tools, sandboxes, given.scorer),
             sandboxes=sandboxes,
@@ -217,6 +224,7 @@ async def _not_served(given: PreparedEvaluation, *, console: bool) -> AsyncItera
             version=PolicyVersion(number=0, parent=None, folder="-", sha256=""),
             sampled_by=None,
             broken=broken,
+            stored=StoredEpisodes(store),
             spent=agent.tokens if isinstance(agent, ChatAgent) else {},
         )
 
@@ -247,11 +255,9 @@ def _parts(given: PreparedEvaluation) -> tuple[Policy, Agent, ChatFormat | None]
     if given.policy.source is PolicySource.ENDPOINT:
         return NoPolicy(), _chat_agent(given.policy, given.recipe), None
     plugin: Any = load_policy_plugin(given.policy)
-    rollout = given.recipe.rollout
     policy = given.recipe.policy
     chat = ChatFormat(plugin.tokenizer, tool_format=policy.tool_format, rewritten=policy.rewritten_context)
-    agent: Agent = parts.make_part(parts.AGENT, rollout.agent, chat=chat, **rollout.agent_settings)
-    return plugin, agent, chat
+    return plugin, build_agent(given.recipe, chat), chat
 
 
 def _chat_agent(policy: NamedPolicy, recipe: Recipe) -> ChatAgent:

@@ -77,7 +77,7 @@ class CaseOutcome:
     @property
     def question(self) -> str:
         """The last message of the task's prompt."""
-        return self.case.task.prompt[-1].content
+        return self.case.task.question
 
     def as_json(self) -> dict[str, Any]:
         """Returns the outcome as JSON data."""

@@ -13,12 +13,12 @@ from typing import Any
 from agentrl.base import secrets, untrusted_files
 from agentrl.base.error_text import one_line_error
 from agentrl.base.user_code import printable
+from agentrl.base.web import validate_url
 from agentrl.config.recipe import Recipe, SamplingConfig, build, load
 from agentrl.config.rollout import SUITE_FAMILY
 from agentrl.errors import PluginError, RecipeError, TaskError, UserError
 from agentrl.failure.case import Suite, load_suite
 from agentrl.failure.timeline import one_line
-from agentrl.judge.endpoint import validate_url
 from agentrl.plugins import parts
 from agentrl.plugins.parts import Part
 from agentrl.plugins.references import project_root

@@ -23,13 +23,13 @@ from agentrl.evaluation.policies import NamedPolicy, PolicySource, load_policy_p
 from agentrl.failure.case import Case, Suite
 from agentrl.failure.trace import Trace, deciding_tag
 from agentrl.memory.run_memory import ReplayedMemory
-from agentrl.plugins import parts
 from agentrl.plugins.references import add_project_root, project_root
 from agentrl.protocols import Agent, SandboxBackend, ToolSource
 from agentrl.records import Blame, Completion, EpisodeState, SamplingParams, Task, Turn
 from agentrl.records.sampling import Sampling
 from agentrl.rollout import CaptureState, EmptyMemory, EpisodeRunner
 from agentrl.sandbox import open_sandboxes
+from agentrl.session.builders import build_agent
 from agentrl.session.ending import close_after
 from agentrl.session.preflight import open_chat
 
@@ -130,7 +130,8 @@ async def replay_state(trace: Trace, turn: int, stage: ReplaySetup) -> EpisodeSt
         max_model_len=stage.max_model_len,
         request_timeout_s=_TIMEOUT_S,
     )
-    await stage.sandboxes.prepare(task.sandbox)
+    if task.sandbox is not None:
+        await stage.sandboxes.prepare(task.sandbox)
     memory = None if episode.memory is None else ReplayedMemory(episode.memory, recorded[:turn])
     played = await runner.run(task, episode_id=trace.id, on_turn=on_turn, memory=memory)
     if not states:
@@ -173,7 +174,7 @@ async def open_replay(run: Path, tasks: Iterable[Task]) -> AsyncIterator[ReplayS
     root = project_root(run)
     add_project_root(root)
     chat = _chat(run, recipe)
-    agent: Agent = parts.make_part(parts.AGENT, recipe.rollout.agent, chat=chat, **recipe.rollout.agent_settings)
+    agent = build_agent(recipe, chat)
     sandboxes = await open_sandboxes(recipe.sandbox, warm=0, run_label="promote", root=root)
     async with close_after(sandboxes.close):
         users = with_sub_agent_tools(tasks, recipe.rollout.delegation)
@@ -239,7 +240,7 @@ def _foreign(
             parsed = chat.parse(turn.completion_ids, schemas)
             if parsed.message != turn.message:
                 return f"turn {number + 1} reads as another message"
-            if chat.tool_delta([result.output for result in turn.tool_results], parsed) != prompts[number + 1]:
+            if chat.answer_delta(turn.tool_results, parsed) != prompts[number + 1]:
                 return f"the tool results of turn {number + 1} have other tokens"
     except UserError as error:
         return error.message

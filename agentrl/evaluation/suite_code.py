@@ -64,6 +64,8 @@ def _outside(case: Case, suite: Path, root: Path) -> Iterator[tuple[str, str]]:
             code = [path.resolve() for path in _of_module(module, root)] if colon else []
         if suite != root and any(path.is_relative_to(suite) for path in code):
             yield reference, "which is code that came with the suite"
+    if case.task.sandbox is None:
+        return
     image = case.task.sandbox.image
     path = untrusted_files.resolve_inside(image, root)
     if path is None:

@@ -63,6 +63,7 @@ async def evaluate_suites(
         total = sum(given.repeats_of(suite, case) for suite, case in cases)
         policy.tracker.stage("evaluate", f"{len(cases)} cases, {total} attempts")
         await asyncio.to_thread(policy.capture.reset_phase, EVAL_PHASE)
+        await policy.stored.begin(EVAL_PHASE)
         evaluation = _Evaluation(given, policy, total, on_case)
         async with asyncio.TaskGroup() as running:
             jobs = {suite.folder: [running.create_task(evaluation.run_case(suite, case)) for case in suite.cases] for suite in given.suites}
@@ -171,6 +172,7 @@ class _Evaluation:
         self._policy.tracker.evaluating(self._scored, self._total)
         assert attempt.task is not None, "a case has a task"
         await asyncio.to_thread(self._policy.capture.capture_episode, attempt.task, scored, phase=EVAL_PHASE, step=0)
+        await self._policy.stored.add(EVAL_PHASE, 0, attempt.task, scored)
         return scored
 
 

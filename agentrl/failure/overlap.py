@@ -128,7 +128,9 @@ def count_withheld(run_dir: Path) -> int:
 
 
 def _prompt(task: Task, normalize: Callable[[str], str]) -> tuple[tuple[str, str], ...]:
-    return tuple((message.role, normalize(message.content)) for message in task.prompt)
+    spec = task.environment
+    world = () if spec is None else (("environment", f"{spec.ref} {spec.seed} {json.dumps(dict(spec.options), sort_keys=True)}"),)
+    return (*((message.role, normalize(message.content)) for message in task.prompt), *world)
 
 
 def _prompt_digest(task: Task) -> str:
@@ -138,7 +140,8 @@ def _prompt_digest(task: Task) -> str:
 
 def _comparable(one: Task, other: Task) -> bool:
     """Whether prompt and files determine what two tasks are about. If the image may hold the rest, image or answer must be equal."""
-    if one.sandbox.image == other.sandbox.image or one.files or one.binary_files or other.files or other.binary_files:
+    images = {"" if task.sandbox is None else task.sandbox.image for task in (one, other)}
+    if len(images) == 1 or one.files or one.binary_files or other.files or other.binary_files:
         return True
     return "answer" in one.data and one.data["answer"] == other.data.get("answer")
 

@@ -28,6 +28,7 @@ from agentrl.failure.overlap import WithheldTasks
 from agentrl.protocols import TaskFamily
 from agentrl.records import Split, Task, codec
 from agentrl.records.fields import Record
+from agentrl.task import gold_of
 
 FILE = "practice.jsonl"
 FORMAT = 1
@@ -150,8 +151,8 @@ def gold_without_answer(family: TaskFamily, task: Task) -> str:
     fix = "give its family a method variants"
     if not isinstance(task.data.get("answer"), str):
         raise TaskError(f"task {task.id!r} has no answer in its data that could be recomputed", fix=fix)
-    program = family.gold(task)
-    if program != family.gold(replace(task, data={**task.data, "answer": _UNKNOWN})):
+    program = gold_of(family, task)
+    if program != gold_of(family, replace(task, data={**task.data, "answer": _UNKNOWN})):
         raise TaskError(f"task {task.id!r}: its gold solution depends on the answer, so it cannot compute another one", fix=fix)
     return program
 

@@ -161,9 +161,11 @@ def _from_episode(trace: Trace, episode: Episode) -> Timeline:
         tolerance = 0.0
     return Timeline(
         steps=tuple(steps),
-        question=truncate_middle(task.prompt[-1].content),
+        question=truncate_middle(task.question),
         instructions=truncate_middle("\n".join(message.content for message in task.prompt[:-1])),
-        offered_tools=None if any(":" in name for name in task.tools) else {name: {} for name in task.tools},
+        offered_tools=None
+        if task.environment is not None or any(":" in name for name in task.tools)
+        else {name: {} for name in task.tools},
         files=bool(task.files or task.binary_files),
         stop_reason=episode.stop_reason,
         answer=None if episode.answer is None else truncate_middle(episode.answer),

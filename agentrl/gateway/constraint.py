@@ -50,8 +50,12 @@ def constraint(request: CompletionRequest, chat: Chat) -> str:
         formats.append(_json(request.shape))
     if not formats:
         return ""
-    answer = formats[0] if len(formats) == 1 else {"type": "or", "elements": formats}
-    if chat.thinks_first:
+    return structural_tag(formats[0] if len(formats) == 1 else {"type": "or", "elements": formats}, thinks_first=chat.thinks_first)
+
+
+def structural_tag(answer: Mapping[str, Any], *, thinks_first: bool) -> str:
+    """Returns the JSON of vLLM's structural tag for an answer, which follows the reasoning if the model thinks first."""
+    if thinks_first:
         reasoning = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": "</think>"}
         space = {"type": "optional", "content": {"type": "const_string", "value": "\n\n"}}
         answer = {"type": "sequence", "elements": [reasoning, space, answer]}

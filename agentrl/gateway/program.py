@@ -16,14 +16,12 @@ import re
 from asyncio import AbstractEventLoop
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from importlib.util import find_spec
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
-from agentrl.base.installation import install_command
 from agentrl.errors import InfrastructureError, TaskError, UserError
 from agentrl.gateway.rewards import POSTED_REWARDS
-from agentrl.gateway.server import HOST, Gateway
+from agentrl.gateway.server import HOST, Gateway, import_server
 from agentrl.gateway.session import Session
 from agentrl.gateway.tokens import Chat, ConversationTokens
 from agentrl.protocols import LiveEpisode, Sandbox
@@ -98,11 +96,7 @@ class ExternalProgram:
             destinations.parse_destination(self.address)
         except ValueError as error:
             raise UserError(f"rollout.agent.options: host and port: {error}", fix="use a literal address, such as 127.0.0.1") from None
-        if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
-            raise UserError(f"the gateway needs {' and '.join(missing)}", fix=install_command("gateway"))
-        import starlette.applications  # noqa: F401  # imported here, so that no episode waits for it
-        import uvicorn.server  # noqa: F401
-
+        import_server()
         self._rewarded = bool(reward_key_file)
         if reward_key_file:
             POSTED_REWARDS.make_key(reward_key_file)
@@ -115,7 +109,7 @@ class ExternalProgram:
 
     async def act(self, episode: LiveEpisode) -> str:
         """Runs the program, and returns why the episode ended."""
-        if self.address not in episode.task.sandbox.network:
+        if episode.task.sandbox is None or self.address not in episode.task.sandbox.network:
             fix = f'add "{self.address}" to sandbox.network'
             raise TaskError(f"task {episode.task.id!r}: its sandbox cannot reach the gateway", fix=fix)
         if episode.turn_count:

@@ -81,7 +81,12 @@ class PostedRewards:
             raise RequestError("not_found", f"There is no session {session[:100]!a}.")
         if reward.done():
             raise RequestError("invalid", "This session already has a reward.")
-        reward.set_result(score)
+        self.store(session, score)
+
+    def store(self, session: str, score: Score) -> None:
+        """Stores the reward of an open session that has none."""
+        if (reward := self._rewards.get(session)) is not None and not reward.done():
+            reward.set_result(score)
 
     async def wait(self, session: str) -> None:
         """Returns once an open session has its reward, or after `WAIT_S` seconds."""

@@ -13,9 +13,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from agentrl.base import loop_lag, user_code
+from agentrl.base.installation import install_command
+from agentrl.errors import UserError
 from agentrl.gateway import anthropic_messages, chat_completions, responses
 from agentrl.gateway.connections import HALF_CLOSED
 from agentrl.gateway.http_server import HttpServer
@@ -219,6 +222,14 @@ class Gateway:
         self.counts["refused_not_found"] += 1
         refused = RequestError("not_found", f"Invalid URL ({request.method[:16]} {request.url.path[:200]!a})")
         return _error(refused, request, getattr(error, "status_code", 404))
+
+
+def import_server() -> None:
+    """Imports what the gateway needs, so that no episode waits for it. Raises `UserError` if it is not installed."""
+    if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
+        raise UserError(f"the gateway needs {' and '.join(missing)}", fix=install_command("gateway"))
+    import starlette.applications  # noqa: F401
+    import uvicorn.server  # noqa: F401
 
 
 def _protocol(request: Request) -> Any:

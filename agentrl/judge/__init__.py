@@ -3,7 +3,7 @@
 They are verifiers (`agentrl.protocols.Verifier`) that a recipe or a task names by reference, like any other.
 """
 
-from agentrl.judge.backoff import Clock, SystemClock
+from agentrl.base.backoff import Clock, SystemClock
 from agentrl.judge.endpoint import Endpoint, Prices, Reply
 from agentrl.judge.ensemble import Ensemble
 from agentrl.judge.ledger import Budget, JudgeUsage

@@ -16,10 +16,11 @@ from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
 from agentrl.base import secrets
+from agentrl.base.backoff import PROBE_S, TRANSIENT, Clock, SystemClock, backoff_s, requested_wait_s
 from agentrl.base.liveness import AnswerLiveness
 from agentrl.base.user_code import describe_error, printable
+from agentrl.base.web import bounded_body, validate_url
 from agentrl.errors import JudgeError, PromptRefusedError, UserError
-from agentrl.judge.backoff import PROBE_S, TRANSIENT, Clock, SystemClock, backoff_s, requested_wait_s
 from agentrl.judge.servers import ServedUrl, ServerStarting
 from agentrl.records.fields import text as encodable
 
@@ -40,9 +41,6 @@ _PROMPT_REFUSED = (400, 413, 422)
 _HEADER = re.compile(r"[A-Za-z0-9-]{1,64}")
 _OWN_HEADERS = ("accept-encoding", "authorization", "connection", "content-length", "content-type", "host", "transfer-encoding")
 _OVERLOADED = re.compile(r"rate.?limit|overload|too.many|unavailable|time[ds]?.?out|server.?error|internal", re.IGNORECASE)
-_MOST_PIECES = 4096  # maximum number of small pieces of an answer
-_FULL_PIECE = 64  # a piece of fewer bytes is small
-_PIECES_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,7 +251,7 @@ class Endpoint:
         body = self._body(query.messages, query.schema, query.more)
         try:
             async with asyncio.timeout(limit_s), wire.http.stream("POST", self._address(), json=body, headers=headers) as response:
-                content = await _bounded(response, self.max_bytes if response.status_code == 200 else 4 * _EXCERPT)
+                content = await bounded_body(response, self.max_bytes if response.status_code == 200 else 4 * _EXCERPT)
                 error = error_in(content) if response.status_code == 200 else (response.status_code, content.decode(errors="replace"))
                 if error is not None:
                     text = " ".join(printable(_without(key, error[1]), _EXCERPT).split())
@@ -348,17 +346,6 @@ class _PendingQuery:
     refused: str = ""  # why the server rejected the schema
 
 
-def validate_url(url: str) -> str:
-    """Returns the URL of an endpoint. Raises `UserError` if it is invalid or contains a secret."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.password or parts.query or parts.fragment:
-        raise UserError(
-            "an endpoint's url must be http(s)://HOST/PATH without a user, a password or a query",
-            fix='write a url such as "https://api.example.org/v1", and set key_env to the environment variable that contains the key',
-        )
-    return url
-
-
 async def _acquired(lock: asyncio.Lock, within_s: float) -> bool:
     """Whether the lock was acquired in time."""
     try:
@@ -366,26 +353,6 @@ async def _acquired(lock: asyncio.Lock, within_s: float) -> bool:
             return await lock.acquire()
     except TimeoutError:
         return False
-
-
-async def _bounded(response: httpx.Response, most: int) -> bytes:
-    """Reads at most `most + 1` bytes of a response body; the caller detects a body that is too large by the additional byte.
-
-    Raises `httpx.RemoteProtocolError` for an answer in very many pieces, because each piece costs more time than its bytes.
-    """
-    import httpx
-
-    parts, size = [], 0
-    async for part in response.aiter_raw():
-        parts.append(part)
-        size += len(part)
-        if size > most:
-            break
-        if len(parts) > _MOST_PIECES + size // _FULL_PIECE:
-            raise httpx.RemoteProtocolError(f"the answer arrives in pieces of {size // len(parts)} bytes")
-        if len(parts) % _PIECES_AT_ONCE == 0:
-            await asyncio.sleep(0)  # buffered pieces are read without waiting; let other tasks run
-    return b"".join(parts)[: most + 1]
 
 
 def error_in(content: bytes) -> tuple[int, str] | None:

@@ -44,7 +44,7 @@ def question_text(task: Task) -> str:
 
 def user_text(task: Task) -> str:
     """Returns the user's part of the prompt."""
-    return "\n".join(message.content for message in task.prompt if message.role == "user") or task.prompt[-1].content
+    return "\n".join(message.content for message in task.prompt if message.role == "user") or task.question
 
 
 def answer_text(episode: Episode) -> str:

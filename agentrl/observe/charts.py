@@ -1,24 +1,70 @@
-"""The charts of a run's metrics, which the report and the pages of `agentrl view` show."""
+"""The charts of a run, which the report and the pages of `agentrl view` draw with `components/chart.js`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
-from agentrl.observe.stats import Format, format_count
+from agentrl.observe.exclusions import printable_text
+from agentrl.observe.stats import Rate
+from agentrl.observe.tails import MetricsTable
 from agentrl.observe.timeline import PARTS, UTILIZATION
 
-Form = Literal["plain", "count", "whole", "round", "exponent"]
+Point = tuple[float, float]
+Form = Literal["plain", "count", "whole", "round", "exponent", "rate", "percent"]
 """How the values of an axis are written; `whole` also keeps its marks at whole numbers."""
-FORMATS: Mapping[Form, Format] = {
-    "plain": lambda value: f"{value:g}",
-    "count": format_count,
-    "whole": lambda value: f"{value:g}",
-    "round": lambda value: f"{value:.0f}",
-    "exponent": lambda value: f"{value:.0e}" if value else "0",
-}
-# Title, note, metric -> label of its line, and the format of the y axis.
-CHARTS: tuple[tuple[str, str, Mapping[str, str], Form], ...] = (
+MAX_POINTS, SMALL_POINTS = 1500, 300
+"""Points of a large and of a small curve."""
+MAX_SERIES = 4
+"""Lines of a small chart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """One line, or one set of marks with `line=False`."""
+
+    label: str
+    points: Sequence[Point]  # in order of x
+    colour: int = 0  # 0: its position in the chart, from 1
+    line: bool = True
+    intervals: Sequence[tuple[float, float, float]] = ()  # x, low, high
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """A chart over steps, versions or tokens."""
+
+    title: str
+    series: Sequence[Series]  # each with a point
+    note: str = ""
+    form: Form = "plain"
+    y_range: Point | None = None  # None: from 0, or the smallest value if it is negative, to the largest
+    x_name: str = "step"
+    height: int = 150
+
+    def to_data(self) -> dict[str, Any]:
+        """Returns the chart as JSON data."""
+        return asdict(self)
+
+    @property
+    def text(self) -> str:
+        """The chart as JSON, in ASCII."""
+        return json.dumps(self.to_data(), allow_nan=False)
+
+    @property
+    def ends(self) -> list[str]:
+        """First and last point of each series, for a reader without JavaScript."""
+        ends = [(one.label, one.points[0], one.points[-1]) for one in self.series]
+        return [
+            f"{label}: {y:.4g} at {self.x_name} {x:g}, {end_y:.4g} at {self.x_name} {end_x:g}" for label, (x, y), (end_x, end_y) in ends
+        ]
+
+
+_Spec = tuple[str, str, Mapping[str, str], Form]
+"""Title, note, metric -> label of its line, and the format of the y axis."""
+CHARTS: tuple[_Spec, ...] = (
     ("Staleness", "versions between sampling and learning", {"staleness_mean": "mean", "staleness_max": "max"}, "plain"),
     ("Swap stall", "ms during which requests waited", {"swap_stall_ms": "stall"}, "round"),
     ("Swap probe", "largest |server - learner| logprob, nats", {"swap_probe_max_abs_diff": "difference"}, "exponent"),
@@ -46,10 +92,86 @@ CHARTS: tuple[tuple[str, str, Mapping[str, str], Form], ...] = (
     ("Server against learner", "KL with the same weights, nats per token", {"mismatch_kl": "KL"}, "exponent"),
     ("Ratio extremes", "learner to behaviour policy", {"ratio_max": "largest", "ratio_min": "smallest"}, "plain"),
     ("Effective sample size", "share of tokens, after truncated importance sampling", {"ess": "share"}, "plain"),
+    (
+        "Spare attempts",
+        "attempts that their group did not need",
+        {"attempts_cancelled": "cancelled", "attempts_not_begun": "not started"},
+        "whole",
+    ),
+    (
+        "Length of cancelled attempts",
+        "sampled tokens until then",
+        {"cancelled_tokens_mean": "cancelled", "completion_tokens_mean": "episodes"},
+        "plain",
+    ),
+    (
+        "Policy-reachable faults",
+        "share of attempts with a fault that the policy can have provoked",
+        {"excluded_policy_reachable": "share"},
+        "plain",
+    ),
     ("Faults", "failed attempts and tool calls", {"attempts_failed": "attempts", "tool_failures": "tool calls"}, "whole"),
     ("Updates skipped", "not finite, or beyond a limit", {"updates_left_out": "updates", "rollbacks": "rollbacks"}, "whole"),
     ("Clipped ratios", "share of tokens", {"clip_fraction_high": "from above", "clip_fraction_low": "from below"}, "plain"),
     ("Groups without signal", "all attempts have equal scores", {"groups_without_signal": "groups"}, "whole"),
     ("Episodes excluded", "for task or infrastructure faults", {"episodes_left_out": "episodes"}, "whole"),
     ("Judges' disagreement", "mean over the episodes with several judges", {"judge_disagreement": "disagreement"}, "plain"),
+)
+# Charts whose first metric is 0, or missing, in most runs: then they are not drawn.
+_RARE = frozenset({"attempts_cancelled", "cancelled_tokens_mean", "excluded_policy_reachable"})
+
+
+def reward_chart(table: MetricsTable, rates: Mapping[str, Sequence[Rate | None]]) -> Chart | None:
+    """Returns the training reward and the success on held-out tasks by step; None without a point.
+
+    Args:
+        rates: `heldout` and `heldout_real` -> success before and after training.
+    """
+    reward = table.curve("reward_mean", MAX_POINTS)
+    series = [Series(label="mean training reward", points=reward)] if reward else []
+    for colour, (key, label) in enumerate((("heldout", "held-out"), ("heldout_real", "held-out on real data")), 2):
+        points, intervals = dict(table.curve(key, MAX_POINTS)), []
+        for step, rate in zip((0, table.steps[-1] if table.steps else 0), rates.get(key, ()), strict=False):
+            if rate is not None:
+                points[step] = rate.value
+                intervals.append((float(step), rate.ci_low, rate.ci_high))
+        if points:
+            series.append(Series(label=label, points=sorted(points.items()), colour=colour, line=False, intervals=intervals))
+    values = [y for one in series for _, y in one.points]
+    y_range = (0.0, 1.0) if values and min(values) >= 0 and max(values) <= 1 else None
+    return Chart(title="Reward by step", series=series, form="rate", y_range=y_range, height=300) if series else None
+
+
+def metric_charts(table: MetricsTable, *, audit: str = "the audit is not trained on") -> list[Chart]:
+    """Returns a small chart for each metric of a run that has values.
+
+    Args:
+        audit: note of the chart that compares the reward with its audit.
+    """
+    specs = [*CHARTS]
+    if table.series("audit_mean"):
+        specs.insert(0, ("Reward and audit", audit, {"reward_mean": "reward", "audit_mean": "audit"}, "plain"))
+    parts = [key for key in table.keys if key.startswith("part/")]
+    if len(parts) > 1:
+        labels = {key: printable_text(key.removeprefix("part/"))[:60] for key in parts[:MAX_SERIES]}
+        specs.insert(0, ("Parts of the score", "means over the episodes that have them", labels, "plain"))
+    for metric, title, note, form in _SERVERS:
+        names = {f"replica{n}_{metric}": f"server {n}" for n in range(MAX_SERIES)}
+        specs.append((title, note, names, form))
+    charts = []
+    for title, note, metrics, form in specs:
+        first = next(iter(metrics))
+        rare = first in _RARE or first.endswith("_restarts")
+        if rare and not any(value for key in metrics for _, value in table.series(key)):
+            continue
+        curves = ((label, table.curve(key, SMALL_POINTS)) for key, label in metrics.items())
+        series = [Series(label=label, points=points) for label, points in curves if points]
+        if series:
+            charts.append(Chart(title=title, note=note, series=series, form=form))
+    return charts
+
+
+_SERVERS: tuple[tuple[str, str, str, Form], ...] = (
+    ("tokens", "Tokens by server", "sampled in a step", "count"),
+    ("restarts", "Restarts by server", "since the run was started or resumed", "whole"),
 )

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.base.files import write_atomically
-from agentrl.observe.markup import Chart, Series, Table, line_chart, render
+from agentrl.observe.charts import Chart, Series
+from agentrl.observe.markup import Table, render
 from agentrl.observe.rundata import Line, as_list, is_finite, read_lines, read_object
 from agentrl.observe.transcripts import ShownEpisode, show_episode
 
-_SIZE = (1030, 240)
 _PAIRS_SHOWN = 8
 _MAX_BYTES = 64 << 20  # of one file
 _MAX_REASON = 600  # characters
@@ -108,10 +108,10 @@ def _success_chart(
     if not rates:
         return None
     points, intervals = tuple((x, rate) for x, rate, _, _ in rates), tuple((x, low, high) for x, _, low, high in rates)
-    series = [Series(label="pass@1", color="c1", points=points, intervals=intervals)]
+    series = [Series(label="pass@1", points=points, intervals=intervals)]
     if pass_at_k:
-        series.append(Series(label="pass@k", color="c2", points=pass_at_k))
-    return line_chart(series, title=title, size=_SIZE, y_range=(0.0, 1.0), y_format=lambda value: f"{value:.2f}", x_name=x_name)
+        series.append(Series(label="pass@k", points=pass_at_k))
+    return Chart(title=title, series=series, form="rate", y_range=(0.0, 1.0), x_name=x_name, height=240)
 
 
 def _cells(row: HistoryRow) -> tuple[str, ...]:

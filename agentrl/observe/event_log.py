@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import re
@@ -48,7 +49,7 @@ class EventLog:
     A failing disk never fails the run: `on_fault` is called once, from the thread, and events are dropped until writing works again.
 
     Args:
-        run_dir: the run folder. One driver writes to it.
+        run_dir: the run folder. If another process records its events, nothing is written until that one ends.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class EventLog:
         self._waiting = deque[Event]()
         self._dropped, self._counting = 0, threading.Lock()  # those that no event has reported
         self._file: FileIO | None = None
+        self._lock: int | None = None
         self._start = self._size = 0  # offset of the open segment, and its bytes
         self._failed_at = -_RETRY_S
         self._reported = False
@@ -91,6 +93,8 @@ class EventLog:
         self._flush()
         if self._file is not None:
             self._file.close()
+        if self._lock is not None:
+            os.close(self._lock)
 
     def _flush(self) -> None:
         """Writes what waits. Every fault ends here."""
@@ -98,6 +102,8 @@ class EventLog:
             return
         try:
             while self._waiting or self._dropped:
+                if self._file is None:
+                    self._open()
                 if dropped := self._dropped:
                     self._write([EventsDropped(count=dropped)])
                     self._count_dropped(-dropped)
@@ -112,8 +118,9 @@ class EventLog:
                 self._file = None
             if not self._reported:
                 self._reported = True
+                fix = "check the disk, and that one process drives the run"
                 with suppress(Exception):  # the thread continues, and writes once the disk has room
-                    self._on_fault(f"{self._folder}: events are not recorded: {one_line_error(error)}\n  fix: check the disk")
+                    self._on_fault(f"{self._folder}: events are not recorded: {one_line_error(error)}\n  fix: {fix}")
 
     def _count_dropped(self, count: int) -> None:
         with self._counting:
@@ -121,8 +128,6 @@ class EventLog:
 
     def _write(self, events: Iterable[Event]) -> None:
         lines = list(map(encode, events))
-        if self._file is None:
-            self._open()
         while lines:
             room = self._segment_bytes - self._size
             count = max(1, sum(1 for size in accumulate(map(len, lines)) if size <= room))
@@ -148,9 +153,22 @@ class EventLog:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._start = max((start for start, _ in _segments(self._folder)), default=0)
         path = self._path(self._start)
+        self._lock_folder()
         remove_torn_line(path)
         self._file = FileIO(path, "ab")
         self._size = self._file.seek(0, os.SEEK_END)
+
+    def _lock_folder(self) -> None:
+        """Makes this process the only writer: two would overwrite each other's segments. Raises `OSError` if another one writes."""
+        if self._lock is not None:
+            return
+        lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(lock)
+            raise OSError(error.errno, "another process records events of this run") from None
+        self._lock = lock
 
     def _next_segment(self) -> None:
         assert self._file is not None, "a full segment is open"

@@ -5,18 +5,18 @@ This module computes the content; `agentrl/observe/templates` lays it out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from agentrl.base.files import write_atomically
-from agentrl.observe.charts import CHARTS, FORMATS
+from agentrl.observe.charts import MAX_SERIES, Chart, Series, metric_charts, reward_chart
 from agentrl.observe.drift import HISTORY, drift_alerts
 from agentrl.observe.evaluations import read_gate_section
 from agentrl.observe.exclusions import printable_text
-from agentrl.observe.markup import Chart, Series, line_chart, render
-from agentrl.observe.rundata import Curves, RunData, is_finite, read_run
+from agentrl.observe.markup import render
+from agentrl.observe.report_data import Curves, RunData, read_run
+from agentrl.observe.run_comparison import flatten
 from agentrl.observe.sections import failures_section, learning_tables
 from agentrl.observe.stats import (
     Rate,
@@ -34,8 +34,6 @@ from agentrl.observe.transcripts import ShownEpisode, choose_pairs, show_episode
 _EPISODES_SHOWN = 6
 _SETBACKS_SHOWN = 20
 _MAX_WHY = 600  # characters
-_MAX_SERIES = 4  # the number of colours
-_WIDE, _NARROW, _SMALL = (1030, 300), (330, 240), (300, 150)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,24 +74,6 @@ class Head:
         return "; ".join(f"{name}{format_interval(rate)}, n = {rate.n}" for name, rate in rates if rate)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Learning:
-    """Reward by step, for wide and narrow screens."""
-
-    note: str
-    wide: Chart
-    narrow: Chart
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
-    """One small chart."""
-
-    title: str
-    note: str
-    chart: Chart
-
-
 def write_report(run_dir: Path) -> Path:
     """Writes `report.html` into a run folder from the files that exist, also during a run or after an interruption.
 
@@ -116,9 +96,10 @@ def write_report(run_dir: Path) -> Path:
         heads=_heads(summary) if summary else _evaluated(run),
         tiles=_tiles(summary) if summary else [],
         learning=_learning(run),
+        learning_note=_learning_note(run),
         kinds=_kinds(summary) if summary else [],
         compute=_compute(run),
-        machinery=list(_machinery(run)),
+        machinery=metric_charts(run.metrics, audit=_drift_note(run)),
         learning_signal=learning_tables(run.taught),
         failures=failures_section(run.failures),
         excluded=_excluded(run),
@@ -129,7 +110,7 @@ def write_report(run_dir: Path) -> Path:
         timeline=_timeline(run),
         episodes_note=episodes_note,
         episodes=episodes,
-        recipe=list(_flat(run.recipe)),
+        recipe=[(name, str(value)) for name, value in flatten(run.recipe)],
         packages=list(summary.versions.items()) if summary else [],
     )
     path = run_dir / "report.html"
@@ -139,7 +120,7 @@ def write_report(run_dir: Path) -> Path:
 
 def _timeline(run: RunData) -> list[tuple[str, list[tuple[str, float]], float]]:
     """Part, its states with their seconds, the busy one first, and the sum of the seconds; empty if no step has a timeline."""
-    steps = [{key: value for key, value in line.items() if is_finite(value) and value > 0} for line in run.metrics]
+    steps = [{key: value for key, value in line.items() if value > 0} for line in run.metrics.rows()]
     rows = []
     for part, spent in time_by_state(steps).items():
         states = sorted(((printable_text(state)[:60], seconds) for state, seconds in spent.items()), key=lambda item: item[0] != BUSY)
@@ -233,24 +214,18 @@ def _judge_tiles(usage: Mapping[str, float]) -> list[tuple[str, str]]:
     ]
 
 
-def _learning(run: RunData) -> Learning | None:
-    series = [Series(label="mean training reward", color="c4", points=run.series("reward_mean"))]
-    for key, label, color, shift in (("heldout", "held-out", "c1", -5.0), ("heldout_real", "held-out on real data", "c2", 5.0)):
-        series.append(_evaluations(run, key, Series(label=label, color=color, points=(), line=False, shift=shift)))
-    series = [one for one in series if one.points]
-    if not series:
-        return None
-    values = [y for one in series for _, y in one.points]
-    y_range = (0.0, 1.0) if min(values) >= 0 and max(values) <= 1 else None
+def _learning(run: RunData) -> Chart | None:
+    rates = {
+        key: tuple(getattr(run.summary, f"{key}_{phase}", None) for phase in ("before", "after")) for key in ("heldout", "heldout_real")
+    }
+    return reward_chart(run.metrics, rates)
 
-    def chart(size: tuple[int, int]) -> Chart:
-        return line_chart(series, title="Reward by step", size=size, y_range=y_range, y_format=_decimals)
 
-    note = (
+def _learning_note(run: RunData) -> str:
+    return (
         f"Training reward after each step ({_sampling(run, 'rollout')}), and success on held-out tasks"
         f" ({_sampling(run, 'evaluation')}) with 95% intervals."
     )
-    return Learning(note=note, wide=chart(_WIDE), narrow=chart(_NARROW))
 
 
 def _sampling(run: RunData, name: str) -> str:
@@ -269,91 +244,36 @@ def _sampling(run: RunData, name: str) -> str:
     return ", ".join(parts)
 
 
-def _evaluations(run: RunData, key: str, empty: Series) -> Series:
-    """`empty` with the success on one held-out split: before, during and after training."""
-    points = dict(run.series(key))
-    intervals: list[tuple[float, float, float]] = []
-    last = run.metrics[-1]["step"] if run.metrics else 0
-    for step, phase in ((0, "before"), (last, "after")):
-        rate: Rate | None = getattr(run.summary, f"{key}_{phase}", None)
-        if rate:
-            points[step] = rate.value
-            intervals.append((step, rate.ci_low, rate.ci_high))
-    return replace(empty, points=tuple(sorted(points.items())), intervals=tuple(intervals))
-
-
 def _kinds(summary: Summary) -> list[tuple[str, Rate | None, Rate | None]]:
     before, after = summary.by_kind.get("before", {}), summary.by_kind.get("after", {})
     return [(kind, before.get(kind), after.get(kind)) for kind in sorted({*before, *after})]
 
 
-def _compute(run: RunData) -> list[Card]:
+def _compute(run: RunData) -> list[Chart]:
     """Success by sampled tokens for each split of the last evaluation: by budget of an attempt, and by bound on thinking."""
     note = "share of tasks solved, by sampled tokens per task"
     return [
-        *_compute_cards(run.compute, "Success against compute", "", note),
-        *_compute_cards(run.thinking, "Success against thinking", ", thinking bounded", f"{note}; a point for each bound, and without one"),
+        *_compute_cards(run.compute, "Within a budget", note),
+        *_compute_cards(run.thinking, "With thinking bounded", f"{note}; a point for each bound, and without one"),
     ]
 
 
-def _compute_cards(curves: Curves, title: str, suffix: str, note: str) -> Iterator[Card]:
+def _compute_cards(curves: Curves, title: str, note: str) -> Iterator[Chart]:
     for split in dict.fromkeys(split for split, _, _ in curves):
         lines = [(attempts, points) for other, attempts, points in curves if other == split]
-        lines = [*lines[:1], *lines[1:][-(_MAX_SERIES - 1) :]]
-        series = [
-            Series(label="1 attempt" if attempts == 1 else f"the best of {attempts}", color=f"c{1 + n}", points=points)
-            for n, (attempts, points) in enumerate(lines)
-        ]
-        chart = line_chart(series, title=f"{title}, {split}", size=_NARROW, y_range=(0.0, 1.0), y_format=_decimals, x_name="tokens")
-        yield Card(title=printable_text(split).replace("_", " ") + suffix, note=note, chart=chart)
-
-
-def _decimals(value: float) -> str:
-    return f"{value:.2f}"
-
-
-def _machinery(run: RunData) -> Iterator[Card]:
-    """Small charts of the metrics that the run recorded."""
-    charts = [*CHARTS]
-    if run.series("attempts_cancelled"):
-        names = {"attempts_cancelled": "cancelled", "attempts_not_begun": "not started"}
-        charts.append(("Spare attempts", "attempts that their group did not need", names, "whole"))
-    if run.series("cancelled_tokens_mean"):
-        names = {"cancelled_tokens_mean": "cancelled", "completion_tokens_mean": "episodes"}
-        charts.append(("Length of cancelled attempts", "sampled tokens until then", names, "plain"))
-    if run.series("audit_mean"):
-        charts.append(("Reward and audit", _drift_note(run), {"reward_mean": "reward", "audit_mean": "audit"}, "plain"))
-    if any(value for _, value in run.series("excluded_policy_reachable")):
-        note = "share of attempts with a fault that the policy can have provoked"
-        charts.append(("Policy-reachable faults", note, {"excluded_policy_reachable": "share"}, "plain"))
-    charts.append(("Tokens by server", "sampled in a step", _by_server(run, "tokens"), "count"))
-    restarts = _by_server(run, "restarts")
-    if any(value for key in restarts for _, value in run.series(key)):
-        charts.append(("Restarts by server", "since the run was started or resumed", restarts, "whole"))
-    parts = sorted({key for line in run.metrics for key in line if key.startswith("part/")})
-    if len(parts) > 1:
-        names = {key: printable_text(key.removeprefix("part/"))[:60] for key in parts[:_MAX_SERIES]}
-        charts.append(("Parts of the score", "means over the episodes that have them", names, "plain"))
-    for title, note, metrics, form in charts:
-        series = [Series(label=label, color=f"c{1 + n}", points=run.series(key)) for n, (key, label) in enumerate(metrics.items())]
-        series = [one for one in series if one.points]
-        if series:
-            chart = line_chart(series, title=title, size=_SMALL, y_format=FORMATS[form], whole=form == "whole")
-            yield Card(title=title, note=note, chart=chart)
+        lines = [*lines[:1], *lines[1:][-(MAX_SERIES - 1) :]]
+        series = [Series(label="1 attempt" if attempts == 1 else f"the best of {attempts}", points=points) for attempts, points in lines]
+        name = f"{title}, {printable_text(split).replace('_', ' ')}"
+        yield Chart(title=name, note=note, series=series, form="rate", y_range=(0.0, 1.0), x_name="tokens", height=200)
 
 
 def _drift_note(run: RunData) -> str:
     """Returns the note of the audit's chart, with all drift alerts of the run."""
-    steps = [{key: value for key, value in line.items() if isinstance(value, int | float)} for line in run.metrics]
+    steps = run.metrics.rows()
     alerts = [
         f"step {line['step']:g}: {text}" for at, line in enumerate(steps) for text in drift_alerts(steps[max(0, at + 1 - HISTORY) : at + 1])
     ]
     return ". ".join(["mean training reward, and mean audit score, which is not trained on", *alerts])
-
-
-def _by_server(run: RunData, metric: str) -> dict[str, str]:
-    """Returns the metric of the first servers of a policy with several."""
-    return {f"replica{n}_{metric}": f"server {n}" for n in range(_MAX_SERIES) if run.series(f"replica{n}_{metric}")}
 
 
 def _excluded(run: RunData) -> list[tuple[str, int, str]]:
@@ -384,12 +304,3 @@ def _episodes(run: RunData) -> tuple[str, list[tuple[ShownEpisode, ...]]]:
         return "The same tasks before and after training.", list(shown)
     some = [item for lines in run.episodes.values() for item in lines[-_EPISODES_SHOWN // 2 :]]
     return "A sample of the episodes.", [(show_episode(item),) for item in some[:_EPISODES_SHOWN]]
-
-
-def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
-    """Dotted keys and values, as in overrides."""
-    for key, value in data.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", str(value)

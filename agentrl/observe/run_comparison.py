@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.errors import StoreError, UserError
-from agentrl.observe.rundata import Line, is_finite, read_lines, read_object
+from agentrl.observe.rundata import Line, read_object
 from agentrl.observe.stats import Rate, format_count, format_duration, format_interval, format_optional, format_rate, rate_difference
 from agentrl.observe.summary import Summary
+from agentrl.observe.tails import MetricsTable, read_new_lines
 
 _LEAST_RUNS = 2
-_MAX_METRICS = 128 << 20  # bytes of a metrics.jsonl
 _MAX_RECIPE = 1 << 20
 _MAX_TEXT = 60
 MISSING = "(not set)"
@@ -96,20 +96,20 @@ class _Run:
     name: str
     recipe: Line
     summary: Summary | None
-    steps: dict[int, Line]
+    metrics: MetricsTable
     notes: tuple[str, ...]
 
     def series(self, key: str) -> list[float]:
         """Returns the finite values of a metric, in the order of the steps."""
-        values = (self.steps[step].get(key) for step in sorted(self.steps))
-        return [value for value in values if is_finite(value)]
+        return [value for _, value in self.metrics.series(key)]
 
 
 def _read(folder: Path) -> _Run:
     if not folder.is_dir():
         raise StoreError(f"no run folder {folder}")
     notes: list[str] = []
-    lines = read_lines(folder / "metrics.jsonl", {"step": int}, notes, most=_MAX_METRICS)
+    metrics = MetricsTable(folder / "metrics.jsonl")
+    read_new_lines(metrics, notes)
     try:
         summary = Summary.read(folder)
     except FileNotFoundError:
@@ -119,7 +119,7 @@ def _read(folder: Path) -> _Run:
         summary = None
         notes.append("summary.json cannot be read")
     recipe = read_object(folder / "recipe.json", notes, most=_MAX_RECIPE)
-    return _Run(name=folder.name, recipe=recipe, summary=summary, steps={line["step"]: line for line in lines}, notes=tuple(notes))
+    return _Run(name=folder.name, recipe=recipe, summary=summary, metrics=metrics, notes=tuple(notes))
 
 
 def _kinds(run: _Run) -> Mapping[str, Rate]:
@@ -155,7 +155,7 @@ _FORMATS = {
 
 
 def _costs(runs: Sequence[_Run]) -> Iterator[tuple[str, tuple[float | None, ...]]]:
-    yield "steps", tuple(float(max(run.steps)) if run.steps else None for run in runs)
+    yield "steps", tuple(float(run.metrics.steps[-1]) if run.metrics.steps else None for run in runs)
     yield "episodes", tuple(float(run.summary.episodes) if run.summary else None for run in runs)
     yield "tokens trained", tuple(sum(run.series("tokens_trained")) or None for run in runs)
     yield "wall time", tuple((sum(run.summary.wall_s.values()) or None) if run.summary else None for run in runs)

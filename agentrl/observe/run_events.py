@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+from agentrl.base import user_code
 from agentrl.base.liveness import RestartAlert
 from agentrl.observe.events import (
     PREVIEW_CHARS,
@@ -27,8 +27,6 @@ from agentrl.observe.events import (
 )
 from agentrl.protocols import EpisodeListener, Interval, Tracker
 from agentrl.records import Blame, Cancelled, Episode, Group, ScoredEpisode, SwapReport, Task, Turn, sampled_tokens
-
-log = logging.getLogger(__name__)
 
 Record = Callable[[Event], None]
 """Receives an event, such as `EventLog.record`. Returns at once and never raises."""
@@ -167,7 +165,7 @@ class EpisodeEvents(EpisodeListener):
     def _boundary(self) -> Iterator[None]:
         try:
             yield
-        except Exception:
+        except Exception as error:
             if not self._failed:
                 self._failed = True
-                log.warning("an event of an episode cannot be recorded; this is logged once", exc_info=True)
+                user_code.log_unexpected("an event of an episode cannot be recorded; this is logged once", error)

@@ -6,16 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agentrl.observe.charts import MAX_SERIES, Chart, Series
 from agentrl.observe.exclusions import printable_text
-from agentrl.observe.markup import Chart, Series, Table, line_chart
+from agentrl.observe.markup import Table
 from agentrl.observe.rundata import as_list
 from agentrl.observe.transcripts import ShownEpisode, show_failure
 
-_COLORS = ("c1", "c2", "c3", "c4")
 _EXAMPLES = 8
 _COLUMNS = 10  # of phases or versions
 _ROWS = 20  # of tasks or kinds
-_SIZE = (1030, 240)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,14 +60,13 @@ def _failures_chart(steps: list[_Entry], names: list[str]) -> Chart | None:
     series = [
         Series(
             label=name.replace("_", " "),
-            color=color,
             points=tuple((step.value + 1, step.tags.get(name, 0) / step.episodes) for step in steps if step.episodes > 0),
         )
-        for name, color in zip(names, _COLORS, strict=False)
+        for name in names[:MAX_SERIES]
     ]
-    if len(steps) < 2 or not any(one.points for one in series):
+    if len(steps) < 2 or not series or not series[0].points:
         return None
-    return line_chart(series, title="Failures by step", size=_SIZE, y_format=lambda value: f"{value:.0%}")
+    return Chart(title="Failures by step", series=series, form="percent", height=240)
 
 
 def _by_tag(title: str, entries: list[_Entry], names: list[str]) -> Table:

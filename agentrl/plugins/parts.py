@@ -80,9 +80,12 @@ BACKEND = PartKind(
         "auto": "agentrl.sandbox.select:open_auto",
         "docker": "agentrl.sandbox.select:open_docker",
         "bubblewrap": "agentrl.sandbox.select:open_bubblewrap",
+        "cell": "agentrl.sandbox.cell:open_cells",
+        "agent-sandbox": "agentrl.sandbox.cell:open_claims",
     },
     protocol="agentrl.protocols:SandboxBackend",
     given=("*", "root", "run_label"),
+    with_options=frozenset({"cell", "agent-sandbox"}),
 )
 CHANNEL = PartKind(
     key="serving.weight_transfer",

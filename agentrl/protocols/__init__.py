@@ -11,7 +11,7 @@ from agentrl.protocols.learning import AdvantageEstimator, Loss, LossTokens
 from agentrl.protocols.reward import PreparedVerifier, SandboxVerifier, Verifier
 from agentrl.protocols.sandbox import Sandbox, SandboxBackend
 from agentrl.protocols.serving import CacheUse, Policy, PolicyServer, WeightChannel
-from agentrl.protocols.task import TaskFamily, VariedFamily
+from agentrl.protocols.task import GoldFamily, TaskFamily, VariedFamily
 from agentrl.protocols.tracking import EpisodeListener, Interval, SilentListener, Tracker
 from agentrl.protocols.version import VersionRegistry
 
@@ -28,6 +28,7 @@ __all__ = [
     "EvaluationStore",
     "ExperienceStore",
     "ExternalRequest",
+    "GoldFamily",
     "GroupCommit",
     "GroupTransport",
     "Interval",

@@ -15,7 +15,8 @@ class Environment(Protocol):
 
     - None: any text. The agent's answer is the action.
     - A sequence of texts, such as `("left", "right")`: one of these. Sampling is constrained to them.
-    - A sequence of function schemas: a call of one of these tools.
+    - A sequence of function schemas: a call of one of these tools. If the environment also has the attribute `takes_text = True`, an answer
+      without a call is an action too.
 
     Faults: `PolicyFault` for an action that the rules forbid, `TaskError` for a task that cannot be played, and any other exception, or no
     answer in time, for a broken environment. Only the first is scored.

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any, Protocol
 
+from agentrl.protocols.environment import Environment
 from agentrl.protocols.sandbox import Sandbox
 from agentrl.records import Completion, Failure, Message, Parent, Task, ToolResult, Turn
 from agentrl.records.episode import Memo
@@ -174,6 +175,12 @@ class LiveEpisode(Protocol):
 
         `ExternalRequest.most` is at most the number of tokens that the server usually returns within `within_s` and the time left, so that
         a model that does not stop is cut off instead of running into a timeout."""
+
+    async def environment(self) -> Environment:
+        """Returns the environment of the task, opened by the first call and closed with the episode.
+
+        Raises `EnvironmentFault`, `TaskError` and `PluginError`."""
+        ...
 
     async def sandbox(self) -> Sandbox:
         """Returns the sandbox of the episode, opened by the first call. Raises `SandboxError`, or `TaskError` for an invalid spec."""

@@ -20,11 +20,16 @@ class TaskFamily(Protocol):
         """Returns the task at an index of a split."""
         ...
 
+
+class GoldFamily(TaskFamily, Protocol):
+    """A family that knows the right answers, for `agentrl check` and practice."""
+
     def gold(self, task: Task) -> str:
         """Python source of the gold solution. Run in the sandbox of the task, it prints the right answer."""
+        ...
 
 
-class VariedFamily(TaskFamily, Protocol):
+class VariedFamily(GoldFamily, Protocol):
     """A family that can generate variants of its tasks, as practice for failures."""
 
     def variants(self, task: Task, *, seed: int) -> Iterator[tuple[str, Task]]:

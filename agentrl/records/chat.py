@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from agentrl.records.fields import JsonObject, Record, Text
+
+USER = "user"
+"""`ToolResult.name` of what an environment or a user says after a turn without tool calls. Only one such result follows a turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,10 +30,21 @@ class Message(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult(Record):
-    """What the agent was shown for one tool call. `ok` is the program's own success, not the sandbox's."""
+    """What the agent was shown for one tool call. `ok` is the program's own success, not the sandbox's.
+
+    A result with the name `USER` answers a turn without calls and is shown as a user message.
+    """
 
     name: str
     output: Text
     ok: bool
     wall_s: float = 0.0
     reward: float | None = None  # of this action, if an environment gave one
+    parts: Mapping[str, float] = field(default_factory=dict)  # named components of the reward
+
+
+def user_message(message: Message, results: Sequence[ToolResult]) -> str | None:
+    """Returns the user message that answers the turn `message`; None if its results are those of calls."""
+    if message.tool_calls or not results or results[0].name != USER:  # the policy can write a call with this name
+        return None
+    return results[0].output

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from agentrl.records.fields import JsonObject, Record, Text
 
+RESUMES = ("snapshot", "replay", "restart")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSpec(Record):
@@ -19,11 +21,17 @@ class EnvironmentSpec(Record):
     ref: str  # "gymnasium:ID", "openenv:URL", or a plug-in reference such as "mine.worlds:Guess"
     options: JsonObject = field(default_factory=dict)
     seed: int = 0
+    context_turns: int | None = None  # turns after which a new context starts from the last observation; None means no limit
+    resume: str = "replay"  # how a later process continues an episode: snapshot | replay | restart
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
         if not self.ref:
             raise ValueError("EnvironmentSpec.ref is empty")
+        if self.context_turns is not None and self.context_turns < 1:
+            raise ValueError(f"EnvironmentSpec.context_turns must be at least 1, got {self.context_turns}")
+        if self.resume not in RESUMES:
+            raise ValueError(f"EnvironmentSpec.resume must be one of {', '.join(RESUMES)}, got {self.resume!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

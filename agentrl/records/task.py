@@ -39,7 +39,7 @@ class Task(Record):
     family: str
     prompt: tuple[Message, ...]
     tools: tuple[str, ...]  # tool names, such as ("python", "submit")
-    sandbox: SandboxSpec
+    sandbox: SandboxSpec | None = None  # None means that nothing runs in a sandbox
     verifiers: tuple[str, ...]  # plug-in references, such as "rewards.tables:exact_answer"
     data: JsonObject  # truth and metadata; never copied into a sandbox
     split: Split
@@ -51,7 +51,7 @@ class Task(Record):
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
-        if not self.prompt:
+        if not self.prompt and self.environment is None:
             raise ValueError(f"task {self.id!r}: prompt is empty")
         for path in (*self.files, *self.binary_files, *self.outputs):
             if path.startswith("/") or ".." in path.split("/"):
@@ -66,6 +66,13 @@ class Task(Record):
     def kind(self) -> str:
         """The kind of task, by which evaluations group results: `data["kind"]` if the family sets it, else the name of the family."""
         return str(self.data.get("kind", self.family))
+
+    @property
+    def question(self) -> str:
+        """The last message of the prompt; the environment and its seed if there is no prompt."""
+        if self.prompt or self.environment is None:
+            return self.prompt[-1].content
+        return f"{self.environment.ref}, seed {self.environment.seed}"
 
     @property
     def key(self) -> str:

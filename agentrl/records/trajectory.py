@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from agentrl.records.chat import Message
 from agentrl.records.fields import Record
 from agentrl.records.turn import Turn
+
+
+class HasTurns(Protocol):
+    """A trajectory, finished or in progress."""
+
+    @property
+    def turns(self) -> Sequence[Turn]:
+        """Its turns so far."""
+        ...
+
 
 TurnKey = tuple[str, int, int, bytes, bytes]
 """Identifies a sampled turn of a group."""
@@ -32,7 +44,7 @@ class Trajectory(Record):
     prompt: tuple[Message, ...] = ()  # the prompt of its agent; empty means the prompt of the task
     stop_reason: str = (
         "submitted"  # submitted | answered | turn_limit | token_limit | wall_limit | tool_timeout | failed | compacted, summarized,
-        # rejected or restarted, around a restart of the context; empty while it continues
+        # rejected, restarted or continued, around a new context; terminated or truncated by the environment; empty while it continues
     )
     inherited: tuple[str, ...] = ()  # ids of the episodes that sampled its first turns, one id per turn
 
@@ -61,11 +73,15 @@ def turn_key(episode_id: str, index: int, trajectory: Trajectory, number: int) -
 def check_tree(trajectories: tuple[Trajectory, ...]) -> None:
     """Raises `ValueError` unless every parent is an existing turn (and call) of an earlier trajectory."""
     for index, child in enumerate(trajectories):
-        parent = child.parent
-        if parent is None:
-            continue
-        if not 0 <= parent.trajectory < index or not 0 <= parent.turn < len(trajectories[parent.trajectory].turns):
-            raise ValueError(f"trajectory {index}: its parent, turn {parent.turn} of trajectory {parent.trajectory}, does not exist")
-        calls = trajectories[parent.trajectory].turns[parent.turn].message.tool_calls
-        if parent.call is not None and not 0 <= parent.call < len(calls):
-            raise ValueError(f"trajectory {index}: it comes from call {parent.call} of a turn with {len(calls)} calls")
+        check_parent(index, child.parent, trajectories)
+
+
+def check_parent(index: int, parent: Parent | None, trajectories: Sequence[HasTurns]) -> None:
+    """Raises `ValueError` unless the parent of trajectory `index` is an existing turn (and call) of an earlier trajectory."""
+    if parent is None:
+        return
+    if not 0 <= parent.trajectory < index or not 0 <= parent.turn < len(trajectories[parent.trajectory].turns):
+        raise ValueError(f"trajectory {index}: its parent, turn {parent.turn} of trajectory {parent.trajectory}, does not exist")
+    calls = trajectories[parent.trajectory].turns[parent.turn].message.tool_calls
+    if parent.call is not None and not 0 <= parent.call < len(calls):
+        raise ValueError(f"trajectory {index}: it comes from call {parent.call} of a turn with {len(calls)} calls")

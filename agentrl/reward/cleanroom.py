@@ -24,7 +24,7 @@ from agentrl.protocols import Sandbox, SandboxBackend
 from agentrl.records import Episode, ExecResult, Score, Task
 from agentrl.records.paths import is_plain_path
 from agentrl.task.grading import Grading, GradingRun, grading_of
-from agentrl.task.outputs import overlay, run_and_collect
+from agentrl.task.outputs import overlay, run_and_collect, sandbox_of
 
 INSIDE = Path(__file__).parent / "inside"
 JUDGE, CALL, CONTAINED, PYTEST, HARBOR = (
@@ -131,7 +131,7 @@ async def _report(
 
     The report is empty if stdout contains anything but lines with the secret, because only the program writes to this stdout.
     """
-    sandbox = await sandboxes.open(task.sandbox, files=files, timeout_s=OPEN_S)
+    sandbox = await sandboxes.open(sandbox_of(task), files=files, timeout_s=OPEN_S)
     try:
         argv = ["python3", "-I", "-B", "-c", program]
         result = await sandbox.exec(argv, stdin=stdin, timeout_s=plan.timeout_s, output_bytes=REPORT_BYTES)
@@ -179,7 +179,7 @@ async def _execute_runs(
                 await sandbox.close()
                 sandbox = None
             if sandbox is None:
-                sandbox = await sandboxes.open(task.sandbox, files=files, timeout_s=OPEN_S)
+                sandbox = await sandboxes.open(sandbox_of(task), files=files, timeout_s=OPEN_S)
             results.append(await _execute_run(run, sandbox, tests))
             left = READ_BYTES - sum(map(len, written.values()))
             written |= {f"{number}/{path}": data for path, data in (await _read(sandbox, run.reads, left)).items()}

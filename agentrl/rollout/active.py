@@ -12,7 +12,7 @@ from typing import Any
 
 from agentrl.base.activity import ACTIVITY, SANDBOXES
 from agentrl.errors import PolicyFault, RequestRefused, ServingError, TaskError
-from agentrl.protocols import EpisodeListener, EpisodeMemory, Policy, Sandbox, SandboxBackend, SilentListener, ToolSource
+from agentrl.protocols import Environment, EpisodeListener, EpisodeMemory, Policy, Sandbox, SandboxBackend, SilentListener, ToolSource
 from agentrl.records import (
     Cancelled,
     Completion,
@@ -25,12 +25,12 @@ from agentrl.records import (
     ToolResult,
     Trajectory,
     Turn,
-    check_tree,
 )
 from agentrl.records.episode import Memo
 from agentrl.records.limits import Thinking
 from agentrl.records.sampling import Sampling
-from agentrl.rollout.episode_sandbox import EpisodeSandbox
+from agentrl.records.trajectory import check_parent
+from agentrl.rollout.episode_sandbox import EpisodeEnvironment, EpisodeSandbox
 from agentrl.rollout.hooks import TurnListener
 from agentrl.rollout.pace import OutOfTime, Pace, SamplingTime
 from agentrl.rollout.repeats import SANDBOX, SampledTurns
@@ -154,6 +154,7 @@ class ActiveTrajectory:
             ended_at=time.time(),
         )
         self.turns.append(turn)
+        self._episode.turn_added()
         self._context += (*turn.prompt_ids, *turn.completion_ids)
         self.prompt_ids, self.sampling, self._generate_s = (), False, 0.0
         self._episode.listener.turn_ended(self._episode.id, self.index, len(self.turns) - 1, self.agent, turn)
@@ -215,12 +216,14 @@ class ActiveEpisode:
         )
         self.open_timeout_s, self._on_turn = open_timeout_s, on_turn
         self._box = EpisodeSandbox(self, None if start is None else start.snapshot)
+        self._world = EpisodeEnvironment(task.environment)
         self._sub_sandboxes: set[EpisodeSandbox] = set()  # sandboxes of sub-agents
         self._running, self._since = 0, 0.0  # calls in progress, and the start of the first of them
         self._output_chars = 0  # characters of tool output so far
         self._trajectories = [ActiveTrajectory(self, 0, Trajectory(agent="main", turns=(), stop_reason=""))]
         if start is not None:
             self._go_on_from(start)
+        self._turns = sum(len(trajectory.turns) for trajectory in self._trajectories)
         self._started = loop_time() - self.spent_s
 
     def _go_on_from(self, start: EpisodeState) -> None:
@@ -244,10 +247,14 @@ class ActiveEpisode:
         """Tokens of all trajectories, including prompts of turns that have not started."""
         return sum(trajectory.tokens for trajectory in self._trajectories)
 
+    def turn_added(self) -> None:
+        """Counts a finished turn."""
+        self._turns += 1
+
     @property
     def turn_count(self) -> int:
         """Finished turns of all trajectories."""
-        return sum(len(trajectory.turns) for trajectory in self._trajectories)
+        return self._turns
 
     @property
     def memo(self) -> Memo | None:
@@ -257,7 +264,7 @@ class ActiveEpisode:
     @property
     def turns_begun(self) -> int:
         """Turns so far, including those being sampled."""
-        return self.turn_count + sum(trajectory.sampling for trajectory in self._trajectories)
+        return self._turns + sum(trajectory.sampling for trajectory in self._trajectories if not trajectory.stop_reason)
 
     @property
     def wall_s(self) -> float:
@@ -281,7 +288,7 @@ class ActiveEpisode:
     def open(self, agent: str, *, parent: Parent | None = None, prompt: Sequence[Message] = ()) -> ActiveTrajectory:
         """Opens another trajectory."""
         begun = Trajectory(agent=agent, turns=(), parent=parent, prompt=tuple(prompt), stop_reason="")
-        check_tree((*self.record(), begun))
+        check_parent(len(self._trajectories), parent, self._trajectories)
         self._trajectories.append(ActiveTrajectory(self, len(self._trajectories), begun))
         return self._trajectories[-1]
 
@@ -334,6 +341,11 @@ class ActiveEpisode:
         """Times a request that the agent sends itself."""
         self.stage = "generate"
         return self.requests.external_request(at_most, within_s=within_s)
+
+    async def environment(self) -> Environment:
+        """Returns the environment of the task, opened at the first call."""
+        self.stage = "environment"
+        return await self._world.environment()
 
     async def sandbox(self) -> Sandbox:
         """Returns the sandbox, opened at the first call with the task's files or the working directory of the start state."""
@@ -437,6 +449,7 @@ class ActiveEpisode:
         async with AsyncExitStack() as stack:
             for box in (self._box, *self._sub_sandboxes):
                 stack.push_async_callback(box.close)
+            stack.push_async_callback(self._world.close)
 
 
 def _checked(stop_reason: str) -> str:

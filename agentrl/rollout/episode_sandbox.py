@@ -1,4 +1,4 @@
-"""A sandbox of one episode: opened on first use, from the task's files or a snapshot, and closed once."""
+"""The sandbox and the environment of one episode: opened on first use, and closed once."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 from agentrl.base import user_code
 from agentrl.base.activity import ACTIVITY, SANDBOXES
+from agentrl.environment import open_environment
 from agentrl.errors import SandboxError, SandboxUnavailable, TaskError, UserError
-from agentrl.protocols import Sandbox
-from agentrl.records import MAX_SNAPSHOT_BYTES, Task
+from agentrl.protocols import Environment, Sandbox
+from agentrl.records import MAX_SNAPSHOT_BYTES, EnvironmentSpec, Task
+from agentrl.task.outputs import sandbox_of
 
 if TYPE_CHECKING:
     from agentrl.rollout.active import ActiveEpisode
@@ -74,8 +76,10 @@ class EpisodeSandbox:
         files = task_files(task) if self._snapshot is None else None
         try:
             with ACTIVITY.doing(SANDBOXES):
-                sandbox = await episode.sandboxes.open(task.sandbox, files=files, snapshot=self._snapshot, timeout_s=episode.open_timeout_s)
-        except (SandboxUnavailable, UnicodeError):  # `task_files` has checked the files' names and texts
+                sandbox = await episode.sandboxes.open(
+                    sandbox_of(task), files=files, snapshot=self._snapshot, timeout_s=episode.open_timeout_s
+                )
+        except (SandboxUnavailable, TaskError, UnicodeError):  # `task_files` has checked the files' names and texts
             raise
         except UserError as error:  # an image that cannot be built
             raise TaskError(f"task {task.id!r}: {error.message}", fix=error.fix) from error
@@ -103,6 +107,28 @@ class EpisodeSandbox:
                 await sandbox.close()
         self._closed = True
         self._episode.sandbox_s += time.monotonic() - started
+
+
+class EpisodeEnvironment:
+    """The environment of an episode, opened on first use."""
+
+    def __init__(self, spec: EnvironmentSpec | None) -> None:
+        self._spec = spec
+        self._environment: Environment | None = None
+
+    async def environment(self) -> Environment:
+        """Returns the environment. Raises `EnvironmentFault`, `TaskError` and `PluginError`."""
+        if self._environment is None:
+            assert self._spec is not None, "the agent acts in it only then"
+            self._environment = await open_environment(self._spec)
+        return self._environment
+
+    async def close(self) -> None:
+        """Closes the environment. An error here is logged and does not affect the episode."""
+        if self._environment is not None:
+            with user_code.logging_faults("closing an environment"):
+                async with asyncio.timeout(CLOSE_S):
+                    await self._environment.close()
 
 
 def task_files(task: Task) -> dict[str, bytes]:

@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, asyn
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from agentrl.protocols import EpisodeMemory, ExternalRequest, LiveTrajectory, Sandbox, ToolSource
+from agentrl.protocols import Environment, EpisodeMemory, ExternalRequest, LiveTrajectory, Sandbox, ToolSource
 from agentrl.protocols.sandbox import ForwardingSandbox
 from agentrl.records import ExecResult, Failure, Message, Parent, Task
 from agentrl.rollout.episode_sandbox import EpisodeSandbox
@@ -52,6 +52,10 @@ class SubEpisode:
     @answer.setter
     def answer(self, answer: str | None) -> None:
         self._episode.answer = answer
+
+    async def environment(self) -> Environment:
+        """Returns the environment of the episode."""
+        return await self._episode.environment()
 
     @property
     def stage(self) -> str:

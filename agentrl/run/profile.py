@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import Any, Self
 
 from agentrl.base.files import read_json_lines
+from agentrl.cluster.nsight import NsightSessions
 from agentrl.config.recipe import Recipe
 from agentrl.errors import InfrastructureError, StoreError
 from agentrl.experience import open_store
@@ -91,15 +92,24 @@ class Profile:
 _FIGURES = ("tokens_per_s", "tokens_sampled", "tokens_trained", "episodes", "update_s", "swap_total_ms", "swap_stall_ms", "loop_lag_ms_p99")
 
 
-async def profile_steps(recipe: Recipe, start: RunStart, checked: PreflightResult, *, root: Path, wanted: range) -> Profile:
+async def profile_steps(
+    recipe: Recipe, start: RunStart, checked: PreflightResult, *, root: Path, wanted: range, nsight: NsightSessions | None = None
+) -> Profile:
     """Runs a recipe until the `wanted` steps are recorded, stops it, and returns the profile of these steps.
+
+    Args:
+        nsight: records the `wanted` steps; its `wrap` must be in the plan of `checked`.
 
     Raises as `agentrl.run.loop.train`, and `InfrastructureError` if the run ended before.
     """
     training = asyncio.create_task(train(recipe, start, checked, root=root, console=False))
     try:
-        while not training.done() and wanted[-1] not in _recorded(start.folder):
-            await asyncio.sleep(_LOOK_S)
+        await _recording(training, start.folder, wanted[0] - 1)
+        if nsight is not None and not training.done():
+            await nsight.start()
+        await _recording(training, start.folder, wanted[-1])
+        if nsight is not None and not training.done():
+            await nsight.stop()
     finally:
         training.cancel()
         await asyncio.wait({training})
@@ -112,6 +122,12 @@ async def profile_steps(recipe: Recipe, start: RunStart, checked: PreflightResul
         raise InfrastructureError(f"the run ended before step {missing[0]}, so there is nothing to measure")
     episodes = await asyncio.to_thread(_episodes, recipe, start.folder, wanted)
     return Profile.of(recipe.name, [lines[step] for step in wanted], episodes, _before_training(start.folder))
+
+
+async def _recording(training: asyncio.Task[Any], folder: Path, step: int) -> None:
+    """Returns when a step is recorded, or the run has ended."""
+    while not training.done() and step not in _recorded(folder):
+        await asyncio.sleep(_LOOK_S)
 
 
 def _recorded(folder: Path) -> dict[int, Line]:

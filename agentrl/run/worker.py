@@ -38,6 +38,7 @@ from agentrl.base.secrets import RedactingFormatter
 from agentrl.cluster.link import take_key
 from agentrl.config.recipe import Recipe, build
 from agentrl.config.tools import MemoryConfig
+from agentrl.environment import close_environments
 from agentrl.errors import InfrastructureError, RequestRefused, SandboxUnavailable, ServerDied, ServingError, UserError
 from agentrl.judge.servers import registered_servers
 from agentrl.memory import StoreView
@@ -49,7 +50,7 @@ from agentrl.observe.run_events import EpisodeEvents
 from agentrl.plugins.references import add_project_root
 from agentrl.protocols import CacheUse
 from agentrl.protocols.serving import MAX_CACHE_USE
-from agentrl.records import Completion, Failure, Group, SamplingParams, Task, codec
+from agentrl.records import Completion, Failure, Group, SamplingParams, Split, Task, codec
 from agentrl.rollout import Admission, GroupRunner, Pace, excluded_group, failure_from_error
 from agentrl.run.group_stream import Outbox, open_transport
 from agentrl.run.worker_access import WorkerAccess
@@ -362,13 +363,15 @@ async def _open_runner(
 ) -> GroupRunner:
     folder, policy = access.folder, await access.policy_folder()
     config = recipe.sandbox.model_copy(update={"max_open": spec.max_open})
-    sandboxes = await open_sandboxes(config, run_label=Path(spec.folder).name, root=root)
-    stack.push_async_callback(sandboxes.close)
     if access.link is None:
         declare_judges(recipe, root=root)
     else:
         declare_judge_servers(recipe, await access.judge_folders(spec.judges), weights=spec.judges)
     family, scorer = open_tasks(recipe, root=root, folder=folder)
+    lazily = family.task(Split.TRAIN, 0).sandbox is None
+    sandboxes = await open_sandboxes(config, run_label=Path(spec.folder).name, root=root, lazily=lazily)
+    stack.push_async_callback(sandboxes.close)
+    stack.push_async_callback(close_environments)
     chat = open_chat(policy, policy=recipe.policy)
     tasks = with_sub_agent_tools(candidate_tasks(family), recipe.rollout.delegation)
     declared, memory = declared_tools(recipe.mcp, recipe.tools, root), placeholder_memory(recipe)
@@ -377,7 +380,8 @@ async def _open_runner(
     if spec.pace is not None:
         pace.restore(spec.pace)
     pace.set_idle_token_s(spec.token_s)
-    episodes = build_episode_runner(recipe, worker, sandboxes, chat, tools, pace=pace, listener=EpisodeEvents(worker.record_event))
+    listener = EpisodeEvents(worker.record_event)
+    episodes = build_episode_runner(recipe, worker, sandboxes, chat, tools, pace=pace, listener=listener)
     return build_group_runner(
         recipe,
         episodes,

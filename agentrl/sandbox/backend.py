@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.protocols.sandbox import OPEN_TIMEOUT_S
@@ -18,7 +19,6 @@ from agentrl.sandbox.builds import BuildContext
 from agentrl.sandbox.channel import Channel
 from agentrl.sandbox.channel_sandbox import ChannelSandbox
 from agentrl.sandbox.lease import remove_folder, sandbox_folder, sandbox_name, write_run_label
-from agentrl.sandbox.processes import SandboxProcesses
 
 MAX_OPENING = 8
 FIRST_S = 60.0
@@ -58,7 +58,7 @@ class Startup:
     name: str
     spec: SandboxSpec
     folder: Path  # runtime folder
-    listener: egress.EgressListener | None  # for a spec with an allow-list
+    listener: egress.Listener | None  # for a spec with an allow-list
     undo: contextlib.AsyncExitStack  # runs if the start fails
 
 
@@ -88,7 +88,7 @@ class ChannelBackend(waiting.ClosesOnce):
             if spec.image in self._images:
                 return
             async with self._making:
-                image = await asyncio.to_thread(images.load_image, self._root / spec.image)
+                image = await asyncio.to_thread(self._load, spec.image)
                 with waiting.propagate_cancellation():
                     tree = await self._ensure(image)
             async with self._compiling:
@@ -160,7 +160,7 @@ class ChannelBackend(waiting.ClosesOnce):
         except TimeoutError:
             if self._closing is not None:
                 raise SandboxError("the backend is closed") from None
-            raise SandboxTimeout(f"no {self.name} sandbox opened in {timeout_s:.1f} s") from None
+            raise SandboxTimeout(f"no {self.name} sandbox opened in {timeout_s:.1f} s{self._delay()}") from None
         except OSError as error:  # no descriptors, no memory for a process, no space in the runtime folder
             raise SandboxError(f"no {self.name} sandbox can be opened: {error}") from error
 
@@ -170,7 +170,7 @@ class ChannelBackend(waiting.ClosesOnce):
         name = sandbox_name()
         async with sandbox_folder(name) as folder, contextlib.AsyncExitStack() as undo:
             write_run_label(folder, self.name, self.run_label)
-            listener = egress.EgressListener(name, spec, folder) if spec.network else None
+            listener = self._listener(name, spec, folder) if spec.network else None
             if listener is not None:
                 undo.callback(listener.discard)
             yield Startup(name=name, spec=spec, folder=folder, listener=listener, undo=undo)
@@ -180,15 +180,15 @@ class ChannelBackend(waiting.ClosesOnce):
         self,
         start: Startup,
         streams: Streams,
-        processes: SandboxProcesses,
+        relieve: Callable[[], Awaitable[bool]],
         end: Callable[[bool], Awaitable[None]],
         *,
         explain: Callable[[], str] = str,
     ) -> ChannelSandbox:
         """Returns the sandbox, after its exec server has sent its greeting and handed over the listener. A failure leaves nothing of it.
 
-        `end` removes what the backend created; its argument says whether the exec server is known to have ended. `explain` returns
-        what else is known about a failure.
+        `relieve` kills the programs (see `Channel`). `end` removes what the backend created; its argument says whether the exec server is
+        known to have ended. `explain` returns what else is known about a failure.
         """
 
         async def destroy(ended: bool) -> None:
@@ -200,7 +200,7 @@ class ChannelBackend(waiting.ClosesOnce):
             finally:
                 await asyncio.to_thread(remove_folder, start.folder)
 
-        channel = Channel(*streams, name=start.name, relieve=processes.kill_programs)
+        channel = Channel(*streams, name=start.name, relieve=relieve)
         sandbox = self._open[start.name] = ChannelSandbox(start.name, start.spec, channel, destroy)
         try:
             await channel.hello()
@@ -214,6 +214,22 @@ class ChannelBackend(waiting.ClosesOnce):
                 raise SandboxError(f"{error}; {explanation}") from None
             raise
         return sandbox
+
+    def ways(self) -> dict[str, Any]:
+        """Returns facts for the attack suite about how the driver reaches its sandboxes."""
+        return {}
+
+    def _load(self, image: str) -> images.Image:
+        """Returns the image that a spec names. Blocking. Raises `UserError`."""
+        return images.load_image(self._root / image)
+
+    def _listener(self, name: str, spec: SandboxSpec, folder: Path) -> egress.Listener:
+        """Returns the host's end of a new sandbox with an allow-list."""
+        return egress.EgressListener(name, spec, folder)
+
+    def _delay(self) -> str:
+        """Returns what openings wait for, after a colon; empty if unknown."""
+        return ""
 
     @abc.abstractmethod
     async def _ensure(self, image: images.Image) -> str:

@@ -97,8 +97,8 @@ class BubblewrapBackend(ChannelBackend):
                 return f"bwrap's log: {(start.folder / 'log').read_text(errors='replace')[-500:].strip() or 'empty'}"
             return ""
 
-        processes = SandboxProcesses.from_options(options, process.pid)
-        return await self._greeted(start, streams, processes, end, explain=explain)
+        relieve = SandboxProcesses.from_options(options, process.pid).kill_programs
+        return await self._greeted(start, streams, relieve, end, explain=explain)
 
     async def _spawn(self, start: Startup, image: ReadyImage, link: int, options: dict[str, Any]) -> subprocess.Popen[bytes]:
         """Starts bwrap, which waits for its arguments until it is in its control group.

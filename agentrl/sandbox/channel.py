@@ -112,6 +112,20 @@ class Channel:
         await self._writer.drain()
         return await asyncio.shield(call.done)
 
+    async def detach(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Callable[[], Awaitable[bool]]]:
+        """Gives up the connection after the greeting. Returns it, and `relieve`. Every further call fails.
+
+        Raises `SandboxError` if the server has sent anything after its greeting.
+        """
+        assert self._task is not None and self._relieve is not None
+        task, self._task = self._task, None
+        task.cancel()
+        await asyncio.wait([task])
+        if self._error is not None:
+            raise SandboxError(f"sandbox {self.name}: {self._error}")
+        self._error = SandboxError("detached")
+        return self._reader, self._writer, self._relieve
+
     def pause_deadlines(self) -> None:
         """Suspends the deadlines of calls in progress until `resume_deadlines`, because the sandbox is paused."""
         now = asyncio.get_running_loop().time()

@@ -122,6 +122,10 @@ class ChannelSandbox(ClosesOnce):
         await self._channel.call("resume", timeout_s=GRACE_S)
         self._channel.resume_deadlines()
 
+    async def detach(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Callable[[], Awaitable[bool]]]:
+        """See `Channel.detach`. Only `close` may be called afterwards."""
+        return await self._channel.detach()
+
     async def _close(self) -> None:
         try:
             ended = await self._channel.close(_CLOSE_S)

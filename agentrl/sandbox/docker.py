@@ -126,7 +126,7 @@ class DockerBackend(ChannelBackend):
         async def end(ended: bool) -> None:
             await (self._leave(start.name) if ended else self._discard(start.name))
 
-        return await self._greeted(start, streams, SandboxProcesses.from_options(options, 0), end)
+        return await self._greeted(start, streams, SandboxProcesses.from_options(options, 0).kill_programs, end)
 
     # Shared containers ------------------------------------------------------------------------------------------------
 
@@ -152,9 +152,9 @@ class DockerBackend(ChannelBackend):
             finally:
                 self._shared.release(container)
 
-        processes = SandboxProcesses.from_options(description["options"], 0)
+        relieve = SandboxProcesses.from_options(description["options"], 0).kill_programs
         try:
-            sandbox = await self._greeted(start, streams, processes, end, explain=lambda: shared.failure)
+            sandbox = await self._greeted(start, streams, relieve, end, explain=lambda: shared.failure)
         except SandboxError:
             if shared.refused and not self._has_shared:
                 raise CannotShare(shared.failure) from None

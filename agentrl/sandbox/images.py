@@ -78,13 +78,21 @@ _FORMS = {
 }
 
 
+class StoredImage(BaseModel):
+    """An image of the cache, known by its key only."""
+
+    model_config = ConfigDict(frozen=True)
+
+    key: str = Field(pattern=r"^[0-9a-f]{16}$")
+
+
 class Image(BaseModel):
     """A recipe with its folder in the cache: `Image(name="tables", recipe=..., cache=Path("~/.cache/agentrl"))`."""
 
     model_config = ConfigDict(frozen=True)
 
     name: str
-    recipe: ImageRecipe | BuildContext
+    recipe: ImageRecipe | BuildContext | StoredImage
     cache: Path
 
     @property
@@ -158,6 +166,7 @@ def ensure_tarball(image: Image, progress: Progress = no_progress) -> Path:
             with _part(image.tarball) as part:
                 builds.export(image.built_tag, part)
         else:
+            assert isinstance(image.recipe, ImageRecipe)
             progress(f"building sandbox image {image.name} ({image.recipe.suite}, {', '.join(image.recipe.packages)}); about a minute")
             _build(image)
     return image.tarball
@@ -211,6 +220,7 @@ def _tagged(api: docker.APIClient, image: Image, progress: Progress) -> bool:
         if not builds.usable_as_is(source):
             return False
     else:
+        assert isinstance(image.recipe, ImageRecipe)
         source = image.recipe.pull
         if not source or not _pulled(image, source, progress):
             return False

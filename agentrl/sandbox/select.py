@@ -6,12 +6,15 @@ import asyncio
 import functools
 import logging
 import sys
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from agentrl.config.recipe import SandboxConfig
 from agentrl.errors import SandboxError, SandboxUnavailable, UserError
 from agentrl.plugins import parts
-from agentrl.protocols import SandboxBackend
+from agentrl.protocols import Sandbox, SandboxBackend
+from agentrl.protocols.sandbox import OPEN_TIMEOUT_S
+from agentrl.records import SandboxSpec
 from agentrl.sandbox import bubblewrap, cleanup, docker_client, images
 from agentrl.sandbox.bubblewrap import BubblewrapBackend
 from agentrl.sandbox.docker import DockerBackend
@@ -19,6 +22,7 @@ from agentrl.sandbox.pool import WARM, WarmPool
 
 log = logging.getLogger(__name__)
 
+_LOCAL = ("auto", "docker", "bubblewrap")
 _START_DOCKER = f"sudo apt-get install docker.io crun && sudo {sys.executable} -m agentrl.sandbox.daemon start"
 _RESTART_DOCKER = "sudo systemctl restart docker, or end that dockerd and start one"
 _INSTALL_BUBBLEWRAP = "sudo apt-get install bubblewrap mmdebstrap"
@@ -36,8 +40,8 @@ def select_backend(
         run_label: marks what the run leaves open.
         root: the folder that `SandboxSpec.image` is relative to.
     """
-    if name not in parts.BACKEND.shipped:
-        raise UserError(f"unknown sandbox backend {name!r}", fix=f"use {', '.join(parts.BACKEND.shipped)}")
+    if name not in _LOCAL:
+        raise UserError(f"no sandbox backend of this machine is called {name!r}", fix=f"use {', '.join(_LOCAL)}")
     daemon = docker_client.daemon_state() if name in ("auto", "docker") else "absent"
     if daemon == "answers":
         return DockerBackend(run_label=run_label, root=root, progress=progress)
@@ -70,8 +74,13 @@ def open_backend(config: SandboxConfig, *, run_label: str, root: Path) -> Sandbo
     return backend
 
 
-async def open_sandboxes(config: SandboxConfig, *, run_label: str, root: Path, warm: int = WARM) -> WarmPool:
-    """Opens the sandboxes of a run: removes what dead drivers left, opens the backend, and puts a warm pool in front of it."""
+async def open_sandboxes(config: SandboxConfig, *, run_label: str, root: Path, warm: int = WARM, lazily: bool = False) -> SandboxBackend:
+    """Opens the sandboxes of a run: removes what dead drivers left, opens the backend, and puts a warm pool in front of it.
+
+    `lazily`: only when the first sandbox is needed, for a run whose tasks have none.
+    """
+    if lazily:
+        return LazySandboxes(functools.partial(open_sandboxes, config, run_label=run_label, root=root, warm=warm))
     backend = await asyncio.to_thread(open_backend, config, run_label=run_label, root=root)
     try:
         await asyncio.to_thread(cleanup.prune)
@@ -80,3 +89,38 @@ async def open_sandboxes(config: SandboxConfig, *, run_label: str, root: Path, w
             raise
         log.warning("sandboxes of dead drivers are not removed: %s", error)  # the problem is a daemon that this run does not use
     return WarmPool(backend, warm=min(warm, config.max_open), max_open=config.max_open)
+
+
+class LazySandboxes:
+    """A `SandboxBackend` that opens another one when the first image or sandbox is needed."""
+
+    name = "none"
+
+    def __init__(self, opening: Callable[[], Awaitable[SandboxBackend]]) -> None:
+        self._opening, self._lock = opening, asyncio.Lock()
+        self._backend: SandboxBackend | None = None
+
+    async def _opened(self) -> SandboxBackend:
+        async with self._lock:
+            self._backend = self._backend or await self._opening()
+            return self._backend
+
+    async def prepare(self, spec: SandboxSpec) -> None:
+        """See `SandboxBackend.prepare`."""
+        await (await self._opened()).prepare(spec)
+
+    async def open(
+        self,
+        spec: SandboxSpec,
+        *,
+        files: Mapping[str, bytes] | None = None,
+        snapshot: bytes | None = None,
+        timeout_s: float = OPEN_TIMEOUT_S,
+    ) -> Sandbox:
+        """See `SandboxBackend.open`."""
+        return await (await self._opened()).open(spec, files=files, snapshot=snapshot, timeout_s=timeout_s)
+
+    async def close(self) -> None:
+        """See `SandboxBackend.close`."""
+        if self._backend is not None:
+            await self._backend.close()

@@ -11,6 +11,7 @@ from agentrl.config.recipe import Recipe
 from agentrl.failure import FaultRate
 from agentrl.plugins import parts
 from agentrl.protocols import (
+    Agent,
     EpisodeCheckpoints,
     EpisodeListener,
     Launcher,
@@ -50,6 +51,12 @@ def open_policy_server(
     return ServerPool(recipe, run_dir, registry, launcher=launcher, alert=alert)
 
 
+def build_agent(recipe: Recipe, chat: ChatFormat) -> Agent:
+    """Builds the agent of a recipe."""
+    agent: Agent = parts.make_part(parts.AGENT, recipe.agent, chat=chat, **recipe.rollout.agent_settings)
+    return agent
+
+
 def build_episode_runner(
     recipe: Recipe,
     policy: Policy,
@@ -65,7 +72,7 @@ def build_episode_runner(
     return EpisodeRunner(
         policy=policy,
         sandboxes=sandboxes,
-        agent=parts.make_part(parts.AGENT, recipe.rollout.agent, chat=chat, **recipe.rollout.agent_settings),
+        agent=build_agent(recipe, chat),
         sampling=recipe.rollout.distribution,
         max_model_len=recipe.policy.max_model_len,
         request_timeout_s=recipe.serving.request_timeout_s,

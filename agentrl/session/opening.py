@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from agentrl.agent import ChatFormat
 from agentrl.agent.mcp.servers import RunTools
 from agentrl.agent.run_tools import candidate_tasks, declared_tools, pin_tools, save_tool_offers, with_sub_agent_tools
+from agentrl.agent.world import check_world
 from agentrl.base.cpu_time import CpuClock
 from agentrl.base.files import sha256_file
 from agentrl.base.loop_lag import DRIVER_LAG
@@ -22,6 +23,7 @@ from agentrl.base.processes import raise_file_limit, rare_collections
 from agentrl.cluster import ClusterPlan
 from agentrl.cluster.process_host import LocalLauncher
 from agentrl.config.recipe import Recipe
+from agentrl.environment import close_environments
 from agentrl.evaluation.replay import check_start_tokens
 from agentrl.experience import BlockStarts, DriverStore, FolderCheckpoints, GroupOrder, open_store
 from agentrl.failure import Capture, FaultRate, Quarantine
@@ -173,8 +175,10 @@ async def open_run(
     async with rare_collections(), closing_stack(start.folder) as stack:
         launcher = await open_launcher(checked.plan, start.folder, root=root)
         stack.push_async_callback(launcher.close)
-        sandboxes = await open_sandboxes(recipe.sandbox, run_label=start.folder.name, root=root)
+        lazily = checked.family.task(Split.TRAIN, 0).sandbox is None
+        sandboxes = await open_sandboxes(recipe.sandbox, run_label=start.folder.name, root=root, lazily=lazily)
         stack.push_async_callback(sandboxes.close)
+        stack.push_async_callback(close_environments)
         chat, tools = await _check_slowly(recipe, start.folder, checked, sandboxes, root=root)
         await asyncio.to_thread(_write_folder, recipe, start, checked, tools, root=root)
         yield await _open_parts(stack, recipe, start, checked, launcher, sandboxes, chat, tools, root, console, order)
@@ -183,7 +187,7 @@ async def open_run(
 async def open_launcher(plan: ClusterPlan, folder: Path, *, root: Path) -> Launcher:
     """Returns what starts the parts of a plan. Raises `UserError` if the cluster does not answer, or has no room for the plan."""
     if plan.is_local:
-        return LocalLauncher(folder, root=root, devices=plan.devices)
+        return LocalLauncher(folder, root=root, devices=plan.devices, wrap=plan.wrap)
     from agentrl.cluster.ray_launcher import RayLauncher  # Ray may not be installed
 
     return await RayLauncher.open(plan, folder, root=root)
@@ -204,8 +208,9 @@ async def _check_slowly(
     tools = await pin_tools(declared_tools(recipe.mcp, recipe.tools, root), tasks, sandboxes, folder=folder, chat=chat, memory=memory)
     if checked.suite is not None:
         check_start_tokens([checked.suite], chat, tools, recipe.rollout)
-    if recipe.rollout.agent.ref in parts.AGENT.shipped:  # a user-supplied agent may use other prompts, and no tools
+    if recipe.agent.ref in parts.AGENT.shipped:  # a user-supplied agent may use other prompts, and no tools
         check_prompt(chat, checked.family, tools, memory, recipe.rollout.instructions)
+        await check_world(checked.family.task(Split.TRAIN, 0), chat)
     check_thinking(chat, checked.family, recipe.evaluation)
     return chat, tools
 

@@ -44,6 +44,7 @@ from agentrl.session.judge_servers import check_judge_servers_used, check_reward
 from agentrl.session.models import check_disk_space, find_model
 from agentrl.session.run_practice import open_run_practice
 from agentrl.task import open_family
+from agentrl.task.outputs import sandbox_of
 from agentrl.version.model_folder import check_model, read_json
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def run_preflight(recipe: Recipe, folder: Path, *, root: Path, training: bool = 
 def check_parts(recipe: Recipe) -> None:
     """Resolves all plug-ins of the recipe and checks them against their protocols. Raises `PluginError` with all problems."""
     configured: list[tuple[parts.PartKind, parts.Part]] = [
-        (parts.AGENT, recipe.rollout.agent),
+        (parts.AGENT, recipe.agent),
         (parts.BACKEND, recipe.sandbox.backend),
         (parts.CHANNEL, recipe.serving.weight_transfer),
         (parts.STORE, recipe.store),
@@ -148,21 +149,24 @@ def _check_agent(recipe: Recipe) -> None:
     """Raises `UserError` if the recipe needs something that its agent declares not to support: states between turns, or the tools of
     tasks."""
     rollout = recipe.rollout
-    if rollout.agent.ref in parts.AGENT.shipped:
+    if recipe.agent.ref in parts.AGENT.shipped:
         return
-    agent = parts.load_part(parts.AGENT, rollout.agent)
+    agent = parts.load_part(parts.AGENT, recipe.agent)
     agent = getattr(agent, "func", agent)
     states = ("boundaries", "the state of that agent between two turns cannot be captured")
     tools = ("task_tools", "that agent uses its own tools instead of those of the task")
     wanted = {
         "rollout.group.branches": (rollout.group.branches > 1, *states),
         "rollout.checkpoint_turns": (rollout.checkpoint_turns, *states),
+        "rollout.compaction": (rollout.compaction is not None, *tools),
+        "rollout.instructions": (rollout.instructions is not None, *tools),
+        "memory": (recipe.memory is not None, *tools),
         "mcp": (bool(recipe.mcp), *tools),
         "tools": (bool(recipe.tools), *tools),
     }
     for key, (is_set, has, why) in wanted.items():
         if is_set and not getattr(agent, has, True):
-            raise UserError(f"{key} does nothing with rollout.agent={rollout.agent}: {why}", fix=f"remove {key}")
+            raise UserError(f"{key} does nothing with rollout.agent={recipe.agent}: {why}", fix=f"remove {key}")
 
 
 def check_delegation(recipe: Recipe, *, root: Path) -> None:
@@ -341,9 +345,9 @@ def check_prompt(
     """Raises `UserError` if the chat template does not accept the first task: its messages, its tools, or its bound on thinking."""
     first = family.task(Split.TRAIN, 0)
     thinking_bound(first, chat.thinking)
-    chat.opening(
-        with_instructions(first.prompt, instructions), [tool.schema for tool in load_tools(first.tools, None, tools, memory).values()]
-    )
+    schemas = [tool.schema for tool in load_tools(first.tools, None, tools, memory).values()]
+    if first.environment is None:  # `check_world` does this for a task whose prompt ends with an observation
+        chat.opening(with_instructions(first.prompt, instructions), schemas)
 
 
 def check_thinking(chat: ChatFormat, family: TaskFamily, config: EvalConfig) -> None:
@@ -372,10 +376,10 @@ async def check_snapshots(recipe: Recipe, task: Task, sandboxes: SandboxBackend)
         "rollout.checkpoint_turns": rollout.checkpoint_turns,
     }
     key = next((key for key, on in wanted.items() if on), None)
-    if key is None or recipe.sandbox.backend.ref in parts.BACKEND.shipped:
+    if key is None or task.sandbox is None or recipe.sandbox.backend.ref in parts.BACKEND.shipped:
         return
-    await sandboxes.prepare(task.sandbox)
-    first = await sandboxes.open(task.sandbox, files=task.contents())
+    await sandboxes.prepare(sandbox_of(task))
+    first = await sandboxes.open(sandbox_of(task), files=task.contents())
     try:
         problem = await _copy_problem(recipe, task, sandboxes, first)
     finally:
@@ -393,7 +397,7 @@ async def _copy_problem(recipe: Recipe, task: Task, sandboxes: SandboxBackend, f
     await first.write(_COPY_PATH, _COPY_DATA)
     try:
         archive = await first.snapshot()
-        second = await sandboxes.open(task.sandbox, snapshot=archive)
+        second = await sandboxes.open(sandbox_of(task), snapshot=archive)
     except Exception as error:  # a user-supplied backend may raise anything
         return one_line_error(error)
     try:

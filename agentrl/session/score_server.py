@@ -121,7 +121,8 @@ class ScoreServer:
 
         page = {"/": ("score.html", "text/html"), "/score.js": ("score.js", "text/javascript"), "/score.css": ("score.css", "text/css")}
         routes = [Route(path, _static(name, kind), methods=["GET"]) for path, (name, kind) in page.items()]
-        routes.append(Route("/report.css", _static("report.css", "text/css"), methods=["GET"]))
+        styles = ("components.css", "report.css")
+        routes += [Route(f"/{name}", _static(name, "text/css"), methods=["GET"]) for name in styles]
         for path, answer, method in (
             ("/scores", self._scores, "POST"),
             ("/pending", self._pending, "GET"),

@@ -24,7 +24,7 @@ def transcript(task: Task, scored: ScoredEpisode, *, phase: str, step: int) -> d
         "task_id": task.id,
         "split": str(task.split),
         "kind": task.kind,
-        "question": task.prompt[-1].content,
+        "question": task.question,
         "answer": episode.answer,
         "truth": task.data.get("answer"),
         "score": scored.score.value,

@@ -1,7 +1,7 @@
 """Tasks: opening a family of tasks, in Python or as task folders, and the schedule of tasks for the groups of a run."""
 
 from agentrl.task.folders import TaskFolders
-from agentrl.task.schedule import GroupSchedule, make_task, open_family, sandbox_specs
+from agentrl.task.schedule import GroupSchedule, gold_of, make_task, open_family, sandbox_specs
 from agentrl.task.weighting import GroupOutcome, TaskHistory, Weights
 
-__all__ = ["GroupOutcome", "GroupSchedule", "TaskFolders", "TaskHistory", "Weights", "make_task", "open_family", "sandbox_specs"]
+__all__ = ["GroupOutcome", "GroupSchedule", "TaskFolders", "TaskHistory", "Weights", "gold_of", "make_task", "open_family", "sandbox_specs"]

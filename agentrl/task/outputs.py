@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from agentrl.errors import SandboxTimeout
+from agentrl.errors import SandboxTimeout, TaskError
 from agentrl.protocols import Sandbox, SandboxBackend
-from agentrl.records import OUTPUT_BYTES, OUTPUT_FILES, REMOVED_FILES, ExecResult, Task
+from agentrl.records import OUTPUT_BYTES, OUTPUT_FILES, REMOVED_FILES, ExecResult, SandboxSpec, Task
 from agentrl.records.paths import MAX_DEPTH, MAX_PATH, is_plain_path
 
 WHOLE_DIRECTORY = "."
@@ -248,9 +248,16 @@ def _names(answer: object) -> list[str] | None:
     return answer if isinstance(answer, list) and all(isinstance(name, str) for name in answer) else None
 
 
+def sandbox_of(task: Task) -> SandboxSpec:
+    """Returns the spec of a task's sandbox. Raises `TaskError` if it has none."""
+    if task.sandbox is None:
+        raise TaskError(f"task {task.id!r} has no sandbox, which a tool, program or verifier needs", fix="set Task.sandbox")
+    return task.sandbox
+
+
 async def run_and_collect(task: Task, program: str, sandboxes: SandboxBackend, *, timeout_s: float) -> tuple[ExecResult, CollectedOutputs]:
     """Runs a Python program in place of an agent. Returns its result and the outputs. Raises as `collect_outputs`."""
-    sandbox = await sandboxes.open(task.sandbox, files=task.contents())
+    sandbox = await sandboxes.open(sandbox_of(task), files=task.contents())
     try:
         result = await sandbox.python(program, timeout_s=timeout_s, output_bytes=4 * task.limits.tool_output_chars)
         return result, await collect_outputs(sandbox, task.outputs)

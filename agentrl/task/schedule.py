@@ -5,10 +5,12 @@ There is no random state to advance, so a resumed run knows which groups are mis
 
 from __future__ import annotations
 
+import inspect
 import math
 import random
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -17,10 +19,25 @@ from agentrl.base.user_code import describe_error, error_text, fault_boundary
 from agentrl.config.recipe import TasksConfig
 from agentrl.errors import PluginError, RecipeError, TaskError, UserError
 from agentrl.plugins.references import resolve
-from agentrl.protocols import TaskFamily, VariedFamily
+from agentrl.protocols import GoldFamily, TaskFamily, VariedFamily
 from agentrl.records import SandboxSpec, Split, Task
 from agentrl.task.folders import TaskFolders
 from agentrl.task.weighting import Weights
+
+ENVIRONMENT_FAMILY = "agentrl.environment.family:EnvironmentFamily"
+REMOTE_FAMILY = "agentrl.environment.remote_family:RemoteFamily"
+ENVIRONMENT_FAMILIES = {
+    "gymnasium": ENVIRONMENT_FAMILY,
+    "inspect": "agentrl.environment.inspect_tasks:InspectFamily",
+    "nemo-gym": REMOTE_FAMILY,
+    "openenv": REMOTE_FAMILY,
+    "ors": REMOTE_FAMILY,
+    "verifiers": "agentrl.environment.verifiers_tasks:VerifiersFamily",
+}
+"""Prefix of `tasks.family` -> plug-in reference of a callable (reference, seed=, **options) that returns its family.
+
+Secrets in the options are resolved when an environment is opened, because tasks are stored.
+"""
 
 
 def open_family(config: TasksConfig, *, seed: int, root: Path | None = None) -> TaskFamily:
@@ -44,16 +61,21 @@ def _open(config: TasksConfig, *, seed: int, root: Path) -> TaskFamily:
         if unknown := sorted(set(options) - known):
             raise RecipeError(f"tasks.family.options.{unknown[0]}: unknown option of task folders; the options are {', '.join(known)}")
         return TaskFolders(root / reference, root=root, seed=seed, heldout=_share(options.get("heldout", 0.25)))
-    factory = resolve(reference)
+    prefix = reference.partition(":")[0]
+    factory = resolve(ENVIRONMENT_FAMILIES.get(prefix, reference))
+    if prefix in ENVIRONMENT_FAMILIES:
+        factory = partial(factory, reference)
+    elif inspect.isclass(factory) and callable(getattr(factory, "reset", None)):  # an environment: each task is one of its seeds
+        factory = partial(resolve(ENVIRONMENT_FAMILY), reference)
+    else:
+        options = secrets.resolve_options(options)
     try:
-        family = factory(seed=seed, **secrets.resolve_options(options))
+        family = factory(seed=seed, **options)
     except TypeError as error:
         raise PluginError(f"tasks.family {reference!r}: {error}", fix="make it callable as family(seed=0, **options)") from error
-    for name in ("task", "size", "gold"):
+    for name in ("task", "size"):
         if not callable(getattr(family, name, None)):
-            raise PluginError(
-                f"tasks.family {reference!r} has no method {name!r}", fix="define task(split, index), size(split) and gold(task)"
-            )
+            raise PluginError(f"tasks.family {reference!r} has no method {name!r}", fix="define task(split, index) and size(split)")
     opened: TaskFamily = family
     return opened
 
@@ -72,7 +94,7 @@ class _WithVerifiers:
         return replace(make_task(self._family, split, index), verifiers=self._verifiers)
 
     def gold(self, task: Task) -> str:
-        return self._family.gold(task)
+        return gold_of(self._family, task)
 
 
 class _VariedWithVerifiers(_WithVerifiers):
@@ -92,9 +114,11 @@ def _share(value: object) -> float:
 def sandbox_specs(family: TaskFamily) -> list[SandboxSpec]:
     """Returns the specs to prepare before a run: one for each image of the family's tasks; only the first task's for an endless family."""
     if family.size(Split.TRAIN) is None:
-        return [family.task(Split.TRAIN, 0).sandbox]
-    tasks = (family.task(split, index) for split in Split for index in range(family.size(split) or 0))
-    return list({(task.sandbox.image, task.sandbox.runtime): task.sandbox for task in tasks}.values())
+        tasks = iter([family.task(Split.TRAIN, 0)])
+    else:
+        tasks = (family.task(split, index) for split in Split for index in range(family.size(split) or 0))
+    specs = (task.sandbox for task in tasks)
+    return list({(spec.image, spec.runtime): spec for spec in specs if spec is not None}.values())
 
 
 def make_task(family: TaskFamily, split: Split, index: int) -> Task:
@@ -117,6 +141,13 @@ def make_task(family: TaskFamily, split: Split, index: int) -> Task:
     if not isinstance(task, Task):
         raise TaskError(f"{_family_name(family)}: {split} task {index} is a {type(task).__name__}, not a Task", fix=fix)
     return task
+
+
+def gold_of(family: TaskFamily, task: Task) -> str:
+    """Returns the gold solution of a task. Raises `TaskError` if its family has none."""
+    if not callable(getattr(family, "gold", None)):
+        raise TaskError(f"the family {_family_name(family)!r} has no gold solutions", fix="define gold(task)")
+    return cast(GoldFamily, family).gold(task)
 
 
 def _family_name(family: TaskFamily) -> str:

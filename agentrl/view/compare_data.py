@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from agentrl.observe.charts import MAX_POINTS
 from agentrl.observe.run_comparison import compare_folders
-from agentrl.view.run_data import curve
 from agentrl.view.source import RunSource
 
 CURVES = ("reward_mean", "heldout", "entropy", "kl_behaviour", "clip_fraction", "grad_norm", "completion_tokens_mean", "step_s")
@@ -22,7 +22,7 @@ def compare_runs(sources: Sequence[RunSource]) -> dict[str, Any]:
     compared = compare_folders([source.path for source in sources])
     return {
         "runs": [{"id": source.id, "name": source.name} for source in sources],
-        "curves": {key: [curve(source, key) for source in sources] for key in CURVES},
+        "curves": {key: [source.metrics.curve(key, MAX_POINTS) for source in sources] for key in CURVES},
         **_shortened(compared.to_data()),
         "notes": notes,
     }

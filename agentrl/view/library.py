@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,20 +12,17 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from agentrl.base.run_lock import DRIVER
-from agentrl.base.untrusted_files import open_file
 from agentrl.errors import UserError
-from agentrl.observe.rundata import Line, as_list, is_finite, parse_object, read_object
-from agentrl.observe.summary import SUMMARY_FILE, read_sessions
+from agentrl.observe.run_folders import changed_at, held_locks, is_run, last_step, run_state
+from agentrl.observe.rundata import as_list, is_finite, read_object
+from agentrl.observe.summary import SUMMARY_FILE
 from agentrl.view.source import RunSource
 
-RUN_FILES = ("recipe.json", "run.json", "metrics.jsonl", "evaluations.json", "summary.json", "experience.sqlite", "failures/traces.sqlite")
 MAX_RUNS = 2000
 """Runs that a folder shows; the newest are kept."""
 MAX_OPEN = 8
 """Runs whose metrics stay in memory."""
 _MAX_SUMMARY = 2 << 20
-_LAST = 256 << 10  # bytes at the end of metrics.jsonl that are searched for the newest step
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 
 
@@ -49,7 +45,7 @@ class RunLibrary:
         if not root.is_dir():
             raise UserError(f"there is no folder {root}", fix="give a run, such as runs/quickstart, or the folder of your runs")
         self.root = root.resolve()
-        self.is_single = _is_run(self.root)
+        self.is_single = is_run(self.root)
         self._sources: OrderedDict[str, RunSource] = OrderedDict()
         self._lock = Lock()
 
@@ -87,7 +83,7 @@ class RunLibrary:
             name = run_id if _PLAIN.fullmatch(run_id) else os.fsdecode(bytes.fromhex(run_id.removeprefix("~")))
             path = self.root / name
             is_child = _run_id(name) == run_id and "/" not in name and name not in (".", "..")
-            if is_child and path.resolve().is_relative_to(self.root) and path.is_dir() and _is_run(path):
+            if is_child and path.resolve().is_relative_to(self.root) and path.is_dir() and is_run(path):
                 return RunEntry(id=run_id, name=_shown(name), path=path)
         except (OSError, ValueError):  # no run has such an id
             pass
@@ -99,7 +95,7 @@ class RunLibrary:
             for entry in entries:
                 try:
                     path = Path(entry.path)
-                    if entry.is_dir() and path.resolve().is_relative_to(self.root) and _is_run(path):
+                    if entry.is_dir() and path.resolve().is_relative_to(self.root) and is_run(path):
                         folders.append((entry.stat().st_mtime, path))
                 except OSError:  # removed meanwhile, or not readable
                     continue
@@ -117,10 +113,6 @@ def _close_unused(source: RunSource) -> None:
             source.lock.release()
 
 
-def _is_run(path: Path) -> bool:
-    return any((path / name).is_file() for name in RUN_FILES)
-
-
 def _run_id(name: str) -> str:
     """Returns a plain name unchanged, and any other name as `~` and its bytes in hexadecimal."""
     return name if _PLAIN.fullmatch(name) else f"~{os.fsencode(name).hex()}"
@@ -132,7 +124,7 @@ def _shown(name: str) -> str:
 
 def list_runs(entries: Sequence[RunEntry]) -> list[dict[str, Any]]:
     """Returns the lines of runs in the list of runs, as JSON data. A run whose files have not changed is not read again."""
-    locks = _held_locks()
+    locks = held_locks()
     return [{**_line(entry, _marks(entry.path)), "state": run_state(entry.path, locks)} for entry in entries]
 
 
@@ -153,7 +145,7 @@ def _line(entry: RunEntry, marks: tuple[tuple[int, int], ...]) -> dict[str, Any]
     notes: list[str] = []
     summary = read_object(entry.path / SUMMARY_FILE, notes, most=_MAX_SUMMARY)
     recipe = read_object(entry.path / "recipe.json", notes, most=_MAX_SUMMARY)
-    last = _last_step(entry.path)
+    last = last_step(entry.path)
     steps = recipe.get("steps")
     return {
         "id": entry.id,
@@ -169,59 +161,9 @@ def _line(entry: RunEntry, marks: tuple[tuple[int, int], ...]) -> dict[str, Any]
         "tokens": summary.get("tokens_trained") if is_finite(summary.get("tokens_trained")) else None,
         "wall_s": sum(value for value in _mapping(summary.get("wall_s")).values() if is_finite(value)) or None,
         "problems": [_text(problem)[:500] for problem in as_list(summary.get("problems"))[:20]],
-        "changed_at": _changed_at(entry.path),
+        "changed_at": changed_at(entry.path),
         "notes": notes,
     }
-
-
-def run_state(path: Path, locks: frozenset[int] | None = None) -> str:
-    """Returns running, finished, interrupted, failed, killed, or unknown for a folder without sessions.
-
-    Args:
-        locks: inodes of the locked files of this machine; None reads them.
-    """
-    try:
-        if os.lstat(path / DRIVER).st_ino in (_held_locks() if locks is None else locks):
-            return "running"
-    except OSError:
-        pass
-    try:
-        sessions = read_sessions(path)
-    except (OSError, ValueError):
-        return "unknown"
-    return sessions[-1].ended if sessions else "unknown"
-
-
-def _held_locks() -> frozenset[int]:
-    """Returns the inodes of files that processes of this machine have locked. Taking a driver's lock to test it could stop a driver."""
-    try:
-        with open("/proc/locks", encoding="ascii") as file:
-            fields = [line.split() for line in file if " FLOCK " in line]
-        return frozenset(int(words[5].rpartition(":")[2]) for words in fields if len(words) > 5 and words[1] == "FLOCK")
-    except (OSError, ValueError):
-        return frozenset()
-
-
-def _last_step(path: Path) -> Line:
-    """Returns the newest line of metrics.jsonl; empty if there is none."""
-    try:
-        with open_file(path / "metrics.jsonl", inside=path) as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _LAST))
-            lines = file.read(_LAST).split(b"\n")[:-1]
-    except (OSError, ValueError):
-        return {}
-    return next((data for line in reversed(lines) if (data := parse_object(line.decode("utf-8", "replace")))), {})
-
-
-def _changed_at(path: Path) -> float | None:
-    times = []
-    for name in ("metrics.jsonl", SUMMARY_FILE, "recipe.json"):
-        try:
-            times.append(min((path / name).stat().st_mtime, time.time()))
-        except OSError:
-            continue
-    return max(times, default=None)
 
 
 def _mapping(value: Any) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import StoreError
 from agentrl.observe.event_log import newest_offset, read_events
-from agentrl.view.event_data import event_line
-from agentrl.view.library import run_state
+from agentrl.observe.run_folders import run_state
+from agentrl.view.event_data import NOTABLE, event_line
 from agentrl.view.source import Missing
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MAX_STREAMS = 32
 """Pages that are updated live at a time."""
 MAX_ACTIVITY = 60
-"""Events that a page gets at a time: the newest ones."""
+"""Events that a page gets at a time: the newest ones, and all notable ones."""
 LOOK_S = 1.0
 """Seconds between two looks at a run."""
 _SILENCE_S = 15.0  # after which a comment keeps the connection open
@@ -90,7 +90,9 @@ class Live:
             if offset is None:
                 return [], newest_offset(source.path, back=0)
             page = read_events(source.path, after=offset)
-            return [event_line(event) for event in page.events[-MAX_ACTIVITY:]], page.offset
+            first = len(page.events) - MAX_ACTIVITY
+            shown = (event for number, event in enumerate(page.events) if number >= first or isinstance(event, NOTABLE))
+            return [event_line(event) for event in shown], page.offset
         except (OSError, ValueError):
             return [], offset
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -11,17 +10,15 @@ from itertools import pairwise
 from typing import Any, TypeGuard
 
 from agentrl.errors import StoreError
-from agentrl.observe.charts import CHARTS
+from agentrl.observe.charts import MAX_POINTS, metric_charts, reward_chart
 from agentrl.observe.drift import HISTORY, drift_alerts, limit_alerts
-from agentrl.observe.exclusions import printable_text
+from agentrl.observe.run_folders import run_state
 from agentrl.observe.rundata import Line, as_list, is_finite, iter_lines, read_object
+from agentrl.observe.stats import Rate
 from agentrl.observe.summary import SUMMARY_FILE, read_sessions
 from agentrl.observe.timeline import PREFIX, time_by_state
-from agentrl.view.library import run_state
 from agentrl.view.source import RunSource
 
-MAX_POINTS, SMALL_POINTS = 1500, 300
-"""Points of a large and of a small curve. A longer one keeps the smallest and the largest value of each interval."""
 _ALERTED = 400  # newest steps whose alerts are computed
 _DROPS = 8
 _NEWEST = 10  # steps that the remaining time is estimated from
@@ -49,10 +46,10 @@ def run_data(source: RunSource) -> dict[str, Any]:
         "first_step": steps[0] if steps else None,
         "steps": recipe.get("steps") if is_finite(recipe.get("steps")) else None,
         "left_s": _time_left(source, recipe) if state == "running" else None,
-        "reward": curve(source, "reward_mean"),
-        "heldout": [_held_out(source, summary, key, label) for key, label in (("heldout", "held-out"), ("heldout_real", "held-out, real"))],
+        "reward": metrics.curve("reward_mean", MAX_POINTS),
+        "reward_chart": _reward_chart(source, summary),
         "drops": reward_drops(metrics.series("reward_mean")),
-        "charts": _charts(source),
+        "charts": [chart.to_data() for chart in metric_charts(metrics)],
         "alerts": _alerts(source),
         "parts": _parts(source),
         "summary": _summary_facts(summary),
@@ -73,7 +70,7 @@ def ledger_data(source: RunSource) -> dict[str, Any]:
 def curves_data(source: RunSource, keys: Sequence[str]) -> dict[str, Any]:
     """Returns the curves of some metrics, and the names of all."""
     notes = source.refresh()
-    return {"notes": notes, "keys": source.metrics.keys, "curves": {key: curve(source, key) for key in keys}}
+    return {"notes": notes, "keys": source.metrics.keys, "curves": {key: source.metrics.curve(key, MAX_POINTS) for key in keys}}
 
 
 def reward_drops(points: Sequence[tuple[int, float]]) -> list[dict[str, float]]:
@@ -87,48 +84,14 @@ def reward_drops(points: Sequence[tuple[int, float]]) -> list[dict[str, float]]:
     return [{"step": step, "value": value, "before": value - change} for step, value, change in fell]
 
 
-def curve(source: RunSource, key: str, *, most: int = MAX_POINTS) -> list[tuple[int, float]]:
-    """Returns the points of a metric, at most about `most`."""
-    points = source.metrics.series(key)
-    if len(points) <= most:
-        return points
-    size = math.ceil(2 * len(points) / most)
-    thinned: set[tuple[int, float]] = {points[0], points[-1]}
-    for start in range(0, len(points), size):
-        piece = points[start : start + size]
-        thinned |= {min(piece, key=lambda point: point[1]), max(piece, key=lambda point: point[1])}
-    return sorted(thinned)
+def _reward_chart(source: RunSource, summary: Line) -> dict[str, Any] | None:
+    rates = {key: [_rate(summary.get(f"{key}_{phase}")) for phase in ("before", "after")] for key in ("heldout", "heldout_real")}
+    chart = reward_chart(source.metrics, rates)
+    return None if chart is None else chart.to_data()
 
 
-def _charts(source: RunSource) -> list[dict[str, Any]]:
-    charts = [*CHARTS]
-    parts = [key for key in source.metrics.keys if key.startswith("part/")][:4]
-    if len(parts) > 1:
-        labels = {key: printable_text(key.removeprefix("part/"))[:60] for key in parts}
-        charts.insert(0, ("Parts of the score", "means over the episodes that have them", labels, "plain"))
-    if source.metrics.series("audit_mean"):
-        labels = {"reward_mean": "reward", "audit_mean": "audit"}
-        charts.insert(0, ("Reward and audit", "the audit is not trained on", labels, "plain"))
-    drawn = []
-    for title, note, metrics, form in charts:
-        series = [
-            {"key": key, "label": label, "points": points}
-            for key, label in metrics.items()
-            if (points := curve(source, key, most=SMALL_POINTS))
-        ]
-        if series:
-            drawn.append({"title": title, "note": note, "form": form, "series": series})
-    return drawn
-
-
-def _held_out(source: RunSource, summary: Line, key: str, label: str) -> dict[str, Any]:
-    """Success on a held-out split: during training, and before and after it with intervals."""
-    rates = {}
-    for phase, step in (("before", 0), ("after", source.metrics.steps[-1] if source.metrics.steps else 0)):
-        rate = summary.get(f"{key}_{phase}")
-        if _is_rate(rate):
-            rates[phase] = {"step": step, **{name: rate[name] for name in ("value", "ci_low", "ci_high", "n")}}
-    return {"label": label, "points": curve(source, key), **rates}
+def _rate(value: Any) -> Rate | None:
+    return Rate(**{name: value[name] for name in ("value", "ci_low", "ci_high", "n")}) if _is_rate(value) else None
 
 
 def _alerts(source: RunSource) -> list[dict[str, Any]]:
@@ -177,7 +140,7 @@ def _recipe_facts(recipe: Line) -> dict[str, str]:
 
 def _summary_facts(summary: Line) -> Line:
     """Returns the figures of summary.json, without texts that may be large."""
-    facts: Line = {key: value for key, value in summary.items() if is_finite(value) or isinstance(value, bool)}
+    facts: Line = {key: value for key, value in summary.items() if is_finite(value) or isinstance(value, bool) or _is_rate(value)}
     for key in ("failures", "left_out_reasons", "tokens", "versions", "judges"):
         if isinstance(summary.get(key), dict):
             facts[key] = dict(list(summary[key].items())[:_MAX_ENTRIES])

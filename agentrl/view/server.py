@@ -1,7 +1,8 @@
 """The HTTP server of `agentrl view`: static pages, JSON, and a stream of changes. Loopback by default.
 
-The address that the command prints contains a random token. The first page turns it into a cookie that no script can read. Every other
-request needs the cookie, or `Authorization: Bearer TOKEN`. The content security policy forbids scripts and requests of any other origin.
+The address that the command prints contains a random token. The page stores it for its origin, and sends it with every request as
+`Authorization: Bearer TOKEN`. No cookie is used, because browsers send cookies to all ports of a host, so also to other people's servers.
+The content security policy forbids scripts and requests of any other origin.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class ViewServer:
         from starlette.applications import Starlette
         from starlette.routing import Route
 
-        routes = [Route("/", self._guarded(self._page), methods=["GET"])]
+        routes = [Route("/", _static("index.html"), methods=["GET"])]
         routes += [Route(f"/static/{name}", _static(name), methods=["GET"]) for name in static_files.NAMES]
         routes += [Route(f"/api/{path}", self._guarded(self._reader(path)), methods=["GET"]) for path in ROUTES]
         routes += [
@@ -121,7 +122,8 @@ class ViewServer:
         async def guarded(request: Request) -> Response:
             try:
                 check_source(request.headers)
-                self._check_token(request)
+                if not is_key(key_of(request.headers), self.token):
+                    raise RequestError("wrong_key", "The token is missing or wrong: open the address that agentrl view printed.")
                 async with self._slots.use(most=WAITING, within_s=ANSWER_S):
                     return _protected(await answer(request))
             except RequestError as refused:
@@ -137,23 +139,6 @@ class ViewServer:
                 return _refusal("The server failed to answer; its terminal shows the reason.", 500, "load the page again")
 
         return guarded
-
-    def _check_token(self, request: Request) -> None:
-        given = request.query_params.get("token") if request.url.path == "/" else None
-        given = given or key_of(request.headers) or request.cookies.get(self._cookie, "")
-        if not is_key(given, self.token):
-            raise RequestError("wrong_key", "The token is missing or wrong: open the address that agentrl view printed.")
-
-    @property
-    def _cookie(self) -> str:
-        return f"agentrl_view_{self.port}"
-
-    async def _page(self, request: Request) -> Response:
-        from starlette.responses import Response
-
-        response = Response(static_files.read("index.html"), media_type="text/html")
-        response.set_cookie(self._cookie, self.token, httponly=True, samesite="strict", path="/")
-        return response
 
     def _reader(self, path: str) -> Callable[[Request], Awaitable[Response]]:
         read = ROUTES[path]

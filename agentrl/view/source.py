@@ -18,8 +18,8 @@ from agentrl.errors import StoreError, UserError
 from agentrl.experience.episode_index import EpisodeIndex
 from agentrl.experience.reading import StoreReader
 from agentrl.observe.rundata import Line, read_object
+from agentrl.observe.tails import MetricsTable, TaskTable, read_new_lines
 from agentrl.records import Group
-from agentrl.view.tails import MetricsTable, TaskTable
 from agentrl.view.vocabulary import Vocabulary, read_vocabulary
 
 MAX_RECIPE = 1 << 20
@@ -57,13 +57,10 @@ class RunSource:
         """Reads what was added to the files. Returns notes on what cannot be read. Raises `Missing` if the folder was removed."""
         if not self.path.is_dir():
             raise Missing(f"the run {self.name} was removed or renamed", fix="return to the list of runs")
-        notes = []
-        for table, name in ((self.metrics, "metrics.jsonl"), (self.tasks, "tasks.jsonl")):
-            try:
-                table.refresh()
-            except (OSError, ValueError) as error:
-                notes.append(f"{name} cannot be read: {_reason(error)}")
-        return notes + self.metrics.notes
+        notes: list[str] = []
+        for table in (self.metrics, self.tasks):
+            read_new_lines(table, notes)
+        return notes
 
     def recipe_data(self) -> Line:
         """Returns the content of recipe.json; empty if it cannot be read."""

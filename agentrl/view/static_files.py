@@ -5,17 +5,19 @@ from __future__ import annotations
 from functools import cache
 from importlib.resources import files
 
+from agentrl.observe.markup import COMPONENTS
+
 _TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
-NAMES = tuple(sorted(entry.name for entry in (files("agentrl.view") / "static").iterdir() if entry.name.rpartition(".")[2] in _TYPES))
+_FOLDERS = (files("agentrl.view") / "static", COMPONENTS)
+_FILES = {entry.name: entry for folder in _FOLDERS for entry in folder.iterdir() if entry.name.rpartition(".")[2] in _TYPES}
+NAMES = tuple(sorted(_FILES))
 """Names of all files."""
 
 
 @cache
 def read(name: str) -> bytes:
     """Returns the content of a file. Raises `KeyError` for an unknown name."""
-    if name not in NAMES:
-        raise KeyError(name)
-    return (files("agentrl.view") / "static" / name).read_bytes()
+    return _FILES[name].read_bytes()
 
 
 def media_type(name: str) -> str:

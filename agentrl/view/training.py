@@ -125,7 +125,7 @@ def _scores_alone(group: Group) -> Group:
 def sample_of(training: GroupTraining, episode_id: str, trajectory: Trajectory, trajectories: Sequence[Trajectory]) -> Sample | None:
     """Returns the sample of a trajectory; None if it trains nothing.
 
-    Samples of an episode are in the order of its trajectories with sampled tokens, so each is found by its tokens.
+    Samples of an episode are in the order of its trajectories with sampled tokens, so its tokens identify it.
     """
     ids = tuple(token for turn in trajectory.turns for token in (*turn.prompt_ids, *turn.completion_ids))
     same = [sample for sample in training.samples.get(episode_id, ()) if sample.token_ids == ids]

@@ -18,19 +18,17 @@ from typing import Any, TypeVar
 
 from rich.text import Text
 
-from agentrl.base.database import connect_read_only, query_deadline, read_pragma
-from agentrl.base.files import tail_bytes
-from agentrl.base.run_lock import driver_of
 from agentrl.base.user_code import printable
 from agentrl.errors import StoreError, UserError
 from agentrl.experience.audit import token_balance
 from agentrl.experience.episode_index import EpisodeIndex, EpisodeRow
 from agentrl.experience.episode_query import EpisodeQuery
-from agentrl.experience.store import APPLICATION_ID, SCHEMA, translated_errors
+from agentrl.experience.reading import StoreReader
 from agentrl.observe import events
 from agentrl.observe.event_log import newest_offset, read_events
-from agentrl.observe.rundata import Line, is_finite, parse_object, read_lines, read_object
-from agentrl.observe.summary import read_sessions
+from agentrl.observe.run_folders import changed_at, is_run, last_step, run_state
+from agentrl.observe.rundata import Line, is_finite, read_object
+from agentrl.observe.tails import MetricsTable, read_new_lines
 from agentrl.observe.timeline import UTILIZATION
 from agentrl.records import Group, ScoredEpisode, Trajectory
 from agentrl.watch.frames import (
@@ -51,7 +49,6 @@ from agentrl.watch.terminal import Screen
 MAX_RUNS = 500
 """Runs of a folder that are listed: the newest."""
 _LATELY_S = 60.0
-RUN_FILES = ("recipe.json", "metrics.jsonl", "summary.json")
 CURVES = {"loss": "loss", "entropy": "entropy", "kl": "kl", "grad_norm": "grad norm", "tokens_per_s": "tokens/s", "step_s": "step s"}
 _MAX_FILE = 256 << 20  # bytes of a file
 _MAX_PAGES = 20  # of events that one refresh reads
@@ -60,13 +57,6 @@ _ALERTS = 20
 _IN_FLIGHT = 10_000
 _NEWEST = 10  # steps from which the remaining time is estimated
 _LONGEST_S, _LARGEST = 1e9, 1e30  # a run of a third party may have any numbers
-_QUERY_S = 5.0
-_TOKENS = """
-SELECT coalesce(sum(tokens_sampled), 0), coalesce(sum(iif(checkpoint IS NULL, 0, tokens_trained)), 0),
-       coalesce(sum(iif(checkpoint IS NULL, tokens_sampled, 0)), 0)
-FROM groups LEFT JOIN taken USING (idx) WHERE idx >= 0
-"""
-"""Sampled, trained and open tokens, as `agentrl.experience.audit.count` counts them."""
 _STYLES = {"assistant": "green", "tool": "yellow"}
 T = TypeVar("T")
 
@@ -78,18 +68,11 @@ def open_screen(path: Path) -> Screen:
     return RunScreen(path) if is_run(path) else RunsScreen(path)
 
 
-def is_run(path: Path) -> bool:
-    """Whether a folder contains a run."""
-    return any((path / name).is_file() for name in RUN_FILES)
-
-
-def run_state(folder: Path) -> str:
-    """Returns `running`, or how the newest session of a run ended: finished, interrupted, failed or killed; `new` before its first one."""
-    if driver_of(folder) is not None:
-        return "running"
-    ended: str = _tried(lambda: sessions[-1].ended if (sessions := read_sessions(folder)) else "new", "new")
-    lately = ended == "killed" and time.time() - _changed_at(folder) < _LATELY_S  # the driver may run on another machine
-    return "running" if lately else ended
+def _state(folder: Path) -> str:
+    """Returns the state of a run. If it ended without a word a moment ago, its driver may run on another machine: then it is running."""
+    state = run_state(folder)
+    lately = state == "killed" and time.time() - (changed_at(folder) or 0.0) < _LATELY_S
+    return "running" if lately else "new" if state == "unknown" else state
 
 
 class _Cached:
@@ -116,7 +99,7 @@ class RunScreen:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._metrics = _Cached(folder / "metrics.jsonl", lambda path: _read_metrics(path))
+        self._metrics = MetricsTable(folder / "metrics.jsonl")
         self._recipe = _Cached(folder / "recipe.json", lambda path: read_object(path, [], most=_MAX_FILE))
         self._evaluations = _Cached(folder / "evaluations.json", lambda path: read_object(path, [], most=_MAX_FILE))
         self._ledger = _Cached(folder / "experience.sqlite-wal", lambda path: self._count())
@@ -136,33 +119,31 @@ class RunScreen:
             self.frame = RunFrame(name=self._folder.name, state="removed", notes=("the run folder was removed or renamed",))
             return
         _tried(self._read_events, None, notes)
-        steps, unreadable = self._metrics.get()
+        read_new_lines(self._metrics, notes)
+        metrics, steps = self._metrics, self._metrics.steps
         self._rows = _tried(self._read_rows, (), notes)
-        state = run_state(self._folder)
+        state = _state(self._folder)
         recipe = self._recipe.get()
         of = recipe.get("steps") if isinstance(recipe.get("steps"), int) else None
-        newest = steps[-1] if steps else {}
-        done = newest.get("step", 0)
+        newest = metrics.row(steps[-1]) if steps else {}
         self.frame = RunFrame(
             name=self._folder.name,
             state=state,
             stage=self._stage if state == "running" else "",
-            step=done,
+            step=steps[-1] if steps else 0,
             steps=of,
-            left_s=_left_s(steps, of) if state == "running" else None,
-            success=tuple(self._success(steps)),
-            reward=_curve(steps, "reward_mean", "reward", "{:.3f}".format),
-            curves=tuple(curve for key, label in CURVES.items() if (curve := _curve(steps, key, label)) is not None),
-            parts=tuple(
-                (key.removeprefix(UTILIZATION), newest[key]) for key in newest if key.startswith(UTILIZATION) and is_finite(newest[key])
-            )[:8],
+            left_s=_left_s(metrics, of) if state == "running" else None,
+            success=tuple(self._success()),
+            reward=_curve(metrics, "reward_mean", "reward", "{:.3f}".format),
+            curves=tuple(curve for key, label in CURVES.items() if (curve := _curve(metrics, key, label)) is not None),
+            parts=tuple((key.removeprefix(UTILIZATION), newest[key]) for key in newest if key.startswith(UTILIZATION))[:8],
             restarts=tuple(self._restarts.items()),
             ledger=_tried(self._ledger.get, "", notes) or "",
             alerts=tuple(reversed(self._alerts)),
             running=len(self._in_flight) if self._seen_events else None,
             episodes=tuple(map(_listed, self._rows)),
             selected=self._position(),
-            notes=tuple(note.replace(f"{self._folder}/", "") for note in dict.fromkeys([*unreadable, *notes])),
+            notes=tuple(note.replace(f"{self._folder}/", "") for note in dict.fromkeys(notes)),
         )
 
     def lines(self, size: Size) -> list[Text]:
@@ -199,21 +180,18 @@ class RunScreen:
             raise
 
     def _count(self) -> str:
-        """Returns the balance of the ledger's tokens. It only reads, and the folder may come from a third party."""
+        """Returns the balance of the ledger's tokens."""
         path = self._folder / "experience.sqlite"
         if not path.is_file():
             return ""
-        with translated_errors(path), closing(connect_read_only(path, SCHEMA, timeout_s=_QUERY_S)) as db, query_deadline(db, _QUERY_S):
-            if read_pragma(db, "application_id") != APPLICATION_ID:
-                raise StoreError(f"{path} is an SQLite file but not an experience store")
-            sampled, trained, left = db.execute(_TOKENS).fetchone()
-        return token_balance({"sampled": sampled, "trained": trained, "excluded": sampled - trained - left, "open": left})
+        with closing(StoreReader(path)) as store:
+            return token_balance(store.counts().tokens)
 
-    def _success(self, steps: list[Line]) -> Iterator[tuple[str, float]]:
+    def _success(self) -> Iterator[tuple[str, float]]:
         """Yields the newest success on held-out tasks: after training, or during it, or before."""
         phases = self._evaluations.get()
         for split, label in (("heldout", "held-out"), ("heldout_real", "held-out, real")):
-            during = [line[split] for line in steps if is_finite(line.get(split))]
+            during = [value for _, value in self._metrics.series(split)]
             after, before = (_value(phases, phase, split) for phase in ("after", "before"))
             newest = after if after is not None else during[-1] if during else before
             if newest is not None:
@@ -364,23 +342,16 @@ def _listed(row: EpisodeRow) -> EpisodeLine:
     )
 
 
-def _read_metrics(path: Path) -> tuple[list[Line], list[str]]:
-    """Returns the steps in order, and what could not be read."""
-    notes: list[str] = []
-    by_step = {line["step"]: line for line in read_lines(path, {"step": int}, notes, most=_MAX_FILE)}
-    return [by_step[step] for step in sorted(by_step)], notes
-
-
-def _curve(steps: list[Line], key: str, label: str, form: Callable[[float], str] = "{:.3g}".format) -> Curve | None:
-    values = tuple(max(-_LARGEST, min(_LARGEST, float(line[key]))) for line in steps if is_finite(line.get(key)))
+def _curve(metrics: MetricsTable, key: str, label: str, form: Callable[[float], str] = "{:.3g}".format) -> Curve | None:
+    values = tuple(max(-_LARGEST, min(_LARGEST, value)) for _, value in metrics.series(key))
     return Curve(label=label, values=values, form=form) if values else None
 
 
-def _left_s(steps: list[Line], of: int | None) -> float | None:
-    times = [line["step_s"] for line in steps[-_NEWEST:] if is_finite(line.get("step_s"))]
+def _left_s(metrics: MetricsTable, of: int | None) -> float | None:
+    times = [value for _, value in metrics.series("step_s")[-_NEWEST:]]
     if of is None or not times:
         return None
-    return min(_LONGEST_S, max(0, of - int(steps[-1]["step"])) * float(statistics.median(times)))
+    return min(_LONGEST_S, max(0, of - metrics.steps[-1]) * statistics.median(times))
 
 
 def _value(phases: Line, phase: str, split: str) -> float | None:
@@ -397,37 +368,23 @@ def _run_folders(folder: Path) -> list[Path]:
         for entry in entries:
             path = Path(entry.path)
             if entry.is_dir(follow_symlinks=False) and is_run(path):
-                runs.append((_changed_at(path), path))
+                runs.append((changed_at(path) or 0.0, path))
     return [path for _, path in sorted(runs, reverse=True)[:MAX_RUNS]]
-
-
-def _changed_at(folder: Path) -> float:
-    times = [_tried(lambda path=folder / name: path.stat().st_mtime, 0.0) for name in (*RUN_FILES, "events")]  # type: ignore[misc]
-    return max(times)
 
 
 def _run_line(folder: Path) -> RunLine:
     recipe = read_object(folder / "recipe.json", [], most=_MAX_FILE)
-    newest: Line = {}
-    newest = _tried(lambda: _last_step(folder), newest)
-    reward = newest.get("reward_mean")
+    newest = last_step(folder)
+    step, reward = newest.get("step"), newest.get("reward_mean")
     of = recipe.get("steps")
     return RunLine(
         name=folder.name,
-        state=run_state(folder),
-        step=newest.get("step", 0),
+        state=_state(folder),
+        step=step if isinstance(step, int) else 0,
         steps=of if isinstance(of, int) else None,
         reward=reward if is_finite(reward) else None,
-        changed_s=max(0.0, time.time() - _changed_at(folder)),
+        changed_s=max(0.0, time.time() - (changed_at(folder) or 0.0)),
     )
-
-
-def _last_step(folder: Path) -> Line:
-    for text in reversed(tail_bytes(folder / "metrics.jsonl", most=1 << 17).splitlines()):
-        line = parse_object(text)
-        if line is not None and isinstance(line.get("step"), int):
-            return line
-    return {}
 
 
 def _tried(read: Callable[[], T], otherwise: T, notes: list[str] | None = None) -> T:

@@ -10,10 +10,12 @@ from typing import Any
 from hypothesis import strategies as st
 
 from agentrl.agent import ChatFormat
+from agentrl.agent.chat import ParsedCompletion
 from agentrl.agent.forms import FORMS, deepseek
 from agentrl.agent.rendering import Renderer
 from agentrl.agent.template_probe import TOOL
-from agentrl.records import Message, ToolCall
+from agentrl.records import Message, ToolCall, ToolResult
+from agentrl.records.chat import USER
 
 NAME = TOOL["function"]["name"]
 ODD = (
@@ -56,11 +58,12 @@ arguments = st.fixed_dictionaries(
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A turn of the agent and its results."""
+    """A turn of the agent: calls and their results, or a text and the user message that answers it."""
 
     thought: str
     calls: tuple[dict[str, Any], ...]
     outputs: tuple[str, ...]
+    text: str = ""
 
 
 def rounds(*, most_calls: int) -> st.SearchStrategy[Round]:
@@ -74,8 +77,13 @@ def rounds(*, most_calls: int) -> st.SearchStrategy[Round]:
     )
 
 
-def conversations(*, most_calls: int = 3) -> st.SearchStrategy[list[Round]]:
-    return st.lists(rounds(most_calls=most_calls), min_size=1, max_size=3)
+def conversations(*, most_calls: int = 3, users: bool = False) -> st.SearchStrategy[list[Round]]:
+    """Random rounds; with `users`, the last one and some before it are answered by a user message."""
+    calling = rounds(most_calls=most_calls)
+    if not users:
+        return st.lists(calling, min_size=1, max_size=3)
+    saying = st.builds(Round, thought=st.just("") | texts, calls=st.just(()), outputs=st.tuples(texts), text=texts)
+    return st.builds(lambda before, last: [*before, last], st.lists(calling | saying, max_size=3), saying)
 
 
 TAGS = re.compile("</?(?:tool_call|arg_key|arg_value|function|parameter|think)>")
@@ -106,10 +114,11 @@ def assert_adds_up(chat: ChatFormat, tokenizer: Any, asked: str, said: Sequence[
         thought = sayable(one.thought, chat) if renderer.knows_thinking and not before.rstrip().endswith("</think>") else ""
         if before.rstrip().endswith("<think>"):  # where nothing is thought, the prompt's line break and the turn's would be one token
             thought = thought or "-"
-        content = f"<think>\n{thought}\n</think>\n\n" if thought else ""
+        text = sayable(one.text, chat) if not calls else ""
+        content = f"<think>\n{thought}\n</think>\n\n{text}" if thought else text
         messages += [
             Message(role="assistant", content=content, tool_calls=calls),
-            *(Message(role="tool", content=chat.escape_text(text)) for text in one.outputs),
+            *(Message(role="tool" if calls else "user", content=chat.escape_text(shown)) for shown in one.outputs),
         ]
         whole = renderer.text(renderer.messages(messages), [TOOL])
         assert whole.startswith(before)
@@ -118,9 +127,13 @@ def assert_adds_up(chat: ChatFormat, tokenizer: Any, asked: str, said: Sequence[
         sampled = [*tokenizer.encode(rest[:at], add_special_tokens=False), *tokenizer.encode(end, add_special_tokens=False)]
         parsed = chat.parse(sampled, [TOOL])
         assert parsed.errors == () and parsed.message.tool_calls == calls
-        assert thought in parsed.message.content and not parsed.answer
-        delta = chat.tool_delta(one.outputs, parsed)
-        assert chat._controls(delta) == chat._controls(chat.tool_delta(["-"] * len(one.outputs), parsed))
+        assert thought in parsed.message.content and parsed.answer == text
+
+        def answered(*shown: str, after: ParsedCompletion = parsed, name: str = NAME if calls else USER) -> tuple[int, ...]:
+            return chat.answer_delta([ToolResult(name=name, output=output, ok=True) for output in shown], after)
+
+        delta = answered(*one.outputs)
+        assert chat._controls(delta) == chat._controls(answered(*("-" for _ in one.outputs)))
         context += (*sampled, *delta)
         assert context == tokenizer.encode(whole, add_special_tokens=False)
         assert tokenizer.decode(context) == whole

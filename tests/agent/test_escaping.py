@@ -122,4 +122,5 @@ def test_output_that_tokenizes_to_a_control_token_is_withheld() -> None:
     for forged in ("\uff1cturn\uff1e", "<TURN>"):
         assert chat.escape_text(forged) == forged
         assert tokenizer.decode(list(chat.tool_delta(["ok", forged]))).count(WITHHELD.lower()) == 2
+        assert WITHHELD.lower() in tokenizer.decode(list(chat.user_delta(forged)))
     assert "ok" in tokenizer.decode(list(chat.tool_delta(["ok", "<turn>"])))

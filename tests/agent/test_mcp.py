@@ -25,12 +25,12 @@ from agentrl.agent import invoke, load_tools
 from agentrl.agent.arguments import argument_errors
 from agentrl.agent.invoke import CallResult, call_tool
 from agentrl.agent.mcp import servers
-from agentrl.agent.mcp.messages import InvalidMessage
 from agentrl.agent.mcp.servers import RunTools, Server, ServerConnection
-from agentrl.agent.mcp.tool_list import ListedTool, parse_tool, tool_difference, usable_tools
-from agentrl.agent.mcp.transports import SESSION, Events
+from agentrl.agent.mcp.transports import SESSION
 from agentrl.agent.outage_blame import Caller, CallRecord
 from agentrl.agent.tools import Bounds
+from agentrl.base import web
+from agentrl.base.tool_list import InvalidMessage, ListedTool, parse_tool, tool_difference, usable_tools
 from agentrl.config.tools import MCPConfig
 from agentrl.errors import InfrastructureError, TaskError, ToolUnavailable
 from agentrl.records import Blame, Limits, SandboxSpec
@@ -420,8 +420,8 @@ def test_events_are_independent_of_the_pieces(events: list[bytes], crlf: bool, c
     text = b"".join(b"".join(b"data: " + line + b"\n" for line in event.split(b"\n") if event) + b": x\n\n" for event in events)
     text = text.replace(b"\n", b"\r\n") if crlf else text
     places = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
-    stream = Events()
-    found = [data for begin, end in itertools.pairwise(places) for data in stream.feed(text[begin:end])]
+    stream = web.Events()
+    found = [data for begin, end in itertools.pairwise(places) for _, data in stream.feed(text[begin:end]) if data]
     assert found == [event for event in events if event] and stream.held == 0
 
 

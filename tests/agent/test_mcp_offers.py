@@ -10,8 +10,7 @@ import pytest
 from agentrl.agent.arguments import argument_errors, argument_example
 from agentrl.agent.chat import ChatFormat
 from agentrl.agent.forms import FORMS
-from agentrl.agent.mcp.messages import InvalidMessage
-from agentrl.agent.mcp.tool_list import excluded_tools, usable_tools
+from agentrl.base.tool_list import InvalidMessage, excluded_tools, usable_tools
 from tests.agent.hostile_mcp import COUNT, ECHO
 from tests.agent.test_template_probe import TOKENIZERS, made
 

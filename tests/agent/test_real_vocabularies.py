@@ -82,6 +82,29 @@ def test_deltas_add_up_to_the_rendered_conversation(name: str, data: st.DataObje
     assert_adds_up(chat(name), tokenizer(name), asked, said)
 
 
+REASONING, EARLIER = "it drops the model's reasoning", "it rewrites earlier turns when a turn is added"
+WITHOUT_USER_DELTAS = {
+    "qwen3": REASONING,
+    "qwen3_5_think": EARLIER,
+    "qwen3_5_nothink": EARLIER,
+    "qwen3_6": EARLIER,
+    "mistral_v3": EARLIER,
+    "glm4moe": REASONING,
+    "gptoss": "policy.model: its chat template does not end an assistant turn with '<|return|>'",
+}
+"""Templates that change earlier turns when a user message follows, and how."""
+
+
+@models
+@settings(max_examples=examples(30))
+@given(data=st.data())
+def test_deltas_of_user_messages_add_up_to_the_rendered_conversation(name: str, data: st.DataObject) -> None:
+    assert chat(name).user_rewrite_reason == WITHOUT_USER_DELTAS.get(name, "")
+    if name not in WITHOUT_USER_DELTAS:
+        said: list[Round] = data.draw(conversations(most_calls=FOUND[name][1], users=True))
+        assert_adds_up(chat(name), tokenizer(name), data.draw(texts), said)
+
+
 @models
 @settings(max_examples=examples(30))
 @given(data=st.data())

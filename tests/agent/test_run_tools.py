@@ -14,8 +14,8 @@ import pytest
 from agentrl.agent import load_tools
 from agentrl.agent.invoke import call_tool
 from agentrl.agent.mcp import RunTools
-from agentrl.agent.mcp.tool_list import usable_tools
 from agentrl.agent.run_tools import MCP_FILE, declared_tools, pin_tools, save_tool_offers, with_sub_agent_tools
+from agentrl.base.tool_list import usable_tools
 from agentrl.config import Recipe
 from agentrl.errors import RecipeError, TaskError, ToolUnavailable, UserError
 from agentrl.protocols import ToolSource

@@ -12,7 +12,8 @@ import pytest
 
 from agentrl.agent.calls import CLOSE, OPEN, read_calls
 from agentrl.agent.forms import FORMS, deepseek
-from agentrl.agent.tools import clip, render_result
+from agentrl.agent.tools import render_result
+from agentrl.base.user_code import clip
 from agentrl.observe import write_report
 from agentrl.observe.markup import visible
 from agentrl.records import (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import signal
 import threading
 import time
@@ -399,6 +400,17 @@ def test_a_fault_is_logged_in_full_once_and_then_counted(caplog: Any) -> None:
     assert caplog.text.count("Traceback") == 1 and "in test_a_fault_is_logged" in caplog.text
     assert len(caplog.records) == 2 and "(the 10th time)" in caplog.records[1].message
     assert "\x1b" not in caplog.text and "\ud800" not in caplog.text
+
+
+def test_a_full_disk_is_logged_without_a_traceback(caplog: Any) -> None:
+    try:
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError as error:
+            raise RuntimeError("the traces cannot be written") from error
+    except RuntimeError as error:
+        log_unexpected("capturing", error)
+    assert "capturing: RuntimeError: the traces cannot be written" in caplog.text and "Traceback" not in caplog.text
 
 
 class Speechless(Exception):

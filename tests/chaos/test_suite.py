@@ -117,3 +117,19 @@ def test_a_run_hears_its_terminal_close_although_the_suite_runs_under_nohup(tmp_
         os.close(writer)
     with open(reader) as output:
         assert output.read() == "SIG_DFL\n" and child.wait() == 0
+
+
+def test_a_child_that_has_not_started_its_program_is_not_another_worker(tmp_path: Path) -> None:
+    class Own(Subject):
+        @property
+        def pid(self) -> int:
+            return os.getpid()
+
+    (tmp_path / "forking_worker.py").write_text("import os\nos.fork()\nos.write(1, b'%d\\n' % os.getpid())\nos.read(0, 1)\n")
+    run = Own(tmp_path / "run", steps=1, backend="bubblewrap", log=tmp_path / "log")
+    command = (sys.executable, "-m", "forking_worker")
+    with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
+        assert worker.stdin is not None and worker.stdout is not None
+        pids = {int(worker.stdout.readline()), int(worker.stdout.readline())}
+        assert len(pids) == 2 and run.processes("forking_worker") == [worker.pid]
+        worker.communicate(b"..")

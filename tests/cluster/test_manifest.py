@@ -15,7 +15,9 @@ import pytest
 import yaml
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from agentrl.cli.sandboxes import sandbox_app
 from agentrl.cluster import plan_parts
 from agentrl.cluster.manifest import RAY_VERSION, ManifestOptions, build_objects, object_name
 from agentrl.cluster.network_policies import network_policies
@@ -27,6 +29,7 @@ from tests.strategies import examples
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = json.loads((Path(__file__).parent / "rayjob.schema.json").read_text())
+AGENT_SANDBOX = json.loads((ROOT / "tests/sandbox/agent_sandbox.schema.json").read_text())
 KUBERNETES = "1.37"
 RECIPE = {"name": "Tables_1", "policy": {"model": "m"}, "tasks": {"family": "f:F"}, "device": "cpu", "cluster": {"address": "auto"}}
 LARGE = {
@@ -70,9 +73,67 @@ def test_every_object_is_valid(changes: dict[str, Any]) -> None:
         if one is not job:
             kubernetes_validate.validate(one, KUBERNETES, strict=True)
     for name, template in templates(job).items():
-        kubernetes_validate.validate({"apiVersion": "v1", "kind": "Pod", **template, "metadata": {"name": name}}, KUBERNETES, strict=True)
+        check_pod(name, template)
     assert len({(one["kind"], one["metadata"]["name"]) for one in objects}) == len(objects)
     assert {one["metadata"]["namespace"] for one in objects} == {"default"}
+
+
+def check_pod(name: str, template: dict[str, Any]) -> None:
+    kubernetes_validate.validate({"apiVersion": "v1", "kind": "Pod", **template, "metadata": {"name": name}}, KUBERNETES, strict=True)
+
+
+CLAIMED = {"sandbox": {"backend": {"ref": "agent-sandbox", "options": {"slots": 8}}}}
+
+
+@pytest.mark.parametrize("changes", [{}, CLAIMED], ids=["cells", "claims"])
+def test_with_cells_only_they_run_programs_and_hold_their_key(changes: dict[str, Any]) -> None:
+    recipe = build({**RECIPE, **LARGE, **changes})
+    objects = written(recipe, cells=3, cell_memory="4Gi")
+    (job,), name = by_kind(objects, "RayJob"), object_name("Tables_1") + "-sandbox"
+    custom = [one for one in objects if one["apiVersion"].startswith("extensions.agents")]
+    for one in objects:
+        if one in custom:
+            jsonschema.validate(one, AGENT_SANDBOX[f"{one['kind'].lower()}s"])
+        elif one is not job:
+            kubernetes_validate.validate(one, KUBERNETES, strict=True)
+    cells = custom[0]["spec"]["podTemplate"] if custom else by_kind(objects, "Deployment")[0]["spec"]["template"]
+    check_pod("cell", cells)
+    assert [one["kind"] for one in custom] == (["SandboxTemplate", "SandboxWarmPool"] if changes else [])
+    assert changes or by_kind(objects, "Service")[-1]["metadata"]["name"] == name
+    assert cells["metadata"]["labels"]["agentrl-part"] == "sandbox" and cells["spec"]["automountServiceAccountToken"] is False
+    assert {volume["name"] for volume in cells["spec"]["volumes"]} == {"tmp"} and cells["spec"]["hostUsers"] is False
+    assert cells["spec"]["containers"][0]["resources"]["limits"] == {"cpu": "2000m", "memory": "4096Mi"}
+    pods = {**templates(job), "cell": cells}
+    for part, template in pods.items():
+        pod, container = template["spec"], template["spec"]["containers"][0]
+        opens = part in ("head", "worker")
+        assert (
+            (pod["securityContext"]["seccompProfile"]["type"] == "Unconfined")
+            == (part == "cell")
+            == ("procMount" in container["securityContext"])
+        )
+        assert ("AGENTRL_CELL_KEY" in {variable["name"] for variable in container["env"]}) == (opens or part == "cell")
+        assert pod["automountServiceAccountToken"] is (opens and bool(changes)) and pod.get("serviceAccountName") == (
+            name if opens and changes else None
+        )
+        assert pod["securityContext"]["runAsNonRoot"] is True and container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    (config,) = by_kind(objects, "ConfigMap")
+    override = next(word for word in shlex.split(config["data"]["start.sh"]) if word.startswith("sandbox.backend="))
+    backend = recipe.but(override).sandbox.backend
+    where = {"pool": name, "slots": 8} if changes else {"addresses": [f"{name}:7423"]}
+    assert backend.options == {"key": "env:AGENTRL_CELL_KEY", **where} and backend.ref == ("agent-sandbox" if changes else "cell")
+    if changes:
+        (role,) = by_kind(objects, "Role")
+        assert role["rules"][0]["resources"] == ["sandboxclaims"] and len(role["rules"]) == 1
+        with pytest.raises(UserError, match="--cells"):
+            written(recipe)
+
+
+def test_a_cell_runs_the_command_that_exists() -> None:
+    (deployment,) = by_kind(written(build(RECIPE), cells=1), "Deployment")
+    command = deployment["spec"]["template"]["spec"]["containers"][0]["command"]
+    result = CliRunner().invoke(sandbox_app, command[2:], env={"AGENTRL_CELL_KEY": "short"})
+    assert isinstance(result.exception, UserError) and "has 5 characters" in str(result.exception)
 
 
 def test_the_schemas_reject_a_misspelt_field() -> None:
@@ -199,9 +260,10 @@ def test_sandboxes_reach_nothing_and_servers_only_the_run() -> None:
     inside = {"driver", "server", "learner", "worker", "judge-a"}
     for source, labels in PODS.items():
         for target, others in PODS.items():
-            for port in (8000, 6379):
+            for port in (8000, 6379, 7423):
                 open_ = allows(policies, "egress", labels, others, port) and allows(policies, "ingress", others, labels, port)
                 wanted = (source in inside and target in inside) or (source in inside and target == "redis" and port == 6379)
+                wanted |= source in ("driver", "worker") and target == "sandbox" and port == 7423
                 wanted |= {source, target} <= {"other run", "stranger"}
                 assert open_ == wanted, (source, target, port)
     reach = {
@@ -272,6 +334,7 @@ def test_names_of_objects_are_labels_and_differ_for_different_names(one: str, ot
         ({"image": "x\nkind: Pod"}, "--image"),
         ({"namespace": "Default"}, "--namespace"),
         ({"storage": "100"}, "--storage"),
+        ({"cells": 1, "cell_memory": "8"}, "--cell-memory"),
         ({"egress": ("everything",)}, "--egress 'everything' is not an address range"),
         ({"egress": ("169.254.169.254/32",)}, "link-local"),
     ],

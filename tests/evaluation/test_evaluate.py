@@ -10,7 +10,7 @@ from agentrl.agent import ChatFormat, TurnLoop
 from agentrl.config import EvalConfig
 from agentrl.errors import RecipeError, UserError
 from agentrl.evaluation.splits import evaluate_split
-from agentrl.observe.rundata import read_run
+from agentrl.observe.report_data import read_run
 from agentrl.records import Episode, Message, SandboxSpec, Score, Split, Task
 from agentrl.records.sampling import Sampling
 from agentrl.reward import TaskScorer

@@ -21,6 +21,8 @@ from agentrl.errors import PluginError, UserError
 from agentrl.evaluation import open_policy, results, suites
 from agentrl.evaluation.outcomes import CaseStatus, case_status, xml_text
 from agentrl.evaluation.policies import NamedPolicy, PolicySource, find_policy, load_policy_plugin, project_of, recipe_for, recipe_policy
+from agentrl.experience.episode_index import EpisodeIndex
+from agentrl.experience.episode_query import EpisodeQuery
 from agentrl.failure.case import Baseline, load_suite, save_case
 from agentrl.reward import TaskScorer
 from agentrl.session.folder import RunStart
@@ -219,6 +221,9 @@ async def test_a_model_folder_is_served_and_only_its_version_counts(project: Pat
             scorer=TaskScorer(),
         )
         found += await suites.evaluate_suites(given, console=False)
+        with EpisodeIndex(run.folder) as index:
+            rows = index.search(EpisodeQuery(phase="eval")).rows
+        assert {row.task_id for row in rows} == {case.task.id for case in given.suites[0].cases}, "and no row of an earlier evaluation"
     right, another = ({one.case.id: one for one in each.outcomes} for each in found)
     assert (right["good"].status, right["bad"].status) == ("passed", "failed") and watched == ["begun", "begun"]
     about = found[0].results.about

@@ -16,6 +16,7 @@ from agentrl.evaluation.engine import SuiteAttempt
 from agentrl.evaluation.open_policy import OpenPolicy
 from agentrl.evaluation.results import CaseAttempt, load_results
 from agentrl.evaluation.statistics import e_value
+from agentrl.evaluation.stored_episodes import StoredEpisodes
 from agentrl.evaluation.versus import VersionComparison, difference_so_far, try_blocks
 from agentrl.failure.case import Case, Suite
 from agentrl.records import PolicyVersion
@@ -41,7 +42,7 @@ async def comparison_of(tmp_path: Path, weights: str, *, size: int = 64, margin:
     comparison = VersionComparison(run=Path("runs/x"), numbers=(4, 9), given=given, alpha=0.05, margin=margin)  # type: ignore[arg-type]
     policy = OpenPolicy(
         groups=run.groups, sandboxes=run.sandboxes, capture=run.capture, tracker=run.tracker, version=await run.base_version(),
-        sampled_by=None, broken={}, run=run,
+        sampled_by=None, broken={}, stored=StoredEpisodes(run.store), run=run,
     )  # fmt: skip
     return comparison, policy, pair
 

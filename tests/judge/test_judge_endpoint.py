@@ -12,10 +12,10 @@ from email.utils import formatdate
 
 import pytest
 
+from agentrl.base.backoff import backoff_s, requested_wait_s
 from agentrl.base.liveness import external_parts
 from agentrl.errors import JudgeError, UserError
 from agentrl.judge import Endpoint, Prices
-from agentrl.judge.backoff import backoff_s, requested_wait_s
 from agentrl.testing import ChatServer, JumpingClock, ScriptedAnswer
 from tests.judge.judge_parts import RIGHT, endpoint
 

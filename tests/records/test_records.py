@@ -29,7 +29,7 @@ from agentrl.records import (
     VersionSpan,
     codec,
 )
-from agentrl.records.limits import OPTIONAL_LIMITS
+from agentrl.records.limits import OPTIONAL_FIELDS
 from agentrl.records.sampling import MAX_SUPPORT, MAX_TOP_K, Sampling, Supports
 from agentrl.testing.sandboxes import sample_task
 from tests import strategies
@@ -55,7 +55,7 @@ def test_worked_examples_in_the_docstrings() -> None:
 @given(strategies.records(Task))
 def test_a_task_key_is_the_hash_of_its_fields_as_json(task: Task) -> None:
     content = asdict(task)
-    content["limits"] = {name: value for name, value in content["limits"].items() if value is not None or name not in OPTIONAL_LIMITS}
+    content["limits"] = {name: value for name, value in content["limits"].items() if value is not None or name not in OPTIONAL_FIELDS}
     text = json.dumps(content, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     assert task.key == hashlib.sha256(text.encode()).hexdigest()
 

@@ -23,7 +23,7 @@ from agentrl.failure.faults import Quarantine, count_quarantined
 from agentrl.learner.driver_reports import UpdateFailureLog
 from agentrl.learner.update_guard import FailureCounts, UpdateFailure
 from agentrl.observe import RunTracker, write_report
-from agentrl.observe.rundata import read_run
+from agentrl.observe.report_data import read_run
 from agentrl.records import Blame, EpisodeState, Failure, Group, PolicyVersion, ScoredEpisode, Task, VersionState, codec
 from agentrl.records.fields import Record
 from agentrl.rollout.group import excluded_group

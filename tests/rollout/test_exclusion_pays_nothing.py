@@ -26,9 +26,9 @@ import torch
 
 from agentrl.agent import ToolOutcome, TurnLoop
 from agentrl.agent.mcp import RunTools, Server
-from agentrl.agent.mcp.tool_list import usable_tools
 from agentrl.agent.mcp.transports import Transport, Unanswered
 from agentrl.agent.tools import function_schema
+from agentrl.base.tool_list import usable_tools
 from agentrl.config import MCPConfig, ObjectiveConfig, build
 from agentrl.errors import RequestRefused, SandboxError, SandboxTimeout
 from agentrl.objective.advantages import batch_advantages

@@ -22,10 +22,10 @@ import pytest
 
 from agentrl.agent import ToolOutcome, TurnLoop
 from agentrl.agent.mcp import RunTools, Server
-from agentrl.agent.mcp.tool_list import usable_tools
 from agentrl.agent.mcp.transports import ENDINGS, Transport, Unanswered
 from agentrl.agent.tools import function_schema
 from agentrl.base import user_code
+from agentrl.base.tool_list import usable_tools
 from agentrl.config import MCPConfig
 from agentrl.errors import (
     InfrastructureError,

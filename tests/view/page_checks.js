@@ -32,15 +32,15 @@
       for (let at = e; at; at = at.parentElement) layers.push(parse(getComputedStyle(at).backgroundColor));
       return layers.reverse().reduce((under, top) => over(top, under), [255, 255, 255, 1]);
     };
-    const found = new Set();
+    const pale = new Set();
     for (const e of document.querySelectorAll("body *")) {
       const own = [...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
       if (!own || !e.getClientRects().length || e.closest("[disabled], .tokens, svg")) continue;
       const under = ground(e), ink = over(parse(getComputedStyle(e).color), under);
       const [a, b] = [light(ink), light(under)].sort((x, y) => y - x), ratio = (a + 0.05) / (b + 0.05);
-      if (ratio < 4.5) found.add(`${ratio.toFixed(2)} ${e.tagName}.${e.className} ${e.textContent.slice(0, 40)}`);
+      if (ratio < 4.5) pale.add(`${ratio.toFixed(2)} ${e.tagName}.${e.className} ${e.textContent.slice(0, 40)}`);
     }
-    return [...found];
+    return [...pale];
   },
 
   // Bytes of the page and of everything that it loaded.

@@ -15,8 +15,8 @@ import pytest
 from agentrl.base.database import compress
 from agentrl.errors import UserError
 from agentrl.experience import reading
+from agentrl.observe.tails import MAX_LINE
 from agentrl.view import RunLibrary
-from agentrl.view.tails import MAX_LINE
 from tests.view.test_server import client
 
 PATHS = ("", "/ledger", "/steps/1", "/groups", "/groups/4", "/groups/4/0", "/groups/4/0/0/0", "/episodes", "/facets", "/failures")

@@ -29,8 +29,9 @@ def test_the_printed_address_works_until_ctrl_c(runs: Path) -> None:
         assert address.startswith("http://127.0.0.1:") and "/?token=" in address
         with httpx.Client() as client:
             assert "<title>agentrl view</title>" in client.get(address).text
-            base = address.partition("/?")[0]
-            assert {run["name"] for run in client.get(f"{base}/api/runs").json()["runs"]} == {"demo", "other"}
+            base, _, token = address.partition("/?token=")
+            headers = {"authorization": f"Bearer {token}"}
+            assert {run["name"] for run in client.get(f"{base}/api/runs", headers=headers).json()["runs"]} == {"demo", "other"}
         assert httpx.get(f"{base}/api/runs").status_code == 401
         view.send_signal(signal.SIGINT)
         assert view.wait(20) == 130
@@ -54,7 +55,7 @@ def test_a_followed_report_is_written_again_until_the_run_has_ended(runs: Path, 
     run = shutil.copytree(runs / "demo", tmp_path / "demo")
     states = iter(["running"] * 1000)
     ended = threading.Event()
-    monkeypatch.setattr("agentrl.view.library.run_state", lambda path: "finished" if ended.is_set() else next(states))
+    monkeypatch.setattr("agentrl.cli.runs.run_state", lambda path: "finished" if ended.is_set() else next(states))
 
     def train() -> None:
         time.sleep(0.3)

@@ -19,10 +19,11 @@ from agentrl.errors import StoreError, UserError
 from agentrl.experience import SqliteStore
 from agentrl.experience.episode_index import EpisodeIndex
 from agentrl.experience.episode_query import EpisodeQuery
+from agentrl.observe import tails
+from agentrl.observe.tails import MetricsTable
 from agentrl.session.exports import export_episodes
-from agentrl.view import RunLibrary, failure_data, tails
+from agentrl.view import RunLibrary, failure_data
 from agentrl.view.library import MAX_OPEN
-from agentrl.view.tails import MetricsTable
 from tests.view.test_bad_runs import PATHS, copy  # noqa: F401 - a fixture
 from tests.view.test_server import HERE, client
 
@@ -83,7 +84,7 @@ async def test_files_that_are_endless_or_never_answer_are_notes(copy: Path) -> N
     os.truncate(copy / "metrics.jsonl", tails.MAX_BYTES + 1)
     os.truncate(copy / "sessions.jsonl", 1 << 40)
     pages = await all_pages(copy)
-    assert "metrics.jsonl cannot be read: is larger than" in pages["/api/runs/demo"]
+    assert "metrics.jsonl cannot be read, because it is larger than" in pages["/api/runs/demo"]
     (copy / "sessions.jsonl").unlink()
     os.mkfifo(copy / "sessions.jsonl")
     await all_pages(copy)

@@ -113,7 +113,7 @@ def screen(run: Path) -> Iterator[RunScreen]:
 
 def test_a_finished_run_shows_curves_health_ledger_and_episodes(screen: RunScreen) -> None:
     text = text_of(screen)
-    for part in ("one  finished", "step      3/4", "reward    0.750", "held-out 0.750", "server 50% · learner 25%", "server 1"):
+    for part in ("one  finished", "step      3/4", "reward    0.750", "held-out 0.750", "learner 25% · server 50%", "server 1"):
         assert part in text, part
     store = SqliteStore(screen._folder / "experience.sqlite")
     assert token_balance(count(store.entries()).tokens) in text, "32 tokens, 4 of them trained"
@@ -200,7 +200,7 @@ def test_a_damaged_run_shows_what_can_be_read_and_why_the_rest_cannot(run: Path,
     text = text_of(screen)
     expected = {
         "no files": "no episodes",
-        "torn lines": "3 unreadable lines ignored",
+        "torn lines": "1 unreadable line ignored",
         "a text as store": "experience.sqlite",
         "an older schema": "has no index of its episodes",
         "a link": "metrics.jsonl cannot be read",

@@ -5,6 +5,6 @@ everything it sends are bounded, and its text is cleaned.
 """
 
 from agentrl.agent.mcp.servers import RunTools, Server, ServerTool
-from agentrl.agent.mcp.tool_list import ListedTool
+from agentrl.base.tool_list import ListedTool
 
 __all__ = ["ListedTool", "RunTools", "Server", "ServerTool"]

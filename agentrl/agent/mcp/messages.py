@@ -7,19 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentrl.agent.inside.stdio import parse_object
-from agentrl.agent.tools import ToolOutcome, clip
-from agentrl.base.user_code import printable
-from agentrl.records.fields import text as encodable
+from agentrl.agent.tools import ToolOutcome
+from agentrl.base.tool_list import InvalidMessage
+from agentrl.base.user_code import clean
 
 REVISIONS = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
 MAX_ITEMS = 64
 """Content items of one result; later ones are ignored."""
 _INTERNAL = (-32603, -32000, -32001)  # JSON-RPC's internal error; "connection closed" and "request timeout" of the MCP SDKs
 _CLIENT = {"name": "agentrl", "version": "1"}
-
-
-class InvalidMessage(Exception):
-    """A message of a server is invalid. The text is printable and short."""
 
 
 class ServerError(Exception):
@@ -94,11 +90,3 @@ def _piece(item: Any, limit: int) -> str:
         inner = inner if isinstance(inner, dict) else {}
         return clean(inner.get("text"), limit) if "text" in inner else f"(resource {clean(inner.get('uri'), 300)}, which cannot be shown)"
     return "(content of an unknown kind)"
-
-
-def clean(words: Any, limit: int) -> str:
-    """Returns a text without control characters, its head and tail, of about `limit` characters; empty if it is not a string."""
-    if not isinstance(words, str):
-        return ""
-    text = clip(encodable(words), limit).replace("\r\n", "\n").replace("\t", "    ")
-    return printable(text, len(text))

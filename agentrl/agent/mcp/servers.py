@@ -19,14 +19,14 @@ from typing import Any
 
 from agentrl.agent.arguments import argument_errors, argument_example
 from agentrl.agent.mcp import messages
-from agentrl.agent.mcp.messages import InvalidMessage, ServerError
-from agentrl.agent.mcp.tool_list import MAX_PAGES, MAX_TOOLS, ListedTool, tool_difference
+from agentrl.agent.mcp.messages import ServerError
 from agentrl.agent.mcp.transports import ENDINGS, HTTPTransport, SandboxTransport, StdioTransport, Transport, Unanswered
 from agentrl.agent.outage_blame import CallRecord
 from agentrl.agent.tools import NO_BOUNDS, OUTAGE, Bounds, ToolFault, ToolOutcome, ToolWording
 from agentrl.base import secrets, user_code
 from agentrl.base.liveness import AnswerLiveness
 from agentrl.base.outages import Outage, outage_phrase
+from agentrl.base.tool_list import MAX_PAGES, MAX_TOOLS, InvalidMessage, ListedTool, tool_difference
 from agentrl.config.tools import MCPConfig
 from agentrl.errors import InfrastructureError, TaskError, UserError
 from agentrl.protocols import Sandbox, ToolSource

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -14,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from agentrl.agent.inside import stdio
-from agentrl.agent.mcp.messages import REVISIONS, ServerError, clean
-from agentrl.base import secrets, user_code
+from agentrl.agent.mcp.messages import REVISIONS, ServerError
+from agentrl.base import secrets, user_code, web
 from agentrl.base.processes import kill_marked
+from agentrl.base.user_code import clean
 from agentrl.protocols import Sandbox
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class HTTPTransport:
 
         if begin:
             await self.close()
-            verify = _certificates() if self._url.startswith("https:") else False
+            verify = web.certificates() if self._url.startswith("https:") else False
             self._client = httpx.AsyncClient(follow_redirects=False, trust_env=False, timeout=timeout_s, verify=verify)
         if self._client is None:
             raise Unanswered("gone", "the connection is closed")
@@ -213,7 +213,7 @@ class HTTPTransport:
         if kind not in ("application/json", "text/event-stream"):
             raise Unanswered("garbage", f"its answer has type {clean(kind, 60) or 'none'}: neither JSON nor a stream of events")
         is_stream = kind == "text/event-stream"
-        stream, body, taken, pieces, requests = Events(), bytearray(), 0, 0, 0
+        stream, body, taken, pieces, requests = web.Events(), bytearray(), 0, 0, 0
         async for piece in response.aiter_raw():
             taken, pieces = taken + len(piece), pieces + 1
             if (stream.held if is_stream else len(body)) + len(piece) > MAX_BYTES or taken > 4 * MAX_BYTES:
@@ -222,7 +222,7 @@ class HTTPTransport:
                 raise Unanswered("garbage", f"its answer has too many pieces, of {taken // pieces} bytes on average")
             if not is_stream:
                 body += piece
-            for data in stream.feed(piece) if is_stream else ():
+            for data in (data for _, data in stream.feed(piece) if data) if is_stream else ():
                 if stdio.is_answer(data, until):
                     return data
                 if not _is_json(data):
@@ -259,35 +259,6 @@ def _by_status(status: int, *, in_session: bool) -> Unanswered | ServerError:
     if status == 404 and in_session:  # as the MCP specification defines
         return Unanswered("gone", "its session has ended")
     return ServerError(text) if status in _REQUEST_ERRORS else Unanswered("ended", text)
-
-
-@cache
-def _certificates() -> ssl.SSLContext:
-    """Returns the trusted certificates. Loading them takes longer than most calls."""
-    return ssl.create_default_context()
-
-
-class Events:
-    """Splits a stream into server-sent events, in time linear in its length, for pieces of any size."""
-
-    def __init__(self) -> None:
-        self._incomplete = bytearray()
-
-    @property
-    def held(self) -> int:
-        """Bytes of the incomplete event."""
-        return len(self._incomplete)
-
-    def feed(self, piece: bytes) -> list[bytes]:
-        """Returns the data of each event that ends in this piece. Skips events without data."""
-        seen = max(0, len(self._incomplete) - 3)
-        self._incomplete += piece
-        if b"\n\n" not in self._incomplete[seen:].replace(b"\r\n", b"\n"):
-            return []
-        *events, rest = bytes(self._incomplete).replace(b"\r\n", b"\n").split(b"\n\n")
-        self._incomplete = bytearray(rest)
-        lines = ([line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")] for event in events)
-        return [data for parts in lines if (data := b"\n".join(parts))]
 
 
 def _chosen_revision(answer: bytes) -> str:

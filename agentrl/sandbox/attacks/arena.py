@@ -98,6 +98,7 @@ class Arena:
     spec: SandboxSpec
     folder: Path
     neighbour: Sandbox
+    ways: dict[str, Any]  # facts about how the driver reaches its sandboxes
     canary: subprocess.Popen[bytes]
     listeners: tuple[socket.socket, socket.socket, socket.socket]  # TCP, a path, an abstract name
     allowed: AllowedServer
@@ -117,6 +118,7 @@ class Arena:
         """What an attacker knows, as the content of `arena.json`."""
         known = {
             **asdict(self.spec),
+            **self.ways,
             "tcp_port": self.listeners[0].getsockname()[1],
             **{f"{name}_port": port for name, port in self.ports.items()},
             "socket_path": str(self.folder / "socket"),
@@ -181,7 +183,7 @@ class Arena:
 
 
 @asynccontextmanager
-async def arena(spec: SandboxSpec, neighbour: Sandbox) -> AsyncIterator[Arena]:
+async def arena(spec: SandboxSpec, neighbour: Sandbox, ways: dict[str, Any] | None = None) -> AsyncIterator[Arena]:
     """Sets up the host's side for the block."""
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agentrl-attack-")))
@@ -193,7 +195,7 @@ async def arena(spec: SandboxSpec, neighbour: Sandbox) -> AsyncIterator[Arena]:
         local, abstract = (stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(2))
         allowed = await stack.enter_async_context(AllowedServer())
         gateway_port = await stack.enter_async_context(_gateway())
-        host = Arena(spec, folder, neighbour, canary, (tcp, local, abstract), allowed, gateway_port)
+        host = Arena(spec, folder, neighbour, ways or {}, canary, (tcp, local, abstract), allowed, gateway_port)
         local.bind(str(folder / "socket"))
         abstract.bind("\0" + host.mark)
         (folder / "socket").chmod(0o777)

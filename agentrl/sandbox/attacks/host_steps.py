@@ -7,6 +7,8 @@ hang is not.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,7 @@ _TOGETHER = 60
 _SPIN_S = 3.0
 _ANSWER_S = 30.0
 _OPEN_S = 60.0
+_STRANGERS = 200
 _OPEN_FILES = """
 import os, subprocess
 for path in ("/etc/passwd", "/etc/os-release", "/dev/null", "/dev/urandom", "/usr/bin/cat"):
@@ -207,6 +210,23 @@ async def _step_run(context: StepContext) -> str:
         return f"{type(error).__name__}: {str(error)[-80:]!r}"
     hold(isinstance(result, ExecResult) and len(result.stdout) + len(result.stderr) < 140_000, "a result beyond the limits")
     return f"accepted as a result of {len(result.stdout)} characters, as any server may answer"
+
+
+async def _step_cell_strangers(context: StepContext) -> str:
+    """Most of the connections are still open while the neighbour computes and a fresh sandbox opens."""
+    cells = [place.rpartition(":") for place in context.backend.ways()["cells"]]
+    texts = (b"", bytes(32), os.urandom(64), b"\xff" * 5000, b"GET / HTTP/1.1\r\n\r\n")
+    async with contextlib.AsyncExitStack() as stack:
+        for number in range(_STRANGERS):
+            host, _, port = cells[number % len(cells)]
+            async with asyncio.timeout(_ANSWER_S):
+                _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            stack.callback(writer.transport.abort)
+            writer.write(texts[number % len(texts)])
+        result = await context.arena.neighbour.python("print(6 * 7)", timeout_s=10)
+        hold(result.stdout == "42\n", f"the neighbour answers {result}")
+        async with context.fresh():
+            return f"a fresh sandbox opens next to {_STRANGERS} connections without the key"
 
 
 # Neighbours -----------------------------------------------------------------------------------------------------------

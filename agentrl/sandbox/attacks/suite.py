@@ -13,7 +13,7 @@ a description, followed by lines `key: value`:
     run         `snippet` to run in the warm interpreter instead of a new one, `session` to run in a session
     host        what the host does next (see `agentrl.sandbox.attacks.host_steps`)
     network     `allowed` or `gateway` for an allow-list with one server of the host, at `allowed_port` or `gateway_port`
-    needs       what the promise requires: `control groups`, `two users`, or a machine such as x86_64
+    needs       what the promise requires: `control groups`, `two users`, `cell` (the backend), or a machine such as x86_64
 
 It prints a line that starts with `ESCAPED:` and what it achieved, or with `held:` and what it saw instead.
 """
@@ -90,6 +90,8 @@ def load_attacks() -> list[Attack]:
     archives = "Archives with `..`, absolute names, links to write through, devices and false sizes, restored as a snapshot."
     attacks = [*(program_attack(path) for path in sorted(PROGRAMS.glob("*.py"))), *map(_trick, hostile_server.TRICKS)]
     attacks.append(Attack(name="hostile_archives", kind="files", description=archives, host="hostile_archives", seconds=30.0, within=30.0))
+    strangers = "Connections to the cell that send nothing, half a handshake, the wrong key or too much, more than it serves at once."
+    attacks.append(Attack(name="cell_strangers", kind="protocol", description=strangers, host="cell_strangers", needs="cell", within=30.0))
     return sorted(attacks, key=lambda attack: KINDS.index(attack.kind))
 
 
@@ -148,7 +150,7 @@ async def run_attacks(
     chosen = [item for item in load_attacks() if only in item.name]
     neighbour = await backend.open(spec)
     try:
-        async with arena(spec, neighbour) as host:
+        async with arena(spec, neighbour, backend.ways()) as host:
             suite = _Suite(backend, host, report)
             try:
                 return await suite.run(chosen)
@@ -363,6 +365,8 @@ def _missing(item: Attack, backend: ChannelBackend) -> str:
     """Why the promise that an attack tests does not apply here; empty if it does."""
     if item.needs in ("control groups", "two users") and backend.name == "bubblewrap" and os.geteuid() != 0:
         return f"needs {item.needs}, which bubblewrap has only when run by root"
+    if item.needs == "cell" and backend.name != item.needs:
+        return "for cells"
     if item.network == "gateway" and find_spec("uvicorn") is None:
         return "for the gateway, whose packages are not installed"
     if item.needs.startswith(("x86", "aarch")) and platform.machine() != item.needs:

@@ -15,10 +15,21 @@ from typing import Any
 
 from agentrl.records import SandboxSpec
 from agentrl.records.destinations import Destination, parse_destinations
-from agentrl.sandbox.egress.listener import LINK, EgressListener
-from agentrl.sandbox.egress.proxy import Bounds
+from agentrl.sandbox.egress.listener import LINK, EgressListener, Listener, Server
+from agentrl.sandbox.egress.proxy import Bounds, Proxy
 
-__all__ = ["LINK", "PORT", "Bounds", "EgressListener", "proxy_environment", "server_options", "socket_mounts"]
+__all__ = [
+    "LINK",
+    "PORT",
+    "Bounds",
+    "EgressListener",
+    "Listener",
+    "Proxy",
+    "Server",
+    "proxy_environment",
+    "server_options",
+    "socket_mounts",
+]
 
 PORT = 3128
 """The proxy's port on the loopback of every sandbox with an allow-list."""

@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from pathlib import Path
+from typing import Protocol
 
 from agentrl.errors import SandboxError
 from agentrl.records import SandboxSpec
@@ -33,15 +34,38 @@ _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _MAX_DESCRIPTORS = 8
 
 
+class Server(Protocol):
+    """Serves the connections of one sandbox's programs: the proxy, or what leads to it."""
+
+    async def serve(self, link: socket.socket) -> None:
+        """Serves a connection, and closes it."""
+
+    def log_refusals(self) -> None:
+        """Logs at the sandbox's end what was refused."""
+
+
+class Listener(Protocol):
+    """The host's end of a sandbox with an allow-list."""
+
+    async def receive(self) -> None:
+        """Starts to serve, after the exec server's greeting. Raises `SandboxError`."""
+
+    async def close(self) -> None:
+        """Ends every connection. Idempotent."""
+
+    def discard(self) -> None:
+        """Removes what was created for a sandbox that has failed to start."""
+
+
 class EgressListener:
-    """The host's end of a sandbox with an allow-list: it accepts the connections and passes them to `proxy`.
+    """The host's end of a sandbox with an allow-list: it accepts the connections and passes them to `proxy`, or to another `server`.
 
     Create it before the sandbox starts, `receive` the listener after the exec server's greeting, and `close` it with the sandbox.
     """
 
-    def __init__(self, name: str, spec: SandboxSpec, folder: Path, bounds: Bounds | None = None) -> None:
+    def __init__(self, name: str, spec: SandboxSpec, folder: Path, bounds: Bounds | None = None, server: Server | None = None) -> None:
         self.bounds = bounds or Bounds()
-        self.proxy = Proxy(name, parse_destinations(spec.network), self.bounds)
+        self.proxy = server or Proxy(name, parse_destinations(spec.network), self.bounds)
         self._name = name
         self._path = folder / LINK
         self._handover = listen_at(self._path)  # only this user can enter the folders above

@@ -4,12 +4,12 @@ import { address } from "./app.js";
 import { chip, h, link, notes, replace, section } from "./dom.js";
 import { duration, number, percent } from "./format.js";
 
-const MOST = 40;
+const MOST = 40, NOTABLE = new Set(["alert", "part_restarted", "version_judged", "evaluation"]);
 
 function episodeLink(run, id) {
-  const found = /^g(\d+)-(\d+)-a\d+$/.exec(id);
-  if (found) return link(address("run", run, "groups", Number(found[1]), Number(found[2])), null, id);
-  return /^(before|after|step\d+)-/.test(id) ? link(address("run", run, "evaluated", id), null, id) : id;
+  const trained = /^g(\d+)-(\d+)-a\d+$/.exec(id);
+  if (trained) return link(address("run", run, "groups", Number(trained[1]), Number(trained[2])), null, id);
+  return link(address("run", run, "evaluated", id), null, id);
 }
 
 const LINES = {
@@ -39,23 +39,26 @@ export class Activity {
   constructor() {
     this.newest = [];
     this.notable = [];
+    this.problems = [];
   }
 
   load(run, data) {
-    [this.newest, this.notable] = [data.newest, data.notable];
-    this.draw(run, data.notes);
+    [this.newest, this.notable, this.problems] = [data.newest, data.notable, data.notes];
+    this.draw(run);
   }
 
   add(run, lines) {
-    this.newest = [...lines].reverse().concat(this.newest).slice(0, MOST);
-    this.draw(run, []);
+    const added = [...lines].reverse();
+    this.newest = added.concat(this.newest).slice(0, MOST);
+    this.notable = added.filter((one) => NOTABLE.has(one.kind)).concat(this.notable).slice(0, 200);
+    this.draw(run);
   }
 
-  draw(run, problems) {
+  draw(run) {
     const slot = document.getElementById("activity");
-    if (!slot || (!this.newest.length && !problems.length)) return;
-    const alerts = this.notable.filter((one) => ["alert", "part_restarted", "version_judged", "evaluation"].includes(one.kind)).slice(0, 12);
-    replace(slot, notes(problems),
+    if (!slot || (!this.newest.length && !this.problems.length)) return;
+    const alerts = this.notable.filter((one) => NOTABLE.has(one.kind)).slice(0, 12);
+    replace(slot, notes(this.problems),
       alerts.length ? section("Notable events", "Alerts, restarts, evaluations and verdicts, the newest first.", h("ul", { class: "plain events" }, alerts.map((one) => row(run, one)))) : null,
       section("Activity", null, h("details", { class: "card" }, h("summary", null, "The newest events"), h("ul", { class: "plain events" }, this.newest.map((one) => row(run, one))))));
     const details = slot.querySelector("details");

@@ -8,7 +8,14 @@ export class Problem extends Error {
   }
 }
 
-const part = encodeURIComponent;
+const part = encodeURIComponent, TOKEN = "agentrl-token", AGAIN_MS = 3000;
+const given = new URLSearchParams(location.search).get("token");
+if (given) localStorage.setItem(TOKEN, given);
+
+function request(path, { query, headers, ...options }) {
+  const authorization = `Bearer ${localStorage.getItem(TOKEN) || ""}`;
+  return fetch(`/api/${path.map(part).join("/")}${query ? `?${query}` : ""}`, { ...options, credentials: "omit", headers: { authorization, ...headers } });
+}
 
 async function answer(response) {
   let body = null;
@@ -29,10 +36,9 @@ export async function get(path, query) {
   for (const [key, value] of Object.entries(query || {})) {
     for (const one of Array.isArray(value) ? value : [value]) if (one !== null && one !== undefined && one !== "") search.append(key, one);
   }
-  const tail = search.toString();
   let response;
   try {
-    response = await fetch(`/api/${path.map(part).join("/")}${tail ? `?${tail}` : ""}`, { credentials: "same-origin" });
+    response = await request(path, { query: search.toString() });
   } catch {
     throw new Problem("the server does not answer", "check that agentrl view still runs", 0);
   }
@@ -40,34 +46,49 @@ export async function get(path, query) {
 }
 
 export async function post(path, body) {
-  const response = await fetch(`/api/${path.map(part).join("/")}`, {
-    method: "POST",
-    credentials: "same-origin",
-    headers: { "content-type": "application/json" },
-    body: JSON.stringify(body),
-  });
-  return answer(response);
+  return answer(await request(path, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) }));
 }
 
-// Calls `changed` whenever the run has changed and `active` with new events, and returns a function that stops it.
+// Reads the events of a run until the stream ends: `heard(name, data)`.
+async function listen(run, heard, signal) {
+  const response = await request(["runs", run, "live"], { signal });
+  if (!response.ok) return;
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let rest = ""; ; ) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    const events = (rest + value).split("\n\n");
+    rest = events.pop();
+    for (const event of events) {
+      const [, name, data] = /^event: (\w+)\ndata: ([^]*)$/.exec(event) || [];
+      if (name) heard(name, JSON.parse(data));
+    }
+  }
+}
+
+// Calls `changed` whenever the run has changed and `active` with new events, and returns a function that stops it. After a pause, in
+// which events were missed, the first change has `reopened`.
 // A hidden page listens to nothing, because a browser has only six connections to one server.
 export function follow(run, changed, active) {
-  let source = null, first = true;
-  const open = () => {
-    source = new EventSource(`/api/runs/${part(run)}/live`);
-    source.addEventListener("change", (event) => {
-      const mark = JSON.parse(event.data);
-      changed(mark, first);
-      first = false;
-      if (mark.gone) close();
-    });
-    source.addEventListener("activity", (event) => active && active(JSON.parse(event.data)));
+  let stopping = null, first = true;
+  const open = async () => {
+    const stop = (stopping = new AbortController());
+    while (!stop.signal.aborted) {
+      let reopened = !first;
+      await listen(run, (name, data) => {
+        if (name === "activity") return active && active(data);
+        changed({ ...data, reopened }, first);
+        first = reopened = false;
+        if (data.gone) close();
+      }, stop.signal).catch(() => {});
+      await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
+    }
   };
   const close = () => {
-    if (source) source.close();
-    source = null;
+    if (stopping) stopping.abort();
+    stopping = null;
   };
-  const shown = () => (document.hidden ? close() : source || open());
+  const shown = () => (document.hidden ? close() : stopping || open());
   document.addEventListener("visibilitychange", shown);
   shown();
   return () => {

@@ -58,7 +58,7 @@ export function problem(error) {
     h("p", null, link("#/", { class: "button" }, "All runs")));
 }
 
-// A selector of the element that has the focus, by which its successor is found after the page was drawn again.
+// A selector of the element that has the focus, by which the page that is drawn next has the same one.
 function selectorOf(element) {
   for (const name of ["data-key", "href", "id", "aria-label"]) {
     const value = element.getAttribute(name);
@@ -68,8 +68,8 @@ function selectorOf(element) {
 }
 
 class Visit {
-  constructor(found) {
-    Object.assign(this, found);
+  constructor(page) {
+    Object.assign(this, page);
     this.leaving = [];
     this.id = visits += 1;
     this.stale = false;
@@ -104,7 +104,7 @@ class Visit {
   async follow(run, draw, active) {
     await draw(null);
     if (this.stale) return;
-    let waiting = false, again = false;
+    let waiting = false, next = null;
     const update = async (mark, first) => {
       if (this.stale) return;
       if (mark.gone) {
@@ -114,16 +114,15 @@ class Visit {
       }
       replace(live, mark.state === "running" ? [chip("live", "good"), ` step ${mark.step ?? 0}`] : "");
       if (first) return;
-      if (waiting) {
-        again = true;
-        return;
-      }
+      next = { ...mark, reopened: mark.reopened || Boolean(next && next.reopened) };
+      if (waiting) return;
       waiting = true;
       try {
-        do {
-          again = false;
-          await draw(mark);
-        } while (again && !this.stale);
+        while (next && !this.stale) {
+          const newest = next;
+          next = null;
+          await draw(newest);
+        }
       } catch (error) {
         this.fail(error);
       }
@@ -148,9 +147,9 @@ async function navigate() {
   if (current) current.end();
   bind({});
   live.textContent = "";
-  const found = parse(), requested = location.hash;
-  const visit = (current = new Visit(found || { params: {}, query: new URLSearchParams() }));
-  if (!found) {
+  const page = parse(), requested = location.hash;
+  const visit = (current = new Visit(page || { params: {}, query: new URLSearchParams() }));
+  if (!page) {
     visit.title("Not found", [["Not found", null]]);
     visit.fail(new Problem("there is no page with this address", "start at the list of runs", 404));
     main.dataset.shown = requested;
@@ -158,7 +157,7 @@ async function navigate() {
   }
   main.setAttribute("aria-busy", "true");
   try {
-    await found.render(visit);
+    await page.render(visit);
   } catch (error) {
     visit.fail(error);
   }

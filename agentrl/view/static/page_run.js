@@ -18,23 +18,50 @@ export function runTabs(run, here) {
 }
 
 export async function render(visit) {
-  const run = visit.params.run, activity = new Activity();
-  await visit.follow(run, async () => {
+  const run = visit.params.run, activity = new Activity(), ledger = new Ledger(run);
+  let drawn = "";
+  await visit.follow(run, async (mark) => {
+    const state = mark && `${mark.state} ${mark.step} ${mark.steps}`;
+    if (mark && !mark.reopened && state === drawn) {
+      ledger.read(visit);  // new groups change nothing else here
+      return;
+    }
+    drawn = state;
     const data = await get(["runs", run]);
     if (visit.stale) return;
     visit.title(data.name, [[data.name, null]]);
     visit.show(page(visit, data));
-    get(["runs", run, "ledger"]).then((ledger) => {
-      const slot = document.getElementById("ledger");
-      if (slot && !visit.stale) slot.replaceChildren(ledgerTable(ledger));
-    }).catch(() => {});
-    get(["runs", run, "events"]).then((events) => !visit.stale && activity.load(run, events)).catch(() => {});
+    ledger.draw();
+    ledger.read(visit);
+    if (mark && !mark.reopened) activity.draw(run);
+    else get(["runs", run, "events"]).then((events) => !visit.stale && activity.load(run, events)).catch(() => {});
   }, (lines) => activity.add(run, lines));
   bind({
     e: ["episodes", () => go(address("run", run, "episodes"))],
     f: ["failures", () => go(address("run", run, "failures"))],
     u: ["all runs", () => go("#/")],
   });
+}
+
+// The ledger's counts. A large ledger takes a while to count, so the counts are read for at most a thirtieth of the time.
+class Ledger {
+  constructor(run) {
+    Object.assign(this, { run, counts: null, next: 0 });
+  }
+
+  async read(visit) {
+    const began = performance.now();
+    if (began < this.next) return;
+    this.next = Infinity;
+    this.counts = await get(["runs", this.run, "ledger"]).catch(() => this.counts);
+    this.next = performance.now() + 30 * (performance.now() - began);
+    if (!visit.stale) this.draw();
+  }
+
+  draw() {
+    const slot = document.getElementById("ledger");
+    if (slot && this.counts) slot.replaceChildren(ledgerTable(this.counts));
+  }
 }
 
 function page(visit, data) {
@@ -61,11 +88,11 @@ function facts(recipe) {
 }
 
 function tiles(data) {
-  const last = data.reward.length ? data.reward[data.reward.length - 1][1] : null, [heldout] = data.heldout;
+  const last = data.reward.length ? data.reward[data.reward.length - 1][1] : null, { heldout_before: before, heldout_after: after } = data.summary;
   const items = [
     [data.steps ? `${data.step ?? 0} / ${data.steps}` : number(data.step), "learner steps"],
     [number(last, 3), "mean training reward, last step"],
-    heldout.after ? [`${percent(heldout.before && heldout.before.value)} → ${percent(heldout.after.value)}`, `held-out, n = ${heldout.after.n}`] : heldout.before ? [percent(heldout.before.value), `held-out before training, n = ${heldout.before.n}`] : null,
+    after ? [`${percent(before && before.value)} → ${percent(after.value)}`, `held-out, n = ${after.n}`] : before ? [percent(before.value), `held-out before training, n = ${before.n}`] : null,
     data.left_s !== null ? [duration(data.left_s), "remaining, at the pace of the newest steps"] : null,
     data.summary.tokens_trained ? [count(data.summary.tokens_trained), "tokens trained"] : null,
     data.summary.wall_s ? [duration(Object.values(data.summary.wall_s).reduce((sum, value) => sum + value, 0)), "wall time"] : null,
@@ -76,25 +103,13 @@ function tiles(data) {
 
 function rewardSection(data, open) {
   if (!data.reward.length) return section("Reward by step", null, h("p", { class: "empty" }, "No step has finished yet."));
-  const series = [{ label: "mean training reward", points: data.reward, colour: 1 }];
-  data.heldout.forEach((split, n) => {
-    const points = new Map(split.points), intervals = [];
-    for (const phase of [split.before, split.after]) {
-      if (!phase) continue;
-      points.set(phase.step, phase.value);
-      intervals.push([phase.step, phase.ci_low, phase.ci_high]);
-    }
-    if (points.size) series.push({ label: split.label, points: [...points].sort((a, b) => a[0] - b[0]), line: false, intervals, colour: n + 2 });
-  });
-  const values = series.flatMap((one) => one.points.map((point) => point[1]));
-  const range = Math.min(...values) >= 0 && Math.max(...values) <= 1 ? [0, 1] : null;
   const falls = data.drops.length ? h("p", { class: "falls" }, "The reward fell most at: ", data.drops.slice(0, 6).map((drop) => [link(address("run", data.id, "steps", drop.step), { class: "chip bad", "data-drop": String(drop.step) }, `step ${drop.step}: ${number(drop.before, 3)} → ${number(drop.value, 3)}`), " "])) : null;
   return section("Reward by step", "Click a point to open its step: the groups, and the kinds of tasks whose scores changed.",
-    h("div", { class: "card" }, lineChart(series, { title: "Reward by step", width: Math.min(1100, Math.max(340, innerWidth - 60)), height: innerWidth < 720 ? 220 : 300, form: "rate", yRange: range, pick: open, flags: data.drops.map((drop) => drop.step) }), falls));
+    h("div", { class: "card" }, lineChart(data.reward_chart.series, { ...data.reward_chart, width: Math.min(1100, Math.max(340, innerWidth - 60)), height: innerWidth < 720 ? 220 : 300, pick: open, flags: data.drops.map((drop) => drop.step) }), falls));
 }
 
 function card(chart, open) {
-  return h("article", { class: "card" }, h("h3", null, chart.title), h("p", { class: "note" }, chart.note || " "), lineChart(chart.series, { title: chart.title, width: 360, height: 150, form: chart.form, pick: open }));
+  return h("article", { class: "card" }, h("h3", null, chart.title), h("p", { class: "note" }, chart.note || " "), lineChart(chart.series, { ...chart, width: 360, pick: open }));
 }
 
 function partsSection(data) {

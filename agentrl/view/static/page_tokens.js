@@ -9,7 +9,7 @@ import { plain, pre } from "./text.js";
 
 // Name, what it shows, and the value of token `n` between -1 and 1 for its colour.
 const LENSES = {
-  push: ["Push", "advantage × (1 − probability): how far the update pushes the token; green: up, red: down, hatched: masked, underlined: clipped", (data, n, scale, largest) => (push(data, n) === null ? null : push(data, n) / largest)],
+  push: ["Push", "advantage × (1 − probability): how far the update pushes the token; green: up, red: down, hatched: masked, framed: clipped, so no gradient", (data, n, scale, largest) => (push(data, n) === null ? null : push(data, n) / largest)],
   trained: ["Advantage", "green: made more likely, red: less likely, hatched: masked, not trained", (data, n, scale) => (data.mask && !data.mask[n] ? null : (at(data.advantages, n) || 0) / scale)],
   logprob: ["Surprise", "dark: the token was unlikely when it was sampled", (data, n) => -Math.min(1, -(data.logprobs[n] || 0) / 3)],
   ratio: ["Ratio", "green: more likely under the learner's weights than when sampled, red: less likely", (data, n) => (at(data.new_logprobs, n) === null ? null : Math.max(-1, Math.min(1, (data.new_logprobs[n] - data.logprobs[n]) / 0.2)))],
@@ -53,7 +53,7 @@ export async function render(visit) {
     lens.querySelectorAll("button").forEach((button) => button.setAttribute("aria-pressed", String(button.dataset.lens === state.lens)));
   };
   const select = (n) => {
-    if (n < 0 || n >= elements.length) return;
+    if (!(n >= 0 && n < elements.length)) return;
     if (state.selected >= 0) elements[state.selected].removeAttribute("aria-selected");
     state.selected = n;
     elements[n].setAttribute("aria-selected", "true");
@@ -68,6 +68,11 @@ export async function render(visit) {
     button.addEventListener("click", () => { state.lens = name; paint(); });
     lens.append(button);
   }
+  const strongest = () => select(data.ids.reduce((best, _, n) => (Math.abs(push(data, n) || 0) > Math.abs(push(data, best) || 0) ? n : best), 0));
+  const clipped = data.ids.map((_, n) => n).filter((n) => at(data.clipped, n));
+  const nextClipped = () => select(clipped.find((n) => n > state.selected) ?? clipped[0]);
+  if (data.mask && data.advantages) lens.append(h("button", { type: "button", class: "button", onclick: strongest, "data-jump": "push" }, "Select the strongest push"));
+  if (clipped.length) lens.append(h("button", { type: "button", class: "button", onclick: nextClipped }, `Next of ${clipped.length} clipped`));
   stream.append(...elements);
   stream.addEventListener("keydown", (event) => {
     const by = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10, Home: -1e9, End: 1e9 }[event.key];
@@ -90,6 +95,8 @@ export async function render(visit) {
   if (state.selected >= 0) select(state.selected);
   bind({
     l: ["next colours", () => { const names = Object.keys(LENSES).filter((name) => !lens.querySelector(`[data-lens="${name}"]`).disabled); state.lens = names[(names.indexOf(state.lens) + 1) % names.length]; paint(); }],
+    s: ["token with the strongest push", strongest],
+    c: ["next clipped token", nextClipped],
     n: ["next turn", () => number_ + 1 < data.turns && go(to(number_ + 1))],
     p: ["previous turn", () => number_ > 0 && go(to(number_ - 1))],
     u: ["up: the episode", () => go(episode)],

@@ -1,46 +1,13 @@
-// Shows text of third parties: invisible characters become visible, terminal colours are removed, markdown and code are laid out.
+// Shows text of third parties: terminal colours are removed, markdown and code are laid out.
 // No link loads anything, no image is fetched, and no HTML passes through.
 
+import { element, visible } from "./visible.js";
+
 const COLOURS = /\x1b\[[0-9;:]*m/g; // eslint-disable-line no-control-regex
-const HIDDEN = /[\p{Cc}\p{Cf}\p{Co}\u2028\u2029\uFE00-\uFE0F]/u;
-const PIECES = /([\p{Cc}\p{Cf}\p{Co}\u2028\u2029\uFE00-\uFE0F]+)/u;
 const LONGEST_LINE = 2000;
-
-const escapeOf = (char) => {
-  const code = char.codePointAt(0);
-  return code < 0x100 ? `\\x${code.toString(16).padStart(2, "0")}` : `\\u${code.toString(16).padStart(4, "0")}`;
-};
-
-// A fragment with the text; characters that hide or reorder text are shown as escapes.
-export function visible(text) {
-  const fragment = document.createDocumentFragment();
-  if (!HIDDEN.test(text)) {
-    fragment.append(text);
-    return fragment;
-  }
-  for (const piece of text.split(PIECES)) {
-    if (!piece) continue;
-    if (!HIDDEN.test(piece)) {
-      fragment.append(piece);
-      continue;
-    }
-    for (const run of piece.split(/([\n\t]+)/)) {
-      if (/^[\n\t]/.test(run)) fragment.append(run);
-      else if (run) fragment.append(element("span", "hidden-char", Array.from(run, escapeOf).join("")));
-    }
-  }
-  return fragment;
-}
 
 export function plain(text) {
   return text.replace(COLOURS, "").replace(/\r\n/g, "\n");
-}
-
-function element(tag, name, ...children) {
-  const built = document.createElement(tag);
-  if (name) built.className = name;
-  built.append(...children);
-  return built;
 }
 
 // Text as typed, with line breaks.
@@ -114,12 +81,12 @@ function inline(text) {
     const match = rest.length < LONGEST_LINE * 10 ? INLINE.exec(rest) : null;
     if (!match) break;
     fragment.append(visible(rest.slice(0, match.index)));
-    const [found] = match;
-    if (match[1]) fragment.append(element("code", "", visible(found.slice(1, -1))));
-    else if (match[2]) fragment.append(element("strong", "", visible(found.slice(2, -2))));
-    else if (match[3]) fragment.append(element("em", "", visible(found.slice(1, -1))));
-    else fragment.append(element("span", "link-text", visible(found)));
-    rest = rest.slice(match.index + found.length);
+    const [piece] = match;
+    if (match[1]) fragment.append(element("code", "", visible(piece.slice(1, -1))));
+    else if (match[2]) fragment.append(element("strong", "", visible(piece.slice(2, -2))));
+    else if (match[3]) fragment.append(element("em", "", visible(piece.slice(1, -1))));
+    else fragment.append(element("span", "link-text", visible(piece)));
+    rest = rest.slice(match.index + piece.length);
   }
   fragment.append(visible(rest));
   return fragment;

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from agentrl.base.backoff import backoff_s, requested_wait_s
 from agentrl.judge import verdict
-from agentrl.judge.backoff import backoff_s, requested_wait_s
 from agentrl.judge.endpoint import parse_completion
 from agentrl.judge.non_answers import non_answer_reason
 from agentrl.judge.query import JudgeAnswer, parse_answer

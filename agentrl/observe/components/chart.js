@@ -17,27 +17,30 @@ function ticks(low, high, wanted, least) {
   return Array.from({ length: last - first + 1 }, (_, n) => (first + n) * step);
 }
 
-// `series`: [{label, points: [[x, y]], marks?, low?, high?}]. `options`: title, form, height, yRange, xName, pick(x), flags: [x].
+// `series`: [{label, points: [[x, y]], line?, colour?, intervals?: [[x, low, high]]}]. With `line: false` points are marks.
+// `options`: title, form, width, height, y_range, x_name, pick(x), flags: [x].
 export function lineChart(series, options) {
   const width = options.width || 640, height = options.height || 200, form = FORMS[options.form || "plain"];
   const xs = series.flatMap((one) => one.points.map((point) => point[0]));
   const ys = series.flatMap((one) => one.points.map((point) => point[1])).concat(series.flatMap((one) => (one.intervals || []).flatMap((item) => [item[1], item[2]])));
-  const yTicks = ticks(...(options.yRange || [Math.min(0, ...ys), Math.max(0, ...ys)]), height < 180 ? 3 : 4, options.form === "whole" ? 1 : 0);
+  const yTicks = ticks(...(options.y_range || [Math.min(0, ...ys), Math.max(0, ...ys)]), height < 180 ? 3 : 4, options.form === "whole" ? 1 : 0);
   const [low, high] = [yTicks[0], yTicks[yTicks.length - 1]], least = Math.min(...xs), most = Math.max(...xs), pad = most > least ? 0 : 0.5;
   const x = (value) => MARGIN.left + 8 + ((value - least + pad) / (most - least + 2 * pad)) * (width - MARGIN.left - MARGIN.right - 16);
   const y = (value) => height - MARGIN.bottom - ((value - low) / (high - low)) * (height - MARGIN.top - MARGIN.bottom);
   const every = Math.max(1, round((most - least) / Math.max(2, width / 70)));
   const xTicks = ticks(least, most, 1e9, every).filter((tick) => tick >= least && tick <= most);
   const steps = [...new Set(xs)].sort((a, b) => a - b);
-  const name = options.xName || "step";
+  const name = options.x_name || "step";
+
+  const marked = series.filter((one) => one.line === false), apart = (one) => (one.line === false ? 10 * (marked.indexOf(one) - (marked.length - 1) / 2) : 0);
 
   const drawn = series.map((one, n) => {
-    const colour = `c${one.colour || n + 1}`, line = one.line !== false && one.points.length > 1;
+    const colour = `c${one.colour || n + 1}`, dx = apart(one), line = one.line !== false && one.points.length > 1;
     const path = one.points.map((point) => `${x(point[0]).toFixed(1)},${y(point[1]).toFixed(1)}`).join("L");
     return svg("g", { class: colour },
       line && svg("path", { class: "line", d: `M${path}` }),
-      (one.intervals || []).map(([at, from, to]) => svg("path", { class: "whisker", d: `M${x(at) - 4},${y(to)}h8M${x(at) - 4},${y(from)}h8M${x(at)},${y(to)}V${y(from)}` })),
-      (!line || one.points.length <= 60) && one.points.map((point) => svg("circle", { class: line ? "point" : "mark", r: line ? 2.2 : 4.5, cx: x(point[0]), cy: y(point[1]) })));
+      (one.intervals || []).map(([at, from, to]) => svg("path", { class: "whisker", d: `M${x(at) + dx - 4},${y(to)}h8m-8,${y(from) - y(to)}h8m-4,0V${y(to)}` })),
+      (!line || one.points.length <= 60) && one.points.map((point) => svg("circle", { class: line ? "point" : "mark", r: line ? 2.2 : 4.5, cx: x(point[0]) + dx, cy: y(point[1]) })));
   });
   const cursor = svg("line", { class: "cursor", y1: MARGIN.top, y2: height - MARGIN.bottom, x1: -9, x2: -9 });
   const tip = h("div", { class: "tip", hidden: true });

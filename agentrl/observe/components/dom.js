@@ -1,6 +1,6 @@
 // Builds elements. Text becomes text nodes, never markup: text of models, sandboxes and run folders is hostile.
 
-import { visible } from "./text.js";
+import { visible } from "./visible.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const URLS = new Set(["href", "src", "action", "formaction", "xlink:href"]);

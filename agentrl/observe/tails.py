@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from agentrl.base.untrusted_files import open_file
-from agentrl.observe.rundata import is_finite, parse_object
+from agentrl.observe.rundata import is_finite, note_unreadable, parse_object
 
 MAX_LINE = 1 << 20
 """Bytes of a line; longer ones are skipped."""
@@ -83,10 +83,16 @@ class JsonTail:
             self._rest, self._skipping = b"", True
 
 
+def _bad_lines(tail: JsonTail) -> list[str]:
+    bad = tail.bad_lines
+    return [f"{tail.path.name}: {bad} unreadable {'line' if bad == 1 else 'lines'} ignored"] if bad else []
+
+
 class MetricsTable:
     """The metrics of a run's steps, as columns of numbers. A step that a resumed run repeated has its newest values."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self._tail = JsonTail(path, self._add, self._clear)
         self._sorted: list[int] = []
         self._clear()
@@ -98,8 +104,7 @@ class MetricsTable:
     @property
     def notes(self) -> list[str]:
         """What could not be read."""
-        notes = [f"metrics.jsonl: {self._tail.bad_lines} unreadable lines ignored"] if self._tail.bad_lines else []
-        return notes + (
+        return _bad_lines(self._tail) + (
             [f"metrics.jsonl has more than {MAX_ROWS:,} steps or {MAX_CELLS:,} numbers; the later ones are not shown"] if self._full else []
         )
 
@@ -127,6 +132,18 @@ class MetricsTable:
             return []
         return [(step, value) for step in self.steps if not math.isnan(value := _at(column, self._rows[step]))]
 
+    def curve(self, key: str, most: int) -> list[tuple[int, float]]:
+        """Returns the points of a metric, at most about `most`: a longer curve keeps the extremes of each interval."""
+        points = self.series(key)
+        if len(points) <= most:
+            return points
+        size = math.ceil(2 * len(points) / most)
+        thinned: set[tuple[int, float]] = {points[0], points[-1]}
+        for start in range(0, len(points), size):
+            piece = points[start : start + size]
+            thinned |= {min(piece, key=lambda point: point[1]), max(piece, key=lambda point: point[1])}
+        return sorted(thinned)
+
     def row(self, step: int) -> dict[str, float]:
         """Returns the metrics of a step; empty if it is unknown."""
         if (row := self._rows.get(step)) is None:
@@ -134,9 +151,9 @@ class MetricsTable:
         values = ((key, _at(column, row)) for key, column in self._columns.items())
         return {"step": float(step)} | {key: value for key, value in sorted(values) if not math.isnan(value)}
 
-    def rows(self, steps: Sequence[int]) -> list[dict[str, float]]:
-        """Returns the metrics of steps."""
-        return [self.row(step) for step in steps]
+    def rows(self, steps: Sequence[int] | None = None) -> list[dict[str, float]]:
+        """Returns the metrics of steps; None means all."""
+        return [self.row(step) for step in (self.steps if steps is None else steps)]
 
     def _clear(self) -> None:
         self._rows: dict[int, int] = {}
@@ -181,12 +198,18 @@ class TaskTable:
     MAX_GROUPS = 500_000
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self._tail = JsonTail(path, self._add, self._clear)
         self._clear()
 
     def refresh(self) -> bool:
         """Reads new lines. Returns whether there were any. Raises `OSError` and `ValueError`."""
         return self._tail.refresh()
+
+    @property
+    def notes(self) -> list[str]:
+        """What could not be read."""
+        return _bad_lines(self._tail)
 
     def kind(self, group: int) -> str:
         """Returns the kind of a group's task; empty if it is unknown."""
@@ -215,3 +238,12 @@ class TaskTable:
         self._groups[group] = len(self._kinds)
         self._kinds.append(self._numbers[name])
         self._means.append(mean if _is_shown(mean) else math.nan)
+
+
+def read_new_lines(table: MetricsTable | TaskTable, notes: list[str]) -> None:
+    """Reads the lines that were added to a table's file; `notes` gets what cannot be read."""
+    try:
+        table.refresh()
+    except (OSError, ValueError) as error:
+        note_unreadable(table.path, error, notes)
+    notes += table.notes

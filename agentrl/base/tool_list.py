@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.agent.mcp.messages import InvalidMessage, clean
+from agentrl.base.user_code import clean
 
 MAX_TOOLS = 64
 MAX_PAGES = 16
@@ -23,6 +23,10 @@ _MAX_KEY = 80
 _ANNOTATIONS = ("description", "title", "examples", "$comment")  # keywords for readers
 _NAMED = ("properties", "$defs", "definitions", "dependentSchemas", "dependentRequired", "dependencies")  # their keys are names
 _DATA = ("const", "enum", "default", "examples")  # their values are not schemas
+
+
+class InvalidMessage(Exception):
+    """A message of a server is invalid. The text is printable and short."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,4 +50,5 @@ export const FORMS = {
   round: (value) => Math.round(value).toLocaleString("en"),
   exponent: (value) => (value ? value.toExponential(0) : "0"),
   rate: (value) => value.toFixed(2),
+  percent: (value) => percent(value, 0),
 };

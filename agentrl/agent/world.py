@@ -1,0 +1,211 @@
+"""The environment of an episode, as its main agent acts in it: first observation, actions, their recorded results, and resumption.
+
+An action is a text or a call of the environment's functions. The result of a text action is recorded as what a user says after the turn,
+that of a call as the result of a tool; both have the reward of the step.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from agentrl.agent.chat import ChatFormat
+from agentrl.agent.contexts import with_instructions
+from agentrl.agent.tools import NO_BOUNDS, ToolOutcome, clip
+from agentrl.environment import is_resumable, open_environment
+from agentrl.environment.choices import choice_constraint
+from agentrl.errors import EnvironmentFault, PolicyFault, UserError
+from agentrl.protocols import Environment, LiveEpisode, LiveTrajectory, ResumableEnvironment, Sandbox
+from agentrl.records import EnvironmentSpec, Limits, Message, Step, Task, ToolCall, ToolResult
+from agentrl.records.chat import USER
+
+CONTINUED = "continued"
+"""The stop reason of a trajectory whose episode continues in a new context, from the last observation."""
+STATE = "environment"
+"""Key of the agent's state that has the state of its environment."""
+_NO_DEADLINE_S = 86_400.0  # an environment has its own deadline
+
+
+class World:
+    """The environment of one episode.
+
+    `first` is the first observation, and `now` the last one. `ended` is `terminated` or `truncated` after the last step.
+    """
+
+    def __init__(self, environment: Environment, episode: LiveEpisode, instructions: str | None = None) -> None:
+        assert episode.task.environment is not None, "only such a task has an environment"
+        self.spec: EnvironmentSpec = episode.task.environment
+        self.first = self.now = self.ended = ""
+        actions = environment.actions
+        self.choices = tuple(action for action in actions or () if isinstance(action, str))
+        self.schemas = tuple(action for action in actions or () if not isinstance(action, str))
+        self._environment, self._episode, self._instructions = environment, episode, instructions
+
+    @classmethod
+    async def open(cls, episode: LiveEpisode, chat: ChatFormat, instructions: str | None = None) -> World:
+        """Returns the environment of an episode: at its start, or at the state from which the episode resumes.
+
+        `instructions` replace the system messages of the task and the environment; None replaces none.
+        """
+        world = cls(await episode.environment(), episode, instructions)
+        saved = episode.agent_state.get(STATE)
+        if isinstance(saved, Mapping) and "snapshot" in saved:
+            episode.stage = "environment"
+            restored = await cast(ResumableEnvironment, world._environment).restore(base64.b64decode(saved["snapshot"]))
+            world.first, world.now = str(saved["first"]), restored.text
+            return world
+        episode.stage = "environment"
+        world.first = world.now = (await world._environment.reset()).text
+        for action, result in recorded_actions(episode, chat):
+            await world._repeat(action, result)
+        return world
+
+    @property
+    def takes_text(self) -> bool:
+        """Whether an answer without a call is an action."""
+        return not self.schemas or getattr(self._environment, "takes_text", False)
+
+    def prompt(self, observation: str) -> tuple[Message, ...]:
+        """Returns the first messages of a context that starts with an observation."""
+        task, shown = self._episode.task, clip(observation, self._chars)
+        if self._instructions is not None:
+            return world_prompt(with_instructions(task.prompt, self._instructions), "", shown)
+        return world_prompt(task.prompt, self._environment.instructions, shown)
+
+    def start_of(self, trajectory: LiveTrajectory) -> tuple[Message, ...]:
+        """Returns the prompt of a trajectory, and records it as the prompt of the first one."""
+        trajectories, observation = self._episode.trajectories, self.first
+        start = trajectory
+        while (parent := start.parent) is not None:
+            start = trajectories[parent.trajectory]
+            if start.stop_reason == CONTINUED:
+                observation = start.turns[parent.turn].tool_results[-1].output
+                break
+        prompt = self.prompt(observation)
+        if not trajectory.tokens:
+            trajectory.describe(trajectory.agent, prompt)
+        return prompt
+
+    def context_is_full(self, trajectory: LiveTrajectory) -> bool:
+        """Whether the next turn starts a new context."""
+        return self.spec.context_turns is not None and len(trajectory.turns) >= self.spec.context_turns
+
+    def constraint(self, chat: ChatFormat) -> str:
+        """Returns the constraint of an answer that must be one of the actions; empty if any answer may be sampled."""
+        return choice_constraint(self.choices, thinks_first=chat.thinks_first) if self.choices else ""
+
+    def tools(self) -> tuple[ActionTool, ...]:
+        """Returns the actions that are calls."""
+        return tuple(ActionTool(self, schema) for schema in self.schemas)
+
+    async def say(self, text: str) -> ToolResult:
+        """Applies a text action and returns its result."""
+        started = time.monotonic()
+        outcome = await self.act(text)
+        output = self._episode.clip_output(clip(outcome.output, self._chars))
+        wall_s = time.monotonic() - started
+        return ToolResult(name=USER, output=output, ok=outcome.ok, wall_s=wall_s, reward=outcome.reward, parts=outcome.parts)
+
+    async def act(self, action: str | ToolCall) -> ToolOutcome:
+        """Applies an action. One that the rules forbid gets an error instead of an observation."""
+        if self.ended:
+            return ToolOutcome(output="error: the episode has ended", ok=False)
+        if isinstance(action, str) and self.choices and action not in self.choices:
+            return ToolOutcome(output=f"error: the action must be one of {', '.join(self.choices)}", ok=False, reward=0.0)
+        self._episode.stage = "environment"
+        try:
+            step = await self._environment.step(action)
+        except PolicyFault as error:
+            return ToolOutcome(output=f"error: {error}", ok=False, reward=0.0)
+        if not isinstance(step, Step):
+            raise EnvironmentFault(f"{self.spec.ref}.step() returned {type(step).__name__} instead of a Step")
+        self.now = step.observation.text
+        self.ended = "terminated" if step.terminated else "truncated" if step.truncated else ""
+        return ToolOutcome(output=self.now, ok=True, reward=step.reward, parts=step.parts)
+
+    async def state(self) -> dict[str, Any]:
+        """Returns the state of the environment as JSON data. Raises `ValueError` if it cannot be captured."""
+        if self.spec.resume == "replay":
+            return {}
+        if self.spec.resume == "restart" or not is_resumable(self._environment):
+            raise ValueError("its environment cannot be captured")
+        self._episode.stage = "environment"
+        state = await cast(ResumableEnvironment, self._environment).snapshot()
+        return {STATE: {"first": self.first, "snapshot": base64.b64encode(state).decode()}}
+
+    async def _repeat(self, action: str | ToolCall, recorded: ToolResult) -> None:
+        """Applies a recorded action again. Raises `EnvironmentFault` if its result differs."""
+        outcome = await self.act(action)
+        shown = clip(outcome.output, self._chars)
+        if outcome.reward != recorded.reward or (shown != recorded.output and len(shown) <= len(recorded.output)):
+            raise EnvironmentFault(
+                f"{self.spec.ref} is not deterministic: a repeated action has another result\n"
+                "  fix: set tasks.family.options.resume=restart, or snapshot if the environment has it"
+            )
+
+    @property
+    def _chars(self) -> int:
+        return self._episode.task.limits.tool_output_chars
+
+
+class ActionTool:
+    """A function of the environment as a tool."""
+
+    needs_sandbox = False
+    bounds, together, repeats = NO_BOUNDS, False, False
+    opening_s = _NO_DEADLINE_S
+
+    def __init__(self, world: World, schema: Mapping[str, Any]) -> None:
+        self.name, self.schema = str(schema["function"]["name"]), schema
+        self._world = world
+
+    async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
+        """Applies a call as an action."""
+        return await self._world.act(ToolCall(name=self.name, arguments=arguments))
+
+
+async def check_world(task: Task, chat: ChatFormat) -> None:
+    """Opens the environment of a task once. Raises `UserError` if it does not start, or the chat template does not accept its
+    observations."""
+    if task.environment is None:
+        return
+    try:
+        environment = await open_environment(task.environment)
+    except EnvironmentFault as error:
+        fix = "correct the environment, or tasks.family.options"
+        raise UserError(f"tasks.family: the environment {task.environment.ref!r} does not start: {error}", fix=fix) from error
+    try:
+        observation = await environment.reset()
+        functions = [action for action in environment.actions or () if not isinstance(action, str)]
+        if not functions and task.environment.context_turns != 1:
+            chat.check_user_turns()
+        chat.opening(world_prompt(task.prompt, environment.instructions, observation.text), functions)
+    finally:
+        await environment.close()
+
+
+def world_prompt(prompt: Sequence[Message], instructions: str, observation: str) -> tuple[Message, ...]:
+    """Returns the prompt of a task with the instructions as its system message unless it has one, and the observation as a user message.
+
+    An observation after a user message becomes part of it, because many chat templates reject two in a row.
+    """
+    if instructions and not any(message.role == "system" for message in prompt):
+        prompt = with_instructions(prompt, instructions)
+    if prompt and not observation:
+        return tuple(prompt)
+    if prompt and prompt[-1].role == "user":
+        return (*prompt[:-1], replace(prompt[-1], content=f"{prompt[-1].content}\n\n{observation}"))
+    return (*prompt, Message(role="user", content=observation))
+
+
+def recorded_actions(episode: LiveEpisode, chat: ChatFormat) -> Iterator[tuple[str | ToolCall, ToolResult]]:
+    """Yields the actions of the episode so far with their results."""
+    for trajectory in episode.trajectories:
+        for turn in trajectory.turns:
+            calls: Sequence[ToolCall] = turn.message.tool_calls
+            for number, result in enumerate(turn.tool_results):
+                if result.reward is not None:
+                    yield calls[number] if calls else chat.parse(turn.completion_ids).answer, result

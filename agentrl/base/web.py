@@ -1,0 +1,82 @@
+"""Addresses of web servers that third parties operate, and what these servers send: bounded bodies and server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from functools import cache
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from agentrl.errors import UserError
+
+if TYPE_CHECKING:
+    import httpx
+
+_MOST_PIECES = 4096  # maximum number of small pieces of an answer
+_FULL_PIECE = 64  # a piece of fewer bytes is small
+_PIECES_AT_ONCE = 64
+
+
+def validate_url(url: str) -> str:
+    """Returns the URL of an endpoint. Raises `UserError` if it is invalid or contains a secret."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.password or parts.query or parts.fragment:
+        raise UserError(
+            "an endpoint's url must be http(s)://HOST/PATH without a user, a password or a query",
+            fix='write a url such as "https://api.example.org/v1", and set key_env to the environment variable that contains the key',
+        )
+    return url
+
+
+async def bounded_body(response: httpx.Response, most: int) -> bytes:
+    """Reads at most `most + 1` bytes of a response body; the caller detects a body that is too large by the additional byte.
+
+    Raises `httpx.RemoteProtocolError` for an answer in very many pieces, because each piece costs more time than its bytes.
+    """
+    import httpx
+
+    parts, size = [], 0
+    async for part in response.aiter_raw():
+        parts.append(part)
+        size += len(part)
+        if size > most:
+            break
+        if len(parts) > _MOST_PIECES + size // _FULL_PIECE:
+            raise httpx.RemoteProtocolError(f"the answer arrives in pieces of {size // len(parts)} bytes")
+        if len(parts) % _PIECES_AT_ONCE == 0:
+            await asyncio.sleep(0)  # buffered pieces are read without waiting; let other tasks run
+    return b"".join(parts)[: most + 1]
+
+
+@cache
+def certificates() -> ssl.SSLContext:
+    """Returns the trusted certificates. Loading them takes longer than most calls."""
+    return ssl.create_default_context()
+
+
+class Events:
+    """Splits a stream into server-sent events, in time linear in its length, for pieces of any size."""
+
+    def __init__(self) -> None:
+        self._incomplete = bytearray()
+
+    @property
+    def held(self) -> int:
+        """Bytes of the incomplete event."""
+        return len(self._incomplete)
+
+    def feed(self, piece: bytes) -> list[tuple[bytes, bytes]]:
+        """Returns the name and the data of each event that ends in this piece. Skips comments."""
+        seen = max(0, len(self._incomplete) - 3)
+        self._incomplete += piece
+        if b"\n\n" not in self._incomplete[seen:].replace(b"\r\n", b"\n"):
+            return []
+        *events, rest = bytes(self._incomplete).replace(b"\r\n", b"\n").split(b"\n\n")
+        self._incomplete = bytearray(rest)
+        return [_event(event.split(b"\n")) for event in events if event.strip() and not event.startswith(b":")]
+
+
+def _event(lines: list[bytes]) -> tuple[bytes, bytes]:
+    names = [line[6:].strip() for line in lines if line.startswith(b"event:")]
+    return (names or [b"message"])[-1], b"\n".join(line[5:].removeprefix(b" ") for line in lines if line.startswith(b"data:"))

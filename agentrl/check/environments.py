@@ -1,0 +1,270 @@
+"""Proofs about an environment: equal episodes from equal seeds and actions, no shared state, snapshots, the range of rewards, baselines."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import random
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, cast
+
+from agentrl.base import user_code
+from agentrl.check.report import Finding, Proof, plural
+from agentrl.environment import close_environments, is_resumable, open_environment
+from agentrl.errors import EnvironmentFault, PluginError, PolicyFault, TaskError
+from agentrl.plugins.references import resolve
+from agentrl.protocols import Environment, ResumableEnvironment
+from agentrl.records import EnvironmentSpec, Observation, Step, Task, ToolCall
+
+SEEDS = 16
+"""Seeds that are played."""
+FRESH = 4
+"""Seeds that are played in a new process."""
+Action = str | ToolCall
+Actor = Callable[[Environment, str], Action]
+"""Returns an action for an environment and its last observation."""
+
+NOT_PROVEN = (
+    "that other seeds, and longer episodes, behave like those that were played",
+    "that a policy cannot earn the reward in a way that you did not intend",
+    "that episodes are the same on another machine, with other packages, or on another day",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """An episode: its actions, and each observation with reward and flags, the first observation included."""
+
+    actions: tuple[Action, ...]
+    steps: tuple[tuple[str, float, bool, bool], ...]
+
+    @property
+    def total(self) -> float:
+        """The sum of its rewards."""
+        return sum(step[1] for step in self.steps)
+
+    @property
+    def end(self) -> str:
+        """How it ended."""
+        _, _, terminated, truncated = self.steps[-1]
+        return "terminated" if terminated else "truncated" if truncated else "reached the limit of turns"
+
+
+async def prove_environment(tasks: Sequence[Task]) -> list[Proof]:
+    """Plays the environments of tasks. Faults of an environment are findings."""
+    tasks = [task for task in tasks if task.environment is not None][:SEEDS]
+    first = await open_environment(_spec(tasks[0]))
+    actions = first.actions
+    await first.close()
+    if actions is None and _expert(_spec(tasks[0])) is None:
+        return [Proof(name="episodes can be played", looked_at="nothing", unproven=(_NO_ACTOR,))]
+    resumable = is_resumable(first)
+    played: dict[str, Played] = {}
+    proofs = [
+        await _proof("episodes can be played", tasks, lambda task: _play_first(task, played)),
+        await _proof("equal seeds and actions give equal episodes", tasks, lambda task: _again(task, played)),
+        await _proof("episodes at the same time share no state", tasks, lambda task: _interleaved(task, tasks, played)),
+        await _proof("an episode that was left in the middle starts again", tasks, lambda task: _after_half(task, played)),
+    ]
+    if resumable:
+        proofs.append(await _proof("a snapshot continues an episode", tasks, lambda task: _from_snapshot(task, played)))
+    return [*proofs, _reward_range(tasks, played), await _baselines(tasks, played, random_baseline=actions is not None)]
+
+
+_NO_ACTOR = "anything about episodes: an action is any text, and the class has no method expert(observation) that returns one"
+
+
+async def _proof(name: str, tasks: Sequence[Task], check: Callable[[Task], Awaitable[str]]) -> Proof:
+    """Returns the proof of a claim. `check` returns what is wrong with a task; empty if nothing is."""
+    wrong: dict[str, list[str]] = {}
+    for task in tasks:
+        with user_code.fault_boundary() as fault:
+            if problem := await check(task):
+                wrong.setdefault(problem, []).append(task.id)
+        if fault.error is not None:
+            known = isinstance(fault.error, EnvironmentFault | TaskError | PluginError)
+            text = user_code.error_text(fault.error, 500) if known else user_code.describe_error(fault.error, 500)
+            wrong.setdefault(text, []).append(task.id)
+    findings = tuple(Finding(severity="failure", what=problem, tasks=tuple(ids)) for problem, ids in wrong.items())
+    return Proof(name=name, looked_at=plural(len(tasks), "seed"), findings=findings)
+
+
+async def _play_first(task: Task, played: dict[str, Played]) -> str:
+    """Plays an episode with random actions, or those of the expert if any text is an action; the first seeds in a new process."""
+    if len(played) < FRESH:
+        await close_environments()
+    expert = _expert(_spec(task))
+    draw = random.Random(task.id)
+    played[task.id] = await _play(task, lambda world, seen: _draw(world, draw) if world.actions else cast(Actor, expert)(world, seen))
+    return ""
+
+
+async def _again(task: Task, played: Mapping[str, Played]) -> str:
+    return _difference(played[task.id], await _repeat(task, played[task.id])) if task.id in played else ""
+
+
+async def _interleaved(task: Task, tasks: Sequence[Task], played: Mapping[str, Played]) -> str:
+    """Repeats two episodes in turns."""
+    other = tasks[(tasks.index(task) + 1) % len(tasks)]
+    if task.id not in played or other.id not in played:
+        return ""
+    first, second = await asyncio.gather(_repeat(task, played[task.id]), _repeat(other, played[other.id]))
+    return _difference(played[task.id], first) or _difference(played[other.id], second)
+
+
+async def _after_half(task: Task, played: Mapping[str, Played]) -> str:
+    if task.id not in played:
+        return ""
+    await _repeat(task, played[task.id], most=max(1, len(played[task.id].actions) // 2))
+    return _difference(played[task.id], await _repeat(task, played[task.id]))
+
+
+async def _from_snapshot(task: Task, played: Mapping[str, Played]) -> str:
+    """Continues an episode from a snapshot in another environment."""
+    if task.id not in played:
+        return ""
+    wanted = played[task.id]
+    half = len(wanted.actions) // 2
+    world = await open_environment(_spec(task))
+    try:
+        await world.reset()
+        for action in wanted.actions[:half]:
+            await _step(world, action)
+        state = await cast(ResumableEnvironment, world).snapshot()
+    finally:
+        await world.close()
+    other = await open_environment(_spec(task))
+    try:
+        restored = (await cast(ResumableEnvironment, other).restore(state)).text
+        rest = [(restored, *wanted.steps[half][1:])]
+        for action in wanted.actions[half:]:
+            rest.append(_seen(await _step(other, action)))
+    finally:
+        await other.close()
+    return _difference(wanted, Played(wanted.actions, (*wanted.steps[:half], *rest)))
+
+
+def _reward_range(tasks: Sequence[Task], played: Mapping[str, Played]) -> Proof:
+    totals = [episode.total for episode in played.values()]
+    declared = getattr(_class(_spec(tasks[0])), "rewards", None)
+    if not totals:
+        return Proof(name="rewards are in their range", looked_at="no episode")
+    observed = f"{plural(len(totals), 'episode')}, sums from {min(totals):g} to {max(totals):g}"
+    if declared is None:
+        unproven = ("the range of an episode's rewards: the class declares none (rewards = (smallest, largest))",)
+        return Proof(name="rewards are in their range", looked_at=observed, unproven=unproven)
+    outside = [name for name, episode in played.items() if not declared[0] <= episode.total <= declared[1]]
+    what = f"the rewards of an episode add up to a value outside the declared range {declared[0]:g} to {declared[1]:g}"
+    findings = (Finding(severity="failure", what=what, tasks=tuple(outside)),) if outside else ()
+    return Proof(name="rewards are in their range", looked_at=observed, findings=findings)
+
+
+async def _baselines(tasks: Sequence[Task], played: Mapping[str, Played], *, random_baseline: bool) -> Proof:
+    """Compares random actions with those of the expert."""
+    rows: dict[str, list[Played]] = {"random": list(played.values())} if random_baseline else {}
+    expert, findings = _expert(_spec(tasks[0])), []
+    if expert is not None:
+        with user_code.fault_boundary() as fault:
+            rows["expert"] = [await _play(task, expert) for task in tasks]
+        if fault.error is not None:
+            findings.append(Finding(severity="failure", what=f"the expert failed: {user_code.describe_error(fault.error, 500)}"))
+    if len(rows) == 2 and all(rows.values()) and fmean(e.total for e in rows["expert"]) <= fmean(e.total for e in rows["random"]):
+        findings.append(Finding(severity="warning", what="the expert earns no more than random actions"))
+    table: list[tuple[str, ...]] = [("actions", "episodes", "mean reward", "smallest", "largest", "mean steps", "terminated")]
+    for name, episodes in rows.items():
+        totals = [episode.total for episode in episodes] or [0.0]
+        ends = sum(episode.end == "terminated" for episode in episodes)
+        steps = fmean(len(episode.actions) for episode in episodes) if episodes else 0.0
+        table.append((name, *(f"{n:g}" for n in (len(episodes), fmean(totals), min(totals), max(totals), steps)), str(ends)))
+    unproven = () if expert is not None else ("that the tasks can be solved: the class has no method expert(observation)",)
+    return Proof(name="baselines", looked_at=" and ".join(rows), findings=tuple(findings), unproven=unproven, table=tuple(table))
+
+
+def _spec(task: Task) -> EnvironmentSpec:
+    assert task.environment is not None, "only such tasks are played"
+    return task.environment
+
+
+async def _play(task: Task, actor: Actor, *, most: int | None = None) -> Played:
+    """Plays an episode of at most `most` steps; None means the turns of the task."""
+    world = await open_environment(_spec(task))
+    try:
+        observation = (await world.reset()).text
+        actions: list[Action] = []
+        steps = [(observation, 0.0, False, False)]
+        while len(actions) < (task.limits.turns if most is None else most) and not any(steps[-1][2:]):
+            actions.append(actor(world, steps[-1][0]))
+            steps.append(_seen(await _step(world, actions[-1])))
+        return Played(tuple(actions), tuple(steps))
+    finally:
+        await world.close()
+
+
+async def _repeat(task: Task, played: Played, *, most: int | None = None) -> Played:
+    actions = iter(played.actions[:most])
+    return await _play(task, lambda world, observation: next(actions), most=len(played.actions[:most]))
+
+
+async def _step(world: Environment, action: Action) -> Step:
+    try:
+        return await world.step(action)
+    except PolicyFault as error:
+        return Step(observation=Observation(text=f"error: {error}"))
+
+
+def _seen(step: Step) -> tuple[str, float, bool, bool]:
+    return step.observation.text, step.reward, step.terminated, step.truncated
+
+
+def _difference(wanted: Played, got: Played) -> str:
+    """Returns the first difference of two episodes; empty if they are equal."""
+    for one, other in zip(wanted.steps, got.steps, strict=False):
+        for what, before, after in zip(("observation", "reward", "terminated", "truncated"), one, other, strict=True):
+            if before != after:
+                return f"another {what} after the same actions"
+    return "" if len(wanted.steps) == len(got.steps) else "another number of steps after the same actions"
+
+
+def _class(spec: EnvironmentSpec) -> Any:
+    with user_code.fault_boundary():
+        return resolve(spec.ref)
+    return None
+
+
+def _expert(spec: EnvironmentSpec) -> Actor | None:
+    """Returns the scripted policy of a user-supplied environment; None if it has none."""
+    expert = getattr(_class(spec), "expert", None)
+    if not callable(expert) or not inspect.isclass(_class(spec)):
+        return None
+    return lambda world, observation: cast(Action, expert(observation))
+
+
+def _draw(world: Environment, draw: random.Random) -> Action:
+    """Returns a random action."""
+    action: Any = draw.choice(list(world.actions or ()))
+    if isinstance(action, str):
+        return action
+    function = action["function"]
+    return ToolCall(name=function["name"], arguments=_value(function["parameters"], draw))
+
+
+def _value(schema: Mapping[str, Any], draw: random.Random) -> Any:
+    """Returns a random value of a JSON schema with the usual keywords."""
+    if "enum" in schema:
+        return draw.choice(list(schema["enum"]))
+    low, high = schema.get("minimum", -10), schema.get("maximum", 10)
+    match schema.get("type"):
+        case "object":
+            return {name: _value(part, draw) for name, part in schema.get("properties", {}).items()}
+        case "array":
+            count = draw.randint(schema.get("minItems", 0), min(schema.get("maxItems", 3), 64))
+            return [_value(schema.get("items", {}), draw) for _ in range(count)]
+        case "integer":
+            return draw.randint(int(low), int(high))
+        case "number":
+            return draw.uniform(low, high)
+        case "boolean":
+            return draw.random() < 0.5
+    return "".join(draw.choice("abcdefgh ") for _ in range(draw.randint(1, 8)))

@@ -1,0 +1,100 @@
+"""`agentrl env`: Python environments of foreign packages."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from agentrl.cli import HELP_OPTIONS
+from agentrl.cli.running import JsonFlag, project_root, undoing
+from agentrl.environment import building, venvs
+from agentrl.errors import UserError
+
+env_app = typer.Typer(no_args_is_help=True, add_completion=False, context_settings=HELP_OPTIONS)
+
+
+@env_app.command(
+    "add",
+    epilog="Example: agentrl env add inspect-ai==0.3.285\n\n"
+    "Example: agentrl env add ./my_taskset verifiers==0.4.0 --name mine\n\n"
+    "Example: agentrl env add nemo-gym --python 3.13",
+)
+def env_add(
+    packages: Annotated[
+        list[str],
+        typer.Argument(metavar="PACKAGE...", help="Requirements, or paths of folders and wheels. The first is the environment's name."),
+    ],
+    name: Annotated[str, typer.Option(help="Another name of the environment.")] = "",
+    python: Annotated[str, typer.Option(help="Another Python: 3.12, or a path. Default: the Python of agentrl.")] = "",
+    upgrade: Annotated[bool, typer.Option("--upgrade", help="Use the newest versions, not those of the lock.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Install a package into a virtual environment for it: .environments/NAME, recorded with hashes in environments/NAME.lock.
+
+    Commit the lock. If it has the same requirements, exactly its versions are installed.
+    """
+    with undoing():
+        lock = building.add_environment(_root(), packages, name=name, python=python, upgrade=upgrade, report=_progress())
+    _print_built(lock, as_json=as_json)
+
+
+@env_app.command("sync", epilog="Example: agentrl env sync\n\nExample: agentrl env sync inspect-ai")
+def env_sync(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Default: all.")] = None, as_json: JsonFlag = False
+) -> None:
+    """Build environments exactly from their locks."""
+    for name in names or venvs.read_locks(_root()):
+        with undoing():
+            lock = building.sync_environment(_root(), name, report=_progress())
+        _print_built(lock, as_json=as_json)
+
+
+@env_app.command("list", epilog="Example: agentrl env list --json")
+def env_list(as_json: JsonFlag = False) -> None:
+    """List the environments of the project."""
+    root = _root()
+    locks = venvs.read_locks(root)
+    if as_json:
+        print(json.dumps([_data(lock, built=venvs.is_built(root, lock)) for lock in locks.values()]))
+        return
+    for name, lock in locks.items():
+        state = "built" if venvs.is_built(root, lock) else f"not built: agentrl env sync {name}"
+        print(f"{name:24} python {lock.python:5} {len(lock.pins) + len(lock.folders):4} packages  {' '.join(lock.requires)}  {state}")
+    if not locks:
+        print("no environments; add one: agentrl env add PACKAGE")
+
+
+@env_app.command("remove", epilog="Example: agentrl env remove inspect-ai")
+def env_remove(names: Annotated[list[str], typer.Argument(metavar="NAME...")]) -> None:
+    """Remove environments and their locks."""
+    for name in names:
+        if not building.remove_environment(_root(), name):
+            raise UserError(f"the project has no environment {name!r}", fix="agentrl env list")
+        print(f"removed {name}")
+
+
+def _root() -> Path:
+    return project_root(Path.cwd() / "recipe.py")
+
+
+def _progress() -> Callable[[str], None]:
+    began = time.monotonic()
+    return lambda text: print(f"{time.monotonic() - began:5.1f} s  {text}", file=sys.stderr, flush=True)
+
+
+def _print_built(lock: venvs.Lock, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(_data(lock, built=True)))
+        return
+    packages = f"python {lock.python}, {len(lock.pins) + len(lock.folders)} packages"
+    print(f"{venvs.BUILT}/{lock.name}: {packages}; commit {venvs.LOCKS}/{lock.name}.lock")
+
+
+def _data(lock: venvs.Lock, *, built: bool) -> dict[str, object]:
+    return {"name": lock.name, "requires": lock.requires, "python": lock.python, "versions": lock.versions, "built": built}

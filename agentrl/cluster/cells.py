@@ -1,0 +1,83 @@
+"""The Kubernetes objects of a run's cells (`agentrl.sandbox.cell`): a Deployment, or a template and a warm pool of agent-sandbox.
+
+Cells are the only pods in which programs of agents run. They have no service account, no volume of the run and no way out: the policy
+`NAME-sandbox` lets driver and workers in, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from agentrl.config.recipe import Recipe
+from agentrl.sandbox.cell import wire
+from agentrl.sandbox.cell.claims import API_VERSION as CLAIMS_VERSION
+
+KEY_VARIABLE = "AGENTRL_CELL_KEY"
+CLAIMS = "agent-sandbox"
+_ENDING_S = 5
+
+
+class Builder(Protocol):
+    """What `agentrl.cluster.manifest` has to build an object."""
+
+    @property
+    def name(self) -> str:
+        """Name of the run's objects."""
+
+    def named(self, version: str, kind: str, name: str, **content: Any) -> dict[str, Any]:
+        """Returns an object."""
+
+    def labels(self, part: str = "") -> dict[str, str]:
+        """Returns the labels of the run's objects, or of the pods of a part."""
+
+
+def cell_objects(build: Builder, recipe: Recipe, count: int, template: Mapping[str, Any], ingress: list[Any]) -> Iterator[dict[str, Any]]:
+    """Yields the objects of `count` cells.
+
+    Args:
+        template: pod template of a cell.
+        ingress: rules for the network policy of a template of agent-sandbox.
+    """
+    name, labels = f"{build.name}-sandbox", build.labels("sandbox")
+    if recipe.sandbox.backend.ref != CLAIMS:
+        port = {"name": "cell", "port": wire.PORT}
+        yield build.named("v1", "Service", name, spec={"clusterIP": "None", "selector": labels, "ports": [port]})
+        spec = {"replicas": count, "selector": {"matchLabels": labels}, "template": template}
+        yield build.named("apps/v1", "Deployment", name, spec=spec)
+        return
+    policy = {"networkPolicyManagement": "Managed", "networkPolicy": {"ingress": ingress, "egress": []}}
+    yield build.named(CLAIMS_VERSION, "SandboxTemplate", name, spec={"podTemplate": template, **policy})
+    yield build.named(CLAIMS_VERSION, "SandboxWarmPool", name, spec={"replicas": count, "sandboxTemplateRef": {"name": name}})
+    rule = {"apiGroups": [CLAIMS_VERSION.partition("/")[0]], "resources": ["sandboxclaims"], "verbs": ["create", "get", "patch", "delete"]}
+    yield build.named("v1", "ServiceAccount", name)
+    yield build.named("rbac.authorization.k8s.io/v1", "Role", name, rules=[rule])
+    reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name}
+    account = {"kind": "ServiceAccount", "name": name, "namespace": build.named("v1", "ServiceAccount", name)["metadata"]["namespace"]}
+    yield build.named("rbac.authorization.k8s.io/v1", "RoleBinding", name, roleRef=reference, subjects=[account])
+
+
+def serve_in(container: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a container that runs a cell."""
+    return {
+        **container,
+        "command": ["agentrl", "sandbox", "serve", "--key", f"env:{KEY_VARIABLE}"],
+        "ports": [{"name": "cell", "containerPort": wire.PORT}],
+        "readinessProbe": {"tcpSocket": {"port": wire.PORT}, "periodSeconds": 5},
+    }
+
+
+def near_workers(name_label: Mapping[str, str], part_label: str) -> dict[str, Any]:
+    """Returns fields of a pod that should run on the nodes of the workers, and ends quickly."""
+    labels = {"matchLabels": {**name_label, part_label: "worker"}}
+    term = {"weight": 100, "podAffinityTerm": {"labelSelector": labels, "topologyKey": "kubernetes.io/hostname"}}
+    affinity = {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [term]}}
+    return {"affinity": affinity, "terminationGracePeriodSeconds": _ENDING_S}
+
+
+def backend_override(recipe: Recipe, name: str) -> dict[str, Any]:
+    """Returns `sandbox.backend` of a run with cells."""
+    backend, key = recipe.sandbox.backend, f"env:{KEY_VARIABLE}"
+    if backend.ref == CLAIMS:
+        return {"ref": CLAIMS, "options": {"key": key, **backend.options, "pool": f"{name}-sandbox"}}
+    return {"ref": "cell", "options": {"addresses": [f"{name}-sandbox:{wire.PORT}"], "key": key}}

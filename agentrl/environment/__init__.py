@@ -1,0 +1,21 @@
+"""Environments: worlds with `reset` and `step` that tasks refer to, the processes that they run in, and adapters of other projects.
+
+A user-supplied environment is a subclass of `Environment`; a recipe names it as `tasks.family="mine:World"`.
+"""
+
+from agentrl.environment.base import Environment
+from agentrl.environment.opening import close_environments, is_resumable, open_environment
+from agentrl.environment.returns import episode_return
+from agentrl.errors import PolicyFault
+from agentrl.records import Observation, Step
+
+__all__ = [
+    "Environment",
+    "Observation",
+    "PolicyFault",
+    "Step",
+    "close_environments",
+    "episode_return",
+    "is_resumable",
+    "open_environment",
+]

@@ -1,0 +1,137 @@
+"""The base class of user-supplied environments, and the conversion of what their methods return."""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from agentrl.errors import EnvironmentFault
+from agentrl.records import Observation, Step, ToolCall
+
+MAX_OBSERVATION_CHARS = 1 << 20
+"""Longest observation, in characters. A longer one is a fault of the environment."""
+MAX_PARTS = 64
+
+
+class Environment(abc.ABC):
+    """An environment of one episode, written by a user. It runs in a process of its own, so that a hang ends only this episode.
+
+    class Guess(Environment):
+        instructions = "Guess the number."
+        actions = ("1", "2", "3")
+
+        def reset(self, seed):
+            self.secret = random.Random(seed).choice(self.actions)
+            return "Which number?"
+
+        def step(self, action):
+            return "Right." if action == self.secret else "Wrong.", float(action == self.secret), True
+
+    The options of the recipe are the arguments of the class. Methods may be async. Two methods are optional: `snapshot(self)` returns the
+    state as bytes, and `restore(self, state)` continues from it and returns the observation that followed it. A class method
+    `expert(cls, observation)`, which returns an action, is used by `agentrl check`.
+    """
+
+    instructions: str = ""  # the agent's system message; empty means none
+    actions: Sequence[str] | Sequence[dict[str, Any]] | None = None  # None: any text; texts: one of these; function schemas: tool calls
+    rewards: ClassVar[tuple[float, float] | None] = None  # smallest and largest reward of an episode; None means unknown
+
+    @abc.abstractmethod
+    def reset(self, seed: int) -> Any:
+        """Starts the episode. Returns what the agent sees first: text, or an `Observation`."""
+
+    @abc.abstractmethod
+    def step(self, action: Any) -> Any:
+        """Applies an action: a text, or a `ToolCall` if `actions` are function schemas.
+
+        Returns a `Step`, or a tuple (observation, reward, terminated), optionally followed by truncated and by a dictionary of named parts
+        of the reward. Raises `PolicyFault` for an action that the rules forbid: the agent sees the message, and the episode continues.
+        """
+
+    def close(self) -> Any:
+        """Frees what the episode holds."""
+        return None
+
+
+StepRow = tuple[str, float, bool, bool, dict[str, float]]
+"""A step as JSON data: the text of the observation, the reward, terminated, truncated and the parts of the reward."""
+
+
+def text_of(value: Any, where: str) -> str:
+    """Returns the text of an observation. Raises `EnvironmentFault` for anything but text of a limited length."""
+    text = value.text if isinstance(value, Observation) else value
+    if not isinstance(text, str):
+        raise EnvironmentFault(f"{where} returned {type(text).__name__} instead of text or an Observation")
+    if len(text) > MAX_OBSERVATION_CHARS:
+        raise EnvironmentFault(f"{where} returned an observation of {len(text)} characters; at most {MAX_OBSERVATION_CHARS} are allowed")
+    return text
+
+
+def step_row(value: Any, where: str) -> StepRow:
+    """Returns what a step returned: a `Step`, or a tuple of 3 to 5 values. Raises `EnvironmentFault` for anything else."""
+    if isinstance(value, Step):
+        return text_of(value.observation, where), value.reward, value.terminated, value.truncated, dict(value.parts)
+    if not isinstance(value, tuple) or not 3 <= len(value) <= 5:
+        size = f" of {len(value)} values" if isinstance(value, tuple) else ""
+        raise EnvironmentFault(f"{where} returned a {type(value).__name__}{size} instead of (observation, reward, terminated)")
+    observation, reward, terminated, *more = value
+    truncated, parts = more[0] if more else False, more[1] if len(more) > 1 else {}
+    return (
+        text_of(observation, where),
+        _number(reward, where, "reward"),
+        _flag(terminated, where, "terminated"),
+        _flag(truncated, where, "truncated"),
+        _parts(parts, where) if parts or not isinstance(parts, dict) else {},
+    )
+
+
+def _number(value: Any, where: str, what: str) -> float:
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise EnvironmentFault(f"{where} returned a {what} of type {type(value).__name__} instead of a number") from None
+    if not math.isfinite(number):
+        raise EnvironmentFault(f"{where} returned the {what} {number}, which is not finite")
+    return number
+
+
+def _flag(value: Any, where: str, what: str) -> bool:
+    if value is True or value is False:
+        return value
+    if type(value).__name__ in ("bool", "bool_") and type(value).__module__ == "numpy":
+        return bool(value)
+    raise EnvironmentFault(f"{where} returned {what} of type {type(value).__name__} instead of True or False")
+
+
+def _parts(value: Any, where: str) -> dict[str, float]:
+    if not isinstance(value, Mapping) or len(value) > MAX_PARTS:
+        raise EnvironmentFault(f"{where} returned parts that are not a dictionary of at most {MAX_PARTS} numbers")
+    return {str(name)[:80]: _number(number, where, f"part {str(name)[:40]!r}") for name, number in value.items()}
+
+
+def actions_of(value: Any, where: str) -> tuple[str, ...] | tuple[dict[str, Any], ...] | None:
+    """Returns the actions that an environment declares. Raises `EnvironmentFault` unless they are None, texts or function schemas."""
+    if value is None:
+        return None
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+        raise EnvironmentFault(f"{where}: actions must be None, or a non-empty sequence of texts or function schemas")
+    items = tuple(value)
+    if all(isinstance(item, str) and item for item in items):
+        if len(set(items)) < len(items):
+            raise EnvironmentFault(f"{where}: actions contains a text twice")
+        return items
+    for item in items:
+        function = item.get("function") if isinstance(item, Mapping) else None
+        function = function if isinstance(function, Mapping) else {}
+        if not isinstance(function.get("name"), str) or not isinstance(function.get("parameters"), Mapping):
+            raise EnvironmentFault(f"{where}: an action is neither a text nor a function schema with a name and parameters")
+    return items
+
+
+def call_of(action: Any) -> str | ToolCall:
+    """Returns an action that was sent as JSON."""
+    return action if isinstance(action, str) else ToolCall(name=action["name"], arguments=action["arguments"])

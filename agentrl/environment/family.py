@@ -1,0 +1,88 @@
+"""The task family of an environment: each task is one seed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from agentrl.errors import PluginError
+from agentrl.records import EnvironmentSpec, Limits, Split, Task
+
+RETURN = "agentrl.environment:episode_return"
+_SPLITS = (Split.TRAIN, Split.HELDOUT, Split.HELDOUT_REAL)
+_STRIDE = len(_SPLITS)
+_SEEDS = (1 << 31) // _STRIDE * _STRIDE
+
+
+class EnvironmentFamily:
+    """Tasks that are episodes of one environment. Their seeds differ between splits.
+
+    Args:
+        ref: the environment, such as `mine:World` or `gymnasium:CartPole-v1`.
+        seed: seed of the run, which determines the seeds of all tasks.
+        size: number of training tasks; None means endless.
+        heldout: number of held-out tasks.
+        limits: fields of `Limits` that differ from the default.
+        context_turns: turns after which a new context starts from the last observation; None means that all turns share one.
+        resume: how a later process continues an episode: `snapshot`, `replay` of its actions, or `restart`.
+        verifiers: what scores an episode; the default is the sum of its rewards.
+        options: arguments of the environment.
+
+    Raises `PluginError` for an invalid value.
+    """
+
+    def __init__(
+        self,
+        ref: str,
+        *,
+        seed: int = 0,
+        size: int | None = None,
+        heldout: int = 256,
+        limits: Mapping[str, Any] | None = None,
+        context_turns: int | None = None,
+        resume: str = "replay",
+        verifiers: tuple[str, ...] | list[str] = (RETURN,),
+        **options: Any,
+    ) -> None:
+        self.name = ref
+        self._first = (seed * 1_000_003 * _STRIDE) % _SEEDS
+        self._sizes = {Split.TRAIN: _count(size, "size"), Split.HELDOUT: _count(heldout, "heldout"), Split.HELDOUT_REAL: 0}
+        self._verifiers = tuple(verifiers)
+        if unknown := sorted({*(limits or {})} - {field.name for field in fields(Limits)}):
+            raise PluginError(f"tasks.family.options.limits has no field {unknown[0]!r}", fix="use fields of agentrl.records.Limits")
+        try:
+            self._limits = Limits(**{"turns": 64, **(limits or {})})
+            self._spec = EnvironmentSpec(ref=ref, options=options, context_turns=context_turns, resume=resume)
+        except ValueError as error:
+            raise PluginError(f"tasks.family {ref!r}: {error}", fix="correct tasks.family.options") from None
+
+    def size(self, split: Split) -> int | None:
+        """Returns the number of tasks in the split; None if it is endless."""
+        return self._sizes[split]
+
+    def task(self, split: Split, index: int) -> Task:
+        """Returns the task at an index of a split."""
+        seed = (self._first + index * _STRIDE + _SPLITS.index(split)) % _SEEDS
+        spec = EnvironmentSpec(
+            ref=self._spec.ref, options=self._spec.options, seed=seed, context_turns=self._spec.context_turns, resume=self._spec.resume
+        )
+        return Task(
+            id=f"{self.name}/{split}/{index}",
+            family=self.name,
+            prompt=(),
+            tools=(),
+            verifiers=self._verifiers,
+            data={},
+            split=split,
+            limits=self._limits,
+            environment=spec,
+        )
+
+
+def _count(value: Any, name: str) -> int | None:
+    if value is None and name == "size":
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise PluginError(f"tasks.family.options.{name} must be a number of tasks, got {value!r}", fix=f"write {name}=100")
+    return value

@@ -1,0 +1,67 @@
+"""The boundary to user-supplied environments that run in this process: deadlines, and faults with blame."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar, cast
+
+from agentrl.base import user_code
+from agentrl.environment.base import actions_of, text_of
+from agentrl.environment.pool import TIMEOUT_S
+from agentrl.errors import EnvironmentFault, InfrastructureError, PluginError, PolicyFault, TaskError
+from agentrl.protocols import Environment, ResumableEnvironment
+from agentrl.records import Observation, Step, ToolCall
+
+T = TypeVar("T")
+
+
+async def guarded(call: Callable[[], Awaitable[T]], what: str) -> T:
+    """Returns the result of user-supplied code. Any exception but those with a blame, and no result in time, is an `EnvironmentFault`."""
+    with user_code.fault_boundary() as fault:
+        return await user_code.call_user_code(call, what=what, timeout_s=TIMEOUT_S)
+    error = fault.error
+    assert error is not None, "the boundary caught it"
+    if isinstance(error, PolicyFault | TaskError | PluginError | InfrastructureError):
+        raise error
+    raise EnvironmentFault(f"{what}: {user_code.describe_error(error, 1500)}") from error
+
+
+class GuardedEnvironment:
+    """A user-supplied environment. Its observations and steps are checked."""
+
+    def __init__(self, environment: Environment, ref: str) -> None:
+        self.instructions = str(environment.instructions)
+        self.actions: Sequence[str] | Sequence[dict[str, Any]] | None = actions_of(environment.actions, ref)
+        self.resumable = hasattr(environment, "snapshot") and hasattr(environment, "restore")
+        self._environment, self._ref = environment, ref
+
+    async def reset(self) -> Observation:
+        """See `agentrl.protocols.Environment`."""
+        return self._observation(await guarded(self._environment.reset, f"{self._ref}.reset()"))
+
+    async def step(self, action: str | ToolCall) -> Step:
+        """See `agentrl.protocols.Environment`."""
+        step: object = await guarded(lambda: self._environment.step(action), f"{self._ref}.step()")
+        if not isinstance(step, Step):
+            raise EnvironmentFault(f"{self._ref}.step() returned {type(step).__name__} instead of a Step")
+        text_of(step.observation, f"{self._ref}.step()")
+        return step
+
+    async def snapshot(self) -> bytes:
+        """See `agentrl.protocols.ResumableEnvironment`."""
+        state: object = await guarded(cast(ResumableEnvironment, self._environment).snapshot, f"{self._ref}.snapshot()")
+        if not isinstance(state, bytes):
+            raise EnvironmentFault(f"{self._ref}.snapshot() returned {type(state).__name__} instead of bytes")
+        return state
+
+    async def restore(self, state: bytes) -> Observation:
+        """See `agentrl.protocols.ResumableEnvironment`."""
+        restoring = cast(ResumableEnvironment, self._environment).restore
+        return self._observation(await guarded(lambda: restoring(state), f"{self._ref}.restore()"))
+
+    async def close(self) -> None:
+        """See `agentrl.protocols.Environment`."""
+        await guarded(self._environment.close, f"{self._ref}.close()")
+
+    def _observation(self, value: object) -> Observation:
+        return Observation(text=text_of(value, self._ref))

@@ -1,0 +1,200 @@
+"""Gymnasium's environments: `tasks.family="gymnasium:CartPole-v1"`.
+
+A discrete action is one of several texts, any other one a call of `act` with JSON that is checked against the space. Observations become
+text by the formatter of the recipe, by the drawing of the environment (`render_mode="ansi"`), or by the default of their space.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from agentrl.base.installation import install_command
+from agentrl.environment.base import Environment
+from agentrl.environment.spaces import is_inside, kind_of, schema_of, text_of, value_of
+from agentrl.errors import EnvironmentFault, PluginError, PolicyFault
+from agentrl.plugins.references import resolve
+from agentrl.records import ToolCall
+
+ACTIONS = {
+    "CartPole": ("left", "right"),
+    "FrozenLake": ("left", "down", "right", "up"),
+    "CliffWalking": ("up", "right", "down", "left"),
+    "Taxi": ("south", "north", "east", "west", "pickup", "dropoff"),
+    "Blackjack": ("stick", "hit"),
+    "MountainCar": ("left", "none", "right"),
+    "Acrobot": ("left", "none", "right"),
+}
+"""Names of discrete actions. Other environments have numbers."""
+FEATURES = {
+    "CartPole": ("position", "velocity", "angle", "angular velocity"),
+    "MountainCar": ("position", "velocity"),
+    "MountainCarContinuous": ("position", "velocity"),
+    "Pendulum": ("cos angle", "sin angle", "angular velocity"),
+    "Blackjack": ("your sum", "dealer's card", "usable ace"),
+}
+"""Names of the numbers of an observation."""
+LEGENDS = {
+    "FrozenLake": "S is the start, F ice, H a hole, G the goal; [ ] is you.",
+    "CliffWalking": "x is you, C the cliff, T the goal.",
+    "Taxi": "[ ] is your taxi, ( ) the passenger, { } the destination. Pick the passenger up and drop them at the destination.",
+}
+_COLOUR = re.compile(r"\x1b\[([\d;]+)m(.*?)\x1b\[0m", re.DOTALL)
+
+
+class GymnasiumWorld(Environment):
+    """An environment of Gymnasium.
+
+    Args:
+        id: such as `CartPole-v1`, or `package.module:Name-v0`, whose module is imported first.
+        formatter: reference of a function that returns the text of an observation.
+        action_names: texts of the discrete actions, in order.
+        instructions: the system message; None means a default, and an empty text means none.
+        json_actions: actions that are not discrete are JSON texts instead of calls.
+        engine: `gymnasium` or `envpool`.
+        options: arguments of `gymnasium.make`.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        *,
+        formatter: str | None = None,
+        action_names: Sequence[str] | None = None,
+        json_actions: bool = False,
+        instructions: str | None = None,
+        engine: str = "gymnasium",
+        **options: Any,
+    ) -> None:
+        self._name = id.rpartition(":")[2].partition("-v")[0].rpartition("/")[2]
+        self._world, self._drawn = _make(id, engine, options, draw=formatter is None)
+        self._format: Callable[[Any], str] | None = None if formatter is None else resolve(formatter)
+        self._space = self._world.action_space
+        self._seen = self._world.observation_space
+        default = f"{self._name}: choose an action. {LEGENDS.get(self._name, '')}".strip()
+        self.instructions = default if instructions is None else instructions
+        self._numbers: dict[str, int] = {}
+        if kind_of(self._space) == "Discrete":
+            count, start = int(self._space.n), int(self._space.start)
+            names = tuple(action_names or ACTIONS.get(self._name, ()))
+            names = names if len(names) == count or action_names else tuple(map(str, range(start, start + count)))
+            if len(set(names)) != count:
+                raise PluginError(f"action_names has {len(names)} names for {count} actions", fix="give each action another name")
+            self._numbers = {name: start + number for number, name in enumerate(names)}
+            self.actions = names
+        elif not json_actions:
+            parameters = {"type": "object", "properties": {"action": schema_of(self._space)}, "required": ["action"]}
+            self.actions = ({"type": "function", "function": {"name": "act", "description": "Acts.", "parameters": parameters}},)
+        else:
+            self.instructions += "" if instructions is not None else f" Write it as JSON: {json.dumps(schema_of(self._space))}"
+
+    def reset(self, seed: int) -> str:
+        """Starts an episode."""
+        observation, _ = self._world.reset(seed=seed)
+        return self._text(observation)
+
+    def step(self, action: str | ToolCall) -> tuple[str, float, bool, bool]:
+        """Applies an action."""
+        observation, reward, terminated, truncated, _ = self._world.step(self._value(action))
+        return self._text(observation), float(reward), bool(terminated), bool(truncated)
+
+    def close(self) -> None:
+        """Closes the environment."""
+        self._world.close()
+
+    def _value(self, action: str | ToolCall) -> Any:
+        if isinstance(action, ToolCall):
+            if action.name != "act" or "action" not in action.arguments:
+                raise PolicyFault("call act with the argument action")
+            return value_of(self._space, action.arguments["action"])
+        if self._numbers:
+            return self._numbers[action]
+        try:
+            given = json.loads(action)
+        except (ValueError, RecursionError) as error:
+            raise PolicyFault(f"the action is not JSON: {str(error)[:200]}") from None
+        return value_of(self._space, given)
+
+    def _text(self, observation: Any) -> str:
+        if not is_inside(self._seen, observation):
+            raise EnvironmentFault(f"gymnasium:{self._name} returned an observation outside its space {str(self._seen)[:200]}")
+        if self._format is not None:
+            return self._format(observation)
+        if self._drawn:
+            return _COLOUR.sub(_mark, self._world.render()).strip()
+        features = FEATURES.get(self._name, ())
+        if features and len(features) == len(observation):
+            spaces = getattr(self._seen, "spaces", None)
+            texts = [text_of(space, item) for space, item in zip(spaces, observation, strict=True)] if spaces else map(_three, observation)
+            return ", ".join(f"{name} {text}" for name, text in zip(features, texts, strict=True))
+        return text_of(self._seen, observation)
+
+
+def _three(number: float) -> str:
+    return f"{number:.3f}"
+
+
+def _mark(match: re.Match[str]) -> str:
+    """Returns a coloured part of a drawing between brackets: [ ] for a background, ( ) for blue, { } for magenta."""
+    code, text = match[1].partition(";")[0], match[2]
+    first, last = "()" if code == "34" else "{}" if code == "35" else "[]"
+    return f"{first}{text}{last}"
+
+
+def _make(id: str, engine: str, options: dict[str, Any], *, draw: bool) -> tuple[Any, bool]:
+    """Returns an environment, and whether its observations are drawn as text. Raises `PluginError`."""
+    module, _, name = id.rpartition(":")
+    try:
+        gymnasium = importlib.import_module("gymnasium")
+        if module:
+            importlib.import_module(module)
+    except ImportError as error:
+        raise PluginError(f"gymnasium:{id} needs a package that is not installed: {error}", fix=install_command("gymnasium")) from error
+    if engine == "envpool":
+        return _EnvPool(name, options), False
+    if engine != "gymnasium":
+        raise PluginError(f"tasks.family.options.engine={engine!r} is unknown", fix="use gymnasium or envpool")
+    try:
+        world = gymnasium.make(name, disable_env_checker=True, **options)
+        if not draw or "render_mode" in options or "ansi" not in world.metadata.get("render_modes", ()):
+            return world, False
+        world.close()
+        return gymnasium.make(name, disable_env_checker=True, render_mode="ansi", **options), True
+    except gymnasium.error.Error as error:
+        raise PluginError(f"gymnasium:{id} cannot be made: {str(error)[:500]}", fix="see gymnasium.pprint_registry()") from error
+
+
+class _EnvPool:
+    """One environment of EnvPool, which computes it in C++, with the interface of Gymnasium."""
+
+    def __init__(self, name: str, options: dict[str, Any]) -> None:
+        try:
+            self._module = importlib.import_module("envpool")
+        except ImportError as error:
+            raise PluginError(
+                "tasks.family.options.engine=envpool needs a package that is not installed", fix="pip install envpool"
+            ) from error
+        self._name, self._options = name, options
+        self._pool: Any = None
+        spec = self._module.make_spec(name, **options)
+        self.action_space, self.observation_space = spec.gymnasium_action_space, spec.gymnasium_observation_space
+
+    def reset(self, *, seed: int) -> tuple[Any, dict[str, Any]]:
+        """Creates the environment, because EnvPool takes the seed only then."""
+        self._pool = self._module.make_gymnasium(self._name, num_envs=1, seed=seed, **self._options)
+        return self._pool.reset()[0][0], {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Applies an action."""
+        import numpy as np
+
+        observation, reward, terminated, truncated, _ = self._pool.step(np.array([action]))
+        return observation[0], reward[0], terminated[0], truncated[0], {}
+
+    def close(self) -> None:
+        """Closes the environment."""
+        if self._pool is not None:
+            self._pool.close()

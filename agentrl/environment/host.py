@@ -1,0 +1,328 @@
+"""A host: a long-lived process of another Python environment that runs foreign code for many episodes.
+
+agentrl starts it, talks to it over a socket with lines of JSON (`inside/host_channel.py`), restarts it if it dies or blocks, and kills it at
+the end. Everything that it sends is hostile: messages are bounded, every call has a deadline, and an unknown or late reply is ignored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from agentrl.base import user_code
+from agentrl.base.secrets import child_environment
+from agentrl.errors import InfrastructureError, PolicyFault, TaskError, UserError
+from agentrl.records.fields import json_value
+
+log = logging.getLogger(__name__)
+
+INSIDE = Path(__file__).parent / "inside"
+MAX_MESSAGE = 96 << 20
+"""Bytes of one message: a file of a sandbox in base64."""
+MAX_DESCRIPTION = 256 << 20
+DESCRIBE_S = 300.0
+PING_S = 10.0
+SILENT_S = 60.0
+"""Seconds without an answer to a ping after which a host is killed: foreign code blocks its event loop."""
+MAX_DEATHS = 5
+"""Deaths in a row, without a finished call between them, after which a host is not started again."""
+RESTART_S = 0.5
+MAX_SERVED = 512
+"""Requests of the host that are answered at the same time."""
+_TAIL = 40  # lines of the host's output in an error
+_LARGE = 1 << 20  # bytes of a message that is parsed in a thread
+
+Serve = Callable[[str, Mapping[str, Any]], Awaitable[Any]]
+"""Answers a request that the host sends for a call: method, parameters -> JSON."""
+
+
+class HostDied(InfrastructureError):
+    """The host process ended, or was killed because it did not respond."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostSpec:
+    """How a host is started: `python inside/SCRIPT.py`, with `config` on standard input."""
+
+    name: str  # for messages, such as "inspect:tasks.py@arithmetic"
+    python: str
+    script: str  # file in `inside/`
+    config: Mapping[str, Any]
+    environment: Mapping[str, str] = field(default_factory=dict)  # additional variables
+    folder: Path = field(default_factory=Path.cwd)  # working directory
+
+    def command(self, *arguments: str) -> list[str]:
+        """Returns the command line."""
+        return [self.python, str(INSIDE / self.script), *arguments]
+
+    def variables(self) -> dict[str, str]:
+        """Returns the process's environment: this process's, without secrets and Python settings, and `environment`."""
+        own = child_environment(os.environ)
+        return {name: value for name, value in own.items() if not name.startswith("PYTHON")} | {**self.environment}
+
+
+def describe(spec: HostSpec) -> Any:
+    """Runs the script once and returns its description of the tasks.
+
+    Raises `UserError` if the script reports an error, ends without a description, or takes more than `DESCRIBE_S` seconds.
+    """
+    with tempfile.TemporaryDirectory(prefix="agentrl-host-") as folder:
+        file, output = Path(folder, "description"), Path(folder, "output")
+        try:
+            with output.open("wb") as out:
+                process = subprocess.run(
+                    spec.command("describe", str(file)),
+                    input=json.dumps(spec.config).encode(),
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    cwd=spec.folder,
+                    env=spec.variables(),
+                    timeout=DESCRIBE_S,
+                    start_new_session=True,
+                )
+            if not file.exists() or file.stat().st_size > MAX_DESCRIPTION:
+                tail = output.read_bytes()[-2000:].decode("utf-8", "replace").strip()
+                raise UserError(f"{spec.name}: its host ended with status {process.returncode} and no description of the tasks: {tail}")
+            described = json.loads(file.read_bytes())
+        except OSError as error:
+            raise UserError(f"{spec.name}: {spec.python} cannot be started: {error.strerror or error}") from None
+        except subprocess.TimeoutExpired:
+            raise UserError(f"{spec.name}: loading the tasks took more than {DESCRIBE_S:g} s") from None
+    if "error" in described:
+        raise UserError(f"{spec.name}: {str(described['error'].get('message', ''))[:4000]}")
+    return described.get("result")
+
+
+@dataclass(slots=True)
+class _Call:
+    future: asyncio.Future[Any]
+    serve: Serve | None
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+
+class Host:
+    """Starts the process of a `HostSpec` at the first call, and again after its death. Belongs to one event loop."""
+
+    def __init__(self, spec: HostSpec) -> None:
+        self.spec = spec
+        self.deaths = 0  # in a row
+        self._process: _Process | None = None
+        self._starting = asyncio.Lock()
+
+    async def call(self, method: str, params: Mapping[str, Any], *, timeout_s: float, serve: Serve | None = None) -> Any:
+        """Sends a request and returns its result, which is JSON of at most 64 levels. A cancelled call is cancelled in the host too.
+
+        Args:
+            serve: answers the host's requests for this call.
+
+        Raises:
+            TaskError, PolicyFault, InfrastructureError: as the host blames the failure.
+            HostDied: the process ended, or cannot be started.
+            InfrastructureError: no result after `timeout_s`.
+        """
+        process = await self._running()
+        try:
+            async with asyncio.timeout(timeout_s):
+                result = await process.call(method, params, serve)
+        except TimeoutError:
+            raise InfrastructureError(f"{self.spec.name}: no result of {method} within {timeout_s:g} s") from None
+        self.deaths = 0
+        return result
+
+    async def _running(self) -> _Process:
+        async with self._starting:
+            if self._process is not None and not self._process.ended:
+                return self._process
+            if self._process is not None:
+                self.deaths += 1
+                if self.deaths > MAX_DEATHS:
+                    raise HostDied(f"{self.spec.name}: its host died {self.deaths} times in a row; the last time: {self._process.reason}")
+                await asyncio.sleep(min(RESTART_S * 2**self.deaths, 30.0))
+            self._process = await _Process.start(self.spec)
+            return self._process
+
+    async def close(self) -> None:
+        """Kills the process."""
+        if self._process is not None:
+            await self._process.close()
+
+
+class _Process:
+    """One process of a host."""
+
+    def __init__(
+        self, spec: HostSpec, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._spec, self._process, self._writer = spec, process, writer
+        self.reason = ""  # why it ended
+        self._calls: dict[int, _Call] = {}
+        self._numbers = count(1)
+        self._tail: deque[str] = deque(maxlen=_TAIL)
+        self._task = asyncio.create_task(self._live(reader), name=f"host {spec.name}")
+
+    @property
+    def ended(self) -> bool:
+        """Whether it accepts no calls any more."""
+        return bool(self.reason)
+
+    @classmethod
+    async def start(cls, spec: HostSpec) -> _Process:
+        """Starts the process. Raises `HostDied`."""
+        ours, theirs = socket.socketpair()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *spec.command(str(theirs.fileno())),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(),),
+                cwd=spec.folder,
+                env=spec.variables(),
+                start_new_session=True,  # so that ctrl-C reaches only this process
+            )
+        except OSError as error:
+            ours.close()
+            raise HostDied(f"{spec.name}: {spec.python} cannot be started: {error.strerror or error}") from None
+        finally:
+            theirs.close()
+        return cls(spec, process, *await asyncio.open_connection(sock=ours, limit=MAX_MESSAGE))
+
+    async def close(self) -> None:
+        """Kills the process and waits for its end."""
+        self._task.cancel()
+        await asyncio.wait({self._task})
+
+    async def call(self, method: str, params: Mapping[str, Any], serve: Serve | None) -> Any:
+        """See `Host.call`."""
+        number = next(self._numbers)
+        call = self._calls[number] = _Call(asyncio.get_running_loop().create_future(), serve)
+        answered = False
+        try:
+            await self._send({"id": number, "method": method, "params": dict(params)})
+            result = await call.future
+            answered = True
+            return result
+        except (TaskError, PolicyFault, InfrastructureError):
+            answered = True
+            raise
+        finally:
+            self._calls.pop(number, None)
+            for task in call.tasks:
+                task.cancel()
+            if not answered and not self.ended:
+                with contextlib.suppress(Exception):
+                    self._writer.write(json.dumps({"cancel": number}).encode() + b"\n")
+
+    async def _send(self, message: Mapping[str, Any]) -> None:
+        if self.ended:
+            raise HostDied(self.reason)
+        self._writer.write(json.dumps(message).encode() + b"\n")
+        with contextlib.suppress(ConnectionError):  # `_live` reports the end
+            await self._writer.drain()
+
+    async def _live(self, reader: asyncio.StreamReader) -> None:
+        """Reads messages until the process ends, and kills it at the end of this task."""
+        parts = [asyncio.create_task(part) for part in (self._read(reader), self._keep_output(), self._configure(), self._watch())]
+        reason = "it was closed"
+        try:
+            done, _ = await asyncio.wait(parts[:1] + parts[3:], return_when=asyncio.FIRST_COMPLETED)
+            with user_code.fault_boundary() as fault:
+                reason = next(str(task.result()) for task in done)
+            if fault.error is not None:
+                reason = f"it sent an invalid message: {user_code.describe_error(fault.error, 500)}"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            code = await asyncio.shield(self._process.wait())
+            await asyncio.wait({parts[1]}, timeout=1.0)
+            for task in parts:
+                task.cancel()
+            self._writer.close()
+            tail = "\n".join(self._tail)[-2000:]
+            self.reason = f"{self._spec.name}: the host process ended: {reason} (status {code}){': ' if tail else ''}{tail}"
+            for call in self._calls.values():
+                if not call.future.done():
+                    call.future.set_exception(HostDied(self.reason))
+                    call.future.exception()  # mark as retrieved: its caller may be gone
+
+    async def _configure(self) -> None:
+        assert self._process.stdin is not None, "it is a pipe"
+        with contextlib.suppress(ConnectionError):
+            self._process.stdin.write(json.dumps(self._spec.config).encode())
+            await self._process.stdin.drain()
+            self._process.stdin.close()
+
+    async def _keep_output(self) -> None:
+        """Reads what the process prints, so that it never waits, and remembers the last lines."""
+        assert self._process.stdout is not None, "it is a pipe"
+        rest = b""
+        while data := await self._process.stdout.read(1 << 16):
+            *lines, rest = (rest + data).split(b"\n")
+            self._tail.extend(line[-500:].decode("utf-8", "replace") for line in lines if line.strip())
+            rest = rest[-500:]
+        if rest:
+            self._tail.append(rest.decode("utf-8", "replace"))
+
+    async def _watch(self) -> str:
+        while True:
+            await asyncio.sleep(PING_S)
+            try:
+                async with asyncio.timeout(SILENT_S):
+                    await self.call("ping", {}, None)
+            except TimeoutError:
+                return f"it did not respond for {SILENT_S:g} s, because its code blocks the event loop; it was killed"
+
+    async def _read(self, reader: asyncio.StreamReader) -> str:
+        while line := await reader.readline():
+            message = json_value(await asyncio.to_thread(json.loads, line) if len(line) > _LARGE else json.loads(line))
+            if "method" in message:
+                self._serve(message)
+            elif (call := self._calls.get(message["id"])) is not None and not call.future.done():
+                if "error" in message:
+                    call.future.set_exception(_error(message["error"], self._spec.name))
+                else:
+                    call.future.set_result(message["result"])
+        return "it closed its socket"
+
+    def _serve(self, message: Mapping[str, Any]) -> None:
+        call = self._calls.get(message["for"])
+        if sum(len(each.tasks) for each in self._calls.values()) >= MAX_SERVED:
+            raise ValueError(f"more than {MAX_SERVED} requests at a time")
+        task = asyncio.create_task(self._served(message, call))
+        if call is not None:
+            call.tasks.add(task)
+            task.add_done_callback(call.tasks.discard)
+
+    async def _served(self, message: Mapping[str, Any], call: _Call | None) -> None:
+        answer: dict[str, Any] = {"error": {"blame": "infrastructure", "message": "the episode has ended"}}
+        if call is not None and call.serve is not None and not call.future.done():
+            with user_code.fault_boundary() as fault:
+                answer = {"result": await call.serve(str(message["method"]), message["params"])}
+            if (error := fault.error) is not None:
+                blame = "task" if isinstance(error, TaskError) else "infrastructure"
+                answer = {"error": {"blame": blame, "message": user_code.describe_error(error, 2000)}}
+        with contextlib.suppress(HostDied):
+            await self._send({"id": message["id"], **answer})
+
+
+def _error(error: Mapping[str, Any], name: str) -> Exception:
+    text = f"{name}: {str(error.get('message', ''))[:4000]}"
+    match error.get("blame"):
+        case "task":
+            return TaskError(text)
+        case "policy":
+            return PolicyFault(text)
+    return InfrastructureError(text)

@@ -1,0 +1,181 @@
+"""The agent for environments whose program drives the model: inspect's solvers, verifiers' harnesses.
+
+It hands each episode to a host (`agentrl.environment.host`), which gets the gateway's address and a key for this episode. So every token is
+sampled and recorded by agentrl, and the host returns the score.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import math
+import re
+from asyncio import AbstractEventLoop
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from agentrl.base.user_code import describe_error
+from agentrl.environment.host import Host, HostSpec
+from agentrl.errors import InfrastructureError, PolicyFault, TaskError
+from agentrl.gateway.program import MODEL
+from agentrl.gateway.rewards import MAX_EVIDENCE, MAX_PARTS, POSTED_REWARDS
+from agentrl.gateway.server import Gateway, import_server
+from agentrl.gateway.session import Session
+from agentrl.gateway.tokens import Chat, ConversationTokens
+from agentrl.plugins.references import resolve
+from agentrl.protocols import LiveEpisode, Sandbox
+from agentrl.records import Blame, EnvironmentSpec, Score
+
+HOSTED = {
+    "inspect": "agentrl.environment.inspect_tasks:host_spec",
+    "verifiers": "agentrl.environment.verifiers_tasks:host_spec",
+}
+"""Prefix of `EnvironmentSpec.ref` -> function that returns the `HostSpec` of a specification."""
+SCORING_SHARE = 0.2
+"""Share of an episode's time that is reserved for scoring: after the rest, the host stops its program and scores what there is."""
+MAX_HOSTS = 16
+MAX_ANSWER = 1 << 16
+MAX_OUTPUT = 16 << 20
+_hosts: WeakKeyDictionary[AbstractEventLoop, dict[str, Host]] = WeakKeyDictionary()
+_STOP = re.compile(r"[a-z_]{1,32}")
+
+
+class HostedAgent:
+    """An `agentrl.protocols.Agent` that runs each episode in the host of its task's environment.
+
+    A host gets a request `play` with `episode`, `base_url`, `key` and `model` (the policy's endpoint), `data` (of the task), `turns` (the
+    largest number of completions) and `solve_s` (seconds until it must stop its program and score). It returns
+
+    - `value`: the score, a finite number; None, with a `reason`, for an episode that is not scored, and `blame` if it is known;
+    - optional `parts` (name -> finite number), `evidence`, `answer`, and `stop`, the stop reason;
+    - optional `fault` with `blame` and `message`: the program failed. The episode is excluded. If it turns out that only the policy's text
+      provokes the fault, the value counts, or the lowest value so far if there is none.
+
+    While it plays, a host may send `exec` to run programs in the episode's sandbox.
+    """
+
+    boundaries = False  # the program's state cannot be captured
+    task_tools = False  # the program has its own
+
+    def __init__(self, *, chat: Chat) -> None:
+        import_server()
+        self._tokens = ConversationTokens(chat)
+        self._gateway = Gateway()
+        self._lowest: dict[str, float] = {}  # lowest value so far, by environment
+
+    async def act(self, episode: LiveEpisode) -> str:
+        """Plays the episode in its host, stores its score for `agentrl.gateway:posted_reward`, and returns the stop reason."""
+        task = episode.task
+        if task.environment is None:
+            raise TaskError(f"task {task.id!r} has no environment", fix="use rollout.agent=turns for it")
+        host = host_of(task.environment)
+        session = Session(episode=episode, tokens=self._tokens, models=(MODEL,))
+        POSTED_REWARDS.open(episode.id)
+        async with self._gateway.session(session) as key:
+            episode.stage = "environment"
+            params = {
+                **{"episode": episode.id, "base_url": f"{self._gateway.url}/v1", "key": key, "model": MODEL, "data": task.data},
+                **{"turns": task.limits.turns, "solve_s": (1 - SCORING_SHARE) * task.limits.wall_s},
+            }
+            result = await self._play(host, params, episode, session)
+            episode.stage = "environment"
+        if session.fault is not None:
+            raise session.fault
+        return self._ended(episode, session, result)
+
+    async def _play(self, host: Host, params: Mapping[str, Any], episode: LiveEpisode, session: Session) -> Mapping[str, Any]:
+        """Returns the host's result; a session that ends with a fault gives an empty one."""
+        limit_s = episode.task.limits.wall_s
+        play = asyncio.create_task(host.call("play", params, timeout_s=limit_s, serve=partial(_serve, episode)))
+        over = asyncio.create_task(session.over.wait())
+        try:
+            await asyncio.wait({play, over}, return_when=asyncio.FIRST_COMPLETED)
+            return {} if session.fault is not None else as_object(await play, host)
+        finally:
+            over.cancel()
+            play.cancel()
+            await asyncio.wait({play, over})
+
+    def _ended(self, episode: LiveEpisode, session: Session, result: Mapping[str, Any]) -> str:
+        """Stores the score and returns the stop reason. Raises the fault of the host's program."""
+        ref = "" if episode.task.environment is None else episode.task.environment.ref
+        score = score_of(result)
+        fault = result.get("fault")
+        if score.value is not None:
+            self._lowest[ref] = min(score.value, self._lowest.get(ref, score.value))
+        elif isinstance(fault, Mapping):
+            score = Score(value=min(0.0, self._lowest.get(ref, 0.0)), evidence=f"not scored: {str(fault.get('message'))[:1000]}")
+        POSTED_REWARDS.store(episode.id, score)
+        episode.answer = str(result.get("answer") or "")[:MAX_ANSWER] or session.last_words()
+        if isinstance(fault, Mapping):
+            text = f"{ref}: {str(fault.get('message'))[:4000]}"
+            raise {"task": TaskError, "policy": PolicyFault}.get(str(fault.get("blame")), InfrastructureError)(text)
+        stop = str(result.get("stop") or "")
+        return session.limit or (stop if _STOP.fullmatch(stop) else "answered")
+
+
+def host_of(spec: EnvironmentSpec) -> Host:
+    """Returns the host of an environment, which its episodes in this event loop share. Raises `UserError` if it cannot be started."""
+    kind, here = spec.ref.partition(":")[0], _hosts.setdefault(asyncio.get_running_loop(), {})
+    if kind not in HOSTED:
+        raise TaskError(f"environment {spec.ref!r} has no host", fix=f"use one of {', '.join(HOSTED)}")
+    key = repr((spec.ref, spec.options))
+    if key not in here:
+        if len(here) >= MAX_HOSTS:
+            raise TaskError(f"the tasks of this run use more than {MAX_HOSTS} hosts", fix="use fewer environments or options")
+        start: HostSpec = resolve(HOSTED[kind])(spec)
+        here[key] = Host(start)
+    return here[key]
+
+
+def as_object(result: Any, host: Host) -> Mapping[str, Any]:
+    """Returns the result of `play`. Raises `InfrastructureError` if it is not an object."""
+    if not isinstance(result, Mapping):
+        raise InfrastructureError(f"{host.spec.name}: its host returned a {type(result).__name__} instead of an object")
+    return result
+
+
+def score_of(result: Mapping[str, Any]) -> Score:
+    """Returns a host's result as a score. A result that is not valid gives an absent score: it is never 0."""
+    try:
+        parts = result.get("parts") or {}
+        if len(parts) > MAX_PARTS:
+            raise ValueError(f"{len(parts)} parts; the maximum is {MAX_PARTS}")
+        numbers = {str(name)[:200]: _number(value, f"part {str(name)[:80]!a}") for name, value in parts.items()}
+        evidence = str(result.get("evidence") or "")[:MAX_EVIDENCE]
+        if result.get("value") is None:
+            blame = next((each for each in Blame if each.value == result.get("blame") and each is not Blame.POLICY), None)
+            reason = str(result.get("reason") or "the environment returned no score")[:2000]
+            return Score(value=None, reason=reason, parts=numbers, evidence=evidence, blame=blame)
+        return Score(value=_number(result["value"], "the value"), parts=numbers, evidence=evidence)
+    except (ValueError, TypeError, AttributeError) as error:
+        return Score(value=None, reason=f"the environment's score is not valid: {describe_error(error, 500)}", blame=Blame.INFRASTRUCTURE)
+
+
+def _number(value: Any, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or abs(value) > 1e300:
+        raise ValueError(f"{what} must be a finite number, got {str(value)[:80]!a}")
+    return float(value)
+
+
+async def _serve(episode: LiveEpisode, method: str, params: Mapping[str, Any]) -> Any:
+    """Runs a program of the host in the episode's sandbox. Its time counts as the agent's."""
+    sandbox = await episode.sandbox()
+    with episode.running(sandbox):
+        return await run_in(sandbox, method, params, limit_s=episode.task.limits.wall_s)
+
+
+async def run_in(sandbox: Sandbox, method: str, params: Mapping[str, Any], *, limit_s: float) -> Any:
+    """Answers a host's request `exec` with `argv`, `stdin` in base64, `timeout_s`, `output_bytes` and `env`. Raises `ValueError`."""
+    if method != "exec":
+        raise ValueError(f"unknown operation {method[:80]!a}")
+    result = await sandbox.exec(
+        params["argv"],
+        stdin=base64.b64decode(params["stdin"]),
+        timeout_s=min(float(params["timeout_s"]), limit_s),
+        output_bytes=min(int(params["output_bytes"]), MAX_OUTPUT),
+        env=params.get("env") or None,
+    )
+    return {name: getattr(result, name) for name in ("exit_code", "stdout", "stderr", "truncated", "reason")}

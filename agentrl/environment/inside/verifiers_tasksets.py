@@ -1,0 +1,253 @@
+"""Tasksets of verifiers 0.4: their `Env` plays an episode in `verifiers_host.py`, with the gateway as its model.
+
+A taskset without a harness gets `ChatHarness`, which runs in this process. The default harness of verifiers would run the policy's commands
+on this machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import math
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from itertools import islice
+from typing import Any
+
+import verifiers.v1 as vf
+from host_channel import INFRASTRUCTURE, TASK, Fault, describe_error
+from openai import AsyncOpenAI
+from verifiers.v1.clients import EvalClient
+from verifiers.v1.clients.client import SESSION_ID_HEADER
+from verifiers.v1.configs.agent import AgentConfig
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.errors import ProviderError
+from verifiers.v1.harnesses.utils.compaction import bound_tool_message
+from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
+from verifiers.v1.interception import server as interception
+from verifiers.v1.utils import loaders
+from verifiers.v1.utils.compile import validate_pairing
+from verifiers_data import MAX_TEXT, described, finite, hub_hint
+
+__all__ = ["ChatHarness"]  # verifiers loads a harness from such a module
+
+RUNTIMES = ("subprocess", "docker", "podman", "apptainer")
+NO_KEY = "AGENTRL_POLICY"  # a variable that does not exist: the key of an episode comes from `PLAYING`
+ENDS = ("context_length_exceeded", "turn_limit")  # error codes of the gateway after which no completion is possible
+STOPS = {"max_turns": "turn_limit", "turn_limit": "turn_limit", "context_length_exceeded": "token_limit", "agent_timeout": "wall_limit"}
+
+PLAYING: dict[str, tuple[str, Any]] = {}
+"""Id of a trace -> key of its episode, and the trace."""
+
+
+class Taskset:
+    """A taskset of verifiers 0.4 and the environment that plays it."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._name, self._size = config["package"], config["size"]
+        raw = {**config["env"], "taskset": {**config["args"], "id": self._name}}
+        try:
+            kind = loaders.env_config_type(self._name, raw.get("id", ""))
+            self._roles = [name for name, field in kind.model_fields.items() if isinstance(field.default, AgentConfig)]
+            for role in self._roles:
+                raw[role] = _role(kind.model_fields[role].default, dict(raw.get(role) or {}), config)
+            self._env = loaders.load_environment(loaders.resolve_env_config(raw))
+            self._task_class = type(self._env.taskset).task_type()
+            self._check()
+        except Fault:
+            raise
+        except BaseException as error:
+            raise Fault(TASK, f"{self._name}: {describe_error(error)}{hub_hint(error)}") from error
+
+    def _check(self) -> None:
+        """Raises `Fault` for a package that needs what is not here, or that would run the policy's programs on this machine."""
+        taskset = self._env.taskset
+        tools = [*self._task_class.toolsets(taskset.config.task), *taskset.toolsets(taskset.config)]
+        types = [getattr(getattr(tool.config, "runtime", None), "type", RUNTIMES[0]) for tool in tools]
+        if self._env._requires_tunnel({}) or not set(types) <= set(RUNTIMES):
+            raise Fault(TASK, f"{self._name}: its tool servers need a hosted runtime; agentrl runs only {', '.join(RUNTIMES)}")
+        for role in self._roles:
+            harness, runtime = self._env._harnesses[role], getattr(self._env.config, role).runtime
+            if (harness.EXECUTES_CODE or harness.NEEDS_CONTAINER or self._task_class.NEEDS_CONTAINER) and runtime.type == RUNTIMES[0]:
+                message = f"{self._name}: {role} runs programs of the policy, which need a container: set the option runtime to docker"
+                raise Fault(TASK, message)
+            validate_pairing(harness, self._task_class, runtime, tools=tools)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Returns the tasks. Raises `Fault`."""
+        try:
+            drawn = islice(iter(self._env.taskset), self._size)
+            tasks: list[dict[str, Any]] = described(
+                (f"{task.data.idx}", _text(task.data), task.data.model_dump(mode="json")) for task in drawn
+            )
+            return tasks
+        except Fault:
+            raise
+        except BaseException as error:
+            raise Fault(TASK, f"loading its tasks failed: {describe_error(error)}{hub_hint(error)}") from error
+
+    async def serve(self, ready: Callable[[], None]) -> None:
+        """Holds what episodes share until it is cancelled."""
+        serve_policy()
+        async with self._env.serving():
+            ready()
+            await asyncio.Event().wait()
+
+    async def play(self, params: dict[str, Any]) -> dict[str, Any]:
+        """Plays one episode and returns its score."""
+        data = self._task_class.data_type().model_validate(json.loads(params["data"]["task"]))
+        task = self._task_class(data, self._env.config.taskset.task)
+        client = vf.EvalClientConfig(base_url=params["base_url"], api_key_var=NO_KEY)
+        context = vf.ModelContext(model=params["model"], client=client)
+        env = copy.copy(self._env)
+        env.config = self._env.config.model_copy(update={role: self._bounded(role, params) for role in self._roles})
+        traces: list[str] = []
+
+        def opened(trace: Any) -> None:
+            traces.append(trace.id)
+            PLAYING[trace.id] = (params["key"], trace)
+
+        try:
+            return result_of(await env.run_episode(task, context, on_trace=opened), turns=params["turns"])
+        finally:
+            for trace in traces:
+                PLAYING.pop(trace, None)
+
+    def _bounded(self, role: str, params: dict[str, Any]) -> Any:
+        """Returns the configuration of a role, with the limits of an episode."""
+        own, solve_s = getattr(self._env.config, role), params["solve_s"]
+        most = {"setup": solve_s, "rollout": solve_s, "finalize": solve_s / 4, "scoring": solve_s / 4}
+        timeout = own.timeout.model_copy(update={name: min(getattr(own.timeout, name) or limit, limit) for name, limit in most.items()})
+        return own.model_copy(update={"max_turns": min(own.max_turns or params["turns"], params["turns"]), "timeout": timeout})
+
+
+def _role(default: Any, wanted: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the configuration of a role: in a local runtime, with `ChatHarness` unless there is another. Raises `Fault`."""
+    runtime = dict(wanted.get("runtime") or {})
+    runtime.setdefault("type", config["runtime"] if default.runtime.type == "prime" else default.runtime.type)  # prime is their default
+    if runtime["type"] not in RUNTIMES:
+        message = f"{config['package']} wants the hosted runtime {runtime['type']!r}, but agentrl runs only {', '.join(RUNTIMES)}"
+        raise Fault(TASK, message)
+    if not wanted.get("harness") and default.harness is None and loaders.default_harness_id(config["package"]) == "bash":
+        wanted["harness"] = {"id": __name__}
+    return {**wanted, "runtime": runtime}
+
+
+class ChatHarness(vf.Harness[vf.HarnessConfig]):
+    """A conversation with the task's tools, in this process."""
+
+    APPENDS_SYSTEM_PROMPT = SUPPORTS_MCP = SUPPORTS_RESUME = True
+    EXECUTES_CODE = NEEDS_CONTAINER = False
+
+    async def launch(
+        self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str], data: Any, **_: Any
+    ) -> Any:
+        """Asks the policy until an answer without calls. A limit of the episode ends it with an error, after which verifiers scores it."""
+        system, prompt = self.resolve_prompt(data)
+        messages: list[Any] = [{"role": "system", "content": system}] if system else []
+        messages += [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(message_to_wire, prompt or ())
+        async with AsyncExitStack() as stack, AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=None) as client:
+            servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
+            tools, dispatch, connected = await connect_mcp({"mcpServers": servers}, stack)
+            options = {"tools": tools} if tools else {}
+            while True:
+                done = await client.chat.completions.create(model=ctx.model, messages=messages, **options)
+                message = done.choices[0].message
+                messages.append(message.model_dump(exclude_none=True))
+                if not message.tool_calls:
+                    break
+                for call in message.tool_calls:
+                    content = await _result(call.function, dispatch, connected)
+                    answer = {"role": "tool", "tool_call_id": call.id, "name": call.function.name, "content": content}
+                    messages.append(bound_tool_message(answer))
+        return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+
+
+async def _result(function: Any, dispatch: Any, connected: Any) -> Any:
+    """Calls a tool of the task. An invalid call is the policy's mistake, and gets a message."""
+    if function.name not in dispatch:
+        return f"error: no tool {function.name!r}"
+    try:
+        arguments = json.loads(function.arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        return f"error: the arguments are not JSON: {describe_error(error)}"
+    if not isinstance(arguments, dict):
+        return "error: the arguments must be an object"
+    return await call_mcp(connected, dispatch, function.name, arguments)
+
+
+class PolicyClient(EvalClient):
+    """Sends each request with the key of its episode. An episode that has reached a limit is stopped: it did not fail."""
+
+    def _headers(self, dialect: Any, incoming: Any, session_id: str | None) -> Any:
+        headers = super()._headers(dialect, incoming, session_id)
+        if session_id in PLAYING:
+            headers.update(dialect.auth_headers(PLAYING[session_id][0]))
+        return headers
+
+    async def _request(self, url: str, body: Any, headers: Any, **options: Any) -> Any:
+        try:
+            return await super()._request(url, body, headers, **options)
+        except ProviderError as error:
+            ended = next((code for code in ENDS if code in str(error)), None)
+            if ended is not None and headers.get(SESSION_ID_HEADER) in PLAYING:
+                PLAYING[headers[SESSION_ID_HEADER]][1].stop(ended)
+            raise
+
+
+def serve_policy() -> None:
+    """Lets verifiers use `PolicyClient` for the policy."""
+    other = interception.resolve_client
+    interception.resolve_client = lambda config: PolicyClient(config) if config.api_key_var == NO_KEY else other(config)
+
+
+def result_of(episode: Any, *, turns: int) -> dict[str, Any]:
+    """Returns the score of an episode: the mean reward of its trainable traces, with all rewards and metrics as parts."""
+    trained = [trace for trace in episode.traces if trace.agent.trainable]
+    parts: dict[str, float] = {}
+    for trace in episode.traces:
+        role = f"{trace.agent.name}." if len(episode.traces) > 1 else ""
+        parts |= {f"{role}{name}": reward.value for name, reward in trace.rewards.items() if reward is not None}
+        parts |= {f"{role}{name}": value for name, value in trace.metrics.items() if value is not None}
+    result: dict[str, Any] = {"parts": finite(parts), "value": None, "stop": _stop(episode, turns)}
+    if trained:
+        result["answer"] = str(trained[-1].last_reply or "")[:MAX_TEXT]
+    if (fault := _fault(episode, trained)) is not None:
+        return {**result, "fault": fault}
+    if any(not trace.rewards for trace in trained):
+        return {**result, "reason": "the package defines no reward", "blame": TASK}
+    rewards = [trace.reward for trace in trained]
+    if missing := [name for trace in trained for name, reward in trace.rewards.items() if reward is None]:
+        return {**result, "reason": f"the reward {missing[0]!r} was not computed in time", "blame": INFRASTRUCTURE}
+    if not all(map(math.isfinite, rewards)):
+        return {**result, "reason": f"the reward is {rewards}", "blame": TASK}
+    return {**result, "value": sum(rewards) / len(rewards)}
+
+
+def _fault(episode: Any, trained: list[Any]) -> dict[str, str] | None:
+    """Returns why an episode has no score, and who is to blame; None if it has one."""
+    errors = [*episode.errors, *(trace.errors[-1] for trace in episode.traces if not trace.ok and trace.errors)]
+    if errors:
+        error = errors[-1]
+        blame = TASK if error.type in ("TaskError", "EnvError") else INFRASTRUCTURE
+        return {"blame": blame, "message": f"{error.type}: {error.message}"}
+    if not trained:
+        return {"blame": TASK, "message": "the environment ran no trainable agent"}
+    if others := [trace for trace in episode.traces if not trace.agent.trainable and trace.agent.config.client.api_key_var == NO_KEY]:
+        name = others[0].agent.name
+        return {"blame": TASK, "message": f"{name} is not trainable but uses the policy: give it a model with the option env.{name}.client"}
+    return None
+
+
+def _stop(episode: Any, turns: int) -> str:
+    """Returns the limit of the episode that ended it, if one did. A package's own limit on turns is a normal end."""
+    for trace in episode.traces:
+        stop = trace.stop_condition
+        if stop in STOPS and (stop != "max_turns" or trace.num_turns >= turns):
+            return STOPS[stop]
+    return ""
+
+
+def _text(data: Any) -> str:
+    return "\n\n".join(filter(None, (data.system_prompt, data.prompt_text)))

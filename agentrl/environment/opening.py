@@ -1,0 +1,65 @@
+"""Opens the environment of a task: by the prefix of its reference, or by a user-supplied class."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from weakref import WeakKeyDictionary
+
+from agentrl.environment.base import Environment as WorldClass
+from agentrl.environment.guard import GuardedEnvironment, guarded
+from agentrl.environment.pool import ProcessPool
+from agentrl.environment.worker import KINDS
+from agentrl.errors import PluginError
+from agentrl.plugins.references import resolve
+from agentrl.protocols import Environment, EnvironmentOpener
+from agentrl.records import EnvironmentSpec
+
+OPENERS: dict[str, str] = dict.fromkeys(("openenv", "ors", "nemo-gym"), "agentrl.environment.remote:RemoteOpener")
+"""Prefix of a reference -> plug-in reference of the class of its opener, for environments that do not run in a process of the pool."""
+
+_openers: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, EnvironmentOpener]] = WeakKeyDictionary()
+
+
+async def open_environment(spec: EnvironmentSpec) -> Environment:
+    """Returns an environment for one episode, which must be closed.
+
+    Raises `EnvironmentFault`, `TaskError` if the task cannot be played, and `PluginError` for a reference that is not an environment.
+    """
+    opened = _openers.setdefault(asyncio.get_running_loop(), {})
+    kind = kind_of(spec.ref)
+    if kind not in opened:
+        opener: EnvironmentOpener = resolve(kind)() if kind else ProcessPool()
+        opened[kind] = opener
+    if kind != spec.ref:
+        return await opened[kind].open(spec)
+    return GuardedEnvironment(await guarded(lambda: opened[kind].open(spec), f"opening {kind}"), kind)
+
+
+def is_resumable(environment: Environment) -> bool:
+    """Whether an environment has snapshots."""
+    return bool(getattr(environment, "resumable", hasattr(environment, "snapshot")))
+
+
+def kind_of(ref: str) -> str:
+    """Returns the plug-in reference of the opener; empty for the pool of processes. Raises `PluginError` for an unknown environment."""
+    prefix = ref.partition(":")[0]
+    if prefix in OPENERS:
+        return OPENERS[prefix]
+    if prefix in KINDS:
+        return ""
+    target = resolve(ref)
+    if inspect.isclass(target) and issubclass(target, WorldClass):
+        return ""
+    if inspect.isclass(target) and callable(getattr(target, "open", None)):
+        return ref
+    raise PluginError(
+        f"{ref!r} is not an environment",
+        fix="refer to a subclass of agentrl.environment.Environment, or a class with the methods of agentrl.protocols.EnvironmentOpener",
+    )
+
+
+async def close_environments() -> None:
+    """Frees what the environments of this event loop share. Environments that are still open fail."""
+    for opener in _openers.pop(asyncio.get_running_loop(), {}).values():
+        await opener.close()

@@ -1,0 +1,245 @@
+"""Local environments in processes of their own: many episodes a process, and many actions a message.
+
+Actions of episodes that arrive in one round of the event loop are sent together. A process in which one operation runs for longer than
+`timeout_s` is killed. The episode of that operation is at fault; the other episodes of the process fail too, as infrastructure, and are
+repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import mmap
+import os
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from agentrl.base.secrets import child_environment, resolve_options
+from agentrl.environment.base import text_of
+from agentrl.environment.worker import MAX_FRAME, PROGRESS, SIZE
+from agentrl.errors import EnvironmentFault, PolicyFault, TaskError
+from agentrl.records import EnvironmentSpec, Observation, Step, ToolCall
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S = 60.0
+"""Seconds for one operation of an environment."""
+EPISODES_PER_PROCESS = 64
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+class ProcessPool:
+    """An `agentrl.protocols.EnvironmentOpener` for local environments. The number of processes grows with that of the open episodes.
+
+    Args:
+        processes: largest number of processes; None means the number of this machine's cores.
+        timeout_s: seconds for one operation.
+    """
+
+    def __init__(self, *, processes: int | None = None, timeout_s: float = TIMEOUT_S) -> None:
+        self._most = processes or os.cpu_count() or 1
+        self._timeout_s = timeout_s
+        self._processes: list[_Process] = []
+        self._starting = asyncio.Lock()
+
+    async def open(self, spec: EnvironmentSpec) -> PooledEnvironment:
+        """Opens an environment and resets it. Raises `EnvironmentFault`, and `TaskError` if the task cannot be played."""
+        process = await self._process()
+        number, world = process.add(), None
+        try:
+            opened = await process.run(number, "open", spec.ref, resolve_options(spec.options), spec.seed)
+            world = PooledEnvironment(process, number, spec.ref, opened)
+            return world
+        finally:
+            if world is None:
+                await process.remove(number)
+
+    async def close(self) -> None:
+        """Ends the processes."""
+        for process in self._processes:
+            await process.kill("the run has ended")
+
+    async def _process(self) -> _Process:
+        """Returns the process with the fewest episodes, after starting another one if all are full."""
+        async with self._starting:
+            alive = self._processes = [process for process in self._processes if process.alive]
+            free = min(alive, key=lambda process: len(process.episodes), default=None)
+            if free is None or (len(free.episodes) >= EPISODES_PER_PROCESS and len(alive) < self._most):
+                free = await _Process.start(self._timeout_s)
+                self._processes.append(free)
+            return free
+
+
+class PooledEnvironment:
+    """An `agentrl.protocols.ResumableEnvironment` in a process of a pool."""
+
+    def __init__(self, process: _Process, number: int, ref: str, opened: Sequence[Any]) -> None:
+        instructions, actions, first, self.resumable = opened
+        self.instructions: str = instructions
+        self.actions: Sequence[str] | Sequence[dict[str, Any]] | None = None if actions is None else tuple(actions)
+        self._process, self._number, self._ref = process, number, ref
+        self._first = Observation(text=text_of(first, ref))
+
+    async def reset(self) -> Observation:
+        """Returns the first observation."""
+        return self._first
+
+    async def step(self, action: str | ToolCall) -> Step:
+        """Applies an action. Raises `PolicyFault`, `TaskError` and `EnvironmentFault`."""
+        sent = action if isinstance(action, str) else {"name": action.name, "arguments": action.arguments}
+        text, reward, terminated, truncated, parts = await self._process.run(self._number, "step", sent)
+        return Step(observation=Observation(text=text), reward=reward, terminated=terminated, truncated=truncated, parts=parts)
+
+    async def snapshot(self) -> bytes:
+        """Returns the state, as base64."""
+        return str(await self._process.run(self._number, "snapshot")).encode()
+
+    async def restore(self, state: bytes) -> Observation:
+        """Continues from a state."""
+        return Observation(text=text_of(await self._process.run(self._number, "restore", state.decode()), self._ref))
+
+    async def close(self) -> None:
+        """Closes the environment."""
+        await self._process.remove(self._number)
+
+
+class _Process:
+    """One process and its episodes."""
+
+    def __init__(self, process: asyncio.subprocess.Process, progress: mmap.mmap, timeout_s: float) -> None:
+        self.episodes: set[int] = set()
+        self.alive = True
+        self._process, self._progress, self._timeout_s = process, progress, timeout_s
+        self._numbers = self._seen = self._sent = self._answered = 0
+        self._pending: list[list[Any]] = []  # operations of the next frame
+        self._waiting: deque[tuple[int, asyncio.Future[Any]]] = deque()  # sent or pending operations, in order: episode, result
+        self._watch: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+        self._reader = asyncio.create_task(self._read())
+
+    @classmethod
+    async def start(cls, timeout_s: float) -> _Process:
+        """Starts a process. Raises `EnvironmentFault`."""
+        with tempfile.TemporaryFile() as file:
+            file.write(bytes(PROGRESS.size))
+            file.flush()
+            progress = mmap.mmap(file.fileno(), PROGRESS.size)
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-W", "ignore", "-m", "agentrl.environment.worker", str(file.fileno())),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    pass_fds=[file.fileno()],
+                    start_new_session=True,  # ctrl-C must reach only the driver, which still finishes the episodes
+                    env=child_environment(os.environ) | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | _ONE_THREAD,
+                )
+            except OSError as error:
+                raise EnvironmentFault(f"the process for environments cannot be started: {error}") from error
+        return cls(process, progress, timeout_s)
+
+    def add(self) -> int:
+        """Returns the number of a new episode."""
+        self._numbers += 1
+        self.episodes.add(self._numbers)
+        return self._numbers
+
+    async def remove(self, number: int) -> None:
+        """Closes the environment of an episode. Logs errors."""
+        if number in self.episodes:
+            self.episodes.discard(number)
+            if self.alive:
+                try:
+                    await self.run(number, "close")
+                except (EnvironmentFault, PolicyFault, TaskError) as error:
+                    log.warning("an environment could not be closed: %s", error)
+
+    def run(self, number: int, name: str, *arguments: Any) -> asyncio.Future[Any]:
+        """Returns the future result of an operation."""
+        future: asyncio.Future[Any] = self._loop.create_future()
+        if not self.alive:
+            future.set_exception(EnvironmentFault("the process of this environment has ended"))
+            return future
+        if not self._pending:
+            self._loop.call_soon(self._flush)
+        self._pending.append([number, name, *arguments])
+        self._waiting.append((number, future))
+        if self._watch is None:
+            self._watch = self._loop.call_later(self._timeout_s, self._check_progress)
+        return future
+
+    def _flush(self) -> None:
+        frame, self._pending = json.dumps(self._pending).encode(), []
+        stream = self._process.stdin
+        if self.alive and stream is not None and not stream.is_closing():
+            stream.write(SIZE.pack(len(frame)) + frame)
+
+    async def _read(self) -> None:
+        """Passes results to their callers until the process ends."""
+        stream = self._process.stdout
+        assert stream is not None, "it is a pipe"
+        reason = "its process ended"
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            try:
+                while True:
+                    size = SIZE.unpack(await stream.readexactly(SIZE.size))[0]
+                    if size > MAX_FRAME:
+                        raise ValueError(f"a frame of {size} bytes")
+                    for result in json.loads(await stream.readexactly(size)):
+                        self._answer(*result)
+            except (ValueError, TypeError, IndexError) as error:
+                reason = f"its process sent an invalid message: {str(error)[:200]}"
+        self._fail(reason)
+
+    def _answer(self, number: int, how: str, value: Any) -> None:
+        expected, future = self._waiting.popleft()
+        self._answered += 1
+        if expected != number:
+            raise ValueError(f"a result of episode {number} instead of {expected}")
+        if future.done():  # cancelled
+            return
+        if how == "ok":
+            future.set_result(value)
+        else:
+            kinds: dict[str, type[Exception]] = {"policy": PolicyFault, "task": TaskError}
+            future.set_exception(kinds.get(how, EnvironmentFault)(str(value)))
+
+    def _check_progress(self) -> None:
+        """Kills the process if one operation has run since the last check."""
+        self._watch = None
+        if not self._waiting:
+            return
+        started = PROGRESS.unpack(self._progress[:])[0]
+        if started == self._seen and started > self._answered - 1:
+            self._fail(f"an environment gave no result within {self._timeout_s:g} s", culprit=started - self._answered - 1)
+            return
+        self._seen = started
+        self._watch = self._loop.call_later(self._timeout_s, self._check_progress)
+
+    def _fail(self, reason: str, culprit: int | None = None) -> None:
+        """Kills the process. `culprit`: index of the operation that hangs, among those without a result."""
+        if not self.alive:
+            return
+        self.alive = False
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        if culprit is None:  # the operation that was running when the process ended
+            culprit = PROGRESS.unpack(self._progress[:])[0] - self._answered - 1
+        for index, (_, future) in enumerate(self._waiting):
+            if not future.done():
+                other = "" if index == culprit else "the environment of another episode failed: "
+                future.set_exception(EnvironmentFault(f"{other}{reason}"))
+                future.exception()  # its caller may have been cancelled
+        self._waiting.clear()
+        if self._watch is not None:
+            self._watch.cancel()
+
+    async def kill(self, reason: str) -> None:
+        """Ends the process."""
+        self._fail(reason)
+        await self._process.wait()
+        await asyncio.gather(self._reader, return_exceptions=True)

@@ -1,0 +1,382 @@
+"""Environments behind a connection: a `RemoteEnvironment` for each episode, a `RemoteServer` for each server of the process.
+
+Each kind of server has a `Session`, which speaks its protocol (`openenv`, `ors`, `nemo_gym`). The rest is here. Sessions are limited,
+counted and closed. Every wait has a deadline. A server that is busy is called again after the wait that it requests. Whatever a server does
+wrong is an `EnvironmentFault`, never a score. A step is never repeated, because the server may have applied it.
+
+A session that ends without a confirmation of the server counts as lost. If this process is killed, the kernel closes its connections:
+OpenEnv servers then free their sessions at once, ORS servers 15 minutes after the last request, NeMo Gym servers when they end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import time
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from agentrl.base import secrets, web
+from agentrl.base.backoff import backoff_s
+from agentrl.base.tool_list import InvalidMessage, ListedTool, usable_tools
+from agentrl.base.user_code import describe_error
+from agentrl.environment.remote_http import Busy, HttpClient, need
+from agentrl.errors import EnvironmentFault, PluginError, PolicyFault, UserError
+from agentrl.plugins.references import resolve
+from agentrl.records import EnvironmentSpec, Observation, Step, ToolCall
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SESSIONS = {
+    "openenv": "agentrl.environment.openenv:OpenEnvSession",
+    "ors": "agentrl.environment.ors:OrsSession",
+    "nemo-gym": "agentrl.environment.nemo_gym:NemoGymSession",
+}
+"""Prefix of a reference -> class of the sessions, called with (server, spec, options)."""
+CLOSE_S = 10.0
+"""Seconds for closing one session."""
+IDLE_S = 60.0
+"""Seconds without a request after which a session is kept alive."""
+_MAX_PINNED = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteOptions:
+    """Options of all environments behind a connection."""
+
+    sessions: int = 64  # most sessions of this process at once
+    wait_s: float = 300.0  # for a session, including the retries of a busy server
+    reset_s: float = 120.0  # for opening a session, and for its reset
+    step_s: float = 120.0  # for one action
+    key: str = ""  # key of the server; `env:NAME` in a recipe
+
+    def __post_init__(self) -> None:
+        for name in ("sessions", "wait_s", "reset_s", "step_s"):
+            value, kinds = getattr(self, name), int if name == "sessions" else (int, float)
+            if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
+                raise PluginError(f"tasks.family.options.{name} must be a positive number, got {value!r}", fix="correct it")
+        if not isinstance(self.key, str) or not self.key.isprintable() or not self.key.isascii():
+            raise PluginError("tasks.family.options.key is not a key that a header can contain", fix="write key=env:NAME")
+
+    @classmethod
+    def split(cls, options: Mapping[str, Any]) -> tuple[RemoteOptions, dict[str, Any]]:
+        """Returns these options, and the others, which are for the kind of server."""
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in options.items() if name in names}), {
+            name: value for name, value in options.items() if name not in names
+        }
+
+
+class Session:
+    """One session at a server. Subclasses speak its protocol. Any exception other than `PolicyFault` ends the session.
+
+    Args:
+        server: its server.
+        spec: the task's environment.
+        options: the options in `spec` that are not in `RemoteOptions`.
+    """
+
+    instructions = ""
+    actions: Sequence[str] | Sequence[dict[str, Any]] | None = None
+    takes_text = False  # whether an answer without a call is an action, although there are function schemas
+
+    def __init__(self, server: RemoteServer, spec: EnvironmentSpec, options: Mapping[str, Any]) -> None:
+        self.server, self.spec, self.options = server, spec, options
+        self._rewarded = False
+
+    async def open(self) -> None:
+        """Opens the session and sets `instructions` and `actions`. Raises `Busy` if the server may accept it later."""
+
+    async def reset(self) -> Observation:
+        """Returns the first observation."""
+        raise NotImplementedError
+
+    async def step(self, action: str | ToolCall) -> Step:
+        """Applies an action. Raises `PolicyFault` if the server rejects it."""
+        raise NotImplementedError
+
+    async def keep_alive(self) -> None:
+        """Prevents that the server ends an idle session."""
+
+    async def close(self) -> bool:
+        """Ends the session at the server. Returns whether the server confirmed it."""
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        """Drops the connection of the session, if it has one."""
+
+    def result(self, text: str, reward: Any, *, terminated: Any, truncated: bool = False, parts: Mapping[str, float] | None = None) -> Step:
+        """Returns a step. A reward that is missing counts as 0, unless the episode ends and had none: then the server gave no score."""
+        where = f"the reward of {self.server.what}"
+        if reward is not None:
+            reward, self._rewarded = number(reward, where), True
+        elif terminated and not self._rewarded:
+            raise EnvironmentFault(f"{self.server.what} ended the episode without any reward")
+        return Step(
+            observation=Observation(text=text),
+            reward=reward or 0.0,
+            terminated=need(terminated, bool, f"the end of an episode of {self.server.what}"),
+            truncated=truncated,
+            parts=parts or {},
+        )
+
+
+class RemoteServer:
+    """A server: its sessions, its connections, and the pause that it requested. Use it from one event loop."""
+
+    def __init__(self, kind: str, url: str, options: RemoteOptions) -> None:
+        self.url, self.options = web.validate_url(url).rstrip("/"), options
+        self.what = f"{kind} server {urlsplit(url).netloc}"
+        self.opened = self.closed = self.lost = 0
+        self.cache: dict[str, Any] = {}  # what sessions have learned about the server
+        self.learning = asyncio.Lock()
+        header = {"ors": "x-api-key"}.get(kind, "authorization")
+        self.headers = {} if not options.key else {header: options.key if kind == "ors" else f"Bearer {options.key}"}
+        self.http = HttpClient(self.url, self.what, connections=options.sessions + 8, headers=self.headers)
+        self._limit, self._used = options.sessions, 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._resume_at, self._refused = 0.0, 0
+        self._pinned: OrderedDict[str, str] = OrderedDict()
+        self._closing: set[asyncio.Task[None]] = set()
+        self._used_at: dict[Session, float] = {}
+        self._keeper: asyncio.Task[None] | None = None
+
+    async def open(self, connect: Callable[[], Session]) -> RemoteEnvironment:
+        """Returns an environment with an open session. Waits at most `wait_s` for a free session and a server that is not busy."""
+        until = time.monotonic() + self.options.wait_s
+        await self._take_slot(until)
+        try:
+            session = await self._connected(connect, until)
+        except BaseException:
+            self._free_slot()
+            raise
+        self.opened += 1
+        self._used_at[session] = time.monotonic()
+        if self._keeper is None:
+            self._keeper = asyncio.create_task(self._keep_alive())
+        return RemoteEnvironment(self, session)
+
+    async def call(self, session: Session, what: str, work: Callable[[], Awaitable[T]], limit_s: float) -> T:
+        """Returns the result of a request of a session. Raises `PolicyFault`, `EnvironmentFault` and `TaskError`."""
+        self._used_at[session] = time.monotonic()
+        with self.faults(f"{what}, within {limit_s:g} s"):
+            async with asyncio.timeout(limit_s):
+                return await work()
+
+    @contextlib.contextmanager
+    def faults(self, what: str) -> Iterator[None]:
+        """Turns invalid answers, timeouts and errors of connections into `EnvironmentFault`."""
+        try:
+            yield
+        except TimeoutError as error:
+            raise EnvironmentFault(f"{self.what} did not answer: {what}") from error
+        except (ValueError, RecursionError, LookupError, OSError, InvalidMessage) as error:
+            if isinstance(error, UserError):
+                raise
+            raise EnvironmentFault(f"{self.what}, {what}: {describe_error(error)}") from error
+
+    async def end(self, session: Session) -> None:
+        """Ends a session and frees its slot, even if the caller is cancelled. Counts it as closed or lost."""
+        if self._used_at.pop(session, None) is None:
+            return
+
+        async def close() -> None:
+            try:
+                confirmed = await self._close(session)
+            finally:
+                self._free_slot()
+            self.closed, self.lost = self.closed + confirmed, self.lost + (not confirmed)
+
+        await asyncio.shield(self._in_background(close()))
+
+    def pin(self, what: str, value: Any) -> None:
+        """Raises `EnvironmentFault` if a description differs from its first version in this process. `what`: identifies the description."""
+        text = json.dumps(value, sort_keys=True)
+        if self._pinned.setdefault(what, text) != text:
+            raise EnvironmentFault(f"{self.what} changed {what} during the run\n  fix: restart the server as it was, or start a new run")
+        while len(self._pinned) > _MAX_PINNED:
+            self._pinned.popitem(last=False)
+
+    async def close(self) -> None:
+        """Ends all sessions and connections, and logs the counts of sessions."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+        for session in list(self._used_at):
+            await self.end(session)
+        if self._closing:
+            await asyncio.wait(self._closing, timeout=2 * CLOSE_S)
+        await self.http.close()
+        level = logging.WARNING if self.lost else logging.INFO
+        log.log(level, "%s: %d sessions opened, %d closed, %d lost", self.what, self.opened, self.closed, self.lost)
+
+    async def _connected(self, connect: Callable[[], Session], until: float) -> Session:
+        tries, why = 0, "it is busy"
+        while (left := until - time.monotonic()) > 0:
+            if (pause := self._resume_at - time.monotonic()) > 0:
+                await asyncio.sleep(min(pause, left))
+                continue
+            session, tries, opened = connect(), tries + 1, False
+            try:
+                await self.call(session, "opening a session", session.open, min(self.options.reset_s, left))
+                self._refused, opened = 0, True
+                return session
+            except Busy as busy:
+                why = str(busy)
+                self._pause(busy, tries)
+            finally:
+                if not opened:
+                    self._used_at.pop(session, None)
+                    await asyncio.shield(self._in_background(self._discard(session)))
+        raise EnvironmentFault(
+            f"{self.what} opened no session within {self.options.wait_s:g} s: {why}\n"
+            "  fix: start it, set tasks.family.options.sessions to the number of sessions that it allows, or raise wait_s"
+        )
+
+    def _pause(self, busy: Busy, tries: int) -> None:
+        self._refused += 1
+        if busy.most is not None and 0 < busy.most < self._limit:
+            log.warning("%s allows %d sessions at once, so the run uses no more", self.what, busy.most)
+            self._limit = busy.most
+        seconds = min(backoff_s(tries, busy.wait_s, refused=self._refused), self.options.wait_s)
+        self._resume_at = max(self._resume_at, time.monotonic() + seconds)
+
+    async def _discard(self, session: Session) -> None:
+        """Ends a session that was not completely opened."""
+        await self._close(session)
+
+    async def _close(self, session: Session) -> bool:
+        """Returns whether the server confirmed the end of a session."""
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                with self.faults("closing a session"):
+                    return await session.close()
+        except (EnvironmentFault, TimeoutError) as error:
+            log.debug("%s", error)
+            return False
+        finally:
+            session.abort()
+
+    def _in_background(self, work: Any) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+        return task
+
+    async def _take_slot(self, until: float) -> None:
+        while self._used >= self._limit:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+            try:
+                async with asyncio.timeout(until - time.monotonic()):
+                    await turn
+            except TimeoutError:
+                raise EnvironmentFault(
+                    f"{self.what}: no session became free within {self.options.wait_s:g} s; {self._used} are in use\n"
+                    "  fix: lower rollout.concurrency, or raise tasks.family.options.sessions or wait_s"
+                ) from None
+            except BaseException:
+                if turn.done() and not turn.cancelled():  # the slot was offered to a caller that has gone
+                    self._offer_slot()
+                raise
+            finally:
+                with contextlib.suppress(ValueError):
+                    self._waiting.remove(turn)
+        self._used += 1
+
+    def _free_slot(self) -> None:
+        self._used -= 1
+        self._offer_slot()
+
+    def _offer_slot(self) -> None:
+        while self._waiting and self._used < self._limit:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+
+    async def _keep_alive(self) -> None:
+        while True:
+            await asyncio.sleep(IDLE_S / 2)
+            idle = [session for session, used_at in self._used_at.items() if used_at < time.monotonic() - IDLE_S / 2]
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(IDLE_S / 2):
+                    await asyncio.gather(*(session.keep_alive() for session in idle), return_exceptions=True)
+
+
+class RemoteEnvironment:
+    """An `agentrl.protocols.Environment` whose session is at a server."""
+
+    def __init__(self, server: RemoteServer, session: Session) -> None:
+        self.instructions, self.actions, self.takes_text = session.instructions, session.actions, session.takes_text
+        self._server, self._session = server, session
+        self._fault = ""
+
+    async def reset(self) -> Observation:
+        """Returns the first observation."""
+        return await self._call("the reset", self._session.reset, self._server.options.reset_s)
+
+    async def step(self, action: str | ToolCall) -> Step:
+        """Applies an action."""
+        return await self._call("a step", lambda: self._session.step(action), self._server.options.step_s)
+
+    async def close(self) -> None:
+        """Ends the session. Idempotent."""
+        await self._server.end(self._session)
+
+    async def _call(self, what: str, work: Callable[[], Awaitable[T]], limit_s: float) -> T:
+        if self._fault:
+            raise EnvironmentFault(f"{what} follows a fault of the session: {self._fault}")
+        try:
+            return await self._server.call(self._session, what, work, limit_s)
+        except PolicyFault:
+            raise
+        except BaseException as error:  # a cancelled request, too
+            self._fault = describe_error(error)
+            raise
+
+
+class RemoteOpener:
+    """An `agentrl.protocols.EnvironmentOpener` for environments behind a connection."""
+
+    def __init__(self) -> None:
+        self.servers: dict[str, RemoteServer] = {}
+
+    async def open(self, spec: EnvironmentSpec) -> RemoteEnvironment:
+        """Opens a session for an episode. Raises `EnvironmentFault`, `TaskError`, and `UserError` for invalid options."""
+        kind, _, url = spec.ref.partition(":")
+        general, options = RemoteOptions.split(secrets.resolve_options(spec.options))
+        if spec.ref not in self.servers:
+            self.servers[spec.ref] = RemoteServer(kind, url, general)
+        server, connect = self.servers[spec.ref], resolve(SESSIONS[kind])
+        return await server.open(lambda: connect(server, spec, options))
+
+    async def close(self) -> None:
+        """Ends all sessions."""
+        for server in self.servers.values():
+            await server.close()
+
+
+def number(value: Any, where: str) -> float:
+    """Returns a finite number. Raises `EnvironmentFault`."""
+    if not isinstance(value, int | float) or abs(value) > 1e300:
+        raise EnvironmentFault(f"{where} is {str(value)[:80]!r}, not a finite number")
+    return float(value)
+
+
+def schemas_of(server: RemoteServer, listed: Any) -> list[dict[str, Any]]:
+    """Returns the function schemas of the tools that a server lists: objects with name, description, and input_schema or parameters."""
+    entries = [
+        {**entry, "parameters": entry.get("parameters") or entry.get("input_schema") or {"type": "object"}}
+        for entry in need(listed, list, f"the tools of {server.what}")
+        if isinstance(entry, dict)
+    ]
+    tools: tuple[ListedTool, ...] = usable_tools(entries, ())
+    return [dict(tool.schema) for tool in tools]

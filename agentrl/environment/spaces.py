@@ -1,0 +1,141 @@
+"""Gymnasium's spaces as JSON: the schema of an action, the action that a JSON value stands for, and the text of an observation.
+
+Spaces are recognized by the name of their class, so that this module does not import Gymnasium.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from agentrl.errors import PolicyFault, TaskError
+
+MOST_NUMBERS = 256
+"""Numbers of an observation that the default text can have."""
+_MAX_SEQUENCE = 64
+
+
+_kinds: dict[type, str] = {}
+
+
+def kind_of(space: Any) -> str:
+    """Returns the name of the first known class among those of a space."""
+    kind = type(space)
+    if kind in _kinds:
+        return _kinds[kind]
+    names = [one.__name__ for one in kind.__mro__]
+    known = [name for name in names if name in _SCHEMAS]
+    if not known:
+        raise TaskError(f"a space of the class {names[0]} has no JSON form", fix="use an environment with other spaces, or wrap it")
+    _kinds[kind] = known[0]
+    return known[0]
+
+
+def schema_of(space: Any) -> dict[str, Any]:
+    """Returns the JSON schema of the values of a space. Raises `TaskError` for an unknown space."""
+    return _SCHEMAS[kind_of(space)](space)
+
+
+def _array(shape: tuple[int, ...], item: Mapping[str, Any]) -> dict[str, Any]:
+    schema = dict(item)
+    for size in reversed(shape):
+        schema = {"type": "array", "items": schema, "minItems": size, "maxItems": size}
+    return schema
+
+
+def _box(space: Any) -> dict[str, Any]:
+    low, high = float(space.low.min()), float(space.high.max())
+    bounds = {key: value for key, value in (("minimum", low), ("maximum", high)) if math.isfinite(value)}
+    return _array(space.shape, {"type": "integer" if space.dtype.kind in "iu" else "number", **bounds})
+
+
+def _object(spaces: Mapping[str, Any]) -> dict[str, Any]:
+    properties = {str(name): schema_of(part) for name, part in spaces.items()}
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+_SCHEMAS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "Discrete": lambda space: {"type": "integer", "minimum": int(space.start), "maximum": int(space.start + space.n - 1)},
+    "Box": _box,
+    "MultiDiscrete": lambda space: _array(space.shape, {"type": "integer", "minimum": 0, "maximum": int(space.nvec.max()) - 1}),
+    "MultiBinary": lambda space: _array(tuple(space.shape), {"type": "integer", "minimum": 0, "maximum": 1}),
+    "Text": lambda space: {"type": "string", "minLength": int(space.min_length), "maxLength": int(space.max_length)},
+    "Dict": lambda space: _object(space.spaces),
+    "Tuple": lambda space: _object({str(number): part for number, part in enumerate(space.spaces)}),
+    "Sequence": lambda space: {"type": "array", "items": schema_of(space.feature_space), "maxItems": _MAX_SEQUENCE},
+}
+
+
+def value_of(space: Any, given: Any) -> Any:
+    """Returns the action of a space that a JSON value stands for. Raises `PolicyFault` with the reason if it is not in the space."""
+    value = _converted(space, given, "action")
+    if not space.contains(value):
+        raise PolicyFault(f"the action is not in {str(space)[:200]}")
+    return value
+
+
+def _converted(space: Any, given: Any, where: str) -> Any:
+    match kind_of(space):
+        case "Discrete":
+            return int(_numbers(given, (), where, whole=True))
+        case "Box":
+            return _numbers(given, space.shape, where, whole=space.dtype.kind in "iu").astype(space.dtype)
+        case "MultiDiscrete" | "MultiBinary":
+            return _numbers(given, tuple(space.shape), where, whole=True).astype(space.dtype)
+        case "Text":
+            return given
+        case "Sequence":
+            if not isinstance(given, list) or len(given) > _MAX_SEQUENCE:
+                raise PolicyFault(f"{where} must be a list of at most {_MAX_SEQUENCE} items")
+            return tuple(_converted(space.feature_space, item, f"{where}[{number}]") for number, item in enumerate(given))
+    parts = space.spaces if isinstance(space.spaces, Mapping) else {str(number): part for number, part in enumerate(space.spaces)}
+    if not isinstance(given, Mapping) or {*given} != {str(name) for name in parts}:
+        raise PolicyFault(f"{where} must be an object with the keys {', '.join(map(str, parts))}")
+    values = {name: _converted(part, given[str(name)], f"{where}.{name}") for name, part in parts.items()}
+    return values if isinstance(space.spaces, Mapping) else tuple(values.values())
+
+
+def _numbers(given: Any, shape: tuple[int, ...], where: str, *, whole: bool) -> Any:
+    """Returns an array of a shape. Raises `PolicyFault` unless `given` has exactly that shape, and finite numbers."""
+    import numpy as np
+
+    leaves: list[Any] = [given]
+    kinds = int if whole else int | float
+    for size in shape:
+        if any(not isinstance(item, list) or len(item) != size for item in leaves):
+            raise PolicyFault(f"{where} must be nested lists of the shape {shape}")
+        leaves = [leaf for item in leaves for leaf in item]
+    if any(isinstance(leaf, bool) or not isinstance(leaf, kinds) or not math.isfinite(leaf) or abs(leaf) > 1e15 for leaf in leaves):
+        raise PolicyFault(f"{where} must be {'a whole number' if whole else 'a number'}" if not shape else f"{where} must be numbers")
+    return np.array(leaves).reshape(shape)
+
+
+def is_inside(space: Any, value: Any) -> bool:
+    """Whether an observation is in its space. For arrays of the space's type, faster than `contains` of the space; NaN is outside."""
+    if kind_of(space) == "Box" and getattr(value, "shape", None) == space.shape and getattr(value, "dtype", None) == space.dtype:
+        return bool(((value >= space.low) & (value <= space.high)).all())
+    return bool(space.contains(value))
+
+
+def text_of(space: Any, value: Any) -> str:
+    """Returns a short text of an observation. Raises `TaskError` for an observation of too many numbers."""
+    match kind_of(space):
+        case "Discrete":
+            return str(int(value))
+        case "Text":
+            return str(value)
+        case "Box" | "MultiDiscrete" | "MultiBinary":
+            if value.size > MOST_NUMBERS:
+                shape = "x".join(map(str, value.shape))
+                raise TaskError(f"an observation of {shape} numbers has no text", fix="set tasks.family.options.formatter")
+            return "[" + ", ".join(_short(number) for number in value.flatten().tolist()) + "]"
+        case "Sequence":
+            return "[" + ", ".join(text_of(space.feature_space, item) for item in value) + "]"
+        case "Dict":
+            return ", ".join(f"{name}: {text_of(part, value[name])}" for name, part in space.spaces.items())
+    return ", ".join(text_of(part, item) for part, item in zip(space.spaces, value, strict=True))
+
+
+def _short(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:.3g}"

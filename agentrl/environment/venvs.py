@@ -1,0 +1,153 @@
+"""Python environments of foreign packages: one virtual environment per package in `.environments/`, rebuilt exactly from a lock file.
+
+`environments/NAME.lock` is a requirements file of pip with a sha256 for each package, and comments that say what was requested. Commit it.
+`.environments/NAME/` is built from it, and can be removed at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentrl.base import untrusted_files
+from agentrl.base.error_text import clip_text
+from agentrl.errors import UserError
+
+LOCKS, BUILT = "environments", ".environments"
+COMPLETE = "agentrl.lock"  # in a built environment: a copy of its lock, written last
+LOCK_BYTES = 4 << 20
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_PIN = re.compile(r"(?:([A-Za-z0-9._-]+)==(\S+)|\.\S*) --hash=sha256:[0-9a-f]{64}")
+_ARCHIVES = (".whl", ".tar.gz", ".zip")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lock:
+    """What an environment consists of."""
+
+    name: str
+    requires: tuple[str, ...]  # as requested: requirements, or folders relative to the project
+    python: str  # "3.11"
+    platform: str  # "linux-x86_64": wheels differ between platforms
+    pins: tuple[str, ...]  # lines of a requirements file with hashes
+    folders: tuple[tuple[str, str], ...] = ()  # local packages: folder relative to the project, and the sha256 of its files
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Package -> version, without local packages."""
+        pinned = (_PIN.match(line) for line in self.pins)
+        return {canonical_name(match[1]): match[2] for match in pinned if match and match[1]}
+
+    def to_text(self) -> str:
+        """Returns the content of the lock file."""
+        about = ["Written by `agentrl env add`; do not edit. `agentrl env sync` builds the environment from it."]
+        about += [f"requires: {item}" for item in self.requires]
+        about += [f"python: {self.python}", f"platform: {self.platform}"]
+        about += [f"folder: {folder} {sha256}" for folder, sha256 in self.folders]
+        return "".join(f"{line}\n" for line in [*(f"# {line}" for line in about), *self.pins])
+
+    @classmethod
+    def from_text(cls, name: str, text: str) -> Lock:
+        """Parses a lock file. Raises `ValueError`."""
+        said: dict[str, list[str]] = {"requires": [], "python": [], "platform": [], "folder": []}
+        pins = []
+        for line in text.splitlines():
+            key, sep, value = line.removeprefix("# ").partition(": ")
+            if line.startswith("#"):
+                if sep and key in said:
+                    said[key].append(value)
+            elif _PIN.fullmatch(line):
+                pins.append(line)
+            elif line:
+                raise ValueError(f"has an unpinned line: {clip_text(line)}")
+        if not said["requires"] or len(said["python"]) != 1 or len(said["platform"]) != 1:
+            raise ValueError("lacks its comments")
+        folders = tuple((folder, sha256) for folder, _, sha256 in (line.rpartition(" ") for line in said["folder"]))
+        return cls(
+            name=name,
+            requires=tuple(said["requires"]),
+            python=said["python"][0],
+            platform=said["platform"][0],
+            pins=tuple(pins),
+            folders=folders,
+        )
+
+
+def read_locks(root: Path) -> dict[str, Lock]:
+    """Returns the environments of a project by name. Raises `UserError` for a file that is not a lock."""
+    return {path.stem: read_lock(path) for path in sorted((root / LOCKS).glob("*.lock"))}
+
+
+def environment_python(root: Path, name: str) -> Path:
+    """Returns the Python of a built environment. Raises `UserError` with the command that builds it."""
+    path = root / LOCKS / f"{name}.lock"
+    if not path.is_file():
+        raise UserError(f"the project has no environment {name!r}", fix=f"agentrl env add {name}")
+    if not is_built(root, read_lock(path)):
+        raise UserError(f"the environment {name!r} is not built, or not from its lock", fix=f"agentrl env sync {name}")
+    return python_of(root / BUILT / name)
+
+
+def environment_of(root: Path, package: str) -> str:
+    """Returns the name of the environment with a package: the one that is called so, else the only one that contains it.
+
+    Raises `UserError` if there is none, or several.
+    """
+    locks, wanted = read_locks(root), canonical_name(package)
+    if wanted in locks:
+        return wanted
+    having = [
+        name for name, lock in locks.items() if wanted in lock.versions or any(name_of(item, root) == wanted for item in lock.requires)
+    ]
+    if len(having) == 1:
+        return having[0]
+    if not having:
+        raise UserError(f"no environment of the project has the package {package!r}", fix=f"agentrl env add {package}")
+    raise UserError(f"{package!r} is in the environments {', '.join(having)}", fix="choose one with the option `environment`")
+
+
+def is_path(item: str) -> bool:
+    return item.startswith((".", "/", "~")) or item.endswith(_ARCHIVES)
+
+
+def is_folder(root: Path, item: str) -> bool:
+    return is_path(item) and (root / item).is_dir()
+
+
+def name_of(item: str, root: Path) -> str:
+    """Returns the canonical name of a requirement's package."""
+    if is_folder(root, item):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            text = untrusted_files.read_bytes(root / item / "pyproject.toml", most=LOCK_BYTES).decode()
+            return canonical_name(str(untrusted_files.loads(text)["project"]["name"]))
+        return canonical_name((root / item).resolve().name)
+    match = re.match(r"[A-Za-z0-9._]+(?:-[A-Za-z][A-Za-z0-9._]*)*" if is_path(item) else r"[A-Za-z0-9._-]+", Path(item).name)
+    return canonical_name(match[0] if match else item)
+
+
+def read_lock(path: Path) -> Lock:
+    try:
+        return Lock.from_text(path.stem, untrusted_files.read_bytes(path, most=LOCK_BYTES).decode())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is not a lock of an environment: {error}", fix="restore it, or: agentrl env remove") from None
+
+
+def is_built(root: Path, lock: Lock) -> bool:
+    with contextlib.suppress(OSError):
+        return (root / BUILT / lock.name / COMPLETE).read_text() == lock.to_text() and python_of(root / BUILT / lock.name).exists()
+    return False
+
+
+def python_of(venv: Path) -> Path:
+    return venv / "bin" / "python"
+
+
+def this_platform() -> str:
+    return f"{platform.system()}-{platform.machine()}".lower()
+
+
+def canonical_name(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

@@ -1,0 +1,132 @@
+"""The process in which local environments run: frames of JSON in, frames of JSON out. `agentrl.environment.pool` starts it.
+
+    python -m agentrl.environment.worker PROGRESS_FD
+
+A frame has the operations of many episodes. They run in order, and the results of a frame are sent together, but not later than
+`FLUSH_S` after the first of them. Before each operation its number is written to the progress file, so that the driver knows which episode
+hangs. The process ends when its input ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import inspect
+import json
+import mmap
+import os
+import struct
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from agentrl.base.user_code import describe_error
+from agentrl.environment.base import Environment, StepRow, actions_of, call_of, step_row, text_of
+from agentrl.errors import EnvironmentFault, PluginError, PolicyFault, TaskError
+from agentrl.plugins.references import resolve
+
+FLUSH_S = 0.05
+MAX_FRAME = 64 << 20
+"""Bytes of one frame."""
+SIZE = struct.Struct("<I")
+PROGRESS = struct.Struct("<Q")
+KINDS = {"gymnasium": "agentrl.environment.gymnasium_worlds:GymnasiumWorld"}
+"""Prefix of a reference -> class of its environments, whose first argument is the rest of the reference."""
+
+
+def world_class(ref: str) -> tuple[Callable[..., Environment], str]:
+    """Returns the class of an environment, and the argument that its reference adds (empty: none). Raises `PluginError`."""
+    prefix, _, rest = ref.partition(":")
+    return (resolve(KINDS[prefix]), rest) if prefix in KINDS else (resolve(ref), "")
+
+
+class Worlds:
+    """The environments of one process, by the number of their episode."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, tuple[Any, str]] = {}
+        self._loop = asyncio.new_event_loop()
+
+    def _done(self, result: Any) -> Any:
+        return self._loop.run_until_complete(result) if inspect.isawaitable(result) else result
+
+    def open(self, number: int, ref: str, options: dict[str, Any], seed: int) -> Any:
+        """Opens an environment, and returns what it declares and its first observation."""
+        kind, argument = world_class(ref)
+        world = kind(argument, **options) if argument else kind(**options)
+        self._open[number] = world, ref
+        first = text_of(self._done(world.reset(seed)), f"{ref}.reset()")
+        resumable = callable(getattr(world, "snapshot", None)) and callable(getattr(world, "restore", None))
+        return [str(world.instructions), actions_of(world.actions, ref), first, resumable]
+
+    def step(self, number: int, action: Any) -> StepRow:
+        """Applies an action."""
+        world, ref = self._open[number]
+        return step_row(self._done(world.step(call_of(action))), f"{ref}.step()")
+
+    def snapshot(self, number: int) -> str:
+        """Returns the state of an environment as base64."""
+        world, ref = self._open[number]
+        state = self._done(world.snapshot())
+        if not isinstance(state, bytes):
+            raise EnvironmentFault(f"{ref}.snapshot() returned {type(state).__name__} instead of bytes")
+        return base64.b64encode(state).decode()
+
+    def restore(self, number: int, state: str) -> str:
+        """Sets the state of an environment."""
+        world, ref = self._open[number]
+        return text_of(self._done(world.restore(base64.b64decode(state))), f"{ref}.restore()")
+
+    def close(self, number: int) -> None:
+        """Closes an environment that may have failed to open."""
+        world, _ = self._open.pop(number, (None, ""))
+        if world is not None:
+            self._done(world.close())
+
+
+def answer(worlds: Worlds, operation: list[Any]) -> list[Any]:
+    """Runs one operation. Returns its number, how it ended and its result."""
+    number, name, *arguments = operation
+    try:
+        return [number, "ok", getattr(worlds, name)(number, *arguments)]
+    except PolicyFault as error:
+        return [number, "policy", str(error)[:2000]]
+    except (TaskError, PluginError) as error:
+        return [number, "task", str(error)[:2000]]
+    except EnvironmentFault as error:
+        return [number, "fault", str(error)[:2000]]
+    except BaseException as error:  # SystemExit too: it ends this episode only
+        return [number, "fault", f"{name}() raised {describe_error(error, 1500)}"]
+
+
+def main() -> None:
+    """Runs operations until the input ends. What environments print is discarded."""
+    progress = mmap.mmap(int(sys.argv[1]), PROGRESS.size)
+    replies = os.dup(sys.stdout.fileno())
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+    requests, worlds, started = os.fdopen(os.dup(sys.stdin.fileno()), "rb"), Worlds(), 0
+    os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
+    while size := requests.read(SIZE.size):
+        results, sent = [], time.monotonic()
+        for operation in json.loads(requests.read(SIZE.unpack(size)[0])):
+            started += 1
+            progress[:] = PROGRESS.pack(started)
+            results.append(answer(worlds, operation))
+            if time.monotonic() - sent > FLUSH_S:
+                _send(replies, results)
+                results, sent = [], time.monotonic()
+        if results:
+            _send(replies, results)
+
+
+def _send(to: int, results: list[Any]) -> None:
+    frame = json.dumps(results).encode()
+    rest = memoryview(SIZE.pack(len(frame)) + frame)
+    while rest:
+        rest = rest[os.write(to, rest) :]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Run folders: which folders are runs, whether a run is driven or how it ended, and its newest step. They may come from a third party."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from agentrl.base.run_lock import DRIVER
+from agentrl.base.untrusted_files import open_file
+from agentrl.observe.rundata import Line, parse_object
+from agentrl.observe.summary import SUMMARY_FILE, read_sessions
+
+RUN_FILES = ("recipe.json", "run.json", "metrics.jsonl", "evaluations.json", "summary.json", "experience.sqlite", "failures/traces.sqlite")
+_LAST = 256 << 10  # bytes at the end of metrics.jsonl that are searched for the newest step
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder contains a run, an evaluation or captured failures."""
+    return any((path / name).is_file() for name in RUN_FILES)
+
+
+def run_state(path: Path, locks: frozenset[int] | None = None) -> str:
+    """Returns running, finished, interrupted, failed, killed, or unknown for a folder without sessions.
+
+    Args:
+        locks: inodes of the locked files of this machine; None reads them.
+    """
+    try:
+        if os.lstat(path / DRIVER).st_ino in (held_locks() if locks is None else locks):
+            return "running"
+    except OSError:
+        pass
+    try:
+        sessions = read_sessions(path)
+    except (OSError, ValueError):
+        return "unknown"
+    return sessions[-1].ended if sessions else "unknown"
+
+
+def held_locks() -> frozenset[int]:
+    """Returns the inodes of files that processes of this machine have locked. Taking a driver's lock to test it could stop a driver."""
+    try:
+        with open("/proc/locks", encoding="ascii") as file:
+            fields = [line.split() for line in file if " FLOCK " in line]
+        return frozenset(int(words[5].rpartition(":")[2]) for words in fields if len(words) > 5 and words[1] == "FLOCK")
+    except (OSError, ValueError):
+        return frozenset()
+
+
+def last_step(path: Path) -> Line:
+    """Returns the newest line of metrics.jsonl; empty if there is none."""
+    try:
+        with open_file(path / "metrics.jsonl", inside=path) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _LAST))
+            lines = file.read(_LAST).split(b"\n")[:-1]
+    except (OSError, ValueError):
+        return {}
+    return next((data for line in reversed(lines) if (data := parse_object(line.decode("utf-8", "replace")))), {})
+
+
+def changed_at(path: Path) -> float | None:
+    """Returns when a run last changed, in seconds since 1970; None if it has none of the files that change."""
+    times = []
+    for name in ("metrics.jsonl", SUMMARY_FILE, "recipe.json", "events"):
+        try:
+            times.append(min((path / name).stat().st_mtime, time.time()))
+        except OSError:
+            continue
+    return max(times, default=None)

@@ -1,0 +1,274 @@
+"""The backend of drivers and workers whose sandboxes are in cells, and the driver's end of their allow-lists."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import socket
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from agentrl.base.error_text import one_line_error
+from agentrl.errors import SandboxError, SandboxUnavailable, UserError
+from agentrl.records import SandboxSpec, codec
+from agentrl.records.destinations import parse_destinations
+from agentrl.sandbox import egress, images
+from agentrl.sandbox.backend import ChannelBackend, ReadyImage
+from agentrl.sandbox.builds import BuildContext
+from agentrl.sandbox.cell import wire
+from agentrl.sandbox.channel_sandbox import ChannelSandbox
+
+log = logging.getLogger(__name__)
+
+REACH_S = 20.0
+"""How long `prepare` and an opening try to reach any cell."""
+CONNECT_S = 3.0
+PREPARE_S = 100.0
+RELIEVE_S = 10.0
+AVOID_S = 5.0
+"""How long a cell that failed gets sandboxes only if all others have failed or are full."""
+FULL_S = 1.0
+_RETRY_S = 0.25
+_RESOLVE_S = 5.0
+_STREAM_BYTES = 1 << 20
+_MAX_FAILURES = 5  # of a sandbox's tunnels in a row
+
+Request = Callable[[Mapping[str, Any]], Awaitable[tuple[socket.socket, dict[str, Any]]]]
+
+
+@dataclass(slots=True)
+class CellState:
+    """What a driver knows of a cell."""
+
+    address: tuple[str, int]
+    open: int = 0  # sandboxes of this driver
+    avoided_until: float = 0.0
+
+
+class CellBackend(ChannelBackend):
+    """Opens sandboxes in the cells at `addresses` (`HOST:PORT`; a name may have several). See `SandboxBackend` and `ChannelBackend`.
+
+    Each sandbox opens in the cell with the fewest of this driver. If a cell dies, its sandboxes raise `SandboxError`, and later ones open
+    elsewhere.
+    """
+
+    name = "cell"
+    reach_s = REACH_S
+
+    def __init__(
+        self, *, run_label: str, root: Path, addresses: Sequence[str], key: str, progress: images.Progress = images.no_progress
+    ) -> None:
+        super().__init__(run_label=run_label, root=root, progress=progress)
+        if len(key) < wire.SHORTEST_KEY:
+            raise UserError("sandbox.backend=cell: its option key is too short", fix="give env:NAME or file:PATH of the cells' key")
+        self._key = key.encode()
+        self._names = [wire.parse_address(text) for text in addresses]
+        self._cells: dict[tuple[str, int], CellState] = {}
+        self._resolved_at = -_RESOLVE_S
+        self._problem = "no address"
+
+    async def prepare(self, spec: SandboxSpec) -> None:
+        """Checks that a cell answers and has the image. Raises `SandboxUnavailable` if none does within 20 s, or a cell refuses."""
+        if spec.runtime:
+            raise SandboxUnavailable(f"sandbox runtime {spec.runtime!r} needs Docker", fix="leave runtime empty")
+        async with self._preparing[spec.image]:
+            if spec.image in self._images:
+                return
+            image = await asyncio.to_thread(self._load, spec.image)
+            message = {"op": "prepare", **self._describe(spec, image.recipe.key)}
+            try:
+                _, sock, _ = await self._ask_cells(message, timeout_s=PREPARE_S)
+            except SandboxError as error:
+                fix = "start it with `agentrl sandbox serve`, or correct sandbox.backend"
+                raise SandboxUnavailable(f"no cell can open sandboxes of {spec.image}: {error}", fix=fix) from None
+            sock.close()
+            dockerfile = isinstance(image.recipe, BuildContext)
+            self._images[spec.image] = ReadyImage(tree=image.recipe.key, server=image.folder, fills_workdir=dockerfile)
+
+    async def _start(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
+        async with self._startup(spec) as start:
+            program = await asyncio.to_thread(image.replacement.read_bytes) if image.replacement else b""
+            message = {"op": "open", **self._describe(spec, image.tree), "program_bytes": len(program)}
+            cell, sock, reply = await self._ask_cells(message, program, timeout_s=wire.LONGEST_OPEN_S)
+            token = str(reply.get("token"))
+            cell.open += 1
+            start.undo.callback(self._leave, cell)
+            streams = await asyncio.open_connection(sock=sock, limit=_STREAM_BYTES)
+            start.undo.callback(streams[1].transport.abort)
+            if isinstance(start.listener, TunnelListener):
+                start.listener.request = partial(self._request, cell.address, {"op": "tunnel", "token": token})
+
+        async def relieve() -> bool:
+            with contextlib.suppress(SandboxError, OSError):
+                async with asyncio.timeout(RELIEVE_S):
+                    sock, answer = await self._request(cell.address, {"op": "relieve", "token": token})
+                sock.close()
+                return answer.get("relieved") is True
+            return False
+
+        async def end(ended: bool) -> None:
+            self._leave(cell)
+
+        return await self._greeted(start, streams, relieve, end)
+
+    def ways(self) -> dict[str, Any]:
+        """Returns the cells' addresses, and their key, for which an attack looks."""
+        return {"cells": [_show(address) for address in self._cells], "cell_key_backwards": self._key.decode()[::-1]}
+
+    def _leave(self, cell: CellState) -> None:
+        cell.open -= 1
+
+    def _describe(self, spec: SandboxSpec, key: str) -> dict[str, Any]:
+        return {"code": wire.code_version(), "spec": codec.to_data(replace(spec, image=key))}
+
+    def _listener(self, name: str, spec: SandboxSpec, folder: Path) -> egress.Listener:
+        return TunnelListener(name, spec)
+
+    async def _ensure(self, image: images.Image) -> str:
+        return image.recipe.key
+
+    def _delay(self) -> str:
+        return f": {self._problem}"
+
+    # Cells ------------------------------------------------------------------------------------------------------------
+
+    async def _ask_cells(
+        self, message: Mapping[str, Any], body: bytes = b"", *, timeout_s: float
+    ) -> tuple[CellState, socket.socket, dict[str, Any]]:
+        """Sends a request to one cell after the other, until one agrees. Waits while all are full; the caller sets the deadline.
+
+        Raises `SandboxError` if a cell refuses, or none answers in `reach_s`.
+        """
+        loop = asyncio.get_running_loop()
+        answered_at = loop.time()
+        while True:
+            for cell in await self._candidates():
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        sock, reply = await self._request(cell.address, message, body)
+                except (OSError, SandboxError) as error:
+                    self._avoid(cell, one_line_error(error))
+                    continue
+                if reply.get("ok") is True:
+                    return cell, sock, reply
+                sock.close()
+                answered_at = loop.time()
+                text = "".join(character for character in str(reply.get("message"))[:1000] if character.isprintable())
+                self._avoid(cell, text, FULL_S if reply.get("why") == "full" else AVOID_S)
+                if reply.get("why") != "full":
+                    raise SandboxError(self._problem)
+            if loop.time() - answered_at > self.reach_s - CONNECT_S:
+                raise SandboxError(f"none answers; {self._problem}")
+            await asyncio.sleep(_RETRY_S)
+
+    async def _candidates(self) -> list[CellState]:
+        """Returns the cells, best first."""
+        await self._resolve()
+        now = asyncio.get_running_loop().time()
+        return sorted(self._cells.values(), key=lambda cell: (cell.avoided_until > now, cell.open, random.random()))
+
+    def _avoid(self, cell: CellState, problem: str, seconds: float = AVOID_S) -> None:
+        self._problem = f"cell {_show(cell.address)}: {problem}"
+        cell.avoided_until = asyncio.get_running_loop().time() + seconds
+
+    async def _resolve(self) -> None:
+        """Looks the names up again every few seconds. Cells that have left are forgotten; a name that has no address is a problem."""
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._resolved_at + _RESOLVE_S:
+            return
+        self._resolved_at = loop.time()
+        found: set[tuple[str, int]] = set()
+        for name, port in self._names:
+            try:
+                async with asyncio.timeout(CONNECT_S):
+                    listed = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+                found |= {(str(entry[4][0]), port) for entry in listed}
+            except OSError as error:
+                self._problem = f"{name}: {one_line_error(error)}"
+        self._cells = {address: self._cells.get(address) or CellState(address) for address in sorted(found)} or self._cells
+
+    async def _request(
+        self, address: tuple[str, int], message: Mapping[str, Any], body: bytes = b""
+    ) -> tuple[socket.socket, dict[str, Any]]:
+        """Connects to a cell and returns connection and reply. Raises `SandboxError` or `OSError`. The caller sets the deadline."""
+        sock = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            wire.prepare_socket(sock)
+            async with asyncio.timeout(CONNECT_S):
+                await asyncio.get_running_loop().sock_connect(sock, address)
+            return sock, await wire.request(sock, self._key, message, body)
+        except BaseException:
+            sock.close()
+            raise
+
+
+class TunnelListener:
+    """The driver's end of a sandbox with an allow-list: a connection to the cell waits for a program's, and the proxy serves it.
+
+    So the same rules apply as to sandboxes on this machine, and `127.0.0.1` in an allow-list is this machine.
+    """
+
+    def __init__(self, name: str, spec: SandboxSpec) -> None:
+        bounds = egress.Bounds()
+        self.request: Callable[[], Awaitable[tuple[socket.socket, dict[str, Any]]]] | None = None
+        self._name = name
+        self._proxy = egress.Proxy(name, parse_destinations(spec.network), bounds)
+        self._slots = asyncio.Semaphore(bounds.connections)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def receive(self) -> None:
+        """Starts to serve."""
+        self._spawn(self._offer())
+
+    async def close(self) -> None:
+        """Ends every connection. Idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._proxy.log_refusals()
+
+    def discard(self) -> None:
+        """Does nothing: before `receive` there is no connection."""
+
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=f"egress {self._name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _offer(self) -> None:
+        assert self.request is not None
+        failures = 0
+        while failures < _MAX_FAILURES:
+            await self._slots.acquire()
+            try:
+                sock, reply = await self.request()
+            except (OSError, SandboxError) as error:
+                log.info("sandbox %s: no tunnel to its cell: %s", self._name, one_line_error(error))
+                failures += 1
+                self._slots.release()
+                await asyncio.sleep(_RETRY_S)
+                continue
+            if reply.get("ok") is not True:
+                sock.close()
+                self._slots.release()
+                break
+            failures = 0
+            self._spawn(self._proxy.serve(sock)).add_done_callback(lambda _: self._slots.release())
+
+
+def _show(address: tuple[str, int]) -> str:
+    return f"[{address[0]}]:{address[1]}" if ":" in address[0] else f"{address[0]}:{address[1]}"
+
+
+def open_cells(*, root: Path, run_label: str, addresses: Sequence[str] = (), key: str = "") -> CellBackend:
+    """Returns the backend of the recipe's option `sandbox.backend=cell`. Raises `UserError` if its options are missing."""
+    if not addresses or not key:
+        fix = 'write Part("cell", options={"addresses": ["HOST:7423"], "key": "env:AGENTRL_CELL_KEY"})'
+        raise UserError("sandbox.backend=cell needs its options addresses and key", fix=fix)
+    return CellBackend(root=root, run_label=run_label, addresses=addresses, key=key)

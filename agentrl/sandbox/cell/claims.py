@@ -1,0 +1,267 @@
+"""Cells from `kubernetes-sigs/agent-sandbox`: each is the pod of a `SandboxClaim` on a warm pool, created when it is needed.
+
+The pool's template runs `agentrl sandbox serve` (`agentrl cluster manifest --cells` writes both). So sandboxes open as quickly as in
+other cells, programs run behind the template's runtime class, such as gVisor, and the controller of agent-sandbox replaces what fails.
+
+Claims are leased: each expires `LEASE_S` after this driver last renewed it, so that a dead driver leaves nothing.
+Source of the fields: extensions.agents.x-k8s.io/v1beta1 of agent-sandbox 0.5.6.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import logging
+import os
+import re
+import secrets
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from agentrl.base.error_text import one_line_error
+from agentrl.errors import SandboxError, UserError
+from agentrl.sandbox import images
+from agentrl.sandbox.cell import wire
+from agentrl.sandbox.cell.backend import CellBackend, CellState
+
+log = logging.getLogger(__name__)
+
+API_VERSION = "extensions.agents.x-k8s.io/v1beta1"
+LEASE_S, RENEW_S = 600.0, 60.0
+READY_S = 110.0
+"""How long a claim may take to have a ready pod."""
+REQUEST_S = 10.0
+POLL_S = 0.5
+PAUSE_S = 5.0
+_MAX_REPLY = 1 << 20
+_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?")
+
+
+class KubernetesApi:
+    """Calls of the Kubernetes API. Without arguments, those of a pod, which has the address and the account's token and authority."""
+
+    def __init__(self, url: str = "", *, token: str = "", authority: str = "") -> None:
+        host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+        if not url and not host:
+            raise UserError("this is no pod, so the address of the Kubernetes API is unknown", fix="give the options api and token")
+        self._token = token
+        verify: ssl.SSLContext | bool = True
+        if authority or not url:
+            try:
+                verify = ssl.create_default_context(cafile=authority or str(_ACCOUNT / "ca.crt"))
+            except (OSError, ssl.SSLError) as error:
+                raise UserError(f"the certificate authority of the Kubernetes API cannot be read: {error}", fix="correct it") from None
+        address = url or f"https://{f'[{host}]' if ':' in host else host}:{port}"
+        self._client = httpx.AsyncClient(base_url=address, verify=verify, timeout=REQUEST_S, follow_redirects=False)
+
+    async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+        """Returns the object in the reply; None if there is none of that name. Raises `SandboxError`."""
+        try:
+            kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
+            headers = {"Content-Type": kind, "Authorization": f"Bearer {self._token or (_ACCOUNT / 'token').read_text().strip()}"}
+            content = None if body is None else json.dumps(body).encode()
+            async with asyncio.timeout(REQUEST_S), self._client.stream(method, path, content=content, headers=headers) as reply:
+                data = b""
+                async for piece in reply.aiter_raw(65536):
+                    data += piece
+                    if len(data) > _MAX_REPLY:
+                        raise SandboxError(f"the Kubernetes API: {method} {path}: more than {_MAX_REPLY} bytes")
+            if reply.status_code == httpx.codes.NOT_FOUND:
+                return None
+            parsed = json.loads(data)
+            if not isinstance(parsed, dict) or not reply.is_success:
+                text = parsed.get("message") if isinstance(parsed, dict) else ""
+                raise SandboxError(f"the Kubernetes API: {method} {path}: status {reply.status_code} {str(text)[:300]}")
+            return parsed
+        except (httpx.HTTPError, OSError, ValueError, RecursionError) as error:
+            raise SandboxError(f"the Kubernetes API: {method} {path}: {one_line_error(error)}") from None
+
+    async def close(self) -> None:
+        """Closes its connections."""
+        await self._client.aclose()
+
+
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    name: str
+    cell: CellState
+
+
+class ClaimBackend(CellBackend):
+    """Opens sandboxes in cells that it claims from the warm pool `pool`: at most `slots` in each, and `cells` cells."""
+
+    name = "agent-sandbox"
+    reach_s = READY_S + PAUSE_S
+
+    def __init__(
+        self,
+        *,
+        run_label: str,
+        root: Path,
+        api: KubernetesApi,
+        namespace: str,
+        pool: str,
+        key: str,
+        slots: int = 16,
+        cells: int = 16,
+        progress: images.Progress = images.no_progress,
+    ) -> None:
+        super().__init__(run_label=run_label, root=root, addresses=(), key=key, progress=progress)
+        if not _NAME.fullmatch(pool) or not _NAME.fullmatch(namespace) or slots < 1 or cells < 1:
+            raise UserError(f"sandbox.backend={self.name}: pool {pool[:80]!r} in namespace {namespace[:80]!r}", fix="give their names")
+        self._api, self._pool, self._slots, self._most = api, pool, slots, cells
+        self._path = f"/apis/{API_VERSION}/namespaces/{namespace}/sandboxclaims"
+        self._claims: list[_Claim] = []
+        self._claiming: asyncio.Task[None] | None = None
+        self._paused_until = 0.0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def _candidates(self) -> list[CellState]:
+        now = asyncio.get_running_loop().time()
+        usable = [claim.cell for claim in self._claims if claim.cell.open < self._slots and claim.cell.avoided_until <= now]
+        if not usable and self._claiming is None and now > self._paused_until and len(self._claims) < self._most:
+            self._claiming = self._spawn(self._claim())
+        return sorted(usable, key=lambda cell: cell.open)
+
+    async def _claim(self) -> None:
+        """Creates a claim and waits for its pod. A failure is reported by the openings that wait for it."""
+        name, loop = f"agentrl-{secrets.token_hex(8)}", asyncio.get_running_loop()
+        try:
+            body = {
+                "apiVersion": API_VERSION,
+                "kind": "SandboxClaim",
+                "metadata": {"name": name, "labels": {"app.kubernetes.io/name": "agentrl"}},
+                "spec": {"warmPoolRef": {"name": self._pool}, "lifecycle": self._lifecycle()},
+            }
+            claim = await self._api.call("POST", self._path, body)
+            try:
+                async with asyncio.timeout(READY_S):
+                    while not (address := _address(claim)):
+                        await asyncio.sleep(POLL_S)
+                        claim = await self._api.call("GET", f"{self._path}/{name}")
+                        if claim is None:
+                            raise SandboxError("it was deleted")
+                self._claims.append(_Claim(name, CellState((address, wire.PORT))))
+                self._cells[address, wire.PORT] = self._claims[-1].cell
+                self._spawn(self._renew(self._claims[-1]))
+            except BaseException as error:
+                self._spawn(self._delete(name))
+                if isinstance(error, TimeoutError):
+                    raise SandboxError(f"no pod is ready after {READY_S:.0f} s: {_reason(claim)}") from None
+                raise
+        except SandboxError as error:
+            self._problem = f"claim {name} on the warm pool {self._pool}: {error}"
+            self._paused_until = loop.time() + PAUSE_S
+        finally:
+            self._claiming = None
+
+    async def _renew(self, claim: _Claim) -> None:
+        """Extends the lease until the claim is dropped, or its pod is lost."""
+        failures = 0
+        while claim in self._claims and failures < LEASE_S / RENEW_S:
+            await asyncio.sleep(RENEW_S)
+            try:
+                now = await self._api.call("PATCH", f"{self._path}/{claim.name}", {"spec": {"lifecycle": self._lifecycle()}})
+                failures = 0
+            except SandboxError as error:
+                log.warning("claim %s is not renewed: %s", claim.name, error)
+                failures += 1
+                continue
+            if _address(now) != claim.cell.address[0]:
+                break
+        self._drop(claim)
+
+    def _drop(self, claim: _Claim) -> None:
+        if claim in self._claims:
+            self._claims.remove(claim)
+            self._cells.pop(claim.cell.address, None)
+            self._spawn(self._delete(claim.name))
+
+    async def _delete(self, name: str) -> None:
+        try:
+            await self._api.call("DELETE", f"{self._path}/{name}")
+        except SandboxError as error:  # its lease ends
+            log.warning("claim %s expires in %.0f s: %s", name, LEASE_S, error)
+
+    def _leave(self, cell: CellState) -> None:
+        """Keeps one claim without sandboxes."""
+        super()._leave(cell)
+        idle = [claim for claim in self._claims if claim.cell.open == 0]
+        for claim in idle[1:]:
+            self._drop(claim)
+
+    async def _close(self) -> None:
+        try:
+            await super()._close()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            for claim in self._claims[:]:
+                self._drop(claim)
+            await asyncio.gather(*self._tasks, return_exceptions=True)  # deletions have the deadline of a request
+        finally:
+            await self._api.close()
+
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _lifecycle(self) -> dict[str, str]:
+        end = datetime.now(UTC) + timedelta(seconds=LEASE_S)
+        return {"shutdownTime": end.strftime("%Y-%m-%dT%H:%M:%SZ"), "shutdownPolicy": "Delete"}
+
+
+def _conditions(claim: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    status = (claim or {}).get("status")
+    listed = status.get("conditions") if isinstance(status, dict) else None
+    return [one for one in listed if isinstance(one, dict) and one.get("type") == "Ready"] if isinstance(listed, list) else []
+
+
+def _address(claim: Mapping[str, Any] | None) -> str:
+    """Returns the address of a claim's pod; empty if it has none that is ready."""
+    if claim is None or not any(one.get("status") == "True" for one in _conditions(claim)):
+        return ""
+    try:
+        return str(ipaddress.ip_address(claim["status"]["sandbox"]["podIPs"][0]))
+    except (KeyError, IndexError, TypeError, ValueError):
+        return ""
+
+
+def _reason(claim: Mapping[str, Any] | None) -> str:
+    return "; ".join(f"{one.get('reason')}: {one.get('message')}"[:300] for one in _conditions(claim)) or "it has no status"
+
+
+def open_claims(
+    *,
+    root: Path,
+    run_label: str,
+    pool: str = "",
+    key: str = "",
+    namespace: str = "",
+    slots: int = 16,
+    cells: int = 16,
+    api: str = "",
+    token: str = "",
+    authority: str = "",
+) -> ClaimBackend:
+    """Returns the backend of the recipe's option `sandbox.backend=agent-sandbox`. Raises `UserError` for invalid options."""
+    if not pool or not key:
+        fix = 'write Part("agent-sandbox", options={"pool": "NAME", "key": "env:AGENTRL_CELL_KEY"})'
+        raise UserError("sandbox.backend=agent-sandbox needs its options pool and key", fix=fix)
+    if not namespace:
+        try:
+            namespace = (_ACCOUNT / "namespace").read_text().strip()
+        except OSError:
+            namespace = "default"
+    calls = KubernetesApi(api, token=token, authority=authority)
+    return ClaimBackend(root=root, run_label=run_label, api=calls, namespace=namespace, pool=pool, key=key, slots=slots, cells=cells)

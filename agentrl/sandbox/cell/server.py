@@ -1,0 +1,337 @@
+"""The cell: a process in a container or pod that opens bubblewrap sandboxes for drivers elsewhere.
+
+Each sandbox has one connection of its driver, over which the cell passes the bytes of its exec server on, unread. The sandbox ends with the
+connection: when the driver closes it, dies, or its machine is silent for 30 s. Drivers do not see each other's sandboxes: only the driver
+that opened one gets the token that other requests about it need.
+
+A cell reaches no network on behalf of a program. A program's connection to its proxy is joined to a waiting one of the driver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import tempfile
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+from agentrl.base.error_text import one_line_error
+from agentrl.errors import AgentRLError, SandboxError, SandboxUnavailable, UserError
+from agentrl.records import SandboxSpec
+from agentrl.sandbox import egress, images, limits
+from agentrl.sandbox.bubblewrap import BubblewrapBackend, unavailable_reason
+from agentrl.sandbox.cell import wire
+from agentrl.sandbox.frames import encode
+from agentrl.sandbox.inside.isolation import Groups
+from agentrl.sandbox.waiting import ClosesOnce
+
+log = logging.getLogger(__name__)
+
+MAX_SANDBOXES = 64
+HANDSHAKE_S = 10.0
+OWN_MEMORY_MB = 256
+"""Memory of the cell's process, which sandboxes do not get."""
+_MAX_STRANGERS = 64  # connections that have not shown the key yet
+_MAX_TUNNELS = 4  # of one sandbox, waiting for a program
+_TUNNEL_S = 15.0
+_PIECE = 1 << 16
+_MEBIBYTE = 1 << 20
+
+
+@dataclass(slots=True)
+class _Tunnel:
+    """A connection of a driver that waits for one of a program."""
+
+    sock: socket.socket
+    proof: bytes
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class _Tunnels:
+    """Joins each connection of a program to its proxy with the next tunnel (see `agentrl.sandbox.egress.Server`)."""
+
+    def __init__(self) -> None:
+        self.waiting: asyncio.Queue[_Tunnel] = asyncio.Queue(_MAX_TUNNELS)
+
+    async def serve(self, link: socket.socket) -> None:
+        with link, contextlib.suppress(OSError):
+            async with asyncio.timeout(_TUNNEL_S):
+                tunnel = await self.waiting.get()
+            try:
+                await asyncio.get_running_loop().sock_sendall(tunnel.sock, tunnel.proof + wire.packed({"ok": True}))
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(_copy(link, tunnel.sock))
+                    group.create_task(_copy(tunnel.sock, link))
+            except* OSError:
+                pass
+            finally:
+                tunnel.ended.set()
+
+    def log_refusals(self) -> None:
+        """The driver's proxy does."""
+
+    def close(self) -> None:
+        """Ends the tunnels that still wait."""
+        while not self.waiting.empty():
+            self.waiting.get_nowait().ended.set()
+
+
+async def _copy(source: socket.socket, target: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    while data := await loop.sock_recv(source, _PIECE):
+        await loop.sock_sendall(target, data)
+    target.shutdown(socket.SHUT_WR)
+
+
+class _Sandboxes(BubblewrapBackend):
+    """bubblewrap sandboxes of images in the cache, which a spec names by their keys."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.tunnels: WeakValueDictionary[str, _Tunnels] = WeakValueDictionary()  # by the name of the sandbox
+
+    def _load(self, image: str) -> images.Image:
+        stored = images.Image(name=image, recipe=images.StoredImage(key=image), cache=images.cache_folder())
+        if not stored.rootfs.exists() and not stored.tarball.exists():
+            raise SandboxUnavailable(f"the cell has no sandbox image {image}", fix="build its container image again, from this project")
+        return stored
+
+    def _listener(self, name: str, spec: SandboxSpec, folder: Path) -> egress.Listener:
+        tunnels = self.tunnels[name] = _Tunnels()
+        return egress.EgressListener(name, spec, folder, server=tunnels)
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A sandbox of this cell."""
+
+    relieve: Callable[[], Awaitable[bool]]
+    tunnels: _Tunnels | None
+
+
+class Cell(ClosesOnce):
+    """Opens sandboxes for the drivers that have `key`, at most `sandboxes` at a time, and while `memory_mb` suffice for their limits."""
+
+    def __init__(self, key: str, *, sandboxes: int = MAX_SANDBOXES, memory_mb: int = 0) -> None:
+        if len(key) < wire.SHORTEST_KEY:
+            raise UserError(f"the cell's key has {len(key)} characters", fix=f"use at least {wire.SHORTEST_KEY}: openssl rand -hex 32")
+        _open_control_groups()
+        self._key = key.encode()
+        self._free, self._free_mb = sandboxes, memory_mb or available_memory_mb() - OWN_MEMORY_MB
+        self._backend = _Sandboxes(run_label="cell", root=Path("/"))
+        self._running: dict[str, _Running] = {}  # by token
+        self._strangers = asyncio.Semaphore(_MAX_STRANGERS)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._listener: socket.socket | None = None
+
+    def __str__(self) -> str:
+        return f"room for {self._free} sandboxes and {self._free_mb} MiB"
+
+    async def start(self, host: str, port: int) -> int:
+        """Starts to serve, and returns the port. Raises `UserError` if the address cannot be used."""
+        try:
+            self._listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        except OSError as error:
+            raise UserError(f"the cell cannot listen at {host}:{port}: {error.strerror}", fix="choose another --listen") from None
+        self._listener.setblocking(False)
+        self._spawn(self._accept(self._listener))
+        return int(self._listener.getsockname()[1])
+
+    async def _close(self) -> None:
+        """Ends every connection, and so every sandbox."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._listener is not None:
+            self._listener.close()
+        await self._backend.close()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _accept(self, listener: socket.socket) -> None:
+        while True:
+            await self._strangers.acquire()
+            try:
+                sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+            except OSError as error:  # no descriptor is free
+                log.warning("a connection was not accepted: %s", error)
+                self._strangers.release()
+                await asyncio.sleep(1.0)
+                continue
+            self._spawn(self._serve(sock))
+
+    async def _serve(self, sock: socket.socket) -> None:
+        """Serves one connection, and closes it."""
+        with sock:
+            try:
+                try:
+                    wire.prepare_socket(sock)
+                    async with asyncio.timeout(HANDSHAKE_S):
+                        message, proof = await wire.admit(sock, self._key)
+                finally:
+                    self._strangers.release()
+                await self._answer(sock, message, proof)
+            except (OSError, SandboxError, ValueError) as error:  # a TimeoutError is an OSError
+                log.info("a connection ended: %s", one_line_error(error))
+
+    async def _answer(self, sock: socket.socket, message: dict[str, Any], proof: bytes) -> None:
+        operation, running = message.pop("op", None), self._running.get(str(message.get("token")))
+        reply: dict[str, Any] = {"ok": True}
+        if operation == "open":
+            await self._open(sock, wire.OpenRequest.parse(message), proof)
+            return
+        if operation == "prepare":
+            reply = await self._prepare(wire.OpenRequest.parse(message))
+        elif running is None:
+            reply = _failure("gone", "there is no such sandbox")
+        elif operation == "relieve":
+            reply["relieved"] = await running.relieve()
+        elif operation == "tunnel" and running.tunnels is not None and not running.tunnels.waiting.full():
+            tunnel = _Tunnel(sock, proof)
+            running.tunnels.waiting.put_nowait(tunnel)  # `_Tunnels.serve` replies, once a program connects
+            await tunnel.ended.wait()
+            return
+        else:
+            reply = _failure("refused", "not an operation of this sandbox")
+        await _send(sock, proof, reply)
+
+    async def _prepare(self, request: wire.OpenRequest) -> dict[str, Any]:
+        """Prepares the image. Returns the reply."""
+        if request.code != wire.code_version():
+            return _failure("refused", "the cell has another version of agentrl: use one image for driver and cells")
+        try:
+            await self._backend.prepare(request.spec)
+        except (AgentRLError, OSError) as error:
+            return _failure("refused" if isinstance(error, UserError) else "failed", one_line_error(error))
+        return {"ok": True}
+
+    async def _open(self, sock: socket.socket, request: wire.OpenRequest, proof: bytes) -> None:
+        """Opens a sandbox for a connection, and passes bytes on until one of the two ends. Returns when nothing of the sandbox is left."""
+        async with asyncio.timeout(HANDSHAKE_S):
+            program = await wire.receive_exactly(sock, request.program_bytes)
+        reply, memory = await self._prepare(request), request.spec.memory_mb
+        if reply["ok"] and (self._free < 1 or self._free_mb < memory):
+            reply = _failure("full", str(self))
+        if not reply["ok"]:
+            await _send(sock, proof, reply)
+            return
+        self._free, self._free_mb, token = self._free - 1, self._free_mb - memory, secrets.token_hex(16)
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                try:
+                    server = stack.enter_context(_as_file(program)) if program else None
+                    sandbox = await self._backend.open(request.spec, timeout_s=request.timeout_s, server=server)
+                    stack.push_async_callback(sandbox.close)
+                    reader, writer, relieve = await sandbox.detach()
+                except (AgentRLError, OSError) as error:
+                    await _send(sock, proof, _failure("failed", one_line_error(error)))
+                    return
+                stack.callback(writer.transport.abort)
+                running = self._running[token] = _Running(relieve, self._backend.tunnels.get(sandbox.id))
+                if running.tunnels is not None:
+                    stack.callback(running.tunnels.close)
+                await _send(sock, proof, {"ok": True, "token": token}, encode({"id": 0, "ok": True, "version": 1}))
+                await _pass_on(sock, reader, writer)
+        finally:
+            self._running.pop(token, None)
+            self._free, self._free_mb = self._free + 1, self._free_mb + memory
+
+
+async def _send(sock: socket.socket, proof: bytes, reply: wire.Message, more: bytes = b"") -> None:
+    async with asyncio.timeout(HANDSHAKE_S):
+        await asyncio.get_running_loop().sock_sendall(sock, proof + wire.packed(reply) + more)
+
+
+def _failure(why: str, message: str) -> dict[str, Any]:
+    return {"ok": False, "why": why, "message": message[:1000]}
+
+
+async def _pass_on(sock: socket.socket, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Copies between a driver's connection and an exec server until either ends."""
+    loop = asyncio.get_running_loop()
+
+    async def inwards() -> None:
+        while data := await loop.sock_recv(sock, _PIECE):
+            writer.write(data)
+            await writer.drain()
+
+    async def outwards() -> None:
+        while data := await reader.read(_PIECE):
+            await loop.sock_sendall(sock, data)
+
+    tasks = [asyncio.create_task(copy()) for copy in (inwards, outwards)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def _as_file(program: bytes) -> Iterator[Path]:
+    """Writes a replacement of the exec server to a file for the block."""
+    with tempfile.TemporaryDirectory(prefix="agentrl-cell-") as folder:
+        path = Path(folder, "exec_server.py")
+        path.write_bytes(program)
+        path.chmod(0o644)
+        Path(folder).chmod(0o755)
+        yield path
+
+
+def available_memory_mb() -> int:
+    """Returns the memory that this container, or else this machine, may use."""
+    amounts = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # the file does not exist, or says "max"
+            amounts.append(int((limits.CGROUPS / name).read_text()))
+    return min(amounts) // _MEBIBYTE
+
+
+def _open_control_groups() -> None:
+    """Makes the control groups of a container writable, in which root then limits each sandbox."""
+    groups = Groups(str(limits.CGROUPS))
+    if os.geteuid() == 0 and not os.access(groups.folder("memory"), os.W_OK):
+        with contextlib.suppress(OSError):  # a container without the right: limits are per process
+            groups.open_up()
+
+
+def run_cell(key: str, listen: str, *, sandboxes: int = MAX_SANDBOXES, memory_mb: int = 0) -> None:
+    """Runs `serve_cell`. In process 1 of a container it does so in a child, and collects what sandboxes leave as process 1 must."""
+    child = os.fork() if os.getpid() == 1 else 0
+    if not child:
+        asyncio.run(serve_cell(key, listen, sandboxes=sandboxes, memory_mb=memory_mb))
+        return
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: os.kill(child, number))
+    while True:
+        ended, status = os.wait()
+        if ended == child:
+            raise SystemExit(os.waitstatus_to_exitcode(status) or 0)
+
+
+async def serve_cell(key: str, listen: str, *, sandboxes: int = MAX_SANDBOXES, memory_mb: int = 0) -> None:
+    """Serves until SIGTERM or SIGINT, then ends all sandboxes. Raises `UserError`, or `SandboxUnavailable` if bubblewrap does not work."""
+    if problem := await asyncio.to_thread(unavailable_reason):
+        raise SandboxUnavailable(f"a cell needs bubblewrap: {problem}", fix="see docs/cluster.md for what the container needs")
+    cell, stop = Cell(key, sandboxes=sandboxes, memory_mb=memory_mb), asyncio.Event()
+    host, port = wire.parse_address(listen, least_port=0)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    port = await cell.start(host, port)
+    try:
+        print(f"cell ready on port {port}: {cell}", flush=True)
+        await stop.wait()
+    finally:
+        await cell.close()

@@ -1,0 +1,155 @@
+"""What a driver and a cell exchange before a connection carries the bytes of one exec server.
+
+    cell    -> driver   32 random bytes
+    driver  -> cell     32 random bytes, HMAC-SHA256 under the key of "driver" and both, and a request
+    cell    -> driver   HMAC of "cell" and both, and a reply
+
+Each side proves that it has the key, and neither sends it. Requests and replies are JSON objects of at most 64 KiB behind their length.
+The connection is not encrypted: use a private network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.errors import SandboxError, UserError
+from agentrl.records import SandboxSpec, codec
+from agentrl.records.fields import Record
+from agentrl.sandbox import server_code
+
+PORT = 7423
+NONCE_BYTES = PROOF_BYTES = 32
+MAX_MESSAGE = 64 << 10
+MAX_PROGRAM = 1 << 20
+"""Largest replacement of the exec server, which only the attack suite sends."""
+SHORTEST_KEY = 16
+"""Characters of a key."""
+LONGEST_OPEN_S = 120.0
+_LENGTH = struct.Struct("!I")
+_SILENCE_S = 30
+"""After this time without any packet from the other machine, the kernel ends a connection on either side."""
+
+Message = Mapping[str, Any]
+
+
+class CellProtocolError(SandboxError):
+    """The other end does not have the key, or does not speak this protocol."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenRequest(Record):
+    """A sandbox that a driver wants."""
+
+    code: str  # `code_version` of the driver
+    spec: SandboxSpec  # its image is the key of a stored image
+    timeout_s: float = 60.0
+    program_bytes: int = 0  # of a replacement of the exec server, which follows
+
+    def __post_init__(self) -> None:
+        Record.__post_init__(self)
+        if not 0 <= self.program_bytes <= MAX_PROGRAM or not 0 < self.timeout_s <= LONGEST_OPEN_S:
+            raise ValueError("a request out of range")
+
+    @classmethod
+    def parse(cls, message: Message) -> OpenRequest:
+        """Returns the request in a message. Raises `ValueError`."""
+        return codec.from_json(cls, json.dumps(message))
+
+
+def parse_address(text: str, *, least_port: int = 1) -> tuple[str, int]:
+    """Returns host and port of `HOST:PORT`. Raises `UserError`."""
+    host, _, port = text.rpartition(":")
+    host = host.strip("[]")
+    if not host or not port.isdigit() or not least_port <= int(port) < 65536:
+        raise UserError(f"{text[:100]!r} is not the address of a cell", fix=f"give HOST:PORT, such as cells:{PORT}")
+    return host, int(port)
+
+
+def code_version() -> str:
+    """Returns the hash of the exec server's code, which driver and cell must have in common."""
+    return hashlib.sha256(server_code.source().encode()).hexdigest()
+
+
+def prepare_socket(sock: socket.socket) -> None:
+    """Makes the kernel end the connection if the other machine is lost, and send small messages at once."""
+    sock.setblocking(False)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_NODELAY, 1),
+        (socket.TCP_KEEPIDLE, _SILENCE_S // 3),
+        (socket.TCP_KEEPINTVL, _SILENCE_S // 6),
+        (socket.TCP_KEEPCNT, 4),
+        (socket.TCP_USER_TIMEOUT, 1000 * _SILENCE_S),
+    ):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+async def receive_exactly(sock: socket.socket, size: int) -> bytes:
+    """Returns the next `size` bytes, and reads no more. Raises `CellProtocolError` if the connection ends before."""
+    data = b""
+    while len(data) < size:
+        piece = await asyncio.get_running_loop().sock_recv(sock, size - len(data))
+        if not piece:
+            raise CellProtocolError("the connection ended")
+        data += piece
+    return data
+
+
+async def receive(sock: socket.socket) -> dict[str, Any]:
+    """Returns the next message. Raises `CellProtocolError`. The caller sets the deadline."""
+    (size,) = _LENGTH.unpack(await receive_exactly(sock, _LENGTH.size))
+    if size > MAX_MESSAGE:
+        raise CellProtocolError(f"a message of {size} bytes; at most {MAX_MESSAGE}")
+    try:
+        message = json.loads(await receive_exactly(sock, size))
+    except (ValueError, RecursionError):
+        raise CellProtocolError("a message that is not JSON") from None
+    if type(message) is not dict:
+        raise CellProtocolError("a message that is not an object")
+    return message
+
+
+def packed(message: Message) -> bytes:
+    """Returns the bytes of a message. Raises `SandboxError` if it is too large."""
+    data = json.dumps(message).encode()
+    if len(data) > MAX_MESSAGE:
+        raise SandboxError(f"a request to a cell has {len(data)} bytes; at most {MAX_MESSAGE}")
+    return _LENGTH.pack(len(data)) + data
+
+
+async def admit(sock: socket.socket, key: bytes) -> tuple[dict[str, Any], bytes]:
+    """Cell: returns the request of a driver that has the key, and the proof for the reply. Raises `CellProtocolError`."""
+    own = secrets.token_bytes(NONCE_BYTES)
+    await asyncio.get_running_loop().sock_sendall(sock, own)
+    other = await receive_exactly(sock, NONCE_BYTES)
+    proof = await receive_exactly(sock, PROOF_BYTES)
+    if not hmac.compare_digest(proof, _proof(key, b"driver", own, other)):
+        raise CellProtocolError("a connection without the key")
+    return await receive(sock), _proof(key, b"cell", own, other)
+
+
+async def request(sock: socket.socket, key: bytes, message: Message, body: bytes = b"") -> dict[str, Any]:
+    """Driver: sends a request over a new connection and returns the reply. Raises `CellProtocolError`, also if the cell lacks the key."""
+    other = await receive_exactly(sock, NONCE_BYTES)
+    own = secrets.token_bytes(NONCE_BYTES)
+    await asyncio.get_running_loop().sock_sendall(sock, own + _proof(key, b"driver", other, own) + packed(message) + body)
+    try:
+        proof = await receive_exactly(sock, PROOF_BYTES)
+    except (ConnectionError, CellProtocolError):
+        raise CellProtocolError("it closed the connection: it has another key, or has ended") from None
+    if not hmac.compare_digest(proof, _proof(key, b"cell", other, own)):
+        raise CellProtocolError("it does not have the key")
+    return await receive(sock)
+
+
+def _proof(key: bytes, side: bytes, of_cell: bytes, of_driver: bytes) -> bytes:
+    return hmac.digest(key, side + of_cell + of_driver, hashlib.sha256)

@@ -1,0 +1,52 @@
+"""A policy of a million parameters learns to cross the frozen lake, an environment of Gymnasium, on two CPU cores.
+
+    pip install gymnasium
+    agentrl train recipes/frozen_lake.py --run-dir runs/lake
+
+Each turn is one action, one of four letters, in a context of its own: the position is all that the next action depends on.
+"""
+
+from agentrl.config import (
+    EvalConfig,
+    GroupConfig,
+    LearnerConfig,
+    ObjectiveConfig,
+    PolicyConfig,
+    Recipe,
+    RolloutConfig,
+    ServingConfig,
+    TasksConfig,
+)
+from agentrl.plugins.parts import Part
+
+LAKE = {
+    "is_slippery": False,
+    "formatter": "recipes.frozen_lake:describe",
+    "instructions": "",
+    "action_names": ["l", "d", "n", "o"],
+    "context_turns": 1,
+    "limits": {"turns": 30, "turn_tokens": 4, "episode_tokens": 64, "all_tokens": 2048},
+}
+
+recipe = Recipe(
+    name="frozen_lake",
+    steps=20,
+    policy=PolicyConfig(model="recipes/models/tables-base", dtype="float32", max_model_len=128),
+    tasks=TasksConfig(family=Part("gymnasium:FrozenLake-v1", options=LAKE)),
+    rollout=RolloutConfig(group=GroupConfig(size=32), groups_per_step=4, concurrency=128),
+    evaluation=EvalConfig(heldout=32),
+    serving=ServingConfig(max_num_seqs=128, kv_cache_gb=0.5, threads=1),
+    objective=ObjectiveConfig(),
+    learner=LearnerConfig(lr=1e-3, ranks=1, threads=1, max_tokens_per_microbatch=4096),
+)
+
+
+def describe(cell: int) -> str:
+    """Returns the position as row and column."""
+    return f"{cell // 4} {cell % 4}"
+
+
+if __name__ == "__main__":
+    from agentrl.cli import run_recipe
+
+    run_recipe(__file__)

@@ -1,0 +1,11 @@
+"""Sorting networks: an environment in which the agent searches for a network with few comparators. Nobody put the best answer in.
+
+`SortingNetwork` is the environment, `archive` has the states that earlier searches reached, and `checker` verifies a network with code that
+shares nothing with the environment.
+"""
+
+from __future__ import annotations
+
+from sandboxes.networks.environment import SortingNetwork
+
+__all__ = ["SortingNetwork"]

@@ -1,0 +1,100 @@
+"""The archive of a search: states that networks reached, each with the shortest known network, and how often it was reached."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from agentrl.base.untrusted_files import read_bytes
+from sandboxes.networks.state import Comparator, Outputs, label, parse
+
+MAX_STATES = 4000
+"""Largest number of states. The ones that are nearest to a sorting network with few comparators stay."""
+_MAX_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A state: the shortest known network that reaches it, its unsorted outputs, and the number of episodes that reached it."""
+
+    network: tuple[Comparator, ...]
+    unsorted: int = 1
+    visits: int = 0
+
+
+@dataclass(slots=True)
+class Archive:
+    """States by their key (`Outputs.key`)."""
+
+    channels: int
+    states: dict[str, Entry] = field(default_factory=dict)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.states
+
+    def add(self, networks: Iterable[Sequence[Comparator]]) -> int:
+        """Adds every state that these networks reach, one network per episode. Returns the number of new states."""
+        before = len(self.states)
+        for network in networks:
+            for key, entry in dict(self._reached(network)).items():
+                known = self.states.get(key)
+                best = entry if known is None or len(entry.network) < len(known.network) else known
+                self.states[key] = replace(best, visits=(known.visits if known else 0) + 1)
+        added = len(self.states) - before
+        if len(self.states) > MAX_STATES:
+            nearest = sorted(self.states.items(), key=lambda item: (len(item[1].network) + item[1].unsorted ** 0.5, item[0]))
+            self.states = dict(nearest[:MAX_STATES])
+        return added
+
+    def _reached(self, network: Sequence[Comparator]) -> Iterator[tuple[str, Entry]]:
+        outputs = Outputs.of(self.channels)
+        for size, pair in enumerate(network, 1):
+            outputs = outputs.after(pair)
+            yield outputs.key, Entry(network=tuple(network[:size]), unsorted=outputs.unsorted)
+
+    def draw(self, generator: random.Random) -> Entry:
+        """Returns a state to start from; rarely reached ones are more likely. The empty network if all states are sorted."""
+        open_states = [entry for _, entry in sorted(self.states.items()) if entry.unsorted]
+        if not open_states:
+            return Entry(network=())
+        return generator.choices(open_states, [1 / (1 + entry.visits) for entry in open_states])[0]
+
+    def best(self) -> tuple[Comparator, ...] | None:
+        """Returns the smallest network that sorts; None if there is none."""
+        return min((entry.network for entry in self.states.values() if not entry.unsorted), key=len, default=None)
+
+    def save(self, path: Path) -> None:
+        """Writes the archive, replacing the file in one step."""
+        states = {
+            key: {"network": [label(pair) for pair in entry.network], "unsorted": entry.unsorted, "visits": entry.visits}
+            for key, entry in self.states.items()
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(f"{path.name}.new")
+        with new.open("w", encoding="utf-8") as file:
+            json.dump({"channels": self.channels, "states": states}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Archive:
+        """Reads an archive. Raises `ValueError` if the file is not one."""
+        try:
+            data = json.loads(read_bytes(path, most=_MAX_BYTES, inside=path.parent))
+            channels = int(data["channels"])
+            states = {
+                str(key): Entry(
+                    network=tuple(parse(text, channels) for text in entry["network"]),
+                    unsorted=int(entry["unsorted"]),
+                    visits=int(entry["visits"]),
+                )
+                for key, entry in data["states"].items()
+            }
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is not an archive of sorting networks: {type(error).__name__}: {error}") from None
+        return cls(channels, states)

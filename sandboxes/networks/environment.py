@@ -1,0 +1,67 @@
+"""The environment: the agent adds one comparator at a time until the network sorts, or its budget of comparators is used."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from agentrl.environment import Environment
+from agentrl.records import Step
+from sandboxes.networks.archive import Archive, Entry
+from sandboxes.networks.state import Comparator, Outputs, comparators, label, parse
+
+
+class SortingNetwork(Environment):
+    """Build a sorting network with few comparators.
+
+    The reward comes at the end: for a network that sorts, 1 plus the unused share of the budget; otherwise half of the share of 0-1 outputs
+    that are sorted. With an archive, a part `novelty` rewards the share of new states among those that the episode reached.
+
+    Args:
+        channels: number of inputs.
+        budget: largest number of comparators, including those of the start.
+        archive: file of an `Archive`. Episodes start from one of its states with probability `restarts`.
+        restarts: see `archive`.
+        novelty: weight of the part `novelty`.
+    """
+
+    rewards = (0.0, 3.0)
+
+    def __init__(self, channels: int = 6, budget: int = 16, archive: str = "", restarts: float = 0.5, novelty: float = 0.2) -> None:
+        self.instructions = f"Sort {channels} channels. Add one comparator per turn."
+        self.actions = tuple(map(label, comparators(channels)))
+        self._channels, self._budget = channels, budget
+        self._archive = Archive.load(Path(archive)) if archive else None
+        self._restarts, self._novelty = restarts, novelty
+
+    def reset(self, seed: int) -> str:
+        """Returns the start: the empty network, or one of the archive."""
+        generator, start = random.Random(seed), Entry(network=())
+        if self._archive is not None and generator.random() < self._restarts:
+            start = self._archive.draw(generator)
+        self._network: list[Comparator] = list(start.network)
+        self._outputs = Outputs.of(self._channels, self._network)
+        self._reached: list[str] = []
+        return f"start {' '.join(map(label, self._network)) or 'empty'} unsorted {self._outputs.unsorted}"
+
+    def step(self, action: Any) -> Step | tuple[Any, ...]:
+        """Adds a comparator."""
+        pair = parse(str(action), self._channels)
+        self._network.append(pair)
+        self._outputs = self._outputs.after(pair)
+        self._reached.append(self._outputs.key)
+        unsorted, size = self._outputs.unsorted, len(self._network)
+        if unsorted and size < self._budget:
+            return f"unsorted {unsorted}", 0.0, False
+        parts = self._parts(unsorted, size)
+        return f"unsorted {unsorted}", parts["quality"] + self._novelty * parts["novelty"], True, False, parts
+
+    def _parts(self, unsorted: int, size: int) -> dict[str, float]:
+        quality = 1 + (self._budget - size) / self._budget
+        if unsorted:
+            quality = 0.5 * (1 - unsorted / (1 << self._channels))
+        known: Sequence[str] | Archive = self._archive if self._archive is not None else self._reached
+        new = sum(key not in known for key in set(self._reached)) / len(self._reached)
+        return {"quality": quality, "novelty": new, "comparators": float(size), "sorts": float(not unsorted)}

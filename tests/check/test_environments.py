@@ -1,0 +1,74 @@
+"""The proofs of `agentrl check` about environments, on environments that break each of them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from agentrl.check.environments import prove_environment
+from agentrl.check.report import Proof
+from agentrl.config.recipe import TasksConfig
+from agentrl.environment import close_environments
+from agentrl.plugins.parts import Part
+from agentrl.records import Split
+from agentrl.task import open_family
+
+
+@pytest.fixture(autouse=True)
+async def closed() -> AsyncIterator[None]:
+    yield
+    await close_environments()
+
+
+async def prove(name: str, seeds: int = 2, **options: object) -> dict[str, Proof]:
+    part = Part(f"tests.environment.worlds:{name}", {"limits": {"turns": 6}, **options})  # type: ignore[dict-item]
+    family = open_family(TasksConfig(family=part), seed=0)
+    return {proof.name: proof for proof in await prove_environment([family.task(Split.TRAIN, index) for index in range(seeds)])}
+
+
+async def test_a_good_environment_passes_and_its_expert_beats_random_actions() -> None:
+    proofs = await prove("Walk")
+    assert all(proof.ok and not proof.findings for proof in proofs.values()), proofs
+    assert set(proofs) == {
+        "episodes can be played",
+        "equal seeds and actions give equal episodes",
+        "episodes at the same time share no state",
+        "an episode that was left in the middle starts again",
+        "a snapshot continues an episode",
+        "rewards are in their range",
+        "baselines",
+    }
+    rows = {row[0]: row for row in proofs["baselines"].table}
+    assert rows["expert"][2] == "1" and float(rows["random"][2]) < 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "claim"),
+    [
+        ("random", "equal seeds and actions give equal episodes"),
+        ("shared", "episodes at the same time share no state"),
+        ("kept", "an episode that was left in the middle starts again"),
+        ("snapshot", "a snapshot continues an episode"),
+        ("reward", "rewards are in their range"),
+    ],
+)
+async def test_each_fault_of_an_environment_is_a_failure(fault: str, claim: str) -> None:
+    assert not (await prove("Walk", fault=fault))[claim].ok
+
+
+async def test_a_weak_expert_is_a_warning() -> None:
+    proofs = await prove("Lazy", seeds=2)
+    assert [finding.severity for finding in proofs["baselines"].findings] == ["warning"]
+
+
+async def test_an_environment_that_raises_is_a_failure_of_the_first_claim() -> None:
+    proofs = await prove("Faulty", seeds=1)
+    assert not any(proof.findings for proof in proofs.values())  # no action can be drawn: any text is one
+    proofs = await prove("Broken", seeds=2)
+    assert "the lamp broke" in proofs["episodes can be played"].findings[0].what
+
+
+async def test_random_calls_follow_the_schema() -> None:
+    proofs = await prove("Doors")
+    assert proofs["episodes can be played"].ok and float({row[0]: row for row in proofs["baselines"].table}["random"][1]) == 2
