@@ -20,6 +20,7 @@ from agentrl.cluster.ray_launcher import RayLauncher
 from agentrl.cluster.ray_nodes import list_nodes
 
 _STORE_BYTES = 80 << 20
+PATIENCE_S = 120.0  # on a machine with other work
 
 
 def plan_of(address: str, *names: str, cpus: float = 0.1, custom: dict[str, float] | None = None) -> ClusterPlan:
@@ -65,10 +66,11 @@ class RayNodes:
     async def launcher(self, plan: ClusterPlan, folder: Path) -> AsyncIterator[RayLauncher]:
         """A launcher with a project folder in the run folder."""
         if self._listed is None:
-            self._listed = list_nodes(self.address)  # in another process, which takes seconds
+            self._listed = list_nodes(self.address, wait_s=PATIENCE_S)  # in another process, which takes seconds
         listed = self._listed
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ray_launcher, "list_nodes", lambda address, wait_s: listed)
+            patch.setattr(ray_launcher, "RESERVE_S", PATIENCE_S)
             launcher = await RayLauncher.open(plan, folder, root=folder / "project")
         try:
             yield launcher

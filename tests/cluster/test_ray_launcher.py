@@ -212,7 +212,7 @@ async def test_the_signal_handlers_of_the_driver_stay(ray_nodes: RayNodes, tmp_p
 
 async def test_a_driver_outside_of_the_cluster_connects_through_the_client_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CONNECT_S", "RESERVE_S"):  # the client server starts another process for each connection
-        monkeypatch.setattr(ray_launcher, name, LONG_S)
+        monkeypatch.setattr(ray_launcher, name, ray_nodes_module.PATIENCE_S)
     port = free_port("127.0.0.1")
     with ray_nodes_module.running(client_port=port) as nodes:
         nodes.add()
