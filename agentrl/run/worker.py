@@ -387,6 +387,10 @@ def worker_name(pid: int, *, node: str = "") -> str:
     return f"{node or socket.gethostname()}-{pid}"
 
 
+UNUSABLE = 2
+"""Exit code of a worker that cannot work on its host, for example without the sandbox backend: a restart there does not help."""
+
+
 def main(open_access: Callable[[AsyncExitStack], WorkerAccess], *, parent: int | None = None) -> int:
     """Runs one worker, and returns its exit code. `open_access`: returns the worker's access to its run, which ends with the stack."""
     if parent is not None:
@@ -402,7 +406,7 @@ def main(open_access: Callable[[AsyncExitStack], WorkerAccess], *, parent: int |
         if not isinstance(cause, UserError | InfrastructureError):
             raise
         print(f"error: {cause}", file=sys.stderr)
-        return 1
+        return UNUSABLE if isinstance(cause, UserError) else 1
     return 0
 
 
