@@ -40,6 +40,7 @@ HANDSHAKE_S = 10.0
 OWN_MEMORY_MB = 256
 """Memory of the cell's process, which sandboxes do not get."""
 _MAX_STRANGERS = 64  # connections that have not shown the key yet
+_BACKLOG = 1024
 _MAX_TUNNELS = 4  # of one sandbox, waiting for a program
 _TUNNEL_S = 15.0
 _PIECE = 1 << 16
@@ -138,7 +139,8 @@ class Cell(ClosesOnce):
     async def start(self, host: str, port: int) -> int:
         """Starts to serve, and returns the port. Raises `UserError` if the address cannot be used."""
         try:
-            self._listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         except OSError as error:
             raise UserError(f"the cell cannot listen at {host}:{port}: {error.strerror}", fix="choose another --listen") from None
         self._listener.setblocking(False)
