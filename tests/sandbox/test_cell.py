@@ -380,7 +380,7 @@ async def test_weak_cell_is_detected(weaken, name, evidence, root, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["cell_", "egress_other", "fork_bomb", "server_flood"])
+@pytest.mark.parametrize("name", ["cell_", "egress_endless", "fork_bomb", "server_flood"])
 async def test_cell_contains_attacks(name, root):
     """All others run against bubblewrap, which cells use, in test_attacks.py."""
     async with cell() as (_, address), driver(root, address) as opened:
