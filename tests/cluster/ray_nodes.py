@@ -19,7 +19,7 @@ from agentrl.cluster.plan import Bundle, ClusterPlan, PlannedPart
 from agentrl.cluster.ray_launcher import RayLauncher
 from agentrl.cluster.ray_nodes import list_nodes
 
-_STORE_BYTES = 80 << 20
+STORE_BYTES = 80 << 20
 PATIENCE_S = 120.0  # on a machine with other work
 
 
@@ -51,7 +51,7 @@ class RayNodes:
     def add(self, cpus: int = 2, **resources: float) -> Any:
         """Adds a node and waits until the cluster has it."""
         self._listed = None
-        return self._cluster.add_node(num_cpus=cpus, resources=resources, object_store_memory=_STORE_BYTES)
+        return self._cluster.add_node(num_cpus=cpus, resources=resources, object_store_memory=STORE_BYTES)
 
     def remove(self, node: Any) -> None:
         """Removes a node, which may be dead."""
@@ -83,7 +83,7 @@ def running(*, client_port: int | None = None) -> Iterator[RayNodes]:
     """Starts a head. `client_port`: also a server for drivers outside of the cluster, `ray://127.0.0.1:PORT`."""
     from ray.cluster_utils import Cluster
 
-    head = {"num_cpus": 0, "object_store_memory": _STORE_BYTES, "include_dashboard": False, "ray_client_server_port": client_port}
+    head = {"num_cpus": 0, "object_store_memory": STORE_BYTES, "include_dashboard": False, "ray_client_server_port": client_port}
     cluster = Cluster(head_node_args=head, initialize_head=True)
     try:
         yield RayNodes(cluster)
