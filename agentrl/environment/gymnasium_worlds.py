@@ -54,7 +54,6 @@ class GymnasiumWorld(Environment):
         action_names: texts of the discrete actions, in order.
         instructions: the system message; None means a default, and an empty text means none.
         json_actions: actions that are not discrete are JSON texts instead of calls.
-        engine: `gymnasium` or `envpool`.
         options: arguments of `gymnasium.make`.
     """
 
@@ -66,11 +65,10 @@ class GymnasiumWorld(Environment):
         action_names: Sequence[str] | None = None,
         json_actions: bool = False,
         instructions: str | None = None,
-        engine: str = "gymnasium",
         **options: Any,
     ) -> None:
         self._name = id.rpartition(":")[2].partition("-v")[0].rpartition("/")[2]
-        self._world, self._drawn = _make(id, engine, options, draw=formatter is None)
+        self._world, self._drawn = _make(id, options, draw=formatter is None)
         self._format: Callable[[Any], str] | None = None if formatter is None else resolve(formatter)
         self._space = self._world.action_space
         self._seen = self._world.observation_space
@@ -144,7 +142,7 @@ def _mark(match: re.Match[str]) -> str:
     return f"{first}{text}{last}"
 
 
-def _make(id: str, engine: str, options: dict[str, Any], *, draw: bool) -> tuple[Any, bool]:
+def _make(id: str, options: dict[str, Any], *, draw: bool) -> tuple[Any, bool]:
     """Returns an environment, and whether its observations are drawn as text. Raises `PluginError`."""
     module, _, name = id.rpartition(":")
     try:
@@ -153,10 +151,6 @@ def _make(id: str, engine: str, options: dict[str, Any], *, draw: bool) -> tuple
             importlib.import_module(module)
     except ImportError as error:
         raise PluginError(f"gymnasium:{id} needs a package that is not installed: {error}", fix=install_command("gymnasium")) from error
-    if engine == "envpool":
-        return _EnvPool(name, options), False
-    if engine != "gymnasium":
-        raise PluginError(f"tasks.family.options.engine={engine!r} is unknown", fix="use gymnasium or envpool")
     try:
         world = gymnasium.make(name, disable_env_checker=True, **options)
         if not draw or "render_mode" in options or "ansi" not in world.metadata.get("render_modes", ()):
@@ -165,36 +159,3 @@ def _make(id: str, engine: str, options: dict[str, Any], *, draw: bool) -> tuple
         return gymnasium.make(name, disable_env_checker=True, render_mode="ansi", **options), True
     except gymnasium.error.Error as error:
         raise PluginError(f"gymnasium:{id} cannot be made: {str(error)[:500]}", fix="see gymnasium.pprint_registry()") from error
-
-
-class _EnvPool:
-    """One environment of EnvPool, which computes it in C++, with the interface of Gymnasium."""
-
-    def __init__(self, name: str, options: dict[str, Any]) -> None:
-        try:
-            self._module = importlib.import_module("envpool")
-        except ImportError as error:
-            raise PluginError(
-                "tasks.family.options.engine=envpool needs a package that is not installed", fix="pip install envpool"
-            ) from error
-        self._name, self._options = name, options
-        self._pool: Any = None
-        spec = self._module.make_spec(name, **options)
-        self.action_space, self.observation_space = spec.gymnasium_action_space, spec.gymnasium_observation_space
-
-    def reset(self, *, seed: int) -> tuple[Any, dict[str, Any]]:
-        """Creates the environment, because EnvPool takes the seed only then."""
-        self._pool = self._module.make_gymnasium(self._name, num_envs=1, seed=seed, **self._options)
-        return self._pool.reset()[0][0], {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Applies an action."""
-        import numpy as np
-
-        observation, reward, terminated, truncated, _ = self._pool.step(np.array([action]))
-        return observation[0], reward[0], terminated[0], truncated[0], {}
-
-    def close(self) -> None:
-        """Closes the environment."""
-        if self._pool is not None:
-            self._pool.close()

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from agentrl.check import environments
 from agentrl.check.environments import prove_environment
 from agentrl.check.report import Proof
 from agentrl.config.recipe import TasksConfig
@@ -13,10 +14,12 @@ from agentrl.environment import close_environments
 from agentrl.plugins.parts import Part
 from agentrl.records import Split
 from agentrl.task import open_family
+from tests.commands import agentrl
 
 
 @pytest.fixture(autouse=True)
-async def closed() -> AsyncIterator[None]:
+async def closed(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    monkeypatch.setattr(environments, "FRESH", 1)  # a new process takes a second on a busy machine
     yield
     await close_environments()
 
@@ -80,3 +83,11 @@ async def test_a_game_with_several_roles_is_played_by_one_actor() -> None:
     assert all(proof.ok for proof in (await prove("Match", module="tests.environment.games")).values()), "moves at once"
     proofs = await prove("Faulty", module="tests.environment.games", fault="shared")
     assert not proofs["episodes at the same time share no state"].ok
+
+
+def test_the_command_takes_the_reference_of_an_environment() -> None:
+    done = agentrl("check", "tests.environment.worlds:Walk", "--count", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "equal seeds and actions give equal episodes" in done.stdout and "expert" in done.stdout and "gold" not in done.stdout
+    done = agentrl("check", "tests.environment.worlds:Broken", "--count", "2")
+    assert done.returncode == 1 and "the lamp broke" in done.stdout

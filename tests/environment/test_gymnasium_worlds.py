@@ -69,8 +69,6 @@ def test_options_reach_the_environment_and_errors_name_the_fix() -> None:
         ({"id": "Nope-v0"}, "cannot be made"),
         ({"id": "nowhere_at_all:Nope-v0"}, "not installed"),
         ({"id": "FrozenLake-v1", "action_names": ["a"]}, "1 names for 4 actions"),
-        ({"id": "FrozenLake-v1", "engine": "warp"}, "unknown"),
-        ({"id": "CartPole-v1", "engine": "envpool"}, "engine=envpool needs a package"),
     ):
         with pytest.raises(PluginError, match=message):
             GymnasiumWorld(**wrong)  # type: ignore[arg-type]
