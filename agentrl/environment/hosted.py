@@ -27,7 +27,7 @@ from agentrl.gateway.session import Session
 from agentrl.gateway.tokens import Chat, ConversationTokens
 from agentrl.plugins.references import resolve
 from agentrl.protocols import LiveEpisode, Sandbox
-from agentrl.records import Blame, EnvironmentSpec, Score
+from agentrl.records import Blame, EnvironmentSpec, Score, Task
 
 HOSTED = {
     "inspect": "agentrl.environment.inspect_tasks:host_spec",
@@ -117,6 +117,11 @@ class HostedAgent:
             raise {"task": TaskError, "policy": PolicyFault}.get(str(fault.get("blame")), InfrastructureError)(text)
         stop = str(result.get("stop") or "")
         return session.limit or (stop if _STOP.fullmatch(stop) else "answered")
+
+
+def is_hosted(task: Task) -> bool:
+    """Whether the program of the task's environment drives the model."""
+    return task.environment is not None and task.environment.ref.partition(":")[0] in HOSTED
 
 
 def host_of(spec: EnvironmentSpec) -> Host:

@@ -26,7 +26,7 @@ from agentrl.environment.venvs import environment_python
 from agentrl.errors import PluginError, UserError
 from agentrl.objective import counted_samples
 from agentrl.protocols import SandboxBackend
-from agentrl.records import Blame, Episode, Group, SandboxSpec, Score, ScoredEpisode, Split, Task
+from agentrl.records import Blame, EnvironmentSpec, Episode, Group, SandboxSpec, Score, ScoredEpisode, Split, Task
 from agentrl.records.sampling import Sampling
 from agentrl.reward import TaskScorer
 from agentrl.rollout import EpisodeRunner
@@ -104,8 +104,7 @@ async def play(
         return name, Played(episode, None if episode.left_out else await scorer(task, episode))
 
     tasks = [family.task(Split.TRAIN, index) for index in range(family.size(Split.TRAIN))]
-    spec = tasks[0].environment
-    assert spec is not None
+    spec = tasks[0].environment or EnvironmentSpec(**tasks[0].data["inspect"])
     await host_of(spec).call("ping", {}, timeout_s=120)  # its start is not the episodes' time
     played = await asyncio.gather(*(one(task) for task in tasks if not only or task.data["sample"] in only))
     await host_of(spec).close()
