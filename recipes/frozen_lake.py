@@ -14,6 +14,7 @@ from agentrl.config import (
     PolicyConfig,
     Recipe,
     RolloutConfig,
+    SamplingConfig,
     ServingConfig,
     TasksConfig,
 )
@@ -23,21 +24,21 @@ LAKE = {
     "is_slippery": False,
     "formatter": "recipes.frozen_lake:describe",
     "instructions": "",
-    "action_names": ["l", "d", "n", "o"],
+    "action_names": ["l", "n", "o", "d"],  # left, down, right, up: letters to which the untrained policy gives similar probabilities
     "context_turns": 1,
     "limits": {"turns": 30, "turn_tokens": 4, "episode_tokens": 64, "all_tokens": 2048},
 }
 
 recipe = Recipe(
     name="frozen_lake",
-    steps=20,
+    steps=40,
     policy=PolicyConfig(model="recipes/models/tables-base", dtype="float32", max_model_len=128),
     tasks=TasksConfig(family=Part("gymnasium:FrozenLake-v1", options=LAKE)),
     rollout=RolloutConfig(group=GroupConfig(size=32), groups_per_step=4, concurrency=128),
-    evaluation=EvalConfig(heldout=32),
+    evaluation=EvalConfig(heldout=32, sampling=SamplingConfig(temperature=0.0)),
     serving=ServingConfig(max_num_seqs=128, kv_cache_gb=0.5, threads=1),
     objective=ObjectiveConfig(),
-    learner=LearnerConfig(lr=1e-3, ranks=1, threads=1, max_tokens_per_microbatch=4096),
+    learner=LearnerConfig(lr=2e-4, ranks=1, threads=1, max_tokens_per_microbatch=4096),
 )
 
 

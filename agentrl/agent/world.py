@@ -25,6 +25,7 @@ from agentrl.records.trajectory import CONTINUED, TRUNCATED
 
 STATE = "environment"
 """Key of the agent's state that has the state of its environment."""
+_USED_UP = "this episode's output is used up"  # in an output that `LiveEpisode.clip_output` cut
 _NO_DEADLINE_S = 86_400.0  # an environment has its own deadline
 
 
@@ -139,7 +140,7 @@ class World:
         """Applies a recorded action again. Raises `EnvironmentFault` if its result differs."""
         outcome = await self.act(action)
         shown = clip(outcome.output, self._chars)
-        if outcome.reward != recorded.reward or (shown != recorded.output and len(shown) <= len(recorded.output)):
+        if outcome.reward != recorded.reward or (shown != recorded.output and _USED_UP not in recorded.output):
             raise EnvironmentFault(
                 f"{self.spec.ref} is not deterministic: a repeated action has another result\n"
                 "  fix: set tasks.family.options.resume=restart, or snapshot if the environment has it"
@@ -177,7 +178,8 @@ async def check_world(task: Task, chat: ChatFormat) -> None:
         fix = "correct the environment, or tasks.family.options"
         raise UserError(f"tasks.family: the environment {task.environment.ref!r} does not start: {error}", fix=fix) from error
     try:
-        observation = await environment.reset()
+        first = await environment.reset()
+        observation = next(iter(first.values())) if isinstance(first, Mapping) else first  # of a game with several roles
         functions = [action for action in environment.actions or () if not isinstance(action, str)]
         if not functions and task.environment.context_turns != 1:
             chat.check_user_turns()

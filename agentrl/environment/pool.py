@@ -17,10 +17,12 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 from agentrl.base.secrets import child_environment, resolve_options
 from agentrl.environment.base import text_of
+from agentrl.environment.games import PooledGame
 from agentrl.environment.worker import MAX_FRAME, PROGRESS, SIZE
 from agentrl.errors import EnvironmentFault, PolicyFault, TaskError
 from agentrl.records import EnvironmentSpec, Observation, Step, ToolCall
@@ -29,6 +31,9 @@ log = logging.getLogger(__name__)
 
 TIMEOUT_S = 60.0
 """Seconds for one operation of an environment."""
+STARTING_S = 60.0
+"""Seconds for a process to import its modules on a busy machine."""
+_MAX_IDLE = 4  # checks without progress between two operations, because the driver or the process gets no CPU time
 EPISODES_PER_PROCESS = 64
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
@@ -47,13 +52,16 @@ class ProcessPool:
         self._processes: list[_Process] = []
         self._starting = asyncio.Lock()
 
-    async def open(self, spec: EnvironmentSpec) -> PooledEnvironment:
+    async def open(self, spec: EnvironmentSpec) -> PooledEnvironment | PooledGame:
         """Opens an environment and resets it. Raises `EnvironmentFault`, and `TaskError` if the task cannot be played."""
         process = await self._process()
-        number, world = process.add(), None
+        number, world = process.add(), cast(PooledEnvironment | PooledGame | None, None)
         try:
             opened = await process.run(number, "open", spec.ref, resolve_options(spec.options), spec.seed)
-            world = PooledEnvironment(process, number, spec.ref, opened)
+            if isinstance(opened, dict):
+                world = PooledGame(partial(process.run, number), partial(process.remove, number), opened, spec.ref)
+            else:
+                world = PooledEnvironment(process, number, spec.ref, opened)
             return world
         finally:
             if world is None:
@@ -115,11 +123,11 @@ class _Process:
         self.episodes: set[int] = set()
         self.alive = True
         self._process, self._progress, self._timeout_s = process, progress, timeout_s
-        self._numbers = self._seen = self._sent = self._answered = 0
+        self._numbers = self._seen = self._idle = self._answered = 0
         self._pending: list[list[Any]] = []  # operations of the next frame
         self._waiting: deque[tuple[int, asyncio.Future[Any]]] = deque()  # sent or pending operations, in order: episode, result
         self._watch: asyncio.TimerHandle | None = None
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._ready = asyncio.get_running_loop(), asyncio.Event()
         self._reader = asyncio.create_task(self._read())
 
     @classmethod
@@ -140,7 +148,15 @@ class _Process:
                 )
             except OSError as error:
                 raise EnvironmentFault(f"the process for environments cannot be started: {error}") from error
-        return cls(process, progress, timeout_s)
+        started = cls(process, progress, timeout_s)
+        try:
+            async with asyncio.timeout(STARTING_S):
+                await started._ready.wait()
+        except TimeoutError:
+            started._fail("its process did not start")
+        if not started.alive:
+            raise EnvironmentFault("the process for environments did not start; see its messages on standard error")
+        return started
 
     def add(self) -> int:
         """Returns the number of a new episode."""
@@ -191,6 +207,7 @@ class _Process:
                         raise ValueError(f"a frame of {size} bytes")
                     for result in json.loads(await stream.readexactly(size)):
                         self._answer(*result)
+                    self._ready.set()
             except (ValueError, TypeError, IndexError) as error:
                 reason = f"its process sent an invalid message: {str(error)[:200]}"
         self._fail(reason)
@@ -209,26 +226,28 @@ class _Process:
             future.set_exception(kinds.get(how, EnvironmentFault)(str(value)))
 
     def _check_progress(self) -> None:
-        """Kills the process if one operation has run since the last check."""
+        """Kills the process if one operation has run since the last check. One that has ended is only unread."""
         self._watch = None
         if not self._waiting:
             return
-        started = PROGRESS.unpack(self._progress[:])[0]
-        if started == self._seen and started > self._answered - 1:
-            self._fail(f"an environment gave no result within {self._timeout_s:g} s", culprit=started - self._answered - 1)
+        count = PROGRESS.unpack(self._progress[:])[0]
+        self._idle = self._idle + 1 if count == self._seen else 0
+        if self._idle and (count % 2 or self._idle > _MAX_IDLE):
+            self._fail(f"an environment gave no result within {self._timeout_s:g} s")
             return
-        self._seen = started
+        self._seen = count
         self._watch = self._loop.call_later(self._timeout_s, self._check_progress)
 
-    def _fail(self, reason: str, culprit: int | None = None) -> None:
-        """Kills the process. `culprit`: index of the operation that hangs, among those without a result."""
+    def _fail(self, reason: str) -> None:
+        """Kills the process. The operation that was running is at fault."""
         if not self.alive:
             return
         self.alive = False
+        self._ready.set()
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
-        if culprit is None:  # the operation that was running when the process ended
-            culprit = PROGRESS.unpack(self._progress[:])[0] - self._answered - 1
+        count = PROGRESS.unpack(self._progress[:])[0]
+        culprit = count // 2 - self._answered if count % 2 else -1
         for index, (_, future) in enumerate(self._waiting):
             if not future.done():
                 other = "" if index == culprit else "the environment of another episode failed: "

@@ -13,7 +13,7 @@ from agentrl.errors import PolicyFault, TaskError
 
 MOST_NUMBERS = 256
 """Numbers of an observation that the default text can have."""
-_MAX_SEQUENCE = 64
+_MAX_SEQUENCE, _LARGEST = 64, 1e15
 
 
 _kinds: dict[type, str] = {}
@@ -106,7 +106,7 @@ def _numbers(given: Any, shape: tuple[int, ...], where: str, *, whole: bool) -> 
         if any(not isinstance(item, list) or len(item) != size for item in leaves):
             raise PolicyFault(f"{where} must be nested lists of the shape {shape}")
         leaves = [leaf for item in leaves for leaf in item]
-    if any(isinstance(leaf, bool) or not isinstance(leaf, kinds) or not math.isfinite(leaf) or abs(leaf) > 1e15 for leaf in leaves):
+    if any(isinstance(leaf, bool) or not isinstance(leaf, kinds) or not abs(leaf) <= _LARGEST for leaf in leaves):
         raise PolicyFault(f"{where} must be {'a whole number' if whole else 'a number'}" if not shape else f"{where} must be numbers")
     return np.array(leaves).reshape(shape)
 

@@ -3,8 +3,8 @@
     python -m agentrl.environment.worker PROGRESS_FD
 
 A frame has the operations of many episodes. They run in order, and the results of a frame are sent together, but not later than
-`FLUSH_S` after the first of them. Before each operation its number is written to the progress file, so that the driver knows which episode
-hangs. The process ends when its input ends.
+`FLUSH_S` after the first of them. The progress file counts the operations, each once when it starts and once when it ends, so that the
+driver knows which episode hangs. The process ends when its input ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from collections.abc import Callable
 from typing import Any
 
 from agentrl.base.user_code import describe_error
-from agentrl.environment.base import Environment, StepRow, actions_of, call_of, step_row, text_of
+from agentrl.environment.base import Environment, StepRow, actions_of, call_of, number_of, step_row, text_of
+from agentrl.environment.games import Game, as_data, observations_of, role_step_of, roles_of
 from agentrl.errors import EnvironmentFault, PluginError, PolicyFault, TaskError
 from agentrl.plugins.references import resolve
 
@@ -56,13 +57,24 @@ class Worlds:
         kind, argument = world_class(ref)
         world = kind(argument, **options) if argument else kind(**options)
         self._open[number] = world, ref
+        if isinstance(world, Game):
+            return self._open_game(world, ref, seed)
         first = text_of(self._done(world.reset(seed)), f"{ref}.reset()")
         resumable = callable(getattr(world, "snapshot", None)) and callable(getattr(world, "restore", None))
         return [str(world.instructions), actions_of(world.actions, ref), first, resumable]
 
-    def step(self, number: int, action: Any) -> StepRow:
-        """Applies an action."""
+    def _open_game(self, game: Game, ref: str, seed: int) -> Any:
+        roles = roles_of(game.roles, ref)
+        first = observations_of(self._done(game.reset(seed)), roles, f"{ref}.reset()", done=False)
+        actions, forfeit = actions_of(game.actions, ref), number_of(game.forfeit, ref, "forfeit")
+        return {"instructions": str(game.instructions), "actions": actions, "first": as_data(first), "roles": roles, "forfeit": forfeit}
+
+    def step(self, number: int, action: Any) -> StepRow | list[Any]:
+        """Applies an action, or the actions of several roles."""
         world, ref = self._open[number]
+        if isinstance(world, Game):
+            played = role_step_of(self._done(world.step(action["roles"])), roles_of(world.roles, ref), f"{ref}.step()")
+            return [as_data(played.observations), dict(played.rewards), played.terminated, played.truncated]
         return step_row(self._done(world.step(call_of(action))), f"{ref}.step()")
 
     def snapshot(self, number: int) -> str:
@@ -106,14 +118,16 @@ def main() -> None:
     replies = os.dup(sys.stdout.fileno())
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
-    requests, worlds, started = os.fdopen(os.dup(sys.stdin.fileno()), "rb"), Worlds(), 0
+    requests, worlds, count = os.fdopen(os.dup(sys.stdin.fileno()), "rb"), Worlds(), 0
     os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
+    _send(replies, [])
     while size := requests.read(SIZE.size):
         results, sent = [], time.monotonic()
         for operation in json.loads(requests.read(SIZE.unpack(size)[0])):
-            started += 1
-            progress[:] = PROGRESS.pack(started)
+            progress[:] = PROGRESS.pack(count + 1)
             results.append(answer(worlds, operation))
+            count += 2
+            progress[:] = PROGRESS.pack(count)
             if time.monotonic() - sent > FLUSH_S:
                 _send(replies, results)
                 results, sent = [], time.monotonic()

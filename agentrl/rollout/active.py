@@ -40,8 +40,7 @@ from agentrl.rollout.thinking import sample_turn, thinking_bound
 
 log = logging.getLogger(__name__)
 
-MAX_TOOL_FAILURES = 16
-"""Tool failures that an episode records; later ones are dropped."""
+MAX_TOOL_FAILURES = 16  # tool failures that an episode records; later ones are dropped
 
 AgentState = Callable[[], Awaitable[Mapping[str, Any]]]
 
@@ -154,7 +153,7 @@ class ActiveTrajectory:
             ended_at=time.time(),
         )
         self.turns.append(turn)
-        self._episode.turn_added()
+        self._episode.turn_count += 1
         self._context += (*turn.prompt_ids, *turn.completion_ids)
         self.prompt_ids, self.sampling, self._generate_s = (), False, 0.0
         self._episode.listener.turn_ended(self._episode.id, self.index, len(self.turns) - 1, self.agent, turn)
@@ -227,16 +226,14 @@ class ActiveEpisode:
         self._trajectories = [ActiveTrajectory(self, 0, Trajectory(agent="main", turns=(), stop_reason=""))]
         if start is not None:
             self._go_on_from(start)
-        self._turns = sum(len(trajectory.turns) for trajectory in self._trajectories)
+        self.turn_count = sum(len(trajectory.turns) for trajectory in self._trajectories)  # finished ones
         self._started = loop_time() - self.spent_s
 
     def _go_on_from(self, start: EpisodeState) -> None:
         """Continues the state's episode, or inherits all of its turns as a branch with another id."""
         continued = self.id == start.episode_id
-        self._trajectories = [
-            ActiveTrajectory(self, index, begun if continued else _inherited(begun, start.episode_id), prompt_ids)
-            for index, (begun, prompt_ids) in enumerate(zip(start.trajectories, start.prompt_ids, strict=True))
-        ]
+        begun = [line if continued else _inherited(line, start.episode_id) for line in start.trajectories]
+        self._trajectories = [ActiveTrajectory(self, *one) for one in zip(range(len(begun)), begun, start.prompt_ids, strict=True)]
         self._output_chars = start.output_chars
         self.spent_s, self.sandbox_s, self.program_s = start.wall_s, start.sandbox_s, start.program_s
         self.failures = list(start.failures) if continued else []  # failures in inherited turns belong to the stem
@@ -251,15 +248,6 @@ class ActiveEpisode:
         """Tokens of all trajectories, including prompts of turns that have not started."""
         return sum(trajectory.tokens for trajectory in self._trajectories)
 
-    def turn_added(self) -> None:
-        """Counts a finished turn."""
-        self._turns += 1
-
-    @property
-    def turn_count(self) -> int:
-        """Finished turns of all trajectories."""
-        return self._turns
-
     @property
     def memo(self) -> Memo | None:
         """The notes that the episode read and wrote; None without memory."""
@@ -268,7 +256,7 @@ class ActiveEpisode:
     @property
     def turns_begun(self) -> int:
         """Turns so far, including those being sampled."""
-        return self._turns + sum(trajectory.sampling for trajectory in self._trajectories if not trajectory.stop_reason)
+        return self.turn_count + sum(trajectory.sampling for trajectory in self._trajectories if not trajectory.stop_reason)
 
     @property
     def wall_s(self) -> float:
@@ -289,9 +277,9 @@ class ActiveEpisode:
         """Whether the sandbox was never opened, so that its files are the task's."""
         return self._box.untouched
 
-    def open(self, agent: str, *, parent: Parent | None = None, prompt: Sequence[Message] = ()) -> ActiveTrajectory:
+    def open(self, agent: str, *, parent: Parent | None = None, prompt: Sequence[Message] = (), policy: str = "") -> ActiveTrajectory:
         """Opens another trajectory."""
-        begun = Trajectory(agent=agent, turns=(), parent=parent, prompt=tuple(prompt), stop_reason="")
+        begun = Trajectory(agent=agent, turns=(), parent=parent, prompt=tuple(prompt), stop_reason="", policy=policy)
         check_parent(len(self._trajectories), parent, self._trajectories)
         self._trajectories.append(ActiveTrajectory(self, len(self._trajectories), begun))
         return self._trajectories[-1]
@@ -302,9 +290,8 @@ class ActiveEpisode:
 
     def cancellation_record(self, reason: str) -> Cancelled:
         """Returns the record of an attempt that its group cancels."""
-        own = [turn for line in self.record() for turn in line.own_turns]
-        tokens = sum(turn.sampled for turn in own)
-        return Cancelled(episode_id=self.id, reason=reason, turns=len(own), tokens=tokens, wall_s=self.wall_s)
+        own = [turn.sampled for line in self.record() for turn in line.own_turns]
+        return Cancelled(episode_id=self.id, reason=reason, turns=len(own), tokens=sum(own), wall_s=self.wall_s)
 
     def check_result(self, stop_reason: str) -> str:
         """Checks what the agent returned. Raises `ValueError` if the stop reason or the answer cannot be recorded."""
@@ -330,13 +317,9 @@ class ActiveEpisode:
         sampling = self._sampling.constrained() if constraint else self._sampling
         common = {**asdict(sampling), "stop_token_ids": tuple(stop_token_ids), "stop": tuple(stop), "constraint": constraint}
         self.stage = "generate"
-        completion = await self.requests.sample(
-            token_ids,
-            lambda most: SamplingParams(**common, max_tokens=most),
-            max_tokens,
-            f"{self.id}-{number}{part}",
-            reads=0 if part else reads,
-        )
+        name, reads = f"{self.id}-{number}{part}", 0 if part else reads
+        params = partial(SamplingParams, **common)
+        completion = await self.requests.sample(token_ids, lambda most: params(max_tokens=most), max_tokens, name, reads=reads)
         if sampling.supports and (completion.supports is None or not all(completion.supports.rows)):
             raise ServingError("the policy did not return the support of every token, without which the learner would score them wrongly")
         return completion
@@ -404,8 +387,8 @@ class ActiveEpisode:
             return output
         if left == 0:
             return f"... not shown, {len(output)} characters: this episode's output is used up ..."
-        head, tail = output[: (left + 1) // 2], output[len(output) - left // 2 :]
-        return f"{head}\n... {len(output) - left} characters cut: this episode's output is used up ...\n{tail}"
+        cut = f"\n... {len(output) - left} characters cut: this episode's output is used up ...\n"
+        return output[: (left + 1) // 2] + cut + output[len(output) - left // 2 :]
 
     def add_failure(self, failure: Failure) -> None:
         """Records a failure of a tool."""

@@ -19,7 +19,7 @@ class Guess(Environment):
     actions = ("1", "2", "3")
 
     def reset(self, seed: int) -> str:
-        self.secret = random.Random(seed).choice(self.actions)
+        self.secret = random.Random(seed).choice(self.actions or ("1",))
         return "Which number?"
 
     def step(self, action: str) -> tuple[str, float, bool]:
@@ -187,3 +187,80 @@ class Lazy(Walk):
     @classmethod
     def expert(cls, observation: str) -> str:
         return "left"
+
+
+class Slow(Environment):
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def reset(self, seed: int) -> str:
+        return "Wait."
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        time.sleep(self.seconds)
+        return "done", 0.0, True
+
+
+class Loud(Environment):
+    def reset(self, seed: int) -> str:
+        print("[[1, 'ok', null]]" * 1000, flush=True)
+        os.write(1, b"\x05\x00\x00\x00[[1]]")
+        return "Go."
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        import sys
+
+        return repr(sys.stdin.read()), 0.0, True
+
+
+class Remote:
+    """A user-supplied opener of environments in this process."""
+
+    opened = closed = 0
+
+    async def open(self, spec: Any) -> Any:
+        if spec.options.get("how") == "open":
+            raise RuntimeError("no connection")
+        Remote.opened += 1
+        return _RemoteWorld(str(spec.options.get("how", "")))
+
+    async def close(self) -> None:
+        Remote.closed += 1
+
+
+class _RemoteWorld:
+    instructions = ""
+    actions = ("a", "b")
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    async def reset(self) -> Any:
+        return "text" if self.how == "reset" else Observation(text="Go.")
+
+    async def step(self, action: str) -> Any:
+        match self.how:
+            case "raise":
+                raise RuntimeError("lost")
+            case "hang":
+                await asyncio.sleep(3600)
+            case "tuple":
+                return "x", 0.0, True
+        return Step(observation=Observation(text="x" * (2_000_000 if self.how == "long" else 1)), reward=1.0, terminated=True)
+
+    async def close(self) -> None:
+        if self.how == "close":
+            raise RuntimeError("lost")
+
+
+class Guesses(Guess):
+    """Never ends."""
+
+    actions = None
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        return "Wrong.", 0.0, False
+
+
+def describe(cell: int) -> str:
+    return f"cell {cell}"

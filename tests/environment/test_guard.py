@@ -1,0 +1,48 @@
+"""User-supplied openers: every fault of theirs is an infrastructure fault."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from agentrl.environment import close_environments, guard, open_environment
+from agentrl.errors import EnvironmentFault
+from agentrl.records import EnvironmentSpec
+from tests.environment.worlds import Remote
+
+REF = "tests.environment.worlds:Remote"
+
+
+@pytest.fixture(autouse=True)
+async def closed() -> AsyncIterator[None]:
+    yield
+    await close_environments()
+
+
+async def test_one_opener_serves_all_episodes_and_is_closed_once() -> None:
+    before = Remote.closed
+    for _ in range(2):
+        world = await open_environment(EnvironmentSpec(ref=REF))
+        assert (await world.reset()).text == "Go." and (await world.step("a")).reward == 1.0
+        await world.close()
+    await close_environments()
+    assert Remote.closed == before + 1
+
+
+@pytest.mark.parametrize("how", ["raise", "hang", "tuple", "long"])
+async def test_a_step_that_fails_is_a_fault(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "TIMEOUT_S", 0.2)
+    world = await open_environment(EnvironmentSpec(ref=REF, options={"how": how}))
+    with pytest.raises(EnvironmentFault, match="step"):
+        await world.step("a")
+
+
+async def test_opening_and_closing_are_guarded_too() -> None:
+    with pytest.raises(EnvironmentFault, match="no connection"):
+        await open_environment(EnvironmentSpec(ref=REF, options={"how": "open"}))
+    world = await open_environment(EnvironmentSpec(ref=REF, options={"how": "close"}))
+    with pytest.raises(EnvironmentFault, match="lost"):
+        await world.close()
+    world = await open_environment(EnvironmentSpec(ref=REF, options={"how": "reset"}))
+    assert (await world.reset()).text == "text"  # text is converted

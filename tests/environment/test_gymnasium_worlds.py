@@ -1,0 +1,104 @@
+"""Gymnasium's own environments, and hostile ones, as agentrl shows them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+
+from agentrl.environment.gymnasium_worlds import GymnasiumWorld
+from agentrl.errors import EnvironmentFault, PluginError, PolicyFault
+from agentrl.records import ToolCall
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "action"),
+    [
+        ("CartPole-v1", "position 0.027, velocity -0.006, angle 0.036, angular velocity 0.020", "left"),
+        ("FrozenLake-v1", "[S]FFF\nFHFH\nFFFH\nHFFG", "down"),
+        ("Blackjack-v1", "your sum 15, dealer's card 2, usable ace 0", "hit"),
+        ("MountainCar-v0", "position -0.445, velocity 0.000", "none"),
+        ("Acrobot-v1", "[1, 0.00555, 0.999, -0.0377, -0.0187, -0.0111]", "right"),
+        ("CliffWalking-v1", "o  o", "up"),
+        ("Taxi-v4", "+---------+\n|", "pickup"),
+    ],
+)
+def test_discrete_worlds_have_readable_texts(name: str, first: str, action: str) -> None:
+    world = GymnasiumWorld(name)
+    seen = world.reset(42)
+    if name in ("CartPole-v1", "FrozenLake-v1", "CliffWalking-v1", "Taxi-v4", "MountainCar-v0"):
+        assert first in seen
+    else:
+        assert seen.count(",") == first.count(",")
+    assert world.actions is not None and action in world.actions
+    text, reward, terminated, truncated = world.step(action)
+    assert text and isinstance(reward, float) and isinstance(terminated, bool) and truncated is False
+    world.close()
+
+
+def test_a_continuous_action_is_a_checked_call_or_json() -> None:
+    world = GymnasiumWorld("Pendulum-v1")
+    assert world.actions is not None and world.actions[0]["function"]["name"] == "act"  # type: ignore[index]
+    world.reset(0)
+    assert world.step(ToolCall(name="act", arguments={"action": [0.5]}))[1] < 0
+    for arguments in ({"action": [3.0]}, {"action": ["a"]}, {"action": 0.5}, {}):
+        with pytest.raises(PolicyFault):
+            world.step(ToolCall(name="act", arguments=arguments))
+    texts = GymnasiumWorld("Pendulum-v1", json_actions=True)
+    texts.reset(0)
+    assert texts.actions is None and "minimum" in texts.instructions
+    assert texts.step("[0.5]")[1] < 0
+    for text in ("", "{", "[NaN]", "[" * 100_000):
+        with pytest.raises(PolicyFault):
+            texts.step(text)
+
+
+def test_a_limit_on_steps_truncates() -> None:
+    world = GymnasiumWorld("MountainCar-v0", max_episode_steps=3)
+    world.reset(0)
+    assert [world.step("left")[2:] for _ in range(3)] == [(False, False), (False, False), (False, True)]
+
+
+def test_options_reach_the_environment_and_errors_name_the_fix() -> None:
+    world = GymnasiumWorld("FrozenLake-v1", map_name="8x8", is_slippery=False, action_names=["w", "s", "e", "n"], instructions="")
+    assert world.reset(0).count("\n") == 7 and world.actions == ("w", "s", "e", "n") and not world.instructions
+    assert GymnasiumWorld("FrozenLake-v1", formatter="tests.environment.worlds:describe").reset(0) == "cell 0"
+    for wrong, message in (
+        ({"id": "Nope-v0"}, "cannot be made"),
+        ({"id": "nowhere_at_all:Nope-v0"}, "not installed"),
+        ({"id": "FrozenLake-v1", "action_names": ["a"]}, "1 names for 4 actions"),
+        ({"id": "FrozenLake-v1", "engine": "warp"}, "unknown"),
+        ({"id": "CartPole-v1", "engine": "envpool"}, "engine=envpool needs a package"),
+    ):
+        with pytest.raises(PluginError, match=message):
+            GymnasiumWorld(**wrong)  # type: ignore[arg-type]
+
+
+class Liar(gymnasium.Env[Any, Any]):
+    """Declares numbers from 0 to 1, and returns others."""
+
+    observation_space = gymnasium.spaces.Box(0.0, 1.0, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, lie: float = 2.0) -> None:
+        self.lie = lie
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        return np.full(1, self.lie, np.float32), 0.0, False, False, {}
+
+
+@pytest.mark.parametrize("lie", [2.0, float("nan"), float("inf")])
+def test_an_observation_outside_the_declared_space_is_a_fault(lie: float) -> None:
+    gymnasium.register(id="Liar-v0", entry_point=Liar, kwargs={"lie": lie})
+    try:
+        world = GymnasiumWorld("Liar-v0")
+        assert world.actions == ("0", "1") and world.reset(0) == "[0]"
+        with pytest.raises(EnvironmentFault, match="outside its space"):
+            world.step("0")
+    finally:
+        gymnasium.registry.pop("Liar-v0")

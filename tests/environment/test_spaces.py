@@ -1,0 +1,88 @@
+"""Spaces of Gymnasium as JSON: every sampled action comes back from its JSON, and what is not in a space is the policy's fault."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import gymnasium.spaces as g
+import jsonschema
+import numpy as np
+import pytest
+
+from agentrl.environment.spaces import is_inside, schema_of, text_of, value_of
+from agentrl.errors import PolicyFault, TaskError
+
+SPACES = [
+    g.Discrete(3),
+    g.Discrete(3, start=-1),
+    g.Box(-1.0, 1.0, (2,), np.float32),
+    g.Box(0, 255, (2, 3), np.uint8),
+    g.Box(-np.inf, np.inf, (), np.float64),
+    g.MultiDiscrete([2, 5, 3]),
+    g.MultiBinary(4),
+    g.Text(5, min_length=1, charset="abc"),
+    g.Tuple((g.Discrete(2), g.Box(0.0, 1.0, (1,)))),
+    g.Dict({"go": g.Discrete(2), "how": g.Dict({"far": g.Box(0.0, 9.0, (1,))})}),
+    g.Sequence(g.Discrete(4)),
+]
+
+
+def plain(value: Any) -> Any:
+    """Returns an action as JSON data."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return value
+
+
+def as_json(space: Any, value: Any) -> Any:
+    if isinstance(space, g.Tuple):
+        return {str(number): as_json(part, item) for number, (part, item) in enumerate(zip(space.spaces, value, strict=True))}
+    if isinstance(space, g.Dict):
+        return {name: as_json(part, value[name]) for name, part in space.spaces.items()}
+    return [plain(item) for item in value] if isinstance(space, g.Sequence) else plain(value)
+
+
+@pytest.mark.parametrize("space", SPACES, ids=str)
+def test_every_action_has_a_json_form_that_its_schema_accepts(space: Any) -> None:
+    space.seed(0)
+    for _ in range(20):
+        sampled = space.sample()
+        given = json.loads(json.dumps(as_json(space, sampled)))
+        jsonschema.validate(given, schema_of(space))
+        assert space.contains(value_of(space, given))
+        assert is_inside(space, sampled) and text_of(space, sampled) is not None
+
+
+WRONG = [None, True, "x", 1e400, float("nan"), -7, 99, 10**400, [], [[]], [1, 2, 3, 4, 5, 6, 7], {"a": 1}, {}, [[1, 2], [3]], [None] * 2]
+
+
+@pytest.mark.parametrize("space", SPACES, ids=str)
+def test_what_is_not_in_a_space_is_the_policys_fault(space: Any) -> None:
+    for given in WRONG:
+        try:
+            jsonschema.validate(given, schema_of(space))
+            valid = space.contains(value_of(space, given))
+        except jsonschema.ValidationError:
+            with pytest.raises(PolicyFault):
+                value_of(space, given)
+        except PolicyFault:
+            continue
+        else:
+            assert valid
+
+
+def test_an_unknown_space_and_a_large_observation_are_the_tasks_fault() -> None:
+    with pytest.raises(TaskError, match="no JSON form"):
+        schema_of(g.Graph(g.Discrete(2), None))
+    with pytest.raises(TaskError, match="formatter"):
+        text_of(g.Box(0, 255, (84, 84), np.uint8), np.zeros((84, 84), np.uint8))
+
+
+def test_an_observation_outside_its_space_is_found() -> None:
+    space = g.Box(-1.0, 1.0, (2,), np.float32)
+    for wrong in (np.array([0, 2], np.float32), np.array([0, np.nan], np.float32), np.zeros(3, np.float32), [0.0, 0.0, 0.0], "x", None):
+        assert not is_inside(space, wrong)
+    assert is_inside(space, np.zeros(2, np.float32))
