@@ -73,6 +73,7 @@ _CONNECTIONS = 8192
 _STREAMED_BYTES = 1 << 20  # of events in one renewal
 _KINDS = {error.__name__: error for error in (ServingError, ServerDied, RequestRefused)}  # they decide who is to blame
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
     """What a worker needs to open the parts of a run, as JSON data."""

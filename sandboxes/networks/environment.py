@@ -17,8 +17,8 @@ from sandboxes.networks.state import Comparator, Outputs, comparators, label, pa
 class SortingNetwork(Environment):
     """Build a sorting network with few comparators.
 
-    The reward comes at the end: for a network that sorts, 1 plus the unused share of the budget; otherwise up to 0.5, less for each doubling
-    of the unsorted 0-1 outputs. With an archive, a part `novelty` rewards the share of new states among those that the episode reached.
+    The reward comes at the end: for a network that sorts, 1 plus the unused share of the budget; otherwise at most 0.5, and less for each
+    doubling of the unsorted 0-1 outputs. With an archive, a part `novelty` rewards the share of new states among those that the episode reached.
 
     Args:
         channels: number of inputs.
