@@ -33,7 +33,7 @@ async def play(url: str, pid: int, report: Callable[[str], None]) -> RemoteOpene
 
     async def worker() -> None:
         for seed in seeds:
-            world = await opener.open(EnvironmentSpec(ref=f"openenv:{url}", seed=seed, options={"sessions": SESSIONS}))
+            world = await opener.open(EnvironmentSpec(ref=f"openenv:{url}/corridor", seed=seed, options={"sessions": SESSIONS}))
             action = "left" if json.loads((await world.reset()).text)["goal"] < 0 else "right"
             await all_open.wait()
             step = await world.step(action)
@@ -53,7 +53,7 @@ async def play(url: str, pid: int, report: Callable[[str], None]) -> RemoteOpene
 def openenv() -> list[str]:
     """1,000 concurrent sessions over 10,000 episodes."""
     rows = ["| s | opened | closed | lost | MiB | files | MiB of the server | files |", "|---|---|---|---|---|---|---|---|"]
-    with real_server("openenv_server.py", "corridor", "0", str(SESSIONS)) as url:
+    with real_server("openenv_server.py", "0", str(SESSIONS)) as url:
         with urllib.request.urlopen(f"{url}/counts") as page:
             pid = json.load(page)["pid"]
         opener = asyncio.run(play(url, pid, rows.append))

@@ -52,7 +52,7 @@ class Sums(Environment):
 
 def main() -> None:
     app = Server([Sums]).app
-    app.get("/counts")(lambda: COUNTS)
+    app.get("/sums/counts")(lambda: COUNTS)
     app.router.routes.insert(0, app.router.routes.pop())  # before /{env_name}/...
     config = uvicorn.Config(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error")
     server, socket = uvicorn.Server(config), config.bind_socket()

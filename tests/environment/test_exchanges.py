@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,39 +101,66 @@ asyncio.run(main())
 """
 
 
-def counts(url: str) -> dict[str, int]:
-    with urllib.request.urlopen(f"{url}/counts", timeout=10) as page:
-        return dict(json.load(page))
+async def all_ended(url: str) -> None:
+    """Returns when the server has ended all environments that it created."""
+
+    def counts() -> dict[str, int]:
+        with urllib.request.urlopen(f"{url}/counts", timeout=10) as page:
+            return dict(json.load(page))
+
+    async with asyncio.timeout(20):
+        while (now := await asyncio.to_thread(counts))["ended"] < now["created"]:
+            await asyncio.sleep(0.05)
+    assert now["created"] > 0
 
 
-REAL = [("openenv_server.py", name) for name in ("corridor", "board", "tools", "echo")] + [("ors_server.py", "sums")]
+@pytest.fixture(scope="module")
+def openenv() -> Iterator[str]:
+    with real_server("openenv_server.py", "0", "4") as url:
+        yield url
 
 
 @pytest.mark.environments
-@pytest.mark.parametrize(("script", "name"), REAL)
-async def test_real_servers(opener: RemoteOpener, script: str, name: str) -> None:
-    kind = script.partition("_")[0]
-    path = next(path for path in RECORDED if path.stem == f"{kind}_{name}")
-    with real_server(script, *([name, "0", "4"] if kind == "openenv" else ["0"])) as url:
-        assert await getattr(scenarios, path.stem)(opener, url) == expected(path)[0]
-        await opener.close()
-        ended = await asyncio.to_thread(counts, url)
-        assert ended["created"] == ended["ended"] > 0
+@pytest.mark.parametrize("name", ["corridor", "board", "tools", "echo"])
+async def test_a_real_openenv_server(openenv: str, opener: RemoteOpener, name: str) -> None:
+    path = next(path for path in RECORDED if path.stem == f"openenv_{name}")
+    assert await getattr(scenarios, path.stem)(opener, f"{openenv}/{name}") == expected(path)[0]
+    await opener.close()
+    await all_ended(openenv)
 
 
 @pytest.mark.environments
-async def test_a_killed_driver_leaves_no_session_at_a_real_server() -> None:
-    with real_server("openenv_server.py", "corridor", "0", "3") as url:
-        driver = subprocess.Popen([sys.executable, "-c", DRIVER, f"openenv:{url}"], stdout=subprocess.PIPE, text=True)
-        assert driver.stdout is not None and driver.stdout.readline() == "open\n"
-        os.kill(driver.pid, signal.SIGKILL)
-        driver.wait()
-        driver.stdout.close()
-        async with asyncio.timeout(10):
-            while (now := await asyncio.to_thread(counts, url))["ended"] < now["created"]:
-                await asyncio.sleep(0.05)
-        opener = RemoteOpener()  # all of the server's sessions are free again
-        worlds = [await opener.open(EnvironmentSpec(ref=f"openenv:{url}", options={"wait_s": 5})) for _ in range(3)]
-        for world in worlds:
-            await world.close()
+async def test_a_real_ors_server(opener: RemoteOpener) -> None:
+    with real_server("ors_server.py", "0") as url:
+        assert await scenarios.ors_sums(opener, url) == expected(next(path for path in RECORDED if path.stem == "ors_sums"))[0]
         await opener.close()
+        await all_ended(f"{url}/sums")
+
+
+@pytest.mark.environments
+async def test_a_killed_driver_leaves_no_session_at_a_real_server(openenv: str, opener: RemoteOpener) -> None:
+    ref = f"openenv:{openenv}/few"  # it allows three sessions
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, ref], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None and driver.stdout.readline() == "open\n"
+    os.kill(driver.pid, signal.SIGKILL)
+    driver.wait()
+    driver.stdout.close()
+    await all_ended(openenv)
+    worlds = [await opener.open(EnvironmentSpec(ref=ref)) for _ in range(3)]
+    for world in worlds:
+        await world.close()
+
+
+@pytest.mark.environments
+async def test_more_episodes_than_a_real_server_has_sessions(openenv: str, opener: RemoteOpener) -> None:
+    async def episode(seed: int) -> float:
+        world = await opener.open(EnvironmentSpec(ref=f"openenv:{openenv}/few", seed=seed))
+        action = "left" if '"goal": -2' in (await world.reset()).text else "right"
+        await world.step(action)
+        step = await world.step(action)
+        await world.close()
+        return step.reward
+
+    assert await asyncio.gather(*map(episode, range(30))) == [1.0] * 30
+    await opener.close()
+    await all_ended(openenv)
