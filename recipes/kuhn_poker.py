@@ -35,8 +35,8 @@ recipe = Recipe(
     ),
     evaluation=EvalConfig(heldout=0, heldout_real=0),
     serving=ServingConfig(max_num_seqs=128, kv_cache_gb=0.25, threads=1),
-    objective=ObjectiveConfig(advantage=Part("rloo"), credit="verifier", entropy_coef=0.1),
-    learner=LearnerConfig(lr=1e-4, ranks=1, threads=1, max_tokens_per_microbatch=8192),
+    objective=ObjectiveConfig(advantage=Part("rloo"), credit="verifier", entropy_coef=0.2),
+    learner=LearnerConfig(lr=2e-5, ranks=1, threads=1, max_tokens_per_microbatch=8192),
 )
 
 if __name__ == "__main__":
