@@ -88,7 +88,7 @@ async def open_sandboxes(config: SandboxConfig, *, run_label: str, root: Path, w
         if backend.name == "docker":
             raise
         log.warning("sandboxes of dead drivers are not removed: %s", error)  # the problem is a daemon that this run does not use
-    return WarmPool(backend, warm=min(warm, config.max_open), max_open=config.max_open)
+    return WarmPool(backend, warm=min(warm, config.max_open, getattr(backend, "most_warm", warm)), max_open=config.max_open)
 
 
 class LazySandboxes:

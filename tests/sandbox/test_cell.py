@@ -11,9 +11,10 @@ from dataclasses import replace
 
 import pytest
 
+from agentrl.config.tools import SandboxConfig
 from agentrl.errors import SandboxError, SandboxTimeout, SandboxUnavailable, UserError
 from agentrl.records import codec
-from agentrl.sandbox import BubblewrapBackend, images, limits
+from agentrl.sandbox import BubblewrapBackend, images, limits, open_sandboxes
 from agentrl.sandbox.attacks import host_steps, run_attacks
 from agentrl.sandbox.cell import CellBackend, backend, open_cells, server, wire
 from agentrl.sandbox.cell.server import Cell
@@ -167,6 +168,19 @@ async def test_full_cells_are_passed_over_and_then_waited_for(root):
         await asyncio.sleep(0.3)
         await one.close()
         assert (await (await waiting).exec(["true"], timeout_s=20)).ok and (await other.exec(["true"], timeout_s=20)).ok
+
+
+async def test_few_sandboxes_of_cells_are_kept_ready(root, monkeypatch):
+    monkeypatch.setenv("CELL_KEY", KEY)
+    async with cell() as (served, address):
+        options = {"addresses": [address], "key": "env:CELL_KEY"}
+        pool = await open_sandboxes(
+            SandboxConfig.model_validate({"backend": {"ref": "cell", "options": options}}), run_label="t", root=root
+        )
+        await pool.prepare(SPEC)
+        await until(lambda: len(served._running) == 1)
+        await pool.close()
+        assert not served._running
 
 
 async def test_sandbox_that_does_not_start_leaves_its_room(root, monkeypatch):

@@ -59,6 +59,7 @@ class CellBackend(ChannelBackend):
 
     name = "cell"
     reach_s = REACH_S
+    most_warm = 1  # in a pool: sandboxes that wait take room from other drivers
 
     def __init__(
         self, *, run_label: str, root: Path, addresses: Sequence[str], key: str, progress: images.Progress = images.no_progress

@@ -122,7 +122,8 @@ class ClaimBackend(CellBackend):
         self._claims: list[_Claim] = []
         self._claiming: asyncio.Task[None] | None = None
         self._paused_until = 0.0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()  # cancelled by `close`, which waits for deletions
+        self._deletions: set[asyncio.Task[None]] = set()
 
     async def _candidates(self) -> list[CellState]:
         now = asyncio.get_running_loop().time()
@@ -141,8 +142,10 @@ class ClaimBackend(CellBackend):
                 "metadata": {"name": name, "labels": {"app.kubernetes.io/name": "agentrl"}},
                 "spec": {"warmPoolRef": {"name": self._pool}, "lifecycle": self._lifecycle()},
             }
-            claim = await self._api.call("POST", self._path, body)
+            claim: dict[str, Any] | None = None
+            posting = asyncio.ensure_future(self._api.call("POST", self._path, body))
             try:
+                claim = await asyncio.shield(posting)
                 async with asyncio.timeout(READY_S):
                     while not (address := _address(claim)):
                         await asyncio.sleep(POLL_S)
@@ -153,7 +156,8 @@ class ClaimBackend(CellBackend):
                 self._cells[address, wire.PORT] = self._claims[-1].cell
                 self._spawn(self._renew(self._claims[-1]))
             except BaseException as error:
-                self._spawn(self._delete(name))
+                await asyncio.wait([posting])  # a request that is cancelled may still create the claim
+                self._spawn(self._delete(name), self._deletions)
                 if isinstance(error, TimeoutError):
                     raise SandboxError(f"no pod is ready after {READY_S:.0f} s: {_reason(claim)}") from None
                 raise
@@ -183,7 +187,7 @@ class ClaimBackend(CellBackend):
         if claim in self._claims:
             self._claims.remove(claim)
             self._cells.pop(claim.cell.address, None)
-            self._spawn(self._delete(claim.name))
+            self._spawn(self._delete(claim.name), self._deletions)
 
     async def _delete(self, name: str) -> None:
         try:
@@ -206,14 +210,15 @@ class ClaimBackend(CellBackend):
             await asyncio.gather(*self._tasks, return_exceptions=True)
             for claim in self._claims[:]:
                 self._drop(claim)
-            await asyncio.gather(*self._tasks, return_exceptions=True)  # deletions have the deadline of a request
+            await asyncio.gather(*self._deletions, return_exceptions=True)  # each has the deadline of a request
         finally:
             await self._api.close()
 
-    def _spawn(self, work: Any) -> asyncio.Task[None]:
+    def _spawn(self, work: Any, tasks: set[asyncio.Task[None]] | None = None) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        tasks = self._tasks if tasks is None else tasks
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
         return task
 
     def _lifecycle(self) -> dict[str, str]:

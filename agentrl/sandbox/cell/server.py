@@ -246,10 +246,10 @@ class Cell(ClosesOnce):
                 running = self._running[token] = _Running(relieve, self._backend.tunnels.get(sandbox.id))
                 if running.tunnels is not None:
                     stack.callback(running.tunnels.close)
+                stack.callback(self._running.pop, token)  # first, so that no tunnel arrives after `close`
                 await _send(sock, proof, {"ok": True, "token": token}, encode({"id": 0, "ok": True, "version": 1}))
                 await _pass_on(sock, reader, writer)
         finally:
-            self._running.pop(token, None)
             self._free, self._free_mb = self._free + 1, self._free_mb + memory
 
 
