@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT))
 from agentrl.base.processes import process_tree  # noqa: E402
 from agentrl.experience import SqliteStore  # noqa: E402
 from agentrl.experience.audit import verify  # noqa: E402
-from scripts.cluster_demo import Cluster, steps_of  # noqa: E402
+from scripts.cluster_demo import SURVIVING, Cluster, steps_of  # noqa: E402
 from tests.cluster.hosts import Host, hosts  # noqa: E402
 
 NODES = {"server": "serves", "learner": "trains", "worker": "works"}
@@ -67,10 +67,16 @@ class Experiment:
                 sys.exit(f"error: the run ended with code {self.driver.returncode}; see {self.run.parent / 'driver.log'}")
             if time.monotonic() > deadline:
                 sys.exit(f"error: no step after {after} within {STEP_S:g} s; see {self.run.parent / 'driver.log'}")
-            for name, host in self.others.items():
-                if host.processes[-1].poll() is not None:  # its Ray node has ended, as after a long partition
-                    self._join(name)
+            self._restart_nodes()
             time.sleep(0.2)
+
+    def _restart_nodes(self) -> None:
+        """Starts Ray nodes that have ended, as the supervisor of a machine does: after a long partition, or a slow start."""
+        if self.cluster.head_node.poll() is not None:
+            self.cluster.start_head()
+        for name, host in self.others.items():
+            if host.processes[-1].poll() is not None:
+                self._join(name)
 
     @property
     def step(self) -> int:
@@ -120,10 +126,10 @@ class Experiment:
         self.cluster.add(self.others[name], **{NODES[name]: 1})
 
     def _drive(self, *options: str) -> subprocess.Popen[bytes]:
-        command = ["-m", "agentrl", "train", "recipes/quickstart.py", *([] if options else self._given), *options]
+        command = ["-m", "agentrl", "train", "recipes/quickstart.py", *self._given, *options]
         command += ["--run-dir", str(self.run), "--sandbox", "bubblewrap", "--cluster", self.cluster.address, "--restarts", "100"]
         log = (self.run.parent / "driver.log").open("ab")
-        return self.head.python(*command, cwd=ROOT, stdout=log, stderr=log)
+        return self.head.python(*command, cwd=ROOT, stdout=log, stderr=log, env={**os.environ, **SURVIVING})
 
 
 def _is_driver(pid: int) -> bool:
@@ -139,6 +145,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="folder for the run and its logs; by default a temporary one")
     parser.add_argument("overrides", nargs="*", help="overrides of recipes/quickstart.py, after --")
     given = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in the background, which the run would inherit
     rng = random.Random(given.seed)
     kinds = [given.kinds[number % len(given.kinds)] for number in range(given.faults)]
     rng.shuffle(kinds)

@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from scripts.cluster_demo import RESOURCES, Cluster  # noqa: E402
+from scripts.cluster_demo import PRIORITY, RESOURCES, Cluster  # noqa: E402
 from tests.cluster.hosts import hosts  # noqa: E402
 from tests.cluster.ray_nodes import running  # noqa: E402
 
@@ -88,6 +88,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS[:2])
     parser.add_argument("--complete", action="store_true", help="the complete quickstart, with evaluations, in place of small steps")
     given = parser.parse_args()
+    os.environ |= PRIORITY
     timings: dict[str, list[Timing]] = {way: [] for way in given.ways}
     loads: list[float] = []
     for number in range(given.rounds):

@@ -1,4 +1,4 @@
-"""What environments cost: steps per second of CartPole through agentrl, next to bare Gymnasium.
+"""What environments cost: steps per second of CartPole next to bare Gymnasium, and sessions at an OpenEnv server.
 
     python benchmarks/environments.py                # all sections
     python benchmarks/environments.py cartpole
@@ -13,10 +13,12 @@ import argparse
 import asyncio
 import os
 import resource
+import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from agentrl.agent import ChatFormat, TurnLoop
@@ -30,6 +32,10 @@ from agentrl.task import open_family
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.policies import ReadingPolicy, byte_tokenizer
 from agentrl.testing.sandboxes import printing
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.remote_sessions import openenv
 
 EPISODES, AT_ONCE = 256, 64
 TURN_EPISODES = 32
@@ -163,7 +169,7 @@ def cartpole() -> list[str]:
     ]
 
 
-SECTIONS: dict[str, Callable[[], list[str]]] = {"cartpole": cartpole}
+SECTIONS: dict[str, Callable[[], list[str]]] = {"cartpole": cartpole, "openenv": openenv}
 
 
 def main() -> None:

@@ -1,9 +1,11 @@
 """Compares agentrl's sandboxes on this machine with `docker run -d` and `docker exec`: medians, spread and ratios.
 
-    python benchmarks/sandbox.py [--repeat 20] [--parallel 8] [--crowd 200] [--row 1000] [--markdown FILE] [--image sandboxes/tables]
+    python benchmarks/sandbox.py [--repeat 20] [--parallel 8] [--crowd 200] [--row 1000] [--opening] [--markdown FILE] [--image FOLDER]
 
 Each operation is timed alone. Contenders alternate, so other load slows all of them equally. Then `--parallel` sandboxes at a time are
 opened, used once and closed. CPU time is that of the machine: close other programs.
+
+`--opening` times 30 openings in a row and 24 at once, backends in turn (p50 and p95). The backend `cell` is a cell on this machine.
 
 `--crowd N` keeps N sandboxes open at once; each runs a snippet three times. `--row N` opens and closes N sandboxes, then counts leftovers:
 processes, containers, folders, control groups, mounts, and this process's descriptors. Both are skipped by default (0). The exit status
@@ -18,6 +20,7 @@ import contextlib
 import itertools
 import os
 import platform
+import secrets
 import shlex
 import statistics
 import subprocess
@@ -32,7 +35,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from agentrl.errors import SandboxUnavailable
 from agentrl.protocols import Sandbox
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import BubblewrapBackend, DockerBackend, WarmPool, limits, list_open, select_backend
+from agentrl.sandbox import WarmPool, limits, list_open, select_backend
+from agentrl.sandbox.backend import ChannelBackend
+from agentrl.sandbox.cell import CellBackend
 from agentrl.sandbox.images import load_image
 from agentrl.sandbox.lease import lease
 from agentrl.sandbox.shared_containers import MAX_IDLE
@@ -44,8 +49,9 @@ EXEC_S = 30.0
 SETTLE_S = 0.5
 """What the daemon clears up when a command has returned, and a pool that refills, must not be in the next one's time."""
 PEER = "docker CLI"
+IN_A_ROW, AT_ONCE = 30, 24
 
-Backend = DockerBackend | BubblewrapBackend
+Backend = ChannelBackend
 Operation = Callable[[], Awaitable[float]]
 OPERATIONS = {
     "open, cold": "docker run -d",
@@ -193,6 +199,46 @@ def spread(values: list[float]) -> str:
     """Returns the interquartile range in milliseconds."""
     low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
     return f"{1e3 * low:.1f} to {1e3 * high:.1f}"
+
+
+async def openings(backends: list[Backend], spec: SandboxSpec, results: Results) -> None:
+    """Reports the time of openings in a row, in turn, and of as many at once."""
+    alone: dict[str, list[float]] = {backend.name: [] for backend in backends}
+    together: dict[str, list[float]] = {backend.name: [] for backend in backends}
+    for _ in range(IN_A_ROW):
+        for backend in backends:
+            seconds, sandbox = await opened(backend, spec)
+            await sandbox.close()
+            alone[backend.name].append(seconds)
+    for backend in backends:
+        for seconds, sandbox in await asyncio.gather(*(opened(backend, spec) for _ in range(AT_ONCE))):
+            together[backend.name].append(seconds)
+            await sandbox.close()
+    for what, measured in ((f"{IN_A_ROW} in a row", alone), (f"{AT_ONCE} at once", together)):
+        for name, values in measured.items():
+            p95 = statistics.quantiles(values, n=20)[-1]
+            results.say(f"opening {what:13} {name:11} p50 {1e3 * statistics.median(values):7.1f} ms   p95 {1e3 * p95:7.1f} ms")
+    results.say(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+
+
+async def opened(backend: Backend, spec: SandboxSpec) -> tuple[float, Sandbox]:
+    start = time.perf_counter()
+    sandbox = await backend.open(spec, timeout_s=OPEN_S)
+    return time.perf_counter() - start, sandbox
+
+
+@contextlib.contextmanager
+def own_cell(root: Path) -> Iterator[CellBackend]:
+    """A cell in another process of this machine."""
+    key = secrets.token_hex(32)
+    command = [sys.executable, "-m", "agentrl", "sandbox", "serve", "--listen", "127.0.0.1:0", "--key", "env:CELL_KEY"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "CELL_KEY": key}) as process:
+        assert process.stdout is not None
+        port = process.stdout.readline().split()[4].strip(":")
+        try:
+            yield CellBackend(run_label="benchmark", root=root, addresses=[f"127.0.0.1:{port}"], key=key)
+        finally:
+            process.terminate()
 
 
 # Many sandboxes -------------------------------------------------------------------------------------------------------
@@ -366,7 +412,8 @@ async def main() -> None:
     parser.add_argument("--parallel", type=int, default=8)
     parser.add_argument("--crowd", type=int, default=0, metavar="N", help="keep N sandboxes open at once")
     parser.add_argument("--row", type=int, default=0, metavar="N", help="open and close N sandboxes, and count leftovers")
-    parser.add_argument("--backend", choices=["docker", "bubblewrap"], action="append", help="may be repeated; default: both")
+    parser.add_argument("--backend", choices=["docker", "bubblewrap", "cell"], action="append", help="may be repeated; default: all")
+    parser.add_argument("--opening", action="store_true", help=f"time {IN_A_ROW} openings in a row and {AT_ONCE} at once")
     parser.add_argument("--image", default="sandboxes/tables")
     parser.add_argument("--root", type=Path, default=Path.cwd(), help="project root that --image is relative to")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the results as a page")
@@ -375,9 +422,12 @@ async def main() -> None:
     origin = stored.origin(shlex.join(["python", *sys.argv]), ["agentrl/sandbox", "benchmarks/sandbox.py"])
     async with contextlib.AsyncExitStack() as stack:
         backends: list[Backend] = []
-        for name in options.backend or ("docker", "bubblewrap"):
+        for name in options.backend or ("docker", "bubblewrap", "cell"):
             try:
-                backends.append(select_backend(name, run_label="benchmark", root=options.root, progress=print))
+                if name == "cell":
+                    backends.append(stack.enter_context(own_cell(options.root)))
+                else:
+                    backends.append(select_backend(name, run_label="benchmark", root=options.root, progress=print))
             except SandboxUnavailable as error:
                 results.say(f"{name}: left out: {error}")
                 continue
@@ -389,6 +439,8 @@ async def main() -> None:
                 if "docker" in subjects:
                     subjects[PEER] = await used.enter_async_context(docker_cli(load_image(options.root / options.image).tag))
                 await in_turn(subjects, options.repeat, results)
+        if options.opening:
+            await openings(backends, spec, results)
         for backend in backends:
             await crowds(backend, spec, options, results)
     if options.markdown is not None:

@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,6 +36,10 @@ RESOURCES = {
     "learner": {"cpus": 1, "memory_gib": 1, "trains": 1},
     "worker": {"cpus": 1, "memory_gib": 0.5, "trains": 1},
 }
+PRIORITY = {"RAY_worker_niceness": "0"}
+"""Variable of a node whose parts get as much of a shared machine as other programs; Ray's default is 15."""
+SURVIVING = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_rpc_server_reconnect_timeout_s": "300"}
+"""Variables of a cluster that survives the end of its head for five minutes."""
 DISK = "mount -t tmpfs -o size=4g none {runs} && exec {command}"  # hides the driver's disk from the host
 
 
@@ -47,15 +50,16 @@ class Cluster:
     """
 
     def __init__(self, head: Host, runs: Path, *, storage: Path | None = None) -> None:
-        self.head, self.runs, self._storage = head, runs, storage
+        self.head, self.runs = head, runs
+        self._environment = PRIORITY | ({} if storage is None else {**SURVIVING, "RAY_gcs_storage_path": str(storage)})
         self.address = f"{head.address}:{PORT}"
         self._log = (runs / "ray.log").open("ab")
         self.start_head()
 
     def start_head(self) -> None:
         """Starts the head's node."""
-        stored = {} if self._storage is None else {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(self._storage)}
-        self._start(self.head, "--head", f"--port={PORT}", "--num-cpus=0", "--include-dashboard=false", environment=stored)
+        options = ("--head", f"--port={PORT}", "--num-cpus=0", "--include-dashboard=false")
+        self.head_node = self._start(self.head, *options)
 
     def add(self, host: Host, **resources: float) -> None:
         """Starts the node of a host."""
@@ -72,14 +76,14 @@ class Cluster:
             time.sleep(1.0)
         sys.exit(f"error: the cluster does not have {nodes} nodes; see {self.runs / 'ray.log'}")
 
-    def _start(self, host: Host, *options: str, own_disk: bool = False, environment: Mapping[str, str] | None = None) -> None:
+    def _start(self, host: Host, *options: str, own_disk: bool = False) -> subprocess.Popen[bytes]:
         program = str(Path(sys.executable).with_name("ray"))
         common = (f"--node-ip-address={host.address}", f"--object-store-memory={STORE_BYTES}", "--disable-usage-stats", "--block")
         command = [program, "start", *options, *common]
         if own_disk:
             text = " ".join(f"'{word}'" for word in command)
             command = ["sh", "-c", DISK.format(runs=self.runs, command=text)]
-        host.start(*command, stdout=self._log, stderr=self._log, cwd=ROOT, env={**os.environ, **(environment or {})})
+        return host.start(*command, stdout=self._log, stderr=self._log, cwd=ROOT, env={**os.environ, **self._environment})
 
 
 def train(cluster: Cluster, run: Path, overrides: list[str], *, by: tuple[str, ...] = ("agentrl",)) -> subprocess.Popen[str]:

@@ -78,7 +78,8 @@ def main() -> int:
         print(f"lock: {error.args[0]}", file=sys.stderr)
         return 1
     write("unit.lock", "What lint and the unmarked tests need: no vLLM, no DeepSpeed. A part of cpu.lock.", unit, installed)
-    title = "The tested set for CPU-only machines: extras cpu, rewards, gateway, redis, opentelemetry, gymnasium, cluster, browser and dev."
+    extras = "cpu, rewards, gateway, redis, opentelemetry, gymnasium, cluster, browser and dev"
+    title = f"The whole tested set for a CPU-only machine: extras {extras}."
     write("cpu.lock", title, full, installed)
     missing = {name: users for name, users in wanted.items() if name not in full}
     title = "What models, tasks and servers of others need besides cpu.lock: extras models, reasoning, clusters, vocabularies and servers."

@@ -319,7 +319,6 @@ def test_the_family_example_works_in_a_new_project(project: Path, tmp_path: Path
 
 @pytest.mark.slow
 def test_the_example_of_an_outside_agent_runs_and_its_recipe_is_sound(project: Path) -> None:
-    write_examples("bring-your-own-agent.md", project)
     call = {"id": "1", "type": "function", "function": {"name": "python", "arguments": '{"code": "print(1 + 2)"}'}}
     asks = {"choices": [{"message": {"role": "assistant", "content": None, "tool_calls": [call]}}]}
     heard: list[str] = []
@@ -330,12 +329,11 @@ def test_the_example_of_an_outside_agent_runs_and_its_recipe_is_sound(project: P
 
     with ChatServer(answers) as server:
         told = {**os.environ, "OPENAI_BASE_URL": server.url, "OPENAI_API_KEY": "k", "AGENTRL_MODEL": "policy"}
-        program = [sys.executable, "-I", "agents/mine.py"]
+        program = [sys.executable, "-I", "recipes/agents/tables_stdlib.py"]
         done = subprocess.run(program, cwd=project, env=told, input="What is 1 + 2?", text=True, capture_output=True, timeout=60)
     assert (done.stdout, heard) == ("it is 3\n", ["What is 1 + 2?", "3"]), done.stderr
     sound = "from agentrl.cli.running import load_recipe; from agentrl.session.preflight import check_parts; from pathlib import Path\n"
-    for recipe in ("mine", "outside_agent"):
-        sound += f"check_parts(load_recipe(Path('recipes/{recipe}.py'), [])[1])\n"
+    sound += "check_parts(load_recipe(Path('recipes/outside_agent.py'), [])[1])\n"
     run(project, "-c", sound)
 
 

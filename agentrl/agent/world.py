@@ -178,7 +178,8 @@ async def check_world(task: Task, chat: ChatFormat) -> None:
         fix = "correct the environment, or tasks.family.options"
         raise UserError(f"tasks.family: the environment {task.environment.ref!r} does not start: {error}", fix=fix) from error
     try:
-        observation = await environment.reset()
+        first = await environment.reset()
+        observation = next(iter(first.values())) if isinstance(first, Mapping) else first  # of a game with several roles
         functions = [action for action in environment.actions or () if not isinstance(action, str)]
         if not functions and task.environment.context_turns != 1:
             chat.check_user_turns()

@@ -151,7 +151,7 @@ _WRAPPERS = re.compile(
 
 
 def cause_in_log(text: str) -> tuple[str, str]:
-    """Returns the cause in a log and its fix, which may be "": a known cause, else the error of the last traceback, else the last line.
+    """Returns the cause in a log and its fix, which may be "": a known cause, else the last traceback or `error:`, else the last line.
 
     Ignores errors that only refer to an error of another process. ("", "") for an empty log.
     """
@@ -159,7 +159,9 @@ def cause_in_log(text: str) -> tuple[str, str]:
         if pattern.search(text):
             return cause, fix
     lines = [_PREFIX.sub("", line.rstrip()) for line in text.splitlines()]
-    raised = [number for number, line in enumerate(lines) if _RAISED.match(line) and not _WRAPPERS.search(line)]
+    raised = [
+        number for number, line in enumerate(lines) if (line.startswith("error: ") or _RAISED.match(line)) and not _WRAPPERS.search(line)
+    ]
     if raised:
         return clip_text("\n".join(_message(lines, raised[-1]))), ""
     last = next((line for line in reversed(lines) if line.strip() and not _WRAPPERS.search(line)), "")

@@ -33,6 +33,7 @@ from agentrl.check.tool_calls import prove_tools
 from agentrl.check.verifiers import GoldAttempt, prove_verifiers, retry_sandbox_errors
 from agentrl.config.recipe import SandboxConfig
 from agentrl.environment import close_environments
+from agentrl.environment.hosted import is_hosted
 from agentrl.errors import SandboxTimeout, TaskError, UserError
 from agentrl.protocols import SandboxBackend, TaskFamily, ToolSource
 from agentrl.records import Episode, SandboxSpec, Split, Task, codec
@@ -101,8 +102,11 @@ async def check_family(
 async def _check_environments(source: FamilySource, family: TaskFamily, wanted: Mapping[Split, int]) -> CheckReport:
     """Checks a family whose tasks are episodes of environments."""
     proofs = [await asyncio.to_thread(prove, source, wanted) for prove in (prove_purity, prove_splits)]
+    tasks = list(_tasks(family, wanted))
+    if is_hosted(tasks[0]):
+        return CheckReport(cases=(), proofs=tuple(proofs), not_proven=("what the program, the tools and the scorers of the tasks do",))
     async with close_after(close_environments):
-        proofs += await prove_environment(list(_tasks(family, wanted)))
+        proofs += await prove_environment(tasks)
     unproven = [claim for proof in proofs for claim in proof.unproven]
     return CheckReport(cases=(), proofs=tuple(proofs), not_proven=(*unproven, *NOT_PROVEN))
 

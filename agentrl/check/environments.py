@@ -15,7 +15,7 @@ from agentrl.check.report import Finding, Proof, plural
 from agentrl.environment import close_environments, is_resumable, open_environment
 from agentrl.errors import EnvironmentFault, PluginError, PolicyFault, TaskError
 from agentrl.plugins.references import resolve
-from agentrl.protocols import Environment, ResumableEnvironment
+from agentrl.protocols import Environment, ResumableEnvironment, RoleEnvironment
 from agentrl.records import EnvironmentSpec, Observation, Step, Task, ToolCall
 
 SEEDS = 16
@@ -55,7 +55,7 @@ class Played:
 async def prove_environment(tasks: Sequence[Task]) -> list[Proof]:
     """Plays the environments of tasks. Faults of an environment are findings."""
     tasks = [task for task in tasks if task.environment is not None][:SEEDS]
-    first = await open_environment(_spec(tasks[0]))
+    first = await _open(_spec(tasks[0]))
     actions = first.actions
     await first.close()
     if actions is None and _expert(_spec(tasks[0])) is None:
@@ -127,7 +127,7 @@ async def _from_snapshot(task: Task, played: Mapping[str, Played]) -> str:
         return ""
     wanted = played[task.id]
     half = len(wanted.actions) // 2
-    world = await open_environment(_spec(task))
+    world = await _open(_spec(task))
     try:
         await world.reset()
         for action in wanted.actions[:half]:
@@ -135,7 +135,7 @@ async def _from_snapshot(task: Task, played: Mapping[str, Played]) -> str:
         state = await cast(ResumableEnvironment, world).snapshot()
     finally:
         await world.close()
-    other = await open_environment(_spec(task))
+    other = await _open(_spec(task))
     try:
         restored = (await cast(ResumableEnvironment, other).restore(state)).text
         rest = [(restored, *wanted.steps[half][1:])]
@@ -182,6 +182,56 @@ async def _baselines(tasks: Sequence[Task], played: Mapping[str, Played], *, ran
     return Proof(name="baselines", looked_at=" and ".join(rows), findings=tuple(findings), unproven=unproven, table=tuple(table))
 
 
+class OneActor:
+    """A game with several roles as an environment of one agent, which acts for each role in turn. The reward is that of the first role."""
+
+    def __init__(self, game: RoleEnvironment) -> None:
+        self.instructions, self._game = game.instructions, game
+        self._waiting: dict[str, Observation] = {}
+        self._actions: dict[str, str] = {}
+
+    @property
+    def actions(self) -> Sequence[str] | None:
+        """What the role that acts next may do."""
+        legal = next(iter(self._waiting.values())).actions if self._waiting else ()
+        return legal or cast(Sequence[str] | None, self._game.actions)
+
+    async def reset(self) -> Observation:
+        """Starts the game."""
+        self._waiting = dict(await self._game.reset())
+        return self._next(self._waiting)
+
+    async def step(self, action: str | ToolCall) -> Step:
+        """Applies the action of the next role, once all roles that act at once have one."""
+        assert isinstance(action, str), "the actions of games are texts"
+        role = next(iter(self._waiting))
+        del self._waiting[role]
+        self._actions[role] = action
+        if self._waiting:
+            return Step(observation=self._next(self._waiting))
+        actions, self._actions = self._actions, {}
+        step = await self._game.step(actions)
+        self._waiting = {} if step.done else dict(step.observations)
+        shown = self._next({**step.observations, **{role: Observation(text=str(gain)) for role, gain in sorted(step.rewards.items())}})
+        reward = step.rewards.get(self._game.roles[0], 0.0)
+        return Step(observation=shown, reward=reward, terminated=step.terminated, truncated=step.truncated)
+
+    async def close(self) -> None:
+        """Closes the game."""
+        await self._game.close()
+
+    def _next(self, shown: Mapping[str, Observation]) -> Observation:
+        return Observation(text="; ".join(f"{role}: {item.text}" for role, item in shown.items()))
+
+
+async def _open(spec: EnvironmentSpec) -> Environment:
+    """Returns the environment of a task. A game with several roles is played by one actor."""
+    world: Any = await open_environment(spec)
+    if not getattr(world, "roles", ()):
+        return cast(Environment, world)
+    return cast(Environment, OneActor(world))
+
+
 def _spec(task: Task) -> EnvironmentSpec:
     assert task.environment is not None, "only such tasks are played"
     return task.environment
@@ -189,7 +239,7 @@ def _spec(task: Task) -> EnvironmentSpec:
 
 async def _play(task: Task, actor: Actor, *, most: int | None = None) -> Played:
     """Plays an episode of at most `most` steps; None means the turns of the task."""
-    world = await open_environment(_spec(task))
+    world = await _open(_spec(task))
     try:
         observation = (await world.reset()).text
         actions: list[Action] = []

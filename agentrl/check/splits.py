@@ -68,7 +68,7 @@ def _agent_view_hash(task: Task, root: Path) -> str:
     name = task.sandbox.image if task.sandbox is not None else ""
     image = task.data.get("build_context") or _recipe(root / name / "image.toml") or name
     parts = [prompt, dict(task.files), dict(task.binary_files), sorted(task.tools), sorted(task.outputs), image]
-    parts += [] if task.environment is None else [asdict(task.environment)]
+    parts += [] if task.environment is None else [asdict(task.environment), task.data.get("sha256")]  # of a sample that its program shows
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

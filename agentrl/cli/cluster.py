@@ -106,9 +106,7 @@ def manifest(
     egress: Annotated[
         list[str] | None, typer.Option(help="Address range that driver and workers may reach, such as 203.0.113.0/24. Default: none.")
     ] = None,
-    cells: Annotated[
-        int, typer.Option(min=0, help="Pods for sandboxes (docs/cluster.md). 0: sandboxes open in the pods of driver and workers.")
-    ] = 0,
+    cells: Annotated[int, typer.Option(min=0, help="Pods in which sandboxes open. 0: they open in the pods of driver and workers.")] = 0,
     cell_memory: Annotated[str, typer.Option(help="Memory of each cell, for the limits of its sandboxes.")] = "8Gi",
     out: Annotated[Path | None, typer.Option(help="File to write. Default: standard output.")] = None,
 ) -> None:

@@ -352,6 +352,29 @@ def unpin_version(run: RunFolder, number: Number) -> None:
     print(f"version {number} is not pinned")
 
 
+@versions_app.command("league", epilog="Example: agentrl versions league runs/kuhn --json")
+def show_league(run: RunFolder, as_json: JsonFlag = False) -> None:
+    """List the ratings of a league (rollout.agent=players): Elo relative to version 0 with 95% interval, games. `*`: an opponent.
+
+    The strength of a version counts only games against members of the league. `draw` is the probability of the next opponent.
+    """
+    from agentrl.version.league import FILE, LeagueTable
+
+    if not (run / FILE).is_file():
+        raise UserError(f"{run} has no league", fix="train with rollout.agent=players and past versions as opponents")
+    table = LeagueTable(run)
+    rated = table.ratings()
+    weights = table.weights(max(one.version for one in rated))
+    if as_json:
+        print(json.dumps([asdict(one) | {"draw": weights.get(one.version)} for one in rated]))
+        return
+    print(f"{'version':>7} {'Elo':>6}  {'95% interval':>16} {'games':>7} {'draw':>6}")
+    for one in rated:
+        low, high = one.interval
+        name, draw = f"{'*' if one.version in weights else ''}{one.version}", weights.get(one.version)
+        print(f"{name:>7} {one.elo:6.0f}  [{low:6.0f}, {high:6.0f}] {one.games:7d} {'' if draw is None else f'{draw:6.2f}'}".rstrip())
+
+
 def _size(size: int) -> str:
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= factor:

@@ -105,6 +105,7 @@ class RayPart:
         lost = asyncio.create_task(self._ended.wait())
         try:
             ending = asyncio.wrap_future(self._actor.end.remote(self.start, grace_s).future())
+            ending.add_done_callback(lambda done: done.cancelled() or done.exception())  # no code waits for it once the part is lost
             async with asyncio.timeout(grace_s + _END_S):
                 await asyncio.wait([ending, lost] if self.returncode is None else [ending], return_when=asyncio.FIRST_COMPLETED)
                 if not self.lost:

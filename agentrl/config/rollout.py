@@ -139,7 +139,7 @@ class RolloutConfig(Section):
 
     agent: parts.Agent = parts.Part("turns")
     """Agent of each episode. turns: samples and calls tools until the agent submits or answers. delegating: turns, with a tool that starts
-    sub-agents."""
+    sub-agents. players: several roles in one environment (docs/environments.md)."""
     delegation: DelegationConfig | None = None
     """Bounds of sub-agents (agent=delegating). None: the defaults."""
     compaction: float | None = Field(None, gt=0, lt=1)
@@ -166,17 +166,27 @@ class RolloutConfig(Section):
     def _agent_keys_act(self) -> RolloutConfig:
         if self.delegation is not None and self.agent.ref != "delegating":
             raise ValueError(f"delegation does nothing with agent={self.agent}: set agent=delegating")
-        if self.compaction is not None and self.agent.ref not in parts.AGENT.shipped:
-            raise ValueError("compaction does nothing with a user-supplied agent: pass it in agent.options")
+        if self.compaction is not None and (self.agent.ref not in parts.AGENT.shipped or self.agent.ref == "players"):
+            raise ValueError(f"compaction does nothing with agent={self.agent}: remove it, or pass it in the options of your agent")
+        if self.checkpoint_turns and self.agent.ref == "players":
+            raise ValueError("checkpoint_turns does nothing with agent=players: an interrupted game starts again; remove it")
         if self.instructions is not None and self.agent.ref not in parts.AGENT.shipped:
             raise ValueError("instructions do nothing with a user-supplied agent: pass them in agent.options")
         return self
+
+    @property
+    def needs_league(self) -> bool:
+        """Whether past versions of the policy play against it."""
+        options = self.agent.options if self.agent.ref == "players" else {}
+        players = options.get("players")
+        return "league" in (options.get("opponent"), *(players.values() if isinstance(players, dict) else ()))
 
     @property
     def agent_settings(self) -> dict[str, Any]:
         """Keyword arguments of a built-in agent, in addition to `chat`; empty for a user-supplied one."""
         settings: dict[str, Any] = {} if self.compaction is None else {"compaction": self.compaction}
         settings |= {} if self.instructions is None else {"instructions": self.instructions}
+        settings |= {"sampling": self.distribution} if self.agent.ref == "players" else {}
         return settings | ({"delegation": self.delegation or DelegationConfig()} if self.agent.ref == "delegating" else {})
 
     @property

@@ -4,15 +4,18 @@ A user-supplied environment is a subclass of `Environment`; a recipe names it as
 """
 
 from agentrl.environment.base import Environment
+from agentrl.environment.games import Game
 from agentrl.environment.opening import close_environments, is_resumable, open_environment
 from agentrl.environment.returns import episode_return
 from agentrl.errors import PolicyFault
-from agentrl.records import Observation, Step
+from agentrl.records import Observation, RoleStep, Step
 
 __all__ = [
     "Environment",
+    "Game",
     "Observation",
     "PolicyFault",
+    "RoleStep",
     "Step",
     "close_environments",
     "episode_return",

@@ -80,14 +80,15 @@ def step_row(value: Any, where: str) -> StepRow:
     truncated, parts = more[0] if more else False, more[1] if len(more) > 1 else {}
     return (
         text_of(observation, where),
-        _number(reward, where, "reward"),
-        _flag(terminated, where, "terminated"),
-        _flag(truncated, where, "truncated"),
+        number_of(reward, where, "reward"),
+        flag_of(terminated, where, "terminated"),
+        flag_of(truncated, where, "truncated"),
         _parts(parts, where) if parts or not isinstance(parts, dict) else {},
     )
 
 
-def _number(value: Any, where: str, what: str) -> float:
+def number_of(value: Any, where: str, what: str) -> float:
+    """Returns a finite number that an environment returned. Raises `EnvironmentFault` for anything else."""
     try:
         if isinstance(value, str | bytes):
             raise TypeError
@@ -99,7 +100,8 @@ def _number(value: Any, where: str, what: str) -> float:
     return number
 
 
-def _flag(value: Any, where: str, what: str) -> bool:
+def flag_of(value: Any, where: str, what: str) -> bool:
+    """Returns a boolean, also of numpy, that an environment returned. Raises `EnvironmentFault` for anything else."""
     if value is True or value is False:
         return value
     if type(value).__name__ in ("bool", "bool_") and type(value).__module__ == "numpy":
@@ -110,7 +112,7 @@ def _flag(value: Any, where: str, what: str) -> bool:
 def _parts(value: Any, where: str) -> dict[str, float]:
     if not isinstance(value, Mapping) or len(value) > MAX_PARTS:
         raise EnvironmentFault(f"{where} returned parts that are not a dictionary of at most {MAX_PARTS} numbers")
-    return {str(name)[:80]: _number(number, where, f"part {str(name)[:40]!r}") for name, number in value.items()}
+    return {str(name)[:80]: number_of(number, where, f"part {str(name)[:40]!r}") for name, number in value.items()}
 
 
 def actions_of(value: Any, where: str) -> tuple[str, ...] | tuple[dict[str, Any], ...] | None:

@@ -1,7 +1,7 @@
 """A host: a long-lived process of another Python environment that runs foreign code for many episodes.
 
-agentrl starts it, talks to it over a socket with lines of JSON (`inside/host_channel.py`), restarts it if it dies or blocks, and kills it at
-the end. Everything that it sends is hostile: messages are bounded, every call has a deadline, and an unknown or late reply is ignored.
+agentrl starts it, talks to it over a socket with lines of JSON (`inside/host_channel.py`), and restarts it if it dies or blocks. Everything
+that it sends is hostile: messages are bounded, every call has a deadline, and an unknown or late reply is ignored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.base import user_code
-from agentrl.base.secrets import child_environment
+from agentrl.base.secrets import child_environment, redact
 from agentrl.errors import InfrastructureError, PolicyFault, TaskError, UserError
 from agentrl.records.fields import json_value
 
@@ -81,29 +81,43 @@ def describe(spec: HostSpec) -> Any:
     """
     with tempfile.TemporaryDirectory(prefix="agentrl-host-") as folder:
         file, output = Path(folder, "description"), Path(folder, "output")
-        try:
-            with output.open("wb") as out:
-                process = subprocess.run(
-                    spec.command("describe", str(file)),
-                    input=json.dumps(spec.config).encode(),
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                    cwd=spec.folder,
-                    env=spec.variables(),
-                    timeout=DESCRIBE_S,
-                    start_new_session=True,
-                )
-            if not file.exists() or file.stat().st_size > MAX_DESCRIPTION:
-                tail = output.read_bytes()[-2000:].decode("utf-8", "replace").strip()
-                raise UserError(f"{spec.name}: its host ended with status {process.returncode} and no description of the tasks: {tail}")
-            described = json.loads(file.read_bytes())
-        except OSError as error:
-            raise UserError(f"{spec.name}: {spec.python} cannot be started: {error.strerror or error}") from None
-        except subprocess.TimeoutExpired:
-            raise UserError(f"{spec.name}: loading the tasks took more than {DESCRIBE_S:g} s") from None
+        status = _run(spec, file, output)
+        described: Any = None
+        if file.is_file() and file.stat().st_size <= MAX_DESCRIPTION:
+            with contextlib.suppress(ValueError, RecursionError):
+                described = json_value(json.loads(file.read_bytes()))
+        if not isinstance(described, dict):
+            tail = output.read_bytes()[-2000:].decode("utf-8", "replace").strip()
+            raise UserError(f"{spec.name}: its host ended with status {status} and no description of the tasks: {tail}")
     if "error" in described:
         raise UserError(f"{spec.name}: {str(described['error'].get('message', ''))[:4000]}")
     return described.get("result")
+
+
+def _run(spec: HostSpec, file: Path, output: Path) -> int:
+    """Runs `describe FILE` and returns its status. Raises `UserError`."""
+    try:
+        with output.open("wb") as out:
+            process = subprocess.Popen(
+                spec.command("describe", str(file)),
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                cwd=spec.folder,
+                env=spec.variables(),
+                start_new_session=True,
+            )
+    except OSError as error:
+        raise UserError(f"{spec.name}: {spec.python} cannot be started: {error.strerror or error}") from None
+    try:
+        process.communicate(json.dumps(spec.config).encode(), timeout=DESCRIBE_S)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{spec.name}: loading the tasks took more than {DESCRIBE_S:g} s") from None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return process.returncode
 
 
 @dataclass(slots=True)
@@ -133,10 +147,9 @@ class Host:
             HostDied: the process ended, or cannot be started.
             InfrastructureError: no result after `timeout_s`.
         """
-        process = await self._running()
         try:
             async with asyncio.timeout(timeout_s):
-                result = await process.call(method, params, serve)
+                result = await (await self._running()).call(method, params, serve)
         except TimeoutError:
             raise InfrastructureError(f"{self.spec.name}: no result of {method} within {timeout_s:g} s") from None
         self.deaths = 0
@@ -169,6 +182,7 @@ class _Process:
         self._spec, self._process, self._writer = spec, process, writer
         self.reason = ""  # why it ended
         self._calls: dict[int, _Call] = {}
+        self._serving: set[asyncio.Task[None]] = set()
         self._numbers = count(1)
         self._tail: deque[str] = deque(maxlen=_TAIL)
         self._task = asyncio.create_task(self._live(reader), name=f"host {spec.name}")
@@ -248,10 +262,10 @@ class _Process:
                 os.killpg(self._process.pid, signal.SIGKILL)
             code = await asyncio.shield(self._process.wait())
             await asyncio.wait({parts[1]}, timeout=1.0)
-            for task in parts:
+            for task in (*parts, *self._serving):
                 task.cancel()
             self._writer.close()
-            tail = "\n".join(self._tail)[-2000:]
+            tail = redact("\n".join(self._tail))[-2000:]
             self.reason = f"{self._spec.name}: the host process ended: {reason} (status {code}){': ' if tail else ''}{tail}"
             for call in self._calls.values():
                 if not call.future.done():
@@ -299,12 +313,12 @@ class _Process:
 
     def _serve(self, message: Mapping[str, Any]) -> None:
         call = self._calls.get(message["for"])
-        if sum(len(each.tasks) for each in self._calls.values()) >= MAX_SERVED:
+        if len(self._serving) >= MAX_SERVED:
             raise ValueError(f"more than {MAX_SERVED} requests at a time")
         task = asyncio.create_task(self._served(message, call))
-        if call is not None:
-            call.tasks.add(task)
-            task.add_done_callback(call.tasks.discard)
+        for tasks in (self._serving, *(() if call is None else (call.tasks,))):
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
 
     async def _served(self, message: Mapping[str, Any], call: _Call | None) -> None:
         answer: dict[str, Any] = {"error": {"blame": "infrastructure", "message": "the episode has ended"}}

@@ -10,6 +10,7 @@ import asyncio
 import base64
 import math
 import re
+import time
 from asyncio import AbstractEventLoop
 from collections.abc import Mapping
 from functools import partial
@@ -26,7 +27,7 @@ from agentrl.gateway.session import Session
 from agentrl.gateway.tokens import Chat, ConversationTokens
 from agentrl.plugins.references import resolve
 from agentrl.protocols import LiveEpisode, Sandbox
-from agentrl.records import Blame, EnvironmentSpec, Score
+from agentrl.records import Blame, EnvironmentSpec, Score, Task
 
 HOSTED = {
     "inspect": "agentrl.environment.inspect_tasks:host_spec",
@@ -70,14 +71,16 @@ class HostedAgent:
         task = episode.task
         if task.environment is None:
             raise TaskError(f"task {task.id!r} has no environment", fix="use rollout.agent=turns for it")
-        host = host_of(task.environment)
+        host, started = host_of(task.environment), time.monotonic()
+        episode.stage = "environment"
+        await host.call("ping", {}, timeout_s=task.limits.wall_s)  # it may have to start
         session = Session(episode=episode, tokens=self._tokens, models=(MODEL,))
         POSTED_REWARDS.open(episode.id)
         async with self._gateway.session(session) as key:
-            episode.stage = "environment"
+            solve_s = (1 - SCORING_SHARE) * max(0.0, task.limits.wall_s - (time.monotonic() - started))
             params = {
                 **{"episode": episode.id, "base_url": f"{self._gateway.url}/v1", "key": key, "model": MODEL, "data": task.data},
-                **{"turns": task.limits.turns, "solve_s": (1 - SCORING_SHARE) * task.limits.wall_s},
+                **{"turns": task.limits.turns, "solve_s": solve_s},
             }
             result = await self._play(host, params, episode, session)
             episode.stage = "environment"
@@ -114,6 +117,11 @@ class HostedAgent:
             raise {"task": TaskError, "policy": PolicyFault}.get(str(fault.get("blame")), InfrastructureError)(text)
         stop = str(result.get("stop") or "")
         return session.limit or (stop if _STOP.fullmatch(stop) else "answered")
+
+
+def is_hosted(task: Task) -> bool:
+    """Whether the program of the task's environment drives the model."""
+    return task.environment is not None and task.environment.ref.partition(":")[0] in HOSTED
 
 
 def host_of(spec: EnvironmentSpec) -> Host:

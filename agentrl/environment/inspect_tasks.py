@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ class InspectFamily:
             )
         self._sandbox = spec if used or tools else None
         self._tools, self._outputs = tuple(tools), tuple(outputs)
-        self._verifier = f"{__name__}:score_ended" if own else POSTED
+        self._own, self._verifier = own, f"{__name__}:score_ended" if own else POSTED
 
     def size(self, split: Split) -> int:
         """Returns the number of samples in the split."""
@@ -120,20 +121,19 @@ class InspectFamily:
             tools=self._tools,
             sandbox=self._sandbox,
             verifiers=(self._verifier,),
-            data={"sample": sample["id"], "sha256": sample["sha256"]},
+            data={"sample": sample["id"], "sha256": sample["sha256"], **({"inspect": asdict(self._spec)} if self._own else {})},
             split=split,
             binary_files=sample["files"],
             outputs=self._outputs,
             limits=self._limits,
-            environment=self._spec,
+            environment=None if self._own else self._spec,  # the turn loop would act in it
         )
 
 
 async def _score_ended(task: Task, episode: Episode, sandboxes: SandboxBackend) -> Score:
     """A verifier: scores an episode of the turn loop with the scorers of its inspect task, which see its messages, its answer, and its
     outputs in a new sandbox."""
-    assert task.environment is not None, "tasks of InspectFamily have one"
-    limit_s = task.limits.wall_s
+    host, limit_s = host_of(EnvironmentSpec(**task.data["inspect"])), task.limits.wall_s
     async with AsyncExitStack() as stack:
         opened: list[Sandbox] = []
 
@@ -152,7 +152,6 @@ async def _score_ended(task: Task, episode: Episode, sandboxes: SandboxBackend) 
             **{"episode": episode.id, "base_url": "http://127.0.0.1", "key": "-", "model": "-", "data": dict(task.data)},
             **{"turns": 0, "solve_s": limit_s, "ended": {"messages": list(_messages(task, episode)), "answer": episode.answer or ""}},
         }
-        host = host_of(task.environment)
         result = as_object(await host.call("play", params, timeout_s=limit_s, serve=serve), host)
     if isinstance(fault := result.get("fault"), Mapping):
         kind = {"task": TaskError, "policy": RuntimeError}.get(str(fault.get("blame")), InfrastructureError)

@@ -7,7 +7,6 @@ answer without a call; with `gymnasium`, `/reset` and `/step` give observations 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -69,11 +68,11 @@ class NemoGymSession(Session):
         item = self._item(action)
         if self._gymnasium:
             return await self._gymnasium_step(item)
+        if isinstance(action, ToolCall) and action.name in _RESERVED:
+            raise PolicyFault(f"there is no tool {action.name}")
         self._output.append(item)
         if isinstance(action, str):
             return await self._verified()
-        if action.name in _RESERVED:
-            raise PolicyFault(f"there is no tool {action.name}")
         try:
             output = (await self._post(f"/{action.name}", dict(action.arguments))).decode(errors="replace")
         except Rejected as error:
@@ -131,7 +130,7 @@ class NemoGymSession(Session):
     def _response(self, output: Any) -> dict[str, Any]:
         return {
             "id": f"resp_{self.spec.seed}",
-            "created_at": int(time.time()),
+            "created_at": 0,
             "model": "policy",
             "object": "response",
             "output": list(output),

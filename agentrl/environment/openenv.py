@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
 
 _MOST_CHOICES = 64
-_CLOSE_WAIT_S = 3.0  # for the server to end the session after a close message
 TOOL = "act"
 """Name of the tool for actions that are neither a text nor one of a few values."""
 
@@ -40,7 +39,8 @@ class OpenEnvSession(Session):
     _socket: ClientConnection | None = None
     _field = ""
     _values: Mapping[str, Any] = {}
-    _own_tools = False
+    _own_tools = _begun = False
+    _first = ""
 
     async def open(self) -> None:
         """See `Session.open`."""
@@ -53,6 +53,9 @@ class OpenEnvSession(Session):
                 self.server.cache["schema"] = await self._action_schema()
         self.instructions = self.server.cache["instructions"]
         await self._connect()
+        given = {name: self.options[name] for name in ("split", "index") if name in self.options}
+        data = {"seed": self.spec.seed, **given, **dict(self.options.get("reset", {}))}
+        self._first = _text(await self._request("reset", data))  # a server that is full says so in its answer to the first message
         properties = self.server.cache["schema"]["properties"]
         if not set(properties) - {"type", "tool_name", "arguments"}:  # an action of the protocol's own kinds, or of none
             listed = await self._request("step", {"type": "list_tools"})
@@ -63,9 +66,7 @@ class OpenEnvSession(Session):
 
     async def reset(self) -> Observation:
         """See `Session.reset`."""
-        given = {name: self.options[name] for name in ("split", "index") if name in self.options}
-        data = await self._request("reset", {"seed": self.spec.seed, **given, **dict(self.options.get("reset", {}))})
-        return Observation(text=_text(data))
+        return Observation(text=self._first)
 
     async def step(self, action: str | ToolCall) -> Step:
         """See `Session.step`."""
@@ -85,14 +86,11 @@ class OpenEnvSession(Session):
         if self._socket is None:
             return False
         try:
-            async with asyncio.timeout(_CLOSE_WAIT_S):
-                await self._socket.send('{"type": "close"}')
-                while True:
-                    await self._socket.recv()
+            await self._socket.send('{"type": "close"}')
+            while True:
+                await self._socket.recv()
         except ConnectionClosed as closed:
             return closed.rcvd is not None
-        except TimeoutError:
-            return False
 
     def abort(self) -> None:
         """Drops the connection."""
@@ -105,7 +103,10 @@ class OpenEnvSession(Session):
         from websockets.exceptions import InvalidStatus, WebSocketException
 
         class Connect(connect):
+            """A connection that follows no redirects."""
+
             def process_redirect(self, exc: Exception) -> Exception | str:
+                """Returns the redirect as an error."""
                 return exc
 
         url = "ws" + self.server.url.removeprefix("http") + "/ws"
@@ -153,10 +154,13 @@ class OpenEnvSession(Session):
         return result
 
     async def _exchange(self, socket: ClientConnection, message: str) -> bytes:
-        """Sends a message and returns the next one, unless there is one already."""
+        """Sends a message and returns the next one. A server that opens no session says so before the first message."""
+        first, self._begun = not self._begun, True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0):
-                await socket.recv()
+                early = await socket.recv(decode=False)
+                if first and b'"error"' in early[:200]:
+                    return early
                 raise EnvironmentFault(f"{self.server.what} sent an answer that was not requested")
         await socket.send(message)
         parts, size = [], 0
@@ -256,7 +260,7 @@ def _text(data: Mapping[str, Any]) -> str:
     """
     observation = _observation(data)
     result, error = observation.get("result"), observation.get("error")
-    if "tool_name" in observation:
+    if "tool_name" in observation and "result" in observation:
         if isinstance(error, dict):
             return f"error: {error.get('message')}"
         blocks = result.get("content") if isinstance(result, dict) else None

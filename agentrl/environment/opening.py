@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from typing import cast
 from weakref import WeakKeyDictionary
 
 from agentrl.environment.base import Environment as WorldClass
@@ -29,8 +30,7 @@ async def open_environment(spec: EnvironmentSpec) -> Environment:
     opened = _openers.setdefault(asyncio.get_running_loop(), {})
     kind = kind_of(spec.ref)
     if kind not in opened:
-        opener: EnvironmentOpener = resolve(kind)() if kind else ProcessPool()
-        opened[kind] = opener
+        opened[kind] = resolve(kind)() if kind else cast(EnvironmentOpener, ProcessPool())  # its games have another protocol
     if kind != spec.ref:
         return await opened[kind].open(spec)
     return GuardedEnvironment(await guarded(lambda: opened[kind].open(spec), f"opening {kind}"), kind)

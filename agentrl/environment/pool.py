@@ -17,10 +17,12 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 from agentrl.base.secrets import child_environment, resolve_options
 from agentrl.environment.base import text_of
+from agentrl.environment.games import PooledGame
 from agentrl.environment.worker import MAX_FRAME, PROGRESS, SIZE
 from agentrl.errors import EnvironmentFault, PolicyFault, TaskError
 from agentrl.records import EnvironmentSpec, Observation, Step, ToolCall
@@ -50,13 +52,16 @@ class ProcessPool:
         self._processes: list[_Process] = []
         self._starting = asyncio.Lock()
 
-    async def open(self, spec: EnvironmentSpec) -> PooledEnvironment:
+    async def open(self, spec: EnvironmentSpec) -> PooledEnvironment | PooledGame:
         """Opens an environment and resets it. Raises `EnvironmentFault`, and `TaskError` if the task cannot be played."""
         process = await self._process()
-        number, world = process.add(), None
+        number, world = process.add(), cast(PooledEnvironment | PooledGame | None, None)
         try:
             opened = await process.run(number, "open", spec.ref, resolve_options(spec.options), spec.seed)
-            world = PooledEnvironment(process, number, spec.ref, opened)
+            if isinstance(opened, dict):
+                world = PooledGame(partial(process.run, number), partial(process.remove, number), opened, spec.ref)
+            else:
+                world = PooledEnvironment(process, number, spec.ref, opened)
             return world
         finally:
             if world is None:

@@ -26,7 +26,7 @@ from agentrl.base import secrets, web
 from agentrl.base.backoff import backoff_s
 from agentrl.base.tool_list import InvalidMessage, ListedTool, usable_tools
 from agentrl.base.user_code import describe_error
-from agentrl.environment.remote_http import Busy, HttpClient, need
+from agentrl.environment.remote_http import Busy, HttpClient, Rejected, need
 from agentrl.errors import EnvironmentFault, PluginError, PolicyFault, UserError
 from agentrl.plugins.references import resolve
 from agentrl.records import EnvironmentSpec, Observation, Step, ToolCall
@@ -41,7 +41,7 @@ SESSIONS = {
     "nemo-gym": "agentrl.environment.nemo_gym:NemoGymSession",
 }
 """Prefix of a reference -> class of the sessions, called with (server, spec, options)."""
-CLOSE_S = 10.0
+CLOSE_S = 30.0
 """Seconds for closing one session."""
 IDLE_S = 60.0
 """Seconds without a request after which a session is kept alive."""
@@ -151,15 +151,31 @@ class RemoteServer:
 
     async def open(self, connect: Callable[[], Session]) -> RemoteEnvironment:
         """Returns an environment with an open session. Waits at most `wait_s` for a free session and a server that is not busy."""
-        until = time.monotonic() + self.options.wait_s
-        await self._take_slot(until)
-        try:
-            session = await self._connected(connect, until)
-        except BaseException:
-            self._free_slot()
-            raise
+        until, tries, why = time.monotonic() + self.options.wait_s, 0, "it is busy"
+        while (left := until - time.monotonic()) > 0:
+            if (pause := self._resume_at - time.monotonic()) > 0:
+                await asyncio.sleep(min(pause, left))
+                continue
+            await self._take_slot(until)
+            tries, session, opened = tries + 1, connect(), False
+            try:
+                await self.call(session, "opening a session", session.open, self.options.reset_s)
+                self._refused, opened = 0, True
+            except Busy as busy:
+                why = str(busy)
+                self._pause(busy, tries)
+            finally:
+                if not opened:
+                    await asyncio.shield(self._in_background(self._discard(session)))
+            if opened:
+                return self._environment(session)
+        raise EnvironmentFault(
+            f"{self.what} opened no session within {self.options.wait_s:g} s: {why}\n"
+            "  fix: start it, set tasks.family.options.sessions to the number of sessions that it allows, or raise wait_s"
+        )
+
+    def _environment(self, session: Session) -> RemoteEnvironment:
         self.opened += 1
-        self._used_at[session] = time.monotonic()
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep_alive())
         return RemoteEnvironment(self, session)
@@ -188,14 +204,7 @@ class RemoteServer:
         if self._used_at.pop(session, None) is None:
             return
 
-        async def close() -> None:
-            try:
-                confirmed = await self._close(session)
-            finally:
-                self._free_slot()
-            self.closed, self.lost = self.closed + confirmed, self.lost + (not confirmed)
-
-        await asyncio.shield(self._in_background(close()))
+        await asyncio.shield(self._in_background(self._end(session)))
 
     def pin(self, what: str, value: Any) -> None:
         """Raises `EnvironmentFault` if a description differs from its first version in this process. `what`: identifies the description."""
@@ -209,48 +218,37 @@ class RemoteServer:
         """Ends all sessions and connections, and logs the counts of sessions."""
         if self._keeper is not None:
             self._keeper.cancel()
-        for session in list(self._used_at):
-            await self.end(session)
+        await asyncio.gather(*(self.end(session) for session in list(self._used_at)))
         if self._closing:
             await asyncio.wait(self._closing, timeout=2 * CLOSE_S)
         await self.http.close()
         level = logging.WARNING if self.lost else logging.INFO
         log.log(level, "%s: %d sessions opened, %d closed, %d lost", self.what, self.opened, self.closed, self.lost)
 
-    async def _connected(self, connect: Callable[[], Session], until: float) -> Session:
-        tries, why = 0, "it is busy"
-        while (left := until - time.monotonic()) > 0:
-            if (pause := self._resume_at - time.monotonic()) > 0:
-                await asyncio.sleep(min(pause, left))
-                continue
-            session, tries, opened = connect(), tries + 1, False
-            try:
-                await self.call(session, "opening a session", session.open, min(self.options.reset_s, left))
-                self._refused, opened = 0, True
-                return session
-            except Busy as busy:
-                why = str(busy)
-                self._pause(busy, tries)
-            finally:
-                if not opened:
-                    self._used_at.pop(session, None)
-                    await asyncio.shield(self._in_background(self._discard(session)))
-        raise EnvironmentFault(
-            f"{self.what} opened no session within {self.options.wait_s:g} s: {why}\n"
-            "  fix: start it, set tasks.family.options.sessions to the number of sessions that it allows, or raise wait_s"
-        )
-
     def _pause(self, busy: Busy, tries: int) -> None:
         self._refused += 1
         if busy.most is not None and 0 < busy.most < self._limit:
             log.warning("%s allows %d sessions at once, so the run uses no more", self.what, busy.most)
             self._limit = busy.most
+        if busy.most is not None and self._used > busy.most:  # the sessions of this process fill the server: wait for one of them
+            return
         seconds = min(backoff_s(tries, busy.wait_s, refused=self._refused), self.options.wait_s)
         self._resume_at = max(self._resume_at, time.monotonic() + seconds)
 
+    async def _end(self, session: Session) -> None:
+        try:
+            confirmed = await self._close(session)
+        finally:
+            self._free_slot()
+        self.closed, self.lost = self.closed + confirmed, self.lost + (not confirmed)
+
     async def _discard(self, session: Session) -> None:
-        """Ends a session that was not completely opened."""
-        await self._close(session)
+        """Ends a session that was not completely opened, and frees its slot."""
+        self._used_at.pop(session, None)
+        try:
+            await self._close(session)
+        finally:
+            self._free_slot()
 
     async def _close(self, session: Session) -> bool:
         """Returns whether the server confirmed the end of a session."""
@@ -277,15 +275,15 @@ class RemoteServer:
             try:
                 async with asyncio.timeout(until - time.monotonic()):
                     await turn
-            except TimeoutError:
+            except BaseException as error:
+                if turn.done() and not turn.cancelled():  # the slot was offered to a caller that no longer waits
+                    self._offer_slot()
+                if not isinstance(error, TimeoutError):
+                    raise
                 raise EnvironmentFault(
                     f"{self.what}: no session became free within {self.options.wait_s:g} s; {self._used} are in use\n"
                     "  fix: lower rollout.concurrency, or raise tasks.family.options.sessions or wait_s"
                 ) from None
-            except BaseException:
-                if turn.done() and not turn.cancelled():  # the slot was offered to a caller that has gone
-                    self._offer_slot()
-                raise
             finally:
                 with contextlib.suppress(ValueError):
                     self._waiting.remove(turn)
@@ -340,6 +338,8 @@ class RemoteEnvironment:
             raise
         except BaseException as error:  # a cancelled request, too
             self._fault = describe_error(error)
+            if isinstance(error, Busy | Rejected):
+                raise EnvironmentFault(str(error)) from error
             raise
 
 

@@ -8,11 +8,13 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
 from agentrl.base import secrets, untrusted_files
+from agentrl.base.installation import install_command
 from agentrl.environment.family import EnvironmentFamily
 from agentrl.environment.remote import RemoteOptions, RemoteServer
 from agentrl.environment.remote_http import need
@@ -60,6 +62,8 @@ class RemoteFamily(EnvironmentFamily):
         own, self._others = RemoteOptions.split({**self._spec.options, "key": ""})
         self._server: Callable[[], RemoteServer] = lambda: RemoteServer(self._kind, url, replace(own, key=self._key()))
         self._server()  # checks the URL
+        if self._kind == "openenv" and find_spec("websockets") is None:
+            raise PluginError(f"tasks.family {ref!r} needs the package websockets", fix=install_command("openenv"))
         if (self._kind == "nemo-gym") is not (tasks is not None):
             raise PluginError(f"tasks.family.options.tasks is for NeMo Gym, got {tasks!r}", fix="give the file with its rows as tasks")
         self._tasks, self._heldout_split = tasks, heldout_split
@@ -133,6 +137,7 @@ class RemoteFamily(EnvironmentFamily):
         """Returns the server's answer, from a thread with an event loop of its own."""
 
         async def ask() -> T:
+            """Asks, and closes the connections."""
             server = self._server()
             try:
                 async with asyncio.timeout(_DEADLINE_S):

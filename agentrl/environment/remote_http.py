@@ -6,7 +6,8 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import TYPE_CHECKING, Any
@@ -69,21 +70,16 @@ class HttpClient:
         return read_json((await self.request(method, path, data, headers=headers)).content, f"{self._what}, {path},")
 
     async def request(self, method: str, path: str, data: Any = None, *, headers: Mapping[str, str] | None = None) -> Answer:
-        """Returns an answer with a status below 300. Repeats a request that the server postpones (429) after the wait that it requests."""
-        for tries in range(1, _MOST_TRIES):
-            async with self._stream(method, path, data, headers) as response:
-                if response.status_code != 429:
-                    content = await self._body(response)
-                    self._check(response, path, content)
-                    return Answer(content=content, cookies=_cookies(response))
-                wait_s = requested_wait_s(response.headers, now=time.time())
-            await asyncio.sleep(backoff_s(tries, wait_s))
-        raise Busy(f"{self._what} postponed {path} {_MOST_TRIES} times")
+        """Returns an answer with a status below 300."""
+        async with self._answering(method, path, data, headers) as response:
+            content = await self._body(response)
+            self._check(response, path, content)
+            return Answer(content=content, cookies=_cookies(response))
 
     async def event_data(self, path: str, data: Any, *, headers: Mapping[str, str] | None = None) -> tuple[str, bytes]:
         """Returns the id and the joined data of a task whose answer is a stream of the events `task_id`, `chunk`, `end` and `error`."""
         stream, taken, pieces, task, parts = web.Events(), 0, 0, "", list[bytes]()
-        async with self._stream("POST", path, data, {"accept": "text/event-stream", **(headers or {})}) as response:
+        async with self._answering("POST", path, data, {"accept": "text/event-stream", **(headers or {})}) as response:
             if response.status_code >= 300:
                 self._check(response, path, await self._body(response))
             async for piece in response.aiter_raw():
@@ -107,6 +103,18 @@ class HttpClient:
         client, self._client = self._client, None
         if client is not None:
             await client.aclose()
+
+    @asynccontextmanager
+    async def _answering(self, method: str, path: str, data: Any, headers: Mapping[str, str] | None) -> AsyncIterator[httpx.Response]:
+        """Yields an answer. Repeats a request that the server postpones (429), after the wait that it requests."""
+        for tries in range(1, _MOST_TRIES):
+            async with self._stream(method, path, data, headers) as response:
+                if response.status_code != 429:
+                    yield response
+                    return
+                wait_s = requested_wait_s(response.headers, now=time.time())
+            await asyncio.sleep(backoff_s(tries, wait_s))
+        raise Busy(f"{self._what} postponed {path} {_MOST_TRIES} times")
 
     def _stream(self, method: str, path: str, data: Any, headers: Mapping[str, str] | None) -> _Stream:
         import httpx  # takes half a second, which loading a recipe avoids

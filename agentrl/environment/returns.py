@@ -10,15 +10,32 @@ from agentrl.records import Episode, Score, Task
 async def episode_return(task: Task, episode: Episode) -> Score:
     """Returns the sum of all rewards, the sums of their named parts, and the reward of each turn for `objective.turn_coef`.
 
-    An episode that its limits ended has the rewards that it collected until then.
+    If an environment has several roles, the value is the mean over the roles of the trained policy, `parts` has the sum of each role, and
+    `branches` the sum of each trajectory's role, for `objective.credit=verifier`. An episode that its limits ended has the rewards that it
+    collected until then.
     """
     rewards = tuple(
         tuple(sum(result.reward or 0.0 for result in turn.tool_results) for turn in trajectory.turns) for trajectory in episode.trajectories
     )
     results = [result for line in episode.trajectories for turn in line.turns for result in turn.tool_results if result.reward is not None]
+    evidence = f"{len(results)} steps, {episode.stop_reason}"
+    gains = _returns_by_role(episode)
+    if len(gains) > 1:
+        trained = {line.agent for line in episode.trajectories if not line.policy and line.agent in gains}
+        value = sum(gains[role] for role in trained) / len(trained) if trained else 0.0
+        branches = tuple(gains.get(line.agent) for line in episode.trajectories)
+        return Score(value=value, parts=gains, evidence=evidence, turn_rewards=rewards, branches=branches)
     parts = Counter[str]()
     for result in results:
-        for name, value in result.parts.items():
-            parts[name] += value  # type: ignore[assignment]
-    evidence = f"{len(results)} steps, {episode.stop_reason}"
+        for name, number in result.parts.items():
+            parts[name] += number  # type: ignore[assignment]
     return Score(value=float(sum(result.reward or 0.0 for result in results)), parts=dict(parts), evidence=evidence, turn_rewards=rewards)
+
+
+def _returns_by_role(episode: Episode) -> dict[str, float]:
+    """Returns the sum of the rewards of each agent that received any."""
+    gains: dict[str, float] = {}
+    for trajectory in episode.trajectories:
+        for result in (result for turn in trajectory.turns for result in turn.tool_results if result.reward is not None):
+            gains[trajectory.agent] = gains.get(trajectory.agent, 0.0) + (result.reward or 0.0)
+    return gains

@@ -22,7 +22,8 @@ from collections.abc import Callable
 from typing import Any
 
 from agentrl.base.user_code import describe_error
-from agentrl.environment.base import Environment, StepRow, actions_of, call_of, step_row, text_of
+from agentrl.environment.base import Environment, StepRow, actions_of, call_of, number_of, step_row, text_of
+from agentrl.environment.games import Game, as_data, observations_of, role_step_of, roles_of
 from agentrl.errors import EnvironmentFault, PluginError, PolicyFault, TaskError
 from agentrl.plugins.references import resolve
 
@@ -56,13 +57,24 @@ class Worlds:
         kind, argument = world_class(ref)
         world = kind(argument, **options) if argument else kind(**options)
         self._open[number] = world, ref
+        if isinstance(world, Game):
+            return self._open_game(world, ref, seed)
         first = text_of(self._done(world.reset(seed)), f"{ref}.reset()")
         resumable = callable(getattr(world, "snapshot", None)) and callable(getattr(world, "restore", None))
         return [str(world.instructions), actions_of(world.actions, ref), first, resumable]
 
-    def step(self, number: int, action: Any) -> StepRow:
-        """Applies an action."""
+    def _open_game(self, game: Game, ref: str, seed: int) -> Any:
+        roles = roles_of(game.roles, ref)
+        first = observations_of(self._done(game.reset(seed)), roles, f"{ref}.reset()", done=False)
+        actions, forfeit = actions_of(game.actions, ref), number_of(game.forfeit, ref, "forfeit")
+        return {"instructions": str(game.instructions), "actions": actions, "first": as_data(first), "roles": roles, "forfeit": forfeit}
+
+    def step(self, number: int, action: Any) -> StepRow | list[Any]:
+        """Applies an action, or the actions of several roles."""
         world, ref = self._open[number]
+        if isinstance(world, Game):
+            played = role_step_of(self._done(world.step(action["roles"])), roles_of(world.roles, ref), f"{ref}.step()")
+            return [as_data(played.observations), dict(played.rewards), played.terminated, played.truncated]
         return step_row(self._done(world.step(call_of(action))), f"{ref}.step()")
 
     def snapshot(self, number: int) -> str:

@@ -56,7 +56,7 @@ from agentrl.session import measure
 from agentrl.version import rollback
 
 if TYPE_CHECKING:
-    from agentrl.gate.schedule import GateServer
+    from agentrl.gate.schedule import VersionServer
     from agentrl.session.opening import Progress, Run
 
 MAX_ROLLBACKS = 2
@@ -78,7 +78,7 @@ class Gate:
     capture: Capture
     stored: StoredEpisodes
     tracker: Tracker
-    server: GateServer | None  # with gate.server=own
+    server: VersionServer | None  # with gate.server=own
     progress: Progress
 
     @classmethod

@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.05
 
 
-class GateServer:
-    """The gate's server of the policy (`gate.server=own`): `policy` serves the requested versions only.
+class VersionServer:
+    """A server of the policy that serves the requested versions only, while the policy's servers continue with newer ones.
 
-    It keeps the version under evaluation, while the policy's servers continue with newer versions. Call `start` before `serve`.
+    The gate has one (`gate.server=own`), and so has a league. Call `start` before `serve`.
     """
 
     def __init__(
@@ -36,13 +36,14 @@ class GateServer:
         run_dir: Path,
         registry: VersionRegistry,
         *,
+        name: str = "gate",
         launcher: Launcher | None = None,
         alert: Callable[[str], None] = log.warning,
     ) -> None:
-        """`launcher`, `alert`: as for `SupervisedServer`."""
+        """`name`, `launcher`, `alert`: as for `SupervisedServer`."""
         self._run_dir, self._registry = run_dir, registry
         self._version: PolicyVersion | None = None
-        self.policy = SupervisedServer(recipe, run_dir, registry, name="gate", newest=self._newest, launcher=launcher, alert=alert)
+        self.policy = SupervisedServer(recipe, run_dir, registry, name=name, newest=self._newest, launcher=launcher, alert=alert)
 
     async def start(self, version: PolicyVersion, *, await_probe: bool = False) -> None:
         """Starts it with the weights of a version. Raises as `SupervisedServer.start` does."""
@@ -137,7 +138,7 @@ class GateSchedule:
             gate.tracker.stage("train", self._progress.plan)
             self._progress.timeline.restart()
 
-    async def _evaluate(self, gate: Gate, server: GateServer, version: PolicyVersion) -> None:
+    async def _evaluate(self, gate: Gate, server: VersionServer, version: PolicyVersion) -> None:
         if await asyncio.to_thread(gate.verdict_for, version) is None:
             if not await _is_wanted(gate, version):
                 return

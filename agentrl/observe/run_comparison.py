@@ -60,7 +60,7 @@ class RunComparison:
 
     def render(self) -> str:
         """Returns the comparison as a text table."""
-        lines: list[tuple[str, ...]] = [("", *self.names)]
+        lines: list[tuple[str, ...]] = [("", *self.names, *(["last - first, 95% interval"] if self.rates else []))]
         lines += [(row.name, *map(_shown_rate, row.rates), _shown_difference(row)) for row in self.rates]
         lines += [(name, *(format_optional(value, _FORMATS[name]) for value in values)) for name, values in self.costs]
         tables = [_table(lines)]

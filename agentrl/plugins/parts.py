@@ -126,9 +126,14 @@ TRACKER = PartKind(
 AGENT = PartKind(
     key="rollout.agent",
     what="agent",
-    shipped={"turns": "agentrl.agent.turns:TurnLoop", "delegating": "agentrl.agent.turns:TurnLoop"},
+    shipped={
+        "turns": "agentrl.agent.turns:TurnLoop",
+        "delegating": "agentrl.agent.turns:TurnLoop",
+        "players": "agentrl.agent.players:Players",
+    },
     protocol="agentrl.protocols:Agent",
     given=("*", "chat"),
+    with_options=frozenset({"players"}),
 )
 ADVANTAGE = PartKind(
     key="objective.advantage",

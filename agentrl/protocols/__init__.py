@@ -4,7 +4,7 @@ Every wait takes a deadline in seconds and raises a typed error (`agentrl.errors
 """
 
 from agentrl.protocols.cluster import Launcher, PartCommand, PartHandle
-from agentrl.protocols.environment import Environment, EnvironmentOpener, ResumableEnvironment
+from agentrl.protocols.environment import Environment, EnvironmentOpener, League, Opponent, ResumableEnvironment, RoleEnvironment
 from agentrl.protocols.episode import Agent, EpisodeMemory, ExternalRequest, LiveEpisode, LiveTrajectory, MemoryView, ToolSource
 from agentrl.protocols.experience import Delivery, EpisodeCheckpoints, EvaluationStore, ExperienceStore, GroupCommit, GroupTransport
 from agentrl.protocols.learning import AdvantageEstimator, Loss, LossTokens
@@ -33,17 +33,20 @@ __all__ = [
     "GroupTransport",
     "Interval",
     "Launcher",
+    "League",
     "LiveEpisode",
     "LiveTrajectory",
     "Loss",
     "LossTokens",
     "MemoryView",
+    "Opponent",
     "PartCommand",
     "PartHandle",
     "Policy",
     "PolicyServer",
     "PreparedVerifier",
     "ResumableEnvironment",
+    "RoleEnvironment",
     "Sandbox",
     "SandboxBackend",
     "SandboxVerifier",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
-from agentrl.records import EnvironmentSpec, Observation, Step, ToolCall
+from agentrl.protocols.serving import Policy
+from agentrl.records import EnvironmentSpec, Observation, RoleStep, Step, ToolCall
 
 
 class Environment(Protocol):
@@ -47,6 +49,55 @@ class ResumableEnvironment(Environment, Protocol):
     async def restore(self, state: bytes) -> Observation:
         """Continues from a state, in place of `reset`. Returns the observation that followed it."""
         ...
+
+
+class RoleEnvironment(Protocol):
+    """An environment with several agents, one in each role. `actions` and faults are those of `Environment`; actions are texts.
+
+    The roles with an observation act next: one of them in turn, or several at once. An action of one role is never shown to another
+    before it acts, unless the environment does so in an observation.
+    """
+
+    instructions: str
+    actions: Sequence[str] | Sequence[dict[str, Any]] | None
+    roles: Sequence[str]
+    forfeit: float  # reward of a role that makes no legal move, which ends the episode
+
+    async def reset(self) -> Mapping[str, Observation]:
+        """Starts the episode and returns the observations of the roles that act first. Called once."""
+        ...
+
+    async def step(self, actions: Mapping[str, str]) -> RoleStep:
+        """Applies the actions of all roles that had to act."""
+        ...
+
+    async def close(self) -> None:
+        """Ends the episode and frees what it holds."""
+
+
+class Opponent(Protocol):
+    """A past version of the policy that plays in an episode. Its weights do not change meanwhile."""
+
+    @property
+    def number(self) -> int:
+        """Its version number."""
+        ...
+
+    @property
+    def policy(self) -> Policy:
+        """The server that samples from it."""
+        ...
+
+
+class League(Protocol):
+    """Past versions of the policy as opponents, and the results of the games against them."""
+
+    def opponent(self) -> AbstractAsyncContextManager[Opponent]:
+        """Context with the current opponent. Raises `ServingError` if none can be served in time."""
+        ...
+
+    def record(self, opponent: int, gain: float, *, version: int) -> None:
+        """Records a finished game: what the trained policy received more than the opponent, and its version."""
 
 
 class EnvironmentOpener(Protocol):

@@ -161,13 +161,14 @@ class LiveEpisode(Protocol):
     def agent_state(self) -> Mapping[str, Any]:
         """The agent's state, if this episode resumes from a captured state; else empty."""
 
-    def open(self, agent: str, *, parent: Parent | None = None, prompt: Sequence[Message] = ()) -> LiveTrajectory:
+    def open(self, agent: str, *, parent: Parent | None = None, prompt: Sequence[Message] = (), policy: str = "") -> LiveTrajectory:
         """Starts another trajectory.
 
         Args:
             agent: name of its agent, such as "search".
             parent: the turn at which it starts. With `call` it belongs to a sub-agent, otherwise to the same agent in a new context.
             prompt: messages to the agent, for the record. Its tokens are added with `add_prompt`.
+            policy: what plays it, if not the trained policy (`Trajectory.policy`).
 
         Raises:
             ValueError: the turn or the call does not exist.

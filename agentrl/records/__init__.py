@@ -5,7 +5,7 @@ A record checks lengths and ranges when it is created. `agentrl.records.codec` c
 
 from agentrl.records.batch import Batch, Sample
 from agentrl.records.chat import Message, ToolCall, ToolResult
-from agentrl.records.environment import EnvironmentSpec, Observation, Step
+from agentrl.records.environment import EnvironmentSpec, Observation, RoleStep, Step
 from agentrl.records.episode import MAX_AGENT_STATE_CHARS, OUTPUT_BYTES, OUTPUT_FILES, REMOVED_FILES, Episode, EpisodeState, Memo
 from agentrl.records.failure import Blame, Failure
 from agentrl.records.group import Cancelled, Group, ScoredEpisode, sampled_index, sampled_tokens
@@ -51,6 +51,7 @@ __all__ = [
     "PendingScore",
     "PolicyVersion",
     "Probe",
+    "RoleStep",
     "Sample",
     "SamplingParams",
     "SandboxSpec",

@@ -39,6 +39,22 @@ class Observation(Record):
     """What an agent is shown: `Observation(text="You are at (0, 0).")`."""
 
     text: Text
+    actions: tuple[str, ...] = ()  # the texts that are allowed now, if these are fewer than the actions of the environment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleStep(Record):
+    """The result of the actions of one or several roles, in an environment with several agents."""
+
+    observations: Mapping[str, Observation]  # of the roles that act next; at the end, of those that are shown the end
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    terminated: bool = False
+    truncated: bool = False
+
+    @property
+    def done(self) -> bool:
+        """Whether no further step is possible."""
+        return self.terminated or self.truncated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -277,9 +277,9 @@ class ActiveEpisode:
         """Whether the sandbox was never opened, so that its files are the task's."""
         return self._box.untouched
 
-    def open(self, agent: str, *, parent: Parent | None = None, prompt: Sequence[Message] = ()) -> ActiveTrajectory:
+    def open(self, agent: str, *, parent: Parent | None = None, prompt: Sequence[Message] = (), policy: str = "") -> ActiveTrajectory:
         """Opens another trajectory."""
-        begun = Trajectory(agent=agent, turns=(), parent=parent, prompt=tuple(prompt), stop_reason="")
+        begun = Trajectory(agent=agent, turns=(), parent=parent, prompt=tuple(prompt), stop_reason="", policy=policy)
         check_parent(len(self._trajectories), parent, self._trajectories)
         self._trajectories.append(ActiveTrajectory(self, len(self._trajectories), begun))
         return self._trajectories[-1]

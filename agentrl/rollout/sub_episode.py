@@ -95,9 +95,9 @@ class SubEpisode:
         """Whether the sandbox was opened."""
         return self._workplace.opened
 
-    def open(self, agent: str, *, parent: Parent | None = None, prompt: Sequence[Message] = ()) -> LiveTrajectory:
+    def open(self, agent: str, *, parent: Parent | None = None, prompt: Sequence[Message] = (), policy: str = "") -> LiveTrajectory:
         """Opens another trajectory of the episode."""
-        return self._episode.open(agent, parent=parent, prompt=prompt)
+        return self._episode.open(agent, parent=parent, prompt=prompt, policy=policy)
 
     def external_request(self, at_most: int, *, within_s: float) -> AbstractContextManager[ExternalRequest]:
         """Times a request that the agent sends itself."""

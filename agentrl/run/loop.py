@@ -93,8 +93,7 @@ async def _pipeline(run: Run) -> None:
             watching.append(watch_daemon(run.tracker.alert))
         if run.workers is not None:
             watching.append(run.workers.watch())
-        if run.gate_server is not None:
-            watching.append(run.gate_server.policy.watch(on_loss=run.learner.kill))
+        watching += [one.policy.watch(on_loss=run.learner.kill) for one in run.version_servers]
         watchers = [parts.create_task(one) for one in watching]
         if not concluded:
             await records.finish_serving()

@@ -74,10 +74,6 @@ _STREAMED_BYTES = 1 << 20  # of events in one renewal
 _KINDS = {error.__name__: error for error in (ServingError, ServerDied, RequestRefused)}  # they decide who is to blame
 
 
-UNFIT = 2
-"""Exit code of a worker that lacks something on its host, such as a sandbox backend. Another start does not help."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
     """What a worker needs to open the parts of a run, as JSON data."""
@@ -399,6 +395,10 @@ def worker_name(pid: int, *, node: str = "") -> str:
     return f"{node or socket.gethostname()}-{pid}"
 
 
+UNUSABLE = 2
+"""Exit code of a worker that cannot work on its host, for example without the sandbox backend: a restart there does not help."""
+
+
 def main(open_access: Callable[[AsyncExitStack], WorkerAccess], *, parent: int | None = None) -> int:
     """Runs one worker, and returns its exit code. `open_access`: returns the worker's access to its run, which ends with the stack."""
     if parent is not None:
@@ -414,7 +414,7 @@ def main(open_access: Callable[[AsyncExitStack], WorkerAccess], *, parent: int |
         if not isinstance(cause, UserError | InfrastructureError):
             raise
         print(f"error: {cause}", file=sys.stderr)
-        return UNFIT if isinstance(cause, UserError) else 1
+        return UNUSABLE if isinstance(cause, UserError) else 1
     return 0
 
 

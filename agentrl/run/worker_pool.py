@@ -27,12 +27,13 @@ from agentrl.records import Group, Task
 from agentrl.rollout import AttemptListener
 from agentrl.rollout.leases import GroupLeases
 from agentrl.run.group_stream import GroupStream
-from agentrl.run.worker import UNFIT, WorkerSpec, worker_name
+from agentrl.run.worker import UNUSABLE, WorkerSpec, worker_name
 from agentrl.run.worker_api import WorkerApi
 from agentrl.session.pace import history_of, restore_pace
 
 _WATCH_S = 0.25
 _RESTARTS = 5  # of one process, in a row
+_RESTARTS_UNUSABLE = 1  # if its host lacks what it needs, which another one may have
 _SOUND_S = 120.0  # of work, after which earlier failures no longer count
 _BACKOFF_S = 5.0
 _START_S = 180.0
@@ -129,22 +130,21 @@ class WorkerPool:
         """Restarts one process until it has failed too often in a row."""
         restarts = Restarts(sound_s=_SOUND_S)
         while True:
+            most = _RESTARTS
             try:
-                cause = await self._run(number, restarts)
+                code, cause = await self._run(number, restarts)
+                most = _RESTARTS_UNUSABLE if code == UNUSABLE else most
             except LaunchError as error:
                 cause = str(error)
             self.restarts += 1
-            if (failures := restarts.failed()) > _RESTARTS:
+            if (failures := restarts.failed()) > most:
                 raise InfrastructureError(f"rollout worker {number} ended {failures} times in a row: {cause}")
             why = f"rollout worker {number} is replaced: {cause}; its groups continue in another worker"
             self._alert(RestartAlert("rollout worker", why))
             await asyncio.sleep(min(_BACKOFF_S, 0.1 * 4 ** (failures - 1)) if failures > 1 else 0.0)
 
-    async def _run(self, number: int, restarts: Restarts) -> str:
-        """Runs one process until its end. Returns the cause.
-
-        Raises `LaunchError` if it does not start, and `InfrastructureError` if its first process finds its host unfit.
-        """
+    async def _run(self, number: int, restarts: Restarts) -> tuple[int, str]:
+        """Runs one process until its end. Returns its exit code and the cause. Raises `LaunchError` if it does not start."""
         process = self._processes[number] = await self._start(number)
         name = worker_name(process.pid, node=process.node)
         self._leases.expect(name, within_s=_START_S)
@@ -153,10 +153,7 @@ class WorkerPool:
         restarts.progress()
         await self._leases.lose(name)
         await process.kill()  # what it has started
-        cause = process.lost or self._cause(number, code)
-        if code == UNFIT and not restarts.total:
-            raise InfrastructureError(f"rollout worker {number} cannot work on {process.node or 'this machine'}: {cause}")
-        return cause
+        return code, process.lost or self._cause(number, code)
 
     async def _start(self, number: int) -> PartHandle:
         command, environment = [PYTHON, "-m", "agentrl.run.worker", RUN, PARENT], {}

@@ -15,6 +15,7 @@ from agentrl.protocols import (
     EpisodeCheckpoints,
     EpisodeListener,
     Launcher,
+    League,
     Policy,
     PolicyServer,
     SandboxBackend,
@@ -51,9 +52,10 @@ def open_policy_server(
     return ServerPool(recipe, run_dir, registry, launcher=launcher, alert=alert)
 
 
-def build_agent(recipe: Recipe, chat: ChatFormat) -> Agent:
+def build_agent(recipe: Recipe, chat: ChatFormat, league: League | None = None) -> Agent:
     """Builds the agent of a recipe."""
-    agent: Agent = parts.make_part(parts.AGENT, recipe.agent, chat=chat, **recipe.rollout.agent_settings)
+    settings = recipe.rollout.agent_settings | ({} if league is None else {"league": league})
+    agent: Agent = parts.make_part(parts.AGENT, recipe.agent, chat=chat, **settings)
     return agent
 
 
@@ -63,6 +65,7 @@ def build_episode_runner(
     sandboxes: SandboxBackend,
     chat: ChatFormat,
     tools: ToolSource | None = None,
+    league: League | None = None,
     *,
     router: RequestRouter | None = None,
     pace: Pace | None = None,
@@ -72,7 +75,7 @@ def build_episode_runner(
     return EpisodeRunner(
         policy=policy,
         sandboxes=sandboxes,
-        agent=build_agent(recipe, chat),
+        agent=build_agent(recipe, chat, league),
         sampling=recipe.rollout.distribution,
         max_model_len=recipe.policy.max_model_len,
         request_timeout_s=recipe.serving.request_timeout_s,

@@ -30,7 +30,7 @@ from agentrl.failure import Capture, FaultRate, Quarantine
 from agentrl.failure.capture import PASSES
 from agentrl.failure.case import Suite
 from agentrl.failure.overlap import WithholdingLog
-from agentrl.gate.schedule import GateServer
+from agentrl.gate.schedule import VersionServer
 from agentrl.learner.process import LearnerProcess
 from agentrl.memory.run_memory import RunMemory, open_memory, placeholder_memory
 from agentrl.observe import RunTracker, StageClock, open_trackers
@@ -57,6 +57,7 @@ from agentrl.session.builders import build_episode_runner, build_group_runner, f
 from agentrl.session.ending import closing_stack
 from agentrl.session.folder import RunStart, write_start
 from agentrl.session.judge_servers import JudgeServers, running_judge_servers
+from agentrl.session.league import RunLeague, open_league
 from agentrl.session.models import copy_base_version
 from agentrl.session.pace import restore_pace, save_pace
 from agentrl.session.preflight import PreflightResult, check_prompt, check_snapshots, check_thinking, open_chat
@@ -124,8 +125,14 @@ class Run:
     judges: JudgeServers
     suite: Suite | None = None  # suite of the gate
     memory: RunMemory | None = None
-    gate_server: GateServer | None = None  # with gate.server=own
+    gate_server: VersionServer | None = None  # with gate.server=own
+    league: RunLeague | None = None  # with rollout.agent=players and past versions as opponents
     workers: WorkerPool | None = None  # with rollout.workers
+
+    @property
+    def version_servers(self) -> list[VersionServer]:
+        """The running servers of requested versions."""
+        return [server for server in (self.gate_server, None if self.league is None else self.league.server) if server is not None]
 
     async def base_version(self) -> PolicyVersion:
         """Returns version 0."""
@@ -146,6 +153,8 @@ class Run:
             starting.create_task(self.served.start(version, await_probe=learning))
             if gating and self.gate_server is not None:
                 starting.create_task(self.gate_server.start(version, await_probe=learning))
+            if self.league is not None:
+                starting.create_task(self.league.start(version))
             starting.create_task(self.judges.ready())
         self.groups.runner.pace.set_idle_token_s(self.served.token_s)
 
@@ -179,9 +188,9 @@ async def open_run(
         sandboxes = await open_sandboxes(recipe.sandbox, run_label=start.folder.name, root=root, lazily=lazily)
         stack.push_async_callback(sandboxes.close)
         stack.push_async_callback(close_environments)
-        chat, tools = await _check_slowly(recipe, start.folder, checked, sandboxes, root=root)
-        await asyncio.to_thread(_write_folder, recipe, start, checked, tools, root=root)
-        yield await _open_parts(stack, recipe, start, checked, launcher, sandboxes, chat, tools, root, console, order)
+        offered = await _check_slowly(recipe, start.folder, checked, sandboxes, root=root)
+        await asyncio.to_thread(_write_folder, recipe, start, checked, offered[1], root=root)
+        yield await _open_parts(stack, recipe, start, checked, launcher, sandboxes, offered, root, console, order)
 
 
 async def open_launcher(plan: ClusterPlan, folder: Path, *, root: Path) -> Launcher:
@@ -230,19 +239,18 @@ async def _open_parts(
     checked: PreflightResult,
     launcher: Launcher,
     sandboxes: SandboxBackend,
-    chat: ChatFormat,
-    tools: RunTools,
+    offered: tuple[ChatFormat, RunTools],
     root: Path,
     console: bool,
     order: GroupOrder,
 ) -> Run:
     folder, clock, faults = start.folder, StageClock(began=start.began), fault_rate(recipe)
-    tracker, record_event = await _open_tracker(stack, recipe, folder, clock, chat, checked, console=console)
+    tracker, record = await _open_tracker(stack, recipe, folder, clock, offered[0], checked, console=console)
     store, starts, checkpoints, memory = await _open_experience(stack, recipe, folder, order)
     services = await open_services(stack, recipe, folder, store, launcher, judges=checked.judges, alert=tracker.alert)
-    registry, served, gate_server, judges = await _open_servers(stack, recipe, folder, checked, launcher, alert=tracker.alert)
+    registry, served, league, gate_server, judges = await _open_servers(stack, recipe, folder, checked, launcher, alert=tracker.alert)
     learner, pace = _open_learner(stack, recipe, folder, services, root, launcher, alert=tracker.alert), _open_pace(stack, recipe, folder)
-    episodes = build_episode_runner(recipe, served, sandboxes, chat, tools, router=served, pace=pace, listener=EpisodeEvents(record_event))
+    episodes = build_episode_runner(recipe, served, sandboxes, *offered, league, router=served, pace=pace, listener=EpisodeEvents(record))
     (changes, tasks), capture = _open_tasks(recipe, folder, checked, root, store, order, starts), _open_capture(stack, recipe, folder)
     run = Run(
         recipe=recipe,
@@ -270,8 +278,9 @@ async def _open_parts(
         suite=checked.suite,
         memory=memory,
         gate_server=gate_server,
+        league=league,
     )
-    run.workers = _open_workers(run, root, launcher, services, record_event)
+    run.workers = _open_workers(run, root, launcher, services, record)
     return run
 
 
@@ -394,7 +403,7 @@ async def _open_experience(
 
 async def _open_servers(
     stack: AsyncExitStack, recipe: Recipe, folder: Path, checked: PreflightResult, launcher: Launcher, *, alert: Callable[[str], None]
-) -> tuple[FolderRegistry, PolicyServer, GateServer | None, JudgeServers]:
+) -> tuple[FolderRegistry, PolicyServer, RunLeague | None, VersionServer | None, JudgeServers]:
     """Opens the registry, in which version 0 is registered, and the servers. Only the judges' servers start here."""
     registry = await asyncio.to_thread(_open_registry, folder)
     stack.callback(registry.close)
@@ -402,10 +411,13 @@ async def _open_servers(
     stack.push_async_callback(served.close)
     gate_server = None
     if recipe.gate_has_server:
-        gate_server = GateServer(recipe, folder, registry, launcher=launcher, alert=alert)
+        gate_server = VersionServer(recipe, folder, registry, launcher=launcher, alert=alert)
         stack.push_async_callback(gate_server.policy.close)
+    league = open_league(recipe, folder, registry, served, launcher=launcher, alert=alert)
+    if league is not None:
+        stack.push_async_callback(league.close)
     starting = running_judge_servers(recipe, checked.judges, folder=folder, launcher=launcher, alert=alert)
-    return registry, served, gate_server, await stack.enter_async_context(starting)
+    return registry, served, league, gate_server, await stack.enter_async_context(starting)
 
 
 def _open_registry(folder: Path) -> FolderRegistry:

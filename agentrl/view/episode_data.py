@@ -214,14 +214,17 @@ def _turn(number: int, turn: Turn, trained: Data, budget: Budget, vocabulary: Vo
     calls = [{"name": call.name[:200], "arguments": _arguments(call.arguments, budget)} for call in turn.message.tool_calls[:64]]
     results = [
         {"name": result.name[:200], "output": budget.cut(result.output), "ok": result.ok, "wall_s": finite(result.wall_s)}
+        | {"reward": None if result.reward is None else finite(result.reward)}
         for result in turn.tool_results[:64]
     ]
+    rewards = [result.reward for result in turn.tool_results if result.reward is not None]
     prompt = budget.cut(vocabulary.decode(turn.prompt_ids[:_PROMPT_TOKENS])) if vocabulary is not None and first else None
     return {
         "turn": number,
         "content": budget.cut(turn.message.content),
         "calls": calls,
         "results": results,
+        "reward": finite(sum(rewards)) if rewards else None,
         "prompt": prompt,
         "prompt_tokens": len(turn.prompt_ids),
         "tokens": len(turn.completion_ids),

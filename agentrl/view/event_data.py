@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from agentrl.observe.event_log import newest_offset, read_events
+from agentrl.observe.event_log import MAX_PAGE, newest_offset, read_events
 from agentrl.observe.events import (
     AlertRaised,
     EvaluationFinished,
@@ -53,7 +53,7 @@ def event_line(event: Event) -> dict[str, Any]:
 def _read(path: Path, back: int) -> list[Event]:
     events, offset = list[Event](), newest_offset(path, back=back)
     for _ in range(_PAGES):
-        page = read_events(path, after=offset)
+        page = read_events(path, after=offset, limit=MAX_PAGE)
         events += page.events
         if page.offset == offset:
             break

@@ -287,14 +287,17 @@ def _curves(curves: Sequence[Curve], width: int) -> list[Text]:
 
 
 def _episode_list(run: RunFrame, width: int, room: int) -> list[Text]:
-    if width >= 72:
-        rows = [f"{'episode':16}  {'kind':14}  {'score':>6}  {'outcome':9}  {'turns':>5}  {'tokens':>6}  {'ver':>4}"]
+    wide = width >= 72
+    names = [shown(one.id, 60) for one in run.episodes]
+    id_width = max(16, min(width - 56, max(map(cell_len, names), default=0))) if wide else 16
+    if wide:
+        rows = [f"{'episode':{id_width}}  {'kind':14}  {'score':>6}  {'outcome':9}  {'turns':>5}  {'tokens':>6}  {'ver':>4}"]
     else:
         rows = [f"{'episode':16} {'score':>6} {'outcome':9}"]
-    for one in run.episodes:
+    for one, full in zip(run.episodes, names, strict=True):
         score = "-" if one.score is None else f"{one.score:.3g}"[:6]
-        name, outcome = _padded(shown(one.id, 16), 16), _padded(shown(one.outcome, 9), 9)
-        if width >= 72:
+        name, outcome = _padded(full, id_width), _padded(shown(one.outcome, 9), 9)
+        if wide:
             version = "-" if one.version is None else str(one.version)
             cells = f"{one.turns:>5}  {format_count(one.tokens):>6}  {version:>4}"
             rows.append(f"{name}  {_padded(shown(one.kind, 14), 14)}  {score:>6}  {outcome}  {cells}")

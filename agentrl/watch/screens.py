@@ -49,7 +49,14 @@ from agentrl.watch.terminal import Screen
 MAX_RUNS = 500
 """Runs of a folder that are listed: the newest."""
 _LATELY_S = 60.0
-CURVES = {"loss": "loss", "entropy": "entropy", "kl": "kl", "grad_norm": "grad norm", "tokens_per_s": "tokens/s", "step_s": "step s"}
+CURVES = {
+    "loss": "loss",
+    "entropy": "entropy",
+    "kl_behaviour": "kl",
+    "grad_norm": "grad norm",
+    "tokens_per_s": "tokens/s",
+    "step_s": "step s",
+}
 _MAX_FILE = 256 << 20  # bytes of a file
 _MAX_PAGES = 20  # of events that one refresh reads
 _LISTED = 100  # newest episodes
@@ -240,7 +247,8 @@ class RunsScreen:
 
     def lines(self, size: Size) -> list[Text]:
         """Returns the lines of the frame."""
-        title = f"{len(self._runs)} runs in {self._folder}"
+        count = len(self._runs)
+        title = f"{count} {'run' if count == 1 else 'runs'} in {self._folder}"
         return runs_frame([line for _, line in self._runs], self._selected, size, title=title, notes=self._notes)
 
     def key(self, name: str) -> Screen | None:

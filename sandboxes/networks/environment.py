@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +17,8 @@ from sandboxes.networks.state import Comparator, Outputs, comparators, label, pa
 class SortingNetwork(Environment):
     """Build a sorting network with few comparators.
 
-    The reward comes at the end: for a network that sorts, 1 plus the unused share of the budget; otherwise half of the share of 0-1 outputs
-    that are sorted. With an archive, a part `novelty` rewards the share of new states among those that the episode reached.
+    The reward comes at the end: for a network that sorts, 1 plus the unused share of the budget; otherwise at most 0.5, and less for each
+    doubling of the unsorted 0-1 outputs. With an archive, a part `novelty` rewards the share of new states that the episode reached.
 
     Args:
         channels: number of inputs.
@@ -61,7 +62,7 @@ class SortingNetwork(Environment):
     def _parts(self, unsorted: int, size: int) -> dict[str, float]:
         quality = 1 + (self._budget - size) / self._budget
         if unsorted:
-            quality = 0.5 * (1 - unsorted / (1 << self._channels))
+            quality = 0.5 * (1 - math.log1p(unsorted) / math.log1p(1 << self._channels))
         known: Sequence[str] | Archive = self._archive if self._archive is not None else self._reached
         new = sum(key not in known for key in set(self._reached)) / len(self._reached)
         return {"quality": quality, "novelty": new, "comparators": float(size), "sorts": float(not unsorted)}

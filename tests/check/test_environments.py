@@ -24,8 +24,8 @@ async def closed(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
     await close_environments()
 
 
-async def prove(name: str, seeds: int = 2, **options: object) -> dict[str, Proof]:
-    part = Part(f"tests.environment.worlds:{name}", {"limits": {"turns": 6}, **options})  # type: ignore[dict-item]
+async def prove(name: str, seeds: int = 2, *, module: str = "tests.environment.worlds", **options: object) -> dict[str, Proof]:
+    part = Part(f"{module}:{name}", {"limits": {"turns": 6}, **options})  # type: ignore[dict-item]
     family = open_family(TasksConfig(family=part), seed=0)
     return {proof.name: proof for proof in await prove_environment([family.task(Split.TRAIN, index) for index in range(seeds)])}
 
@@ -75,6 +75,14 @@ async def test_an_environment_that_raises_is_a_failure_of_the_first_claim() -> N
 async def test_random_calls_follow_the_schema() -> None:
     proofs = await prove("Doors")
     assert proofs["episodes can be played"].ok and float({row[0]: row for row in proofs["baselines"].table}["random"][1]) == 2
+
+
+async def test_a_game_with_several_roles_is_played_by_one_actor() -> None:
+    assert all(proof.ok for proof in (await prove("KuhnPoker", 4, module="sandboxes.games")).values())
+    assert all(proof.ok for proof in (await prove("TicTacToeGame", limits={"turns": 9}, module="sandboxes.games")).values())
+    assert all(proof.ok for proof in (await prove("Match", module="tests.environment.games")).values()), "moves at once"
+    proofs = await prove("Faulty", module="tests.environment.games", fault="shared")
+    assert not proofs["episodes at the same time share no state"].ok
 
 
 def test_the_command_takes_the_reference_of_an_environment() -> None:

@@ -19,7 +19,8 @@ from agentrl.cluster.plan import Bundle, ClusterPlan, PlannedPart
 from agentrl.cluster.ray_launcher import RayLauncher
 from agentrl.cluster.ray_nodes import list_nodes
 
-_STORE_BYTES = 80 << 20
+STORE_BYTES = 80 << 20
+PATIENCE_S = 120.0  # on a machine with other work
 
 
 def plan_of(address: str, *names: str, cpus: float = 0.1, custom: dict[str, float] | None = None) -> ClusterPlan:
@@ -50,7 +51,7 @@ class RayNodes:
     def add(self, cpus: int = 2, **resources: float) -> Any:
         """Adds a node and waits until the cluster has it."""
         self._listed = None
-        return self._cluster.add_node(num_cpus=cpus, resources=resources, object_store_memory=_STORE_BYTES)
+        return self._cluster.add_node(num_cpus=cpus, resources=resources, object_store_memory=STORE_BYTES)
 
     def remove(self, node: Any) -> None:
         """Removes a node, which may be dead."""
@@ -65,10 +66,11 @@ class RayNodes:
     async def launcher(self, plan: ClusterPlan, folder: Path) -> AsyncIterator[RayLauncher]:
         """A launcher with a project folder in the run folder."""
         if self._listed is None:
-            self._listed = list_nodes(self.address)  # in another process, which takes seconds
+            self._listed = list_nodes(self.address, wait_s=PATIENCE_S)  # in another process, which takes seconds
         listed = self._listed
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ray_launcher, "list_nodes", lambda address, wait_s: listed)
+            patch.setattr(ray_launcher, "RESERVE_S", PATIENCE_S)
             launcher = await RayLauncher.open(plan, folder, root=folder / "project")
         try:
             yield launcher
@@ -81,7 +83,7 @@ def running(*, client_port: int | None = None) -> Iterator[RayNodes]:
     """Starts a head. `client_port`: also a server for drivers outside of the cluster, `ray://127.0.0.1:PORT`."""
     from ray.cluster_utils import Cluster
 
-    head = {"num_cpus": 0, "object_store_memory": _STORE_BYTES, "include_dashboard": False, "ray_client_server_port": client_port}
+    head = {"num_cpus": 0, "object_store_memory": STORE_BYTES, "include_dashboard": False, "ray_client_server_port": client_port}
     cluster = Cluster(head_node_args=head, initialize_head=True)
     try:
         yield RayNodes(cluster)

@@ -35,6 +35,22 @@ LONG_S = 60.0
 BOUND = "import sys; from agentrl.base.processes import die_with_parent; die_with_parent(int(sys.argv[1])); " + SLEEPS
 
 
+# Another job that takes the object store of a node: what a process has mapped cannot be spilled.
+HOG = """
+import sys, time, numpy, ray
+ray.init(address=sys.argv[1], namespace="other", logging_level=40)
+@ray.remote(num_cpus=0, resources={"hog": 1})
+class Hog:
+    def fill(self, size):
+        self.objects = [ray.put(numpy.ones(8 << 20, numpy.uint8)) for _ in range(size // (8 << 20) + 2)]
+        self.mapped = [ray.get(one) for one in self.objects]
+        return sum(one.nbytes for one in self.mapped)
+hog = Hog.remote()
+print(ray.get(hog.fill.remote(int(sys.argv[2]))), flush=True)
+time.sleep(600)
+"""
+
+
 def on_spare_nodes(address: str, *names: str) -> ClusterPlan:
     """A plan whose parts need a node each, of those that a test has added."""
     return plan_of(address, *names, custom={"spare": 1})
@@ -71,6 +87,31 @@ async def test_a_part_of_a_killed_node_is_lost_within_seconds_and_restarts_on_an
     finally:
         for node in nodes:
             ray_nodes.remove(node)
+
+
+async def test_a_full_object_store_does_not_matter(ray_nodes: RayNodes, tmp_path: Path) -> None:
+    """Parts exchange nothing through it: they start, report and end while another job holds all of it."""
+    node = ray_nodes.add(spare=1, hog=1)
+    size = ray_nodes_module.STORE_BYTES
+    hog = await asyncio.create_subprocess_exec(
+        sys.executable, "-W", "ignore", "-c", HOG, ray_nodes.address, str(size), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert hog.stdout is not None
+    try:
+        async with asyncio.timeout(LONG_S):
+            assert int(await hog.stdout.readline()) > size
+        async with ray_nodes.launcher(on_spare_nodes(ray_nodes.address, "learner"), tmp_path) as launcher:
+            async with asyncio.timeout(LONG_S):
+                part = await launcher.start(command("print('x' * 300_000)", name="learner"))
+                assert await part.wait() == 0
+            await until(lambda: (tmp_path / "logs" / "learner.log").stat().st_size > 300_000)
+            running = await launcher.start(command(BOUND, PARENT, name="learner"))
+            await running.terminate(grace_s=0.0)
+            assert read_stat(running.pid).has_ended
+    finally:
+        hog.kill()
+        await hog.wait()
+        ray_nodes.remove(node)
 
 
 async def test_a_killed_host_process_loses_its_part_only(ray_nodes: RayNodes, tmp_path: Path) -> None:
@@ -212,7 +253,7 @@ async def test_the_signal_handlers_of_the_driver_stay(ray_nodes: RayNodes, tmp_p
 
 async def test_a_driver_outside_of_the_cluster_connects_through_the_client_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CONNECT_S", "RESERVE_S"):  # the client server starts another process for each connection
-        monkeypatch.setattr(ray_launcher, name, LONG_S)
+        monkeypatch.setattr(ray_launcher, name, ray_nodes_module.PATIENCE_S)
     port = free_port("127.0.0.1")
     with ray_nodes_module.running(client_port=port) as nodes:
         nodes.add()

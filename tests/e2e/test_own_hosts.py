@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,13 @@ def demonstration() -> Any:
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_a_run_over_namespaced_hosts_survives_the_loss_of_the_learners_host(tmp_path: Path) -> None:
-    code, output = demonstration().demonstrate(tmp_path, 2, [*SMALL])
+def test_a_run_over_namespaced_hosts_survives_the_loss_of_the_learners_host(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The server's host reads versions from a store, which all hosts see."""
+    store = tmp_path_factory.mktemp("store")
+    transfer = json.dumps({"ref": "file", "options": {"store": f"file://{store}"}})
+    code, output = demonstration().demonstrate(tmp_path, 2, [*SMALL, f"serving.weight_transfer={transfer}"])
     assert code == 0, output[-6000:] + (tmp_path / "ray.log").read_text()[-3000:]
     run = tmp_path / "run"
     result = summary(run)
@@ -37,4 +43,5 @@ def test_a_run_over_namespaced_hosts_survives_the_loss_of_the_learners_host(tmp_
     store.close()
     for log in ("server.log", "learner.log"):
         assert (run / "logs" / log).exists(), "a host sends what its parts write"
+    assert "object store" not in output and [*store.iterdir()] == [], "the driver has deleted its versions"
     assert "is ready on cpu" in (run / "logs" / "learner.log").read_text()

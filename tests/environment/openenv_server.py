@@ -1,8 +1,9 @@
-"""A real OpenEnv server, run by the Python of an environment with the package `openenv`: python openenv_server.py WORLD PORT SESSIONS.
+"""A real OpenEnv server, run by the Python of an environment with the package `openenv`: python openenv_server.py PORT SESSIONS.
 
-Prints its port when it listens. Its route /counts returns the numbers of sessions created and ended.
+Prints its port. Serves each of `WORLDS` under its name; /counts returns how many environments were created and ended.
 """
 
+import os
 import random
 import sys
 import time
@@ -10,6 +11,7 @@ from enum import StrEnum
 from typing import Any, Literal
 
 import uvicorn
+from fastapi import FastAPI
 from openenv.core.env_server.http_server import create_fastapi_app
 from openenv.core.env_server.interfaces import Environment
 from openenv.core.env_server.mcp_environment import MCPEnvironment
@@ -17,7 +19,8 @@ from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservatio
 from openenv.core.env_server.types import Action, Observation, State
 from pydantic import Field
 
-COUNTS = {"created": 0, "ended": 0}
+FEW = 3  # sessions of the world `few`
+COUNTS = {"created": 0, "ended": 0, "pid": os.getpid()}
 
 
 class World(Environment):
@@ -138,15 +141,17 @@ class Tools(MCPEnvironment):
 WORLDS: dict[str, tuple[type, type, type]] = {
     "echo": (Echo, Answer, Echoed),
     "corridor": (Corridor, Walk, Seen),
+    "few": (Corridor, Walk, Seen),
     "board": (Board, Place, Echoed),
     "tools": (Tools, CallToolAction, CallToolObservation),
 }
 
 
 def main() -> None:
-    name, port, sessions = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    app = create_fastapi_app(*WORLDS[name], max_concurrent_envs=sessions, env_name=name)
+    app, port, sessions = FastAPI(), int(sys.argv[1]), int(sys.argv[2])
     app.get("/counts")(lambda: COUNTS)
+    for name, kinds in WORLDS.items():
+        app.mount(f"/{name}", create_fastapi_app(*kinds, max_concurrent_envs=FEW if name == "few" else sessions, env_name=name))
     config = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error")
     server, socket = uvicorn.Server(config), config.bind_socket()
     print(socket.getsockname()[1], flush=True)

@@ -1,5 +1,6 @@
 """A real ORS server, run by the Python of an environment with the package `ors-sdk`: python ors_server.py PORT. Prints its port."""
 
+import os
 import sys
 from typing import Any
 
@@ -7,7 +8,7 @@ import uvicorn
 from ors import Environment, Server, Split, TextBlock, ToolOutput, tool
 from pydantic import BaseModel
 
-COUNTS = {"created": 0, "ended": 0}
+COUNTS = {"created": 0, "ended": 0, "pid": os.getpid()}
 TASKS = {"train": 6, "test": 2}
 
 
@@ -51,7 +52,7 @@ class Sums(Environment):
 
 def main() -> None:
     app = Server([Sums]).app
-    app.get("/counts")(lambda: COUNTS)
+    app.get("/sums/counts")(lambda: COUNTS)
     app.router.routes.insert(0, app.router.routes.pop())  # before /{env_name}/...
     config = uvicorn.Config(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error")
     server, socket = uvicorn.Server(config), config.bind_socket()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.errors import SwapError
-from agentrl.gate.schedule import GateServer
+from agentrl.gate.schedule import VersionServer
 from agentrl.records import PolicyVersion, VersionState
 from agentrl.serving.access import announced_server
 from agentrl.version import FolderRegistry
@@ -24,9 +24,9 @@ RECIPE = RECIPE.but({"serving.replicas": 1})
 
 
 @asynccontextmanager
-async def started(run: Path, registry: FolderRegistry) -> AsyncIterator[tuple[GateServer, PolicyVersion, PolicyVersion]]:
+async def started(run: Path, registry: FolderRegistry) -> AsyncIterator[tuple[VersionServer, PolicyVersion, PolicyVersion]]:
     """The server with version 0, watched; versions 0 and 1."""
-    server, (base, first) = GateServer(RECIPE, run, registry), registry.versions()
+    server, (base, first) = VersionServer(RECIPE, run, registry), registry.versions()
     await server.start(base)
     watcher = asyncio.create_task(server.policy.watch(on_loss=server.policy.close))
     try:

@@ -161,3 +161,27 @@ def test_the_rendezvous_is_at_the_address_that_reaches_the_server() -> None:
     with hosts(2) as (learner, server):
         address, port = learner.inside(lambda: rendezvous(ServerAddress(url=f"http://{server.address}:8000", key="", start=1)))
     assert address == learner.address and port > 0
+
+
+PEER = """
+import sys
+from vllm.distributed.utils import StatelessProcessGroup
+group = StatelessProcessGroup.create(host=sys.argv[1], port=int(sys.argv[2]), rank=int(sys.argv[3]), world_size=2)
+print(group.broadcast_obj("the id of a communicator" if group.rank == 0 else None, src=0), flush=True)
+group.barrier()
+"""
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_server_on_another_node_joins_the_learners_rendezvous() -> None:
+    """As `connect` does it, up to the communicator itself, which needs GPUs."""
+    with hosts(2) as (learner, server):
+        address, port = learner.inside(lambda: rendezvous(ServerAddress(url=f"http://{server.address}:8000", key="", start=1)))
+        peers = [
+            host.python("-c", PEER, address, str(port), str(rank), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            for rank, host in enumerate((learner, server))
+        ]
+        for peer in peers:
+            out, errors = peer.communicate(timeout=120)
+            assert (peer.returncode, out.splitlines()[-1:]) == (0, ["the id of a communicator"]), errors[-2000:]

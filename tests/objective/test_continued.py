@@ -74,9 +74,9 @@ def test_advantages_of_linked_contexts_equal_those_of_one_row(truncated: bool) -
     last = {2: 7.0} if truncated else {}
     advantages, returns = gae_of_episodes(made, values, last, gamma=GAMMA, lam=LAM)
     rewards = torch.tensor([[0.0, 1.0, 2.0, 3.0, 0.0, 4.0 + (GAMMA * 7.0 if truncated else 0.0)]])
-    row, row_returns = gae(rewards, torch.tensor([list(chain.from_iterable(values))]), torch.ones(1, 6), gamma=GAMMA, lam=LAM)
-    assert list(chain.from_iterable(advantages)) == pytest.approx(row[0].tolist(), abs=1e-5)
-    assert list(chain.from_iterable(returns)) == pytest.approx(row_returns[0].tolist(), abs=1e-5)
+    row, row_returns = gae(rewards, torch.tensor([list(chain(*values))]), torch.ones(1, 6), gamma=GAMMA, lam=LAM)
+    assert list(chain(*advantages)) == pytest.approx(row[0].tolist(), abs=1e-5)
+    assert list(chain(*returns)) == pytest.approx(row_returns[0].tolist(), abs=1e-5)
 
 
 class _KnownCritic:

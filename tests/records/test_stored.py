@@ -199,5 +199,5 @@ def test_metrics_of_any_size_are_summed_up_and_reported(steps: list[dict[str, fl
         for step, metrics in enumerate(steps):
             tracker.log(step, metrics)
         tracker.close()
-        assert len(read_run(Path(name)).metrics) == len(steps)
+        assert len(read_run(Path(name)).metrics.steps) == len(steps)
         write_report(Path(name))

@@ -21,7 +21,7 @@ from agentrl.experience import FolderCheckpoints
 from agentrl.memory import NoteStore, WrittenNotes
 from agentrl.records.episode import Memo
 from agentrl.rollout import excluded_group, task_fault
-from agentrl.run.worker import main
+from agentrl.run.worker import UNUSABLE, main
 from agentrl.run.worker_access import DriverCheckpoints, WorkerAccess, read_key
 from agentrl.run.worker_api import ADDRESS_FILE
 from tests.driving import make_task
@@ -121,7 +121,7 @@ async def test_a_hostile_path_writes_nothing(tmp_path: Path) -> None:
 async def test_a_worker_with_the_key_of_an_earlier_run_ends_with_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async with driving(tmp_path) as (_, access):
         stale = replace(access, key="of an earlier run")
-        assert await asyncio.to_thread(main, lambda stack: stale) == 1
+        assert await asyncio.to_thread(main, lambda stack: stale) == UNUSABLE
     assert "the key is missing or wrong" in (errors := capsys.readouterr().err) and "fix: use the key of this run's driver" in errors
     assert await asyncio.to_thread(main, lambda stack: access) == 1, "the driver is gone"
     assert "cannot reach the driver at http://127.0.0.1:" in capsys.readouterr().err

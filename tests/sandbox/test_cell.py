@@ -13,7 +13,8 @@ import pytest
 
 from agentrl.errors import SandboxError, SandboxTimeout, SandboxUnavailable, UserError
 from agentrl.records import codec
-from agentrl.sandbox import images
+from agentrl.sandbox import BubblewrapBackend, images, limits
+from agentrl.sandbox.attacks import host_steps, run_attacks
 from agentrl.sandbox.cell import CellBackend, backend, open_cells, server, wire
 from agentrl.sandbox.cell.server import Cell
 from agentrl.sandbox.conformance import check_conformance
@@ -343,3 +344,45 @@ async def test_messages_are_bounded():
             await wire.receive(theirs)
     with pytest.raises(SandboxError, match="at most"):
         wire.packed({"x": "y" * 70000})
+
+
+# Attacks --------------------------------------------------------------------------------------------------------------
+
+
+def on_its_network(patch):
+    view = BubblewrapBackend._view
+    patch.setattr(BubblewrapBackend, "_view", lambda *arguments: [word for word in view(*arguments) if word != "--unshare-net"])
+
+
+def with_its_key(patch):
+    files = limits.system_files
+    patch.setattr(limits, "system_files", lambda options: {name: f"{text}# {KEY}\n" for name, text in files(options).items()})
+
+
+def with_patience(patch):
+    patch.setattr(server, "HANDSHAKE_S", 1000.0)
+    patch.setattr(host_steps, "_FRESH_S", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("weaken", "name", "evidence"),
+    [
+        (on_its_network, "cell_channel", "reached"),
+        (with_its_key, "cell_key", "the key is in"),
+        (with_patience, "cell_strangers", "no fresh sandbox"),
+    ],
+)
+async def test_weak_cell_is_detected(weaken, name, evidence, root, monkeypatch):
+    weaken(monkeypatch)
+    async with cell() as (_, address), driver(root, address) as opened:
+        (result,) = await run_attacks(opened, SPEC, only=name)
+    assert result.verdict == "ESCAPED" and evidence in result.evidence, result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cell_", "egress_endless", "fork_bomb", "server_flood"])
+async def test_cell_contains_attacks(name, root):
+    """All others run against bubblewrap, which cells use, in test_attacks.py."""
+    async with cell() as (_, address), driver(root, address) as opened:
+        results = await run_attacks(opened, replace(SPEC, memory_mb=192, processes=48), only=name)
+    assert results and [result for result in results if result.verdict != "contained"] == []

@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.config import JudgeServerConfig, PolicyConfig, Recipe, ServingConfig, TasksConfig
 from agentrl.errors import ServingError
-from agentrl.gate.schedule import GateServer
+from agentrl.gate.schedule import VersionServer
 from agentrl.records import PolicyVersion, Probe, SamplingParams, codec
 from agentrl.serving import judge_server
 from agentrl.serving.control import ControlPlane
@@ -58,11 +58,13 @@ async def test_a_server_is_probed_at_its_start_on_resume_after_its_death_and_goi
 async def test_every_server_of_a_run_is_probed(tmp_path: Path, kind: str) -> None:
     registry = open_registry(tmp_path)
     served = (
-        ServerPool(RECIPE.but("serving.replicas=3"), tmp_path, registry) if kind == "replicas" else GateServer(RECIPE, tmp_path, registry)
+        ServerPool(RECIPE.but("serving.replicas=3"), tmp_path, registry)
+        if kind == "replicas"
+        else VersionServer(RECIPE, tmp_path, registry)
     )
     await served.start(version(registry, 1))
     assert ScriptedServer.probed == [1] * len(ScriptedServer.started) and len(ScriptedServer.started) == (3 if kind == "replicas" else 1)
-    await (served.policy if isinstance(served, GateServer) else served).close()
+    await (served.policy if isinstance(served, VersionServer) else served).close()
     registry.close()
 
 

@@ -58,6 +58,19 @@ def test_from_a_fall_of_the_reward_to_the_token_in_six_clicks(view: ServedView, 
     assert re.search(r"mask\s+1: in the loss", detail) and re.search("advantage\\s+\N{MINUS SIGN}1\\.5", detail) and "version 0" in detail
     assert re.search(r"logprob when sampled\s+-0\.5", detail) and re.search(r"ratio\s+not recorded", detail)
     assert clicks == 6
+    expected = strongest_push(page)
+    page.locator("[data-jump='push']").click()
+    assert page.locator("[aria-selected='true']").get_attribute("data-token") == str(expected)
+
+
+def strongest_push(page: Any) -> int:
+    """The token whose details show the largest push."""
+    pushes = []
+    for token in page.locator(".token").all():
+        token.click()
+        (push,) = re.findall(r"push\s+(\S+)", page.locator(".token-detail").inner_text())
+        pushes.append(0.0 if push == "\N{EN DASH}" else float(push.lstrip("+\N{MINUS SIGN}")))
+    return max(range(len(pushes)), key=lambda n: pushes[n])
 
 
 def test_a_click_on_the_curve_opens_its_step_and_arrow_keys_do_too(view: ServedView, watch: Opener) -> None:

@@ -11,7 +11,7 @@ from agentrl.experience import SqliteStore
 from agentrl.experience.token_records import TokenRecord, write_records
 from agentrl.objective import assemble
 from agentrl.records import GroupUse
-from agentrl.view.episode_data import MAX_TOKENS, tokens_data
+from agentrl.view.episode_data import MAX_TOKENS, Budget, episode_tree, tokens_data
 from agentrl.view.group_data import group_data, step_data
 from agentrl.view.source import RunSource
 from agentrl.view.training import OF_THE_BATCH, sample_of, train_group
@@ -128,4 +128,17 @@ def test_a_step_shows_which_kind_fell_and_why_groups_have_no_signal(runs: Path) 
     join, count = data["groups"]
     assert [score["value"] for score in join["scores"]] == [0.0] * 4 and "same score" in join["explanation"]
     assert count["advantages"] == pytest.approx([0.49990002] * 3 + [-1.49970006]) and count["explanation"] == ""
+    source.close()
+
+
+def test_rewards_of_single_actions_are_shown_with_their_turns(runs: Path) -> None:
+    """An environment gives them; a tool does not."""
+    source = RunSource(runs / "demo", run_id="demo", name="demo")
+    episode = source.group(4).episodes[3].episode
+    line = episode.trajectories[0]
+    first, second = line.turns
+    won = replace(first, tool_results=tuple(replace(result, reward=0.5) for result in first.tool_results))
+    (shown,) = episode_tree(replace(episode, trajectories=(replace(line, turns=(won, second)),)), Budget(9999), None)
+    assert [turn["reward"] for turn in shown["turns"]] == [0.5, None]
+    assert shown["turns"][0]["results"][0]["reward"] == 0.5
     source.close()

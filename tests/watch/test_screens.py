@@ -167,7 +167,7 @@ def test_a_folder_of_runs_lists_them_and_opens_one(run: Path) -> None:
     assert isinstance(screen, RunsScreen)
     screen.refresh()
     text = text_of(screen)
-    assert "1 runs in" in text and "> one" in text and "finished" in text and "3/4" in text and "0.750" in text
+    assert "1 run in" in text and "> one" in text and "finished" in text and "3/4" in text and "0.750" in text
     opened = screen.key("enter")
     assert isinstance(opened, RunScreen)
 

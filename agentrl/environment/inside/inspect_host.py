@@ -266,7 +266,8 @@ async def serve(channel: Channel, config: dict[str, Any]) -> None:
     watch_scoring(feed.current)
     solver = {"solver": ended_episode(), "setup": None} if config["solver"] == OWN_SOLVER else {}
     with tempfile.TemporaryDirectory(prefix="agentrl-inspect-") as logs:
-        await eval_async(
+        os.environ["INSPECT_CACHE_DIR"] = logs  # an answer in a cache would be one that no episode sampled
+        [log] = await eval_async(
             task_with(task, dataset=source, sandbox="agentrl" if task.sandbox is not None else None, epochs=1, **solver),
             model=policy_model(feed.current),
             model_roles=config["model_roles"] or None,
@@ -284,6 +285,7 @@ async def serve(channel: Channel, config: dict[str, Any]) -> None:
             time_limit=math.ceil(config["wall_s"]),  # half of it limits the scorers
             ctl_server=False,
         )
+    raise RuntimeError(f"inspect ended the task: {log.error.message if log.error is not None else log.status}")
 
 
 if __name__ == "__main__":

@@ -99,8 +99,8 @@ def describe(config: dict[str, Any]) -> Any:
     for name, sample in samples_of(task).items():
         content = sample.model_dump(mode="json", fallback=str)
         messages = [{"role": "user", "content": content["input"]}] if isinstance(content["input"], str) else content["input"]
-        for message in messages:
-            message.pop("id", None)  # random
+        for entry in (content, *messages):
+            entry.pop("id", None)  # of a message: random
         sandbox = sample.sandbox or task.sandbox
         described.append(
             {

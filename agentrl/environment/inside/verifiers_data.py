@@ -10,9 +10,9 @@ from typing import Any
 from host_channel import TASK, Fault, describe_error
 
 MAX_TEXT = 20_000
-MAX_TASK = 8 << 20  # bytes of the data of one task
+MAX_TASK = 1 << 20  # bytes of the data of one task
 MAX_PARTS = 60
-_OFFLINE = ("huggingface", "offline", "connection", "resolve", "network is unreachable", "max retries")
+_OFFLINE = ("huggingface", "offline", "connection", "name resolution", "resolve host", "network is unreachable", "max retries")
 
 
 def hub_hint(error: BaseException) -> str:

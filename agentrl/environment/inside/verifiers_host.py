@@ -33,11 +33,12 @@ def load(config: dict[str, Any]) -> Any:
 
 
 def _import(name: str) -> Any:
-    """Imports a package as verifiers does."""
+    """Imports a package as verifiers does: a taskset that it contains, else a module."""
     module = name.replace("-", "_").lower()
-    builtin = f"verifiers.v1.tasksets.{module}"
+    verifiers = importlib.util.find_spec("verifiers")
+    inside = [Path(folder, "v1", "tasksets", module) for folder in (verifiers and verifiers.submodule_search_locations) or ()]
     try:
-        return importlib.import_module(builtin if importlib.util.find_spec(builtin) else module)
+        return importlib.import_module(f"verifiers.v1.tasksets.{module}" if any(path.exists() for path in inside) else module)
     except ImportError as error:
         missing = getattr(error, "name", None) or module
         raise Fault(TASK, f"{module} cannot be imported: {describe_error(error)}: agentrl env add {name} {missing}") from error
@@ -65,7 +66,7 @@ async def serve(channel: Channel, config: dict[str, Any]) -> None:
 async def play(params: dict[str, Any], caller: Caller) -> dict[str, Any]:
     """Plays one episode."""
     adapter = await asyncio.shield(_adapter())
-    result: dict[str, Any] = await adapter.play(params)
+    result: dict[str, Any] = await adapter.play(params, caller)
     return result
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
-from host_channel import INFRASTRUCTURE, TASK, Fault, describe_error
+from host_channel import INFRASTRUCTURE, TASK, Caller, Fault, describe_error
 from openai import AsyncOpenAI
 from verifiers.legacy.clients.openai_chat_completions_client import OpenAIChatCompletionsClient
 from verifiers.legacy.rubrics.rubric import Rubric
@@ -26,8 +26,8 @@ class Legacy:
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._size = config["size"]
-        if config["env"] or config["runtime"] != "subprocess":
-            raise Fault(TASK, "the options env and runtime are for packages of verifiers 0.4: use args")
+        if config["env"] or config["runtime"] != "subprocess" or config["sandboxed"]:
+            raise Fault(TASK, "the options env, image and runtime are for packages of verifiers 0.4: use args")
         Rubric._call_individual_reward_func = _strict_reward
         try:
             self._env = load_environment(config["package"], **config["args"])
@@ -60,7 +60,7 @@ class Legacy:
         finally:
             await self._env._teardown()
 
-    async def play(self, params: dict[str, Any]) -> dict[str, Any]:
+    async def play(self, params: dict[str, Any], caller: Caller) -> dict[str, Any]:
         """Plays one episode and returns its score."""
         for name, most in (("max_turns", params["turns"]), ("timeout_seconds", params["solve_s"])):
             own = getattr(self._env, name, None)

@@ -10,29 +10,36 @@ import asyncio
 import copy
 import json
 import math
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import verifiers.v1 as vf
-from host_channel import INFRASTRUCTURE, TASK, Fault, describe_error
+from host_channel import INFRASTRUCTURE, TASK, Caller, Fault, describe_error
 from openai import AsyncOpenAI
+from pydantic import BaseModel
 from verifiers.v1.clients import EvalClient
 from verifiers.v1.clients.client import SESSION_ID_HEADER
 from verifiers.v1.configs.agent import AgentConfig
+from verifiers.v1.configs.client import PRIME_INFERENCE_HOST, BaseClientConfig, resolve_api_key
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.errors import ProviderError
 from verifiers.v1.harnesses.utils.compaction import bound_tool_message
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.interception import server as interception
+from verifiers.v1.runtimes import subprocess as local_runtime
 from verifiers.v1.utils import loaders
 from verifiers.v1.utils.compile import validate_pairing
 from verifiers_data import MAX_TEXT, described, finite, hub_hint
+from verifiers_sandbox import CALLERS, serve_programs
 
 __all__ = ["ChatHarness"]  # verifiers loads a harness from such a module
 
-RUNTIMES = ("subprocess", "docker", "podman", "apptainer")
+LOCAL = "subprocess"
+RUNTIMES = (LOCAL, "docker", "podman", "apptainer")
 NO_KEY = "AGENTRL_POLICY"  # a variable that does not exist: the key of an episode comes from `PLAYING`
 ENDS = ("context_length_exceeded", "turn_limit")  # error codes of the gateway after which no completion is possible
 STOPS = {"max_turns": "turn_limit", "turn_limit": "turn_limit", "context_length_exceeded": "token_limit", "agent_timeout": "wall_limit"}
@@ -45,7 +52,7 @@ class Taskset:
     """A taskset of verifiers 0.4 and the environment that plays it."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self._name, self._size = config["package"], config["size"]
+        self._name, self._size, self._sandboxed = config["package"], config["size"], config["sandboxed"]
         raw = {**config["env"], "taskset": {**config["args"], "id": self._name}}
         try:
             kind = loaders.env_config_type(self._name, raw.get("id", ""))
@@ -64,14 +71,25 @@ class Taskset:
         """Raises `Fault` for a package that needs what is not here, or that would run the policy's programs on this machine."""
         taskset = self._env.taskset
         tools = [*self._task_class.toolsets(taskset.config.task), *taskset.toolsets(taskset.config)]
-        types = [getattr(getattr(tool.config, "runtime", None), "type", RUNTIMES[0]) for tool in tools]
+        types = [getattr(getattr(tool.config, "runtime", None), "type", LOCAL) for tool in tools]
         if self._env._requires_tunnel({}) or not set(types) <= set(RUNTIMES):
             raise Fault(TASK, f"{self._name}: its tool servers need a hosted runtime; agentrl runs only {', '.join(RUNTIMES)}")
+        for client in _clients(self._env.config):
+            if PRIME_INFERENCE_HOST in client.base_url and resolve_api_key(client) == "EMPTY":
+                model, key = getattr(client, "model", "a model"), client.api_key_var
+                raise Fault(
+                    TASK, f"{self._name} asks {model} at {client.base_url}: choose another with args or env, or set {key} with variables"
+                )
+        if self._sandboxed:
+            self._task_class.NEEDS_CONTAINER = False  # the sandbox is one
         for role in self._roles:
             harness, runtime = self._env._harnesses[role], getattr(self._env.config, role).runtime
-            if (harness.EXECUTES_CODE or harness.NEEDS_CONTAINER or self._task_class.NEEDS_CONTAINER) and runtime.type == RUNTIMES[0]:
-                message = f"{self._name}: {role} runs programs of the policy, which need a container: set the option runtime to docker"
-                raise Fault(TASK, message)
+            if (harness.EXECUTES_CODE or harness.NEEDS_CONTAINER) and runtime.type == LOCAL:
+                raise Fault(TASK, f"{self._name}: the harness of {role} needs a container: set the option runtime to docker")
+            if self._task_class.NEEDS_CONTAINER and runtime.type == LOCAL:
+                raise Fault(TASK, f"{self._name} needs a container: set the option image, for sandboxes of agentrl, or runtime to docker")
+            if runtime.type == LOCAL and any(getattr(tool.config, "colocated", False) for tool in tools):
+                raise Fault(TASK, f"{self._name}: its tool servers run next to its programs, which needs the option runtime: docker")
             validate_pairing(harness, self._task_class, runtime, tools=tools)
 
     def describe(self) -> list[dict[str, Any]]:
@@ -90,13 +108,18 @@ class Taskset:
     async def serve(self, ready: Callable[[], None]) -> None:
         """Holds what episodes share until it is cancelled."""
         serve_policy()
-        async with self._env.serving():
-            ready()
-            await asyncio.Event().wait()
+        serve_programs()
+        with tempfile.TemporaryDirectory(prefix="agentrl-verifiers-") as folder:
+            local_runtime.CACHE_DIR = Path(folder)  # working directories, in place of the user's home
+            async with self._env.serving():
+                ready()
+                await asyncio.Event().wait()
 
-    async def play(self, params: dict[str, Any]) -> dict[str, Any]:
+    async def play(self, params: dict[str, Any], caller: Caller) -> dict[str, Any]:
         """Plays one episode and returns its score."""
         data = self._task_class.data_type().model_validate(json.loads(params["data"]["task"]))
+        if self._sandboxed:
+            data = data.model_copy(update={"image": None})  # the option `image` replaces it
         task = self._task_class(data, self._env.config.taskset.task)
         client = vf.EvalClientConfig(base_url=params["base_url"], api_key_var=NO_KEY)
         context = vf.ModelContext(model=params["model"], client=client)
@@ -107,12 +130,14 @@ class Taskset:
         def opened(trace: Any) -> None:
             traces.append(trace.id)
             PLAYING[trace.id] = (params["key"], trace)
+            CALLERS[trace.id] = caller
 
         try:
             return result_of(await env.run_episode(task, context, on_trace=opened), turns=params["turns"])
         finally:
             for trace in traces:
                 PLAYING.pop(trace, None)
+                CALLERS.pop(trace, None)
 
     def _bounded(self, role: str, params: dict[str, Any]) -> Any:
         """Returns the configuration of a role, with the limits of an episode."""
@@ -132,6 +157,15 @@ def _role(default: Any, wanted: dict[str, Any], config: dict[str, Any]) -> dict[
     if not wanted.get("harness") and default.harness is None and loaders.default_harness_id(config["package"]) == "bash":
         wanted["harness"] = {"id": __name__}
     return {**wanted, "runtime": runtime}
+
+
+def _clients(config: Any) -> Iterator[Any]:
+    """Yields the endpoints in a configuration, such as those of judges."""
+    if isinstance(config, BaseClientConfig):
+        yield config
+    elif isinstance(config, BaseModel | list):
+        for each in config if isinstance(config, list) else vars(config).values():
+            yield from _clients(each)
 
 
 class ChatHarness(vf.Harness[vf.HarnessConfig]):

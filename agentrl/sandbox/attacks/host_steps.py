@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ _SPIN_S = 3.0
 _ANSWER_S = 30.0
 _OPEN_S = 60.0
 _STRANGERS = 200
+_FRESH_S = 45.0
 _OPEN_FILES = """
 import os, subprocess
 for path in ("/etc/passwd", "/etc/os-release", "/dev/null", "/dev/urandom", "/usr/bin/cat"):
@@ -216,17 +218,20 @@ async def _step_cell_strangers(context: StepContext) -> str:
     """Most of the connections are still open while the neighbour computes and a fresh sandbox opens."""
     cells = [place.rpartition(":") for place in context.backend.ways()["cells"]]
     texts = (b"", bytes(32), os.urandom(64), b"\xff" * 5000, b"GET / HTTP/1.1\r\n\r\n")
-    async with contextlib.AsyncExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        context.arena.sandboxes += _STRANGERS  # the connections take this process's descriptors
+        stack.callback(lambda: setattr(context.arena, "sandboxes", context.arena.sandboxes - _STRANGERS))
         for number in range(_STRANGERS):
             host, _, port = cells[number % len(cells)]
-            async with asyncio.timeout(_ANSWER_S):
-                _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-            stack.callback(writer.transport.abort)
-            writer.write(texts[number % len(texts)])
+            sock = stack.enter_context(await asyncio.to_thread(socket.create_connection, (host.strip("[]"), int(port)), _ANSWER_S))
+            sock.sendall(texts[number % len(texts)])
         result = await context.arena.neighbour.python("print(6 * 7)", timeout_s=10)
         hold(result.stdout == "42\n", f"the neighbour answers {result}")
-        async with context.fresh():
-            return f"a fresh sandbox opens next to {_STRANGERS} connections without the key"
+        try:
+            async with asyncio.timeout(_FRESH_S), context.fresh():
+                return f"a fresh sandbox opens next to {_STRANGERS} connections without the key"
+        except TimeoutError:
+            raise Escaped(f"no fresh sandbox opens in {_FRESH_S:.0f} s next to {_STRANGERS} connections without the key") from None
 
 
 # Neighbours -----------------------------------------------------------------------------------------------------------

@@ -40,8 +40,10 @@ HANDSHAKE_S = 10.0
 OWN_MEMORY_MB = 256
 """Memory of the cell's process, which sandboxes do not get."""
 _MAX_STRANGERS = 64  # connections that have not shown the key yet
+_BACKLOG = 1024
 _MAX_TUNNELS = 4  # of one sandbox, waiting for a program
 _TUNNEL_S = 15.0
+_BUFFER_BYTES = 1 << 18
 _PIECE = 1 << 16
 _MEBIBYTE = 1 << 20
 
@@ -66,6 +68,8 @@ class _Tunnels:
             async with asyncio.timeout(_TUNNEL_S):
                 tunnel = await self.waiting.get()
             try:
+                for sock, option in ((link, socket.SO_RCVBUF), (tunnel.sock, socket.SO_SNDBUF)):
+                    sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)  # or the kernel lets them grow to megabytes
                 await asyncio.get_running_loop().sock_sendall(tunnel.sock, tunnel.proof + wire.packed({"ok": True}))
                 async with asyncio.TaskGroup() as group:
                     group.create_task(_copy(link, tunnel.sock))
@@ -138,7 +142,8 @@ class Cell(ClosesOnce):
     async def start(self, host: str, port: int) -> int:
         """Starts to serve, and returns the port. Raises `UserError` if the address cannot be used."""
         try:
-            self._listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         except OSError as error:
             raise UserError(f"the cell cannot listen at {host}:{port}: {error.strerror}", fix="choose another --listen") from None
         self._listener.setblocking(False)
@@ -324,7 +329,10 @@ def run_cell(key: str, listen: str, *, sandboxes: int = MAX_SANDBOXES, memory_mb
 async def serve_cell(key: str, listen: str, *, sandboxes: int = MAX_SANDBOXES, memory_mb: int = 0) -> None:
     """Serves until SIGTERM or SIGINT, then ends all sandboxes. Raises `UserError`, or `SandboxUnavailable` if bubblewrap does not work."""
     if problem := await asyncio.to_thread(unavailable_reason):
-        raise SandboxUnavailable(f"a cell needs bubblewrap: {problem}", fix="see docs/cluster.md for what the container needs")
+        raise SandboxUnavailable(
+            f"a cell needs bubblewrap: {problem}",
+            fix="install it; a pod needs hostUsers: false, procMount: Unmasked and seccompProfile: Unconfined",
+        )
     cell, stop = Cell(key, sandboxes=sandboxes, memory_mb=memory_mb), asyncio.Event()
     host, port = wire.parse_address(listen, least_port=0)
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -122,7 +122,7 @@ function turnCard(one, turn, links, started) {
   const facts = [`${turn.tokens} tokens`, turn.forced ? `${turn.forced} inserted` : null, turn.generate_s === null ? null : `sampled in ${duration(turn.generate_s)}`, turn.tool_s ? `tools ${duration(turn.tool_s)}` : null, turn.versions.length ? turn.versions.map((span) => `v${span.version}`).join(" → ") : null, turn.logprob_mean === null ? null : `mean logprob ${number(turn.logprob_mean, 3)}`, turn.finish === "stop" ? null : `ended by ${turn.finish}`].filter(Boolean).join(" · ");
   const trained = turn.trained_tokens === null ? null : turn.trained_tokens ? chip(turn.advantage === null ? "trained" : `advantage ${signed(turn.advantage)}`, turn.advantage > 0 ? "good" : turn.advantage < 0 ? "bad" : "") : chip("context only: not trained here");
   return h("article", { class: "turn", tabindex: "0", "aria-label": `Turn ${turn.turn}` },
-    h("header", null, h("h3", null, `Turn ${turn.turn}`), h("span", { class: "facts" }, facts), trained, to ? link(to, { class: "tokens-link", "data-turn": `${one.trajectory}.${turn.turn}` }, "tokens →") : null),
+    h("header", null, h("h3", null, `Turn ${turn.turn}`), h("span", { class: "facts" }, facts), turn.reward === null || turn.reward === undefined ? null : chip(`reward ${signed(turn.reward)}`, turn.reward > 0 ? "good" : turn.reward < 0 ? "bad" : ""), trained, to ? link(to, { class: "tokens-link", "data-turn": `${one.trajectory}.${turn.turn}` }, "tokens →") : null),
     turn.content.text.trim() ? h("div", { class: "message" }, text(turn.content, (shown) => (looksLikeMarkdown(shown) ? markdown(shown) : pre(shown, "plain-text")))) : null,
     turn.calls.map((call, n) => callCard(call, turn.results[n], started.filter((child) => child.parent.call === n))),
     turn.results.slice(turn.calls.length).map((result) => output(result)),
@@ -140,7 +140,7 @@ function callCard(call, result, children) {
 }
 
 function output(result) {
-  return h("div", { class: `output ${result.ok ? "" : "failed"}` }, h("p", { class: "output-head" }, result.ok ? "output" : "failed", result.wall_s ? ` · ${duration(result.wall_s)}` : ""), result.output.text ? text(result.output, pre, "typed") : h("p", { class: "sub" }, "empty"));
+  return h("div", { class: `output ${result.ok ? "" : "failed"}` }, h("p", { class: "output-head" }, result.ok ? "output" : "failed", result.wall_s ? ` · ${duration(result.wall_s)}` : "", result.reward === null || result.reward === undefined ? "" : ` · reward ${signed(result.reward)}`), result.output.text ? text(result.output, pre, "typed") : h("p", { class: "sub" }, "empty"));
 }
 
 // A form that sends a part of the score that the run waits for.

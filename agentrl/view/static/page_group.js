@@ -46,7 +46,7 @@ function page(run, data) {
   const largest = Math.max(1e-9, ...data.attempts.map((one) => Math.abs(one.advantage || 0)));
   return h("div", null,
     h("div", { class: "top" }, h("h1", { tabindex: "-1", "data-focus": true }, `Group ${data.group}`), chip(data.state, data.state === "trained" ? "good" : ""), data.kind ? chip(data.kind) : null, h("span", { class: "grow" }), pager((other) => address("run", run, "groups", other), { previous: data.neighbours.previous, next: data.neighbours.next })),
-    h("p", { class: "sub" }, `Task ${data.task}`, data.step === null ? " · not yet assigned to a learner step" : [" · trained by ", link(address("run", run, "steps", data.step), null, `step ${data.step}`)], data.oldest_version === null ? "" : ` · oldest weights: version ${data.oldest_version}`),
+    h("p", { class: "sub" }, `Task ${data.task}`, data.step === null ? " · not yet assigned to a learner step" : [data.state === "trained" ? " · trained by " : " · in ", link(address("run", run, "steps", data.step), null, `step ${data.step}`)], data.oldest_version === null ? "" : ` · oldest weights: version ${data.oldest_version}`),
     notes([...(data.problem ? [data.problem] : []), ...(data.fault ? [`Task fault: ${data.fault}`] : []), ...data.notes]),
     signal(data),
     h("div", { class: "attempts" }, data.attempts.map((one) => attempt(run, data, one, largest))),

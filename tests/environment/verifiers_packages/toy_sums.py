@@ -1,4 +1,4 @@
-"""A taskset for verifiers 0.4 as its documentation shows, and variants of it that are broken in one way each."""
+"""A taskset for verifiers 0.4 as its documentation shows."""
 
 import verifiers.v1 as vf
 
@@ -26,12 +26,9 @@ class Config(vf.TasksetConfig):
 
 
 class Sums(vf.Taskset[Task, Config]):
-    task_class = Task
-
     def load(self):
         for a in range(self.config.count):
-            data = Data(prompt=f"{a} + {a} = ?", system_prompt="Answer with a number.", answer=str(2 * a))
-            yield type(self).task_class(data, self.config.task)
+            yield Task(Data(prompt=f"{a} + {a} = ?", system_prompt="Answer with a number.", answer=str(2 * a)), self.config.task)
 
 
 __all__ = ["Sums"]

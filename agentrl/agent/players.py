@@ -1,0 +1,374 @@
+"""Several agents in one environment: each role is played by the policy in training, a past version of it, a script or an endpoint.
+
+Each role has a trajectory with its name. The turns of a role that the trained policy does not play have a message and no tokens, so they
+are neither trained nor do they age. The reward of a role since its last action is recorded with the observation that follows that action.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol, cast
+
+from agentrl.agent.chat import ChatFormat, ParsedCompletion
+from agentrl.agent.contexts import continue_context, read_turn, reading_policy_text
+from agentrl.agent.tools import clip
+from agentrl.agent.world import world_prompt
+from agentrl.base import user_code
+from agentrl.environment.choices import choice_constraint
+from agentrl.errors import EnvironmentFault, PluginError, PolicyFault, TaskError
+from agentrl.plugins.references import resolve
+from agentrl.protocols import League, LiveEpisode, LiveTrajectory, Opponent, RoleEnvironment
+from agentrl.records import CUT, Completion, Message, Observation, RoleStep, SamplingParams, Task, ToolResult
+from agentrl.records.chat import USER
+from agentrl.records.sampling import Sampling
+
+CURRENT, LEAGUE = "current", "league"
+SCRIPT_S = 120.0
+"""Seconds for one move of a script."""
+OPPONENT_S = 120.0
+"""Seconds for one move of a past version."""
+
+Script = Callable[[str, Sequence[str], Sequence[str]], Any]
+"""A script: gets its role, the observations so far and the allowed actions (empty: any text). Returns its action, or an awaitable of it."""
+
+
+class NoMove(Exception):
+    """A role cannot make a legal move. `limit` is the limit that prevents it, if any."""
+
+    def __init__(self, limit: str = "") -> None:
+        super().__init__(limit)
+        self.limit = limit
+
+
+class Seat(Protocol):
+    """What plays one role of one episode. `trajectory` has its last turn."""
+
+    trajectory: LiveTrajectory
+
+    async def move(self, observation: Observation) -> str:
+        """Returns an action. Raises `NoMove`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Players:
+    """An `agentrl.protocols.Agent` for environments with several roles.
+
+    Args:
+        players: role -> `current` (the policy in training, the default), `league` (a past version of it), or the plug-in reference of a
+            `Script`.
+        opponent: what plays all roles but one in a `share` of the tasks, in which the role of the trained policy is drawn: `league` or a
+            reference. None: the trained policy plays all roles that `players` does not give away.
+        share: share of the tasks in which it does; the attempts at a task agree.
+        sampling: distribution from which past versions sample.
+
+    Raises:
+        UserError: the chat template cannot be extended by user messages.
+        PluginError: an option is invalid.
+    """
+
+    chat: ChatFormat
+    players: Mapping[str, str] = field(default_factory=dict)
+    opponent: str | None = None
+    share: float = 0.5
+    sampling: Sampling = field(default_factory=Sampling)
+    league: League | None = None
+    instructions: str | None = None
+
+    boundaries = False
+    task_tools = False
+
+    def __post_init__(self) -> None:
+        self.chat.check_user_turns()
+        if not isinstance(self.share, int | float) or not 0 < self.share <= 1 or (self.opponent is None and self.share != 0.5):
+            raise PluginError(
+                f"rollout.agent.options.share={self.share!r} is not a share of tasks with an opponent", fix="set 0 < share <= 1"
+            )
+        if self.opponent == CURRENT or not isinstance(self.players, Mapping):
+            raise PluginError("rollout.agent.options: opponent is not the trained policy, and players is a mapping", fix="correct them")
+        for name in self.named:
+            if name not in (CURRENT, LEAGUE) and not callable(resolve(name)):
+                raise PluginError(
+                    f"rollout.agent.options: {name!r} is not a function", fix="refer to a function (role, observations, actions)"
+                )
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """What the options let play."""
+        return (*self.players.values(), *(() if self.opponent is None else (self.opponent,)))
+
+    async def act(self, episode: LiveEpisode) -> str:
+        """Plays one episode, and returns why it ended."""
+        environment = cast(RoleEnvironment, await episode.environment())
+        if not getattr(environment, "roles", ()):
+            raise PluginError("rollout.agent=players needs an environment with roles", fix="set rollout.agent=turns")
+        if episode.task.environment is not None and episode.task.environment.context_turns is not None:
+            raise PluginError("context_turns does nothing with rollout.agent=players: each role has one context", fix="remove the option")
+        if episode.turn_count:
+            raise EnvironmentFault("a game cannot be resumed; it starts again")
+        async with AsyncExitStack() as stack:
+            rivals = await self._rivals(episode.task, environment.roles, stack)
+            table = Table(self, episode, environment, rivals)
+            ended = await table.play()
+        if self.league is not None and ended in ("terminated", "truncated", "forfeited"):
+            for rival, gain in table.gains():
+                self.league.record(rival.number, gain, version=table.version)
+        return ended
+
+    async def _rivals(self, task: Task, roles: Sequence[str], stack: AsyncExitStack) -> dict[str, Opponent | str]:
+        """Returns what plays the roles that the trained policy does not play."""
+        if unknown := sorted(set(self.players) - set(roles)):
+            raise PluginError(f"rollout.agent.options.players: the environment has no role {unknown[0]!r}", fix=f"use {', '.join(roles)}")
+        chosen = {role: name for role, name in self.players.items() if name != CURRENT}
+        draw = random.Random(f"{task.key}")  # the attempts at a task agree, in every process
+        free = [role for role in roles if role not in chosen]
+        if self.opponent is not None and draw.random() < self.share:
+            own = draw.choice(free)
+            chosen |= {role: self.opponent for role in free if role != own}
+        if len(chosen) == len(roles):
+            raise PluginError("rollout.agent.options.players: the trained policy plays no role", fix="leave a role to it")
+        rivals: dict[str, Opponent | str] = {}
+        opponent = None
+        for role, name in chosen.items():
+            if name == LEAGUE and opponent is None:
+                if self.league is None:
+                    raise TaskError("a past version is needed as opponent, but this command has no league")
+                opponent = await stack.enter_async_context(self.league.opponent())
+            rivals[role] = opponent if name == LEAGUE and opponent is not None else name
+        return rivals
+
+
+class Table:
+    """One game in progress."""
+
+    def __init__(self, players: Players, episode: LiveEpisode, environment: RoleEnvironment, rivals: Mapping[str, Opponent | str]) -> None:
+        self._players, self._episode, self._environment, self._rivals = players, episode, environment, rivals
+        self._seats: dict[str, Seat] = {}
+        self._totals = dict.fromkeys(environment.roles, 0.0)
+        self._spare = [episode.trajectories[0]]  # the first trajectory, until a role takes it
+
+    @property
+    def version(self) -> int:
+        """The newest version of the trained policy that sampled in this game; -1 if it made no move."""
+        spans = [s.version for t in self._episode.trajectories for turn in t.turns for s in turn.versions]
+        return max(spans, default=-1)
+
+    def gains(self) -> list[tuple[Opponent, float]]:
+        """Returns what the trained policy received more than each past version, on average over its roles."""
+        own = [total for role, total in self._totals.items() if role not in self._rivals]
+        mean = sum(own) / len(own)
+        return [(rival, mean - self._totals[role]) for role, rival in self._rivals.items() if not isinstance(rival, str)]
+
+    async def play(self) -> str:
+        """Plays until the game ends or a limit is reached. Returns why it ended."""
+        episode = self._episode
+        episode.stage = "environment"
+        observations, loop = await self._environment.reset(), asyncio.get_running_loop()
+        while True:
+            self._check(observations)
+            moves = await asyncio.gather(*(self._move(role, item) for role, item in observations.items()), return_exceptions=True)
+            for outcome in moves:
+                if isinstance(outcome, BaseException) and not isinstance(outcome, NoMove):
+                    raise outcome
+            actions = {role: move for role, move in zip(observations, moves, strict=True) if isinstance(move, str)}
+            stuck = {role: move for role, move in zip(observations, moves, strict=True) if isinstance(move, NoMove)}
+            if stuck:
+                return self._forfeit(stuck)
+            episode.stage, started = "environment", loop.time()
+            try:
+                step = await self._environment.step(actions)
+            except PolicyFault:
+                return self._forfeit({role: NoMove() for role in actions})
+            if not isinstance(step, RoleStep):
+                raise EnvironmentFault(f"the environment's step() returned {type(step).__name__} instead of a RoleStep")
+            for role in actions:
+                self._record(role, wall_s=loop.time() - started)
+            self._reward(step.rewards)
+            for role, item in step.observations.items():
+                if role in self._seats:
+                    self._record(role, text=item.text)
+            if step.done:
+                return "terminated" if step.terminated else "truncated"
+            observations = step.observations
+
+    def _check(self, observations: Mapping[str, Observation]) -> None:
+        self._episode.stage = "environment"
+        if not observations or not set(observations) <= set(self._environment.roles):
+            raise EnvironmentFault(f"the environment expects moves of {sorted(observations)}, of the roles {list(self._environment.roles)}")
+
+    async def _move(self, role: str, observation: Observation) -> str:
+        """Returns the action of a role. Raises `NoMove` if it has none."""
+        if role not in self._seats:
+            self._seats[role] = self._seat(role)
+        actions = observation.actions or tuple(str(action) for action in self._environment.actions or ())
+        shown = replace(observation, text=clip(observation.text, self._episode.task.limits.tool_output_chars), actions=actions)
+        action = await self._seats[role].move(shown)
+        if actions and action not in actions:
+            raise NoMove
+        return action
+
+    def _seat(self, role: str) -> Seat:
+        rival, players = self._rivals.get(role), self._players
+        instructions = self._environment.instructions if players.instructions is None else players.instructions
+        prompt = partial(_first_messages, players.chat, self._episode.task, instructions)
+        if rival is None:
+            if self._spare:
+                trajectory = self._spare.pop()
+                trajectory.describe(role)
+            else:
+                trajectory = self._episode.open(role)
+            return PolicySeat(players.chat, self._episode, trajectory, prompt)
+        name = rival if isinstance(rival, str) else f"version {rival.number}"
+        trajectory = self._episode.open(role, policy=name)
+        if isinstance(rival, str):
+            return ScriptSeat(self._episode, role, resolve(rival), trajectory)
+        return VersionSeat(players, self._episode, trajectory, prompt, rival)
+
+    def _reward(self, rewards: Mapping[str, float]) -> None:
+        """Adds rewards to the last action of each role. A role that has not acted has no turn to record them."""
+        for role, reward in rewards.items():
+            self._totals[role] += reward
+            if role in self._seats:
+                self._record(role, reward=reward)
+
+    def _record(self, role: str, *, text: str = "", reward: float = 0.0, wall_s: float = 0.0) -> None:
+        """Records what followed the last action of a role: rewards, and the observation that it sees next."""
+        trajectory = self._seats[role].trajectory
+        if not trajectory.turns:
+            return
+        known = trajectory.turns[-1].tool_results or (ToolResult(name=USER, output="", ok=True, reward=0.0),)
+        total = (known[0].reward or 0.0) + reward
+        trajectory.add_results([replace(known[0], output=known[0].output or text, reward=total)], wall_s=wall_s)
+
+    def _forfeit(self, stuck: Mapping[str, NoMove]) -> str:
+        """Ends the game for roles without a legal move: they receive `forfeit`, and the other roles share the opposite."""
+        others, forfeit = [role for role in self._environment.roles if role not in stuck], self._environment.forfeit
+        self._reward({role: forfeit for role in stuck} | {role: -forfeit * len(stuck) / len(others) for role in others})
+        return next((move.limit for move in stuck.values() if move.limit), "forfeited")
+
+
+Prompt = Callable[[str], tuple[Message, ...]]
+"""Returns the first messages of a role's context, from its first observation."""
+
+
+def _first_messages(chat: ChatFormat, task: Task, instructions: str, observation: str) -> tuple[Message, ...]:
+    return world_prompt(task.prompt, instructions, chat.escape_text(observation))
+
+
+class PolicySeat:
+    """The policy in training. Its turns have exact tokens."""
+
+    def __init__(self, chat: ChatFormat, episode: LiveEpisode, trajectory: LiveTrajectory, prompt: Prompt) -> None:
+        self._chat, self._episode, self.trajectory, self._prompt = chat, episode, trajectory, prompt
+        self._next = trajectory
+        self._first: tuple[Message, ...] = ()
+        self._said: ParsedCompletion | None = None
+
+    async def move(self, observation: Observation) -> str:
+        """Samples an action."""
+        chat, episode = self._chat, self._episode
+        episode.stage = "chat"
+        if self._said is None:
+            self._first = self._prompt(observation.text)
+            self.trajectory.describe(self.trajectory.agent, self._first)
+            self.trajectory.add_prompt(chat.opening(self._first, ()))
+        else:
+            with reading_policy_text("shown to it again with an observation"):
+                role = self.trajectory.agent
+                self._next = continue_context(chat, episode, self.trajectory, self._said, prompt=self._first, schemas=(), agent=role)
+        if limit := self._next.limit():
+            raise NoMove(limit)
+        constraint = choice_constraint(observation.actions, thinks_first=chat.thinks_first) if observation.actions else ""
+        completion = await self._next.sample(stop_token_ids=chat.stop_token_ids, thinking=chat.thinking, constraint=constraint)
+        episode.stage = "chat"
+        self.trajectory = self._next
+        self._said = read_turn(chat, self.trajectory, completion)
+        if completion.finish_reason != "stop":
+            raise NoMove("wall_limit" if completion.finish_reason == CUT else "token_limit")
+        return self._said.answer
+
+
+class RivalSeat:
+    """Something that is not trained. Its turns have no tokens."""
+
+    def __init__(self, trajectory: LiveTrajectory) -> None:
+        self.trajectory = trajectory
+
+    def record(self, action: str) -> None:
+        """Records an action."""
+        self.trajectory.add_turn(NO_TOKENS, Message(role="assistant", content=action))
+
+
+NO_TOKENS = Completion(token_ids=(), logprobs=(), versions=(), finish_reason="stop")
+
+
+class ScriptSeat(RivalSeat):
+    """A user-supplied function. A script that fails is a fault of the environment, never a score."""
+
+    def __init__(self, episode: LiveEpisode, role: str, script: Script, trajectory: LiveTrajectory) -> None:
+        super().__init__(trajectory)
+        self._episode, self._role, self._script, self._seen = episode, role, script, list[str]()
+
+    async def move(self, observation: Observation) -> str:
+        """Calls the function."""
+        self._episode.stage = "opponent"
+        self._seen.append(observation.text)
+        try:
+            action = await user_code.call_user_code(
+                lambda: _awaited(self._script(self._role, tuple(self._seen), observation.actions)),
+                what=f"the script of {self._role}",
+                timeout_s=SCRIPT_S,
+            )
+        except EnvironmentFault:
+            raise
+        except Exception as error:
+            raise EnvironmentFault(f"the script of {self._role} failed: {user_code.describe_error(error, 1000)}") from error
+        if not isinstance(action, str) or (observation.actions and action not in observation.actions):
+            raise EnvironmentFault(f"the script of {self._role} returned {action!r:.80}, which is no allowed action")
+        self.record(action)
+        return action
+
+
+async def _awaited(result: Any) -> Any:
+    return await cast(Awaitable[Any], result) if hasattr(result, "__await__") else result
+
+
+class VersionSeat(RivalSeat):
+    """A past version of the policy, on a server whose weights do not change during the game."""
+
+    def __init__(self, players: Players, episode: LiveEpisode, trajectory: LiveTrajectory, prompt: Prompt, opponent: Opponent) -> None:
+        super().__init__(trajectory)
+        self._players, self._episode, self._prompt, self._opponent = players, episode, prompt, opponent
+        self._messages: list[Message] = []
+
+    async def move(self, observation: Observation) -> str:
+        """Samples an action."""
+        chat, limits, sampling = self._players.chat, self._episode.task.limits, self._players.sampling
+        shown = Message(role="user", content=chat.escape_text(observation.text))
+        self._messages += [shown] if self._messages else self._prompt(observation.text)
+        ids = chat.opening(self._messages, ())
+        constraint = choice_constraint(observation.actions, thinks_first=chat.thinks_first) if observation.actions else ""
+        sampling = sampling.constrained() if constraint else sampling
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            max_tokens=min(limits.turn_tokens, max(1, self._episode.room - len(ids))),
+            stop_token_ids=chat.stop_token_ids,
+            constraint=constraint,
+        )
+        self._episode.stage = "opponent"
+        name = f"{self._episode.id}-{len(self._messages)}.{self.trajectory.agent}"
+        completion = await self._opponent.policy.generate(ids, params, request_id=name, timeout_s=OPPONENT_S)
+        said = chat.parse(completion.token_ids, calls=False)
+        self._messages.append(chat.escape_message(said.message))
+        self.record(said.answer)
+        if completion.finish_reason != "stop":
+            raise NoMove
+        return said.answer

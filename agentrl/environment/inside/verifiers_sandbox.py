@@ -1,0 +1,92 @@
+"""Where verifiers runs the programs of an episode: agentrl's sandbox of the episode. Part of `verifiers_tasksets.py`.
+
+verifiers would run them on this machine. Tool servers, which are code of the package, still run there.
+"""
+
+from __future__ import annotations
+
+import base64
+import posixpath
+from typing import Any
+
+from host_channel import TASK, Caller, Fault
+from verifiers.v1 import runtimes
+from verifiers.v1.errors import SandboxError, TaskError
+from verifiers.v1.runtimes.base import ProgramResult
+from verifiers.v1.runtimes.subprocess import SubprocessRuntime
+
+PROGRAM_S = 3600.0  # the episode's limit on time is shorter
+OUTPUT_BYTES, FILE_BYTES = 1 << 20, 8 << 20
+_WRITE = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1"'
+_READ = 'head -c "$2" -- "$1" | base64 -w 0; test -r "$1"'
+
+CALLERS: dict[str, Caller] = {}
+"""Name of a runtime, which is the id of its trace -> request of its episode."""
+
+
+class EpisodeRuntime(SubprocessRuntime):
+    """A runtime of verifiers: the sandbox of an episode, or this machine for what has no episode."""
+
+    def __init__(self, config: Any, name: str | None = None) -> None:
+        super().__init__(config, name)
+        self._caller = CALLERS.get(self.name)
+
+    async def run(self, argv: list[str], env: dict[str, str]) -> Any:
+        """Runs a program."""
+        if self._caller is None:
+            return await super().run(argv, env)
+        done = await self._exec(argv, env=self.process_env(env))
+        code = done["exit_code"]
+        return ProgramResult(exit_code=137 if code is None else code, stdout=done["stdout"], stderr=done["stderr"] or done["reason"])
+
+    async def write(self, path: str, data: bytes) -> None:
+        """Writes a file and creates its folders."""
+        if self._caller is None:
+            await super().write(path, data)
+        elif (done := await self._exec(["sh", "-c", _WRITE, "sh", _plain(path)], data))["exit_code"] != 0:
+            raise SandboxError(f"write {path!r}: {done['stderr'][:500]}")
+
+    async def _read(self, path: str, max_bytes: int | None = None) -> Any:
+        if self._caller is None:
+            return await super()._read(path, max_bytes)
+        most = FILE_BYTES if max_bytes is None else min(max_bytes, FILE_BYTES)
+        done = await self._exec(["sh", "-c", _READ, "sh", _plain(path), str(most)], output_bytes=2 * most)
+        if done["exit_code"] != 0:
+            raise SandboxError(f"read {path!r}: {done['stderr'][:500]}")
+        return base64.b64decode(done["stdout"])
+
+    async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
+        """Starts a program that runs on, which only tool servers do."""
+        if self._caller is not None:
+            raise TaskError("a sandbox of agentrl runs no programs in the background")
+        await super().run_background(argv, env, log)
+
+    async def open_process(self, argv: list[str], env: dict[str, str]) -> Any:
+        """Starts a program with pipes."""
+        if self._caller is not None:
+            raise TaskError("a sandbox of agentrl runs no programs with pipes")
+        return await super().open_process(argv, env)
+
+    async def _exec(
+        self, argv: list[str], stdin: bytes = b"", *, env: dict[str, str] | None = None, output_bytes: int = OUTPUT_BYTES
+    ) -> dict[str, Any]:
+        assert self._caller is not None, "it has an episode"
+        data = base64.b64encode(stdin).decode()
+        try:
+            result: dict[str, Any] = await self._caller.request(
+                "exec", argv=argv, stdin=data, timeout_s=PROGRAM_S, output_bytes=output_bytes, env=env
+            )
+        except Fault as fault:
+            kind = TaskError if fault.blame == TASK else SandboxError
+            raise kind(f"the package runs {argv[0]!r} in a sandbox (option image): {fault}") from fault
+        return result
+
+
+def serve_programs() -> None:
+    """Lets verifiers use `EpisodeRuntime` in place of its runtime for this machine."""
+    runtimes.SubprocessRuntime = EpisodeRuntime
+
+
+def _plain(path: str) -> str:
+    """Returns a path in a form that no program takes for an option."""
+    return path if posixpath.isabs(path) else f"./{path}"

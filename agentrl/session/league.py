@@ -1,0 +1,146 @@
+"""The league of a run: past versions of the policy on a server of their own, one at a time.
+
+The opponent changes when the policy's servers have a new version: games that start then wait until the running ones have ended and the
+server has loaded the next opponent. A version whose weights are missing or damaged leaves the league.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentrl.config.recipe import Recipe
+from agentrl.errors import ServingError, StoreError, SwapError, UserError
+from agentrl.gate.schedule import VersionServer
+from agentrl.protocols import Launcher, Policy, PolicyServer
+from agentrl.records import PolicyVersion
+from agentrl.version import FolderRegistry
+from agentrl.version.league import LeagueTable
+
+EVERY = 5
+"""Versions between two members of the league."""
+CHANGE_S = 600.0
+"""Seconds in which the running games must end and the next opponent must be loaded."""
+_TRIES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedOpponent:
+    """An `agentrl.protocols.Opponent`."""
+
+    number: int
+    policy: Policy
+
+
+class RunLeague:
+    """An `agentrl.protocols.League`."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path,
+        registry: FolderRegistry,
+        served: PolicyServer,
+        *,
+        launcher: Launcher | None = None,
+        alert: Callable[[str], None],
+    ) -> None:
+        self.table = LeagueTable(folder)
+        self.server = VersionServer(recipe, folder, registry, name="league", launcher=launcher, alert=alert)
+        self._seed, self._registry, self._served, self._alert = recipe.seed, registry, served, alert
+        self._chosen_for = -1  # version of the policy for which the opponent was drawn
+        self._games = 0
+        self._changing, self._changed = asyncio.Lock(), asyncio.Condition()
+
+    async def start(self, version: PolicyVersion) -> None:
+        """Starts the server with version 0. Raises as `SupervisedServer.start` does."""
+        base = await asyncio.to_thread(self._registry.get, 0)
+        await self.server.start(base or version)
+
+    async def close(self) -> None:
+        """Saves the results and stops the server."""
+        await asyncio.to_thread(self.table.save)
+        await self.server.policy.close()
+
+    @asynccontextmanager
+    async def opponent(self) -> AsyncIterator[ServedOpponent]:
+        """Context of one game with the current opponent, which does not change meanwhile."""
+        try:
+            async with asyncio.timeout(CHANGE_S), self._changing:
+                if self._served.version != self._chosen_for:
+                    await self._change()
+                self._games += 1
+        except TimeoutError:
+            raise ServingError(f"the league's next opponent was not loaded within {CHANGE_S:g} s") from None
+        try:
+            yield ServedOpponent(number=self.server.policy.version, policy=self.server.policy)
+        finally:
+            async with self._changed:
+                self._games -= 1
+                self._changed.notify_all()
+
+    def record(self, opponent: int, gain: float, *, version: int) -> None:
+        """Counts a finished game. The file is written when the opponent changes."""
+        self.table.record(version, opponent, gain)
+
+    async def _change(self) -> None:
+        """Draws the next opponent and loads it, once no game is running."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._games)
+        version = self._served.version
+        await self._admit(version)
+        for _ in range(_TRIES):
+            number = self.table.draw(version, seed=self._seed)
+            problem = await self._serve(number)
+            if not problem:
+                break
+            self._alert(f"version {number} leaves the league: {problem}")
+            if number == 0:
+                raise ServingError(f"version 0, the last resort of the league, cannot be served: {problem}")
+            self.table.remove(number)
+        self._chosen_for = version
+        await asyncio.to_thread(self.table.save)
+
+    async def _serve(self, number: int) -> str:
+        """Loads a version. Returns what prevents it."""
+        version = await asyncio.to_thread(self._registry.get, number)
+        if version is None:
+            return "it is not registered"
+        try:
+            await asyncio.to_thread(self._registry.verify, version)
+            await self.server.serve(version)
+        except (StoreError, SwapError) as error:
+            return str(error)
+        return ""
+
+    async def _admit(self, version: int) -> None:
+        """Adds the version to the members if it is due. Members are pinned, so that their weights stay on disk."""
+        if version - self.table.members[-1] < EVERY:
+            return
+        left = self.table.add(version)
+        for number, pinned in ((version, True), *((number, False) for number in left)):
+            if number:
+                try:
+                    await asyncio.to_thread(self._registry.pin, number, pinned=pinned)
+                except StoreError as error:
+                    self._alert(f"version {number} of the league cannot be pinned: {error}")
+
+
+def open_league(
+    recipe: Recipe,
+    folder: Path,
+    registry: FolderRegistry,
+    served: PolicyServer,
+    *,
+    launcher: Launcher | None = None,
+    alert: Callable[[str], None],
+) -> RunLeague | None:
+    """Returns the league of a run, which is not started yet; None if its agent needs none. Raises `UserError`."""
+    if not recipe.rollout.needs_league:
+        return None
+    if recipe.rollout.workers:
+        raise UserError("rollout.workers cannot play against a league, whose server belongs to the driver", fix="set rollout.workers=0")
+    return RunLeague(recipe, folder, registry, served, launcher=launcher, alert=alert)

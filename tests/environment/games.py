@@ -1,0 +1,73 @@
+"""Games with roles, well and badly behaved, and scripts that play them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from agentrl.environment import Game, Observation, PolicyFault
+
+
+class Match(Game):
+    """Both roles choose at once; the matcher wins if the coins agree. A third role is never called."""
+
+    roles = ("matcher", "other", "idle")
+    actions = ("heads", "tails")
+
+    def reset(self, seed: int) -> Any:
+        self.round = 0
+        return {"matcher": "Choose.", "other": "Choose."}
+
+    def step(self, actions: dict[str, str]) -> Any:
+        self.round += 1
+        gain = 1.0 if actions["matcher"] == actions["other"] else -1.0
+        shown = {role: f"round {self.round}: {actions}" for role in ("matcher", "other")}
+        return shown, {"matcher": gain, "other": -gain, "idle": 0.5}, self.round == 2
+
+
+class Faulty(Match):
+    """Returns what its option says."""
+
+    games: ClassVar = 0
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def reset(self, seed: int) -> Any:
+        first = super().reset(seed)
+        return {"nobody": {}, "unknown": {"judge": "x"}, "text": "x", "twice": {"matcher": Observation(text="x", actions=("a", "a"))}}.get(
+            self.fault, first
+        )
+
+    def step(self, actions: dict[str, str]) -> Any:
+        if self.fault == "forbids":
+            raise PolicyFault("not now")
+        if self.fault == "shared":
+            Faulty.games += 1
+            return {role: str(Faulty.games) for role in actions}, {}, Faulty.games % 7 == 0
+        shown, rewards, _ = super().step(actions)
+        results = {
+            "ends silently": ({}, rewards, False),
+            "reward of nobody": (shown, {"judge": 1.0}, True),
+            "nan": (shown, {"matcher": float("nan")}, True),
+            "pair": (shown, rewards),
+        }
+        return results[self.fault]
+
+
+def heads(role: str, observations: Sequence[str], actions: Sequence[str]) -> str:
+    return "heads"
+
+
+async def pass_always(role: str, observations: Sequence[str], actions: Sequence[str]) -> str:
+    await asyncio.sleep(0)
+    return "p"
+
+
+def raises(role: str, observations: Sequence[str], actions: Sequence[str]) -> str:
+    raise ValueError("no idea")
+
+
+def nonsense(role: str, observations: Sequence[str], actions: Sequence[str]) -> str:
+    return "sideways"

@@ -1,0 +1,153 @@
+"""The agent of hosts: what a host returns becomes the score, or a reason why there is none."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.environment import hosted
+from agentrl.environment.host import INSIDE, HostSpec
+from agentrl.environment.hosted import MAX_ANSWER, HostedAgent, host_of, score_of
+from agentrl.errors import ServingError
+from agentrl.gateway import posted_reward
+from agentrl.records import Blame, EnvironmentSpec, Episode, Limits, Score, Task
+from agentrl.records.sampling import Sampling
+from agentrl.rollout import EpisodeRunner
+from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
+from agentrl.testing.sandboxes import printing
+from tests.chats import chat_of, shared_tokenizer
+from tests.episodes import task
+
+__all__ = ["task"]
+
+SCRIPT = f"""
+import asyncio, json, sys, urllib.request
+sys.path.insert(0, {str(INSIDE)!r})
+from host_channel import Fault, main
+
+def ask(params):
+    body = json.dumps({{"model": params["model"], "messages": [{{"role": "user", "content": "How many?"}}]}}).encode()
+    headers = {{"Authorization": "Bearer " + params["key"], "Content-Type": "application/json"}}
+    with urllib.request.urlopen(urllib.request.Request(params["base_url"] + "/chat/completions", body, headers)) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"]
+
+async def play(params, caller):
+    for _ in range(params["data"].get("turns", 1)):
+        said = await asyncio.to_thread(ask, params)
+    if params["data"].get("hangs"):
+        await asyncio.sleep(3600)
+    return params["data"]["result"] if "result" in params["data"] else {{"value": 0.25, "answer": said}}
+
+async def serve(channel, config):
+    await asyncio.Event().wait()
+
+main(None, serve, play)
+"""
+
+
+@pytest.fixture(autouse=True)
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    spec = HostSpec(name="fake", python=sys.executable, script=str(tmp_path / "script.py"), config={}, folder=tmp_path)
+    monkeypatch.setitem(hosted.HOSTED, "fake", "tests.environment.test_hosted:spec_of")
+    SPECS.append(spec)
+    yield
+    SPECS.clear()
+
+
+SPECS: list[HostSpec] = []
+
+
+def spec_of(spec: EnvironmentSpec) -> HostSpec:
+    return SPECS[0]
+
+
+async def play(task: Task, *, agent: HostedAgent | None = None, script: Any = lambda turn, name: "3", **data: Any) -> tuple[Episode, Score]:
+    spec = EnvironmentSpec(ref="fake:x")
+    task = replace(
+        task, tools=(), data=data, environment=spec, limits=Limits(turns=2, episode_tokens=2000, wall_s=data.pop("wall_s", 30.0))
+    )
+    runner = EpisodeRunner(
+        agent=agent or HostedAgent(chat=chat_of(shared_tokenizer())),
+        policy=ScriptedPolicy(shared_tokenizer(), script),
+        sandboxes=ScriptedSandboxes(printing("")),
+        sampling=Sampling(),
+        max_model_len=2000,
+        request_timeout_s=30.0,
+    )
+    episode = await runner.run(task, episode_id=f"{task.id}-{len(str(data))}-{id(data)}")
+    score = await posted_reward(task, episode)
+    if agent is None:
+        await host_of(spec).close()
+    return episode, score
+
+
+async def test_the_hosts_value_is_the_score(task: Task) -> None:
+    episode, score = await play(task)
+    assert (score.value, episode.answer, episode.trajectories[0].stop_reason, episode.failures) == (0.25, "3", "answered", ())
+    result = {"value": 1, "parts": {"a": 0.5}, "evidence": "why", "stop": "won", "answer": "x" * 2 * MAX_ANSWER}
+    episode, score = await play(task, result=result)
+    assert (score.value, score.parts, score.evidence) == (1.0, {"a": 0.5}, "why")
+    assert episode.trajectories[0].stop_reason == "won" and episode.answer == "x" * MAX_ANSWER
+
+
+@pytest.mark.parametrize(
+    "result", [{}, {"value": "1"}, {"value": True}, {"value": 1e301}, {"value": 1, "parts": [1]}, {"value": 1, "parts": {"a": None}}]
+)
+def test_a_result_that_is_not_valid_is_no_score(result: dict[str, Any]) -> None:
+    score = score_of(result)
+    assert score.value is None and score.reason and score.blame in (None, Blame.INFRASTRUCTURE)
+
+
+def test_parts_and_texts_are_bounded() -> None:
+    assert score_of({"value": 1, "parts": {str(number): 1 for number in range(65)}}).value is None
+    score = score_of({"reason": "r" * 10_000, "evidence": "e" * 100_000, "blame": "task"})
+    assert (len(score.reason), len(score.evidence), score.blame) == (2000, 10_000, Blame.TASK)
+    assert score_of({"reason": "r", "blame": "policy"}).blame is None
+
+
+@pytest.mark.parametrize("result", [[1], "text", 3])
+async def test_a_result_that_is_not_an_object_is_the_hosts_fault(task: Task, result: Any) -> None:
+    episode, score = await play(task, result=result)
+    assert [one.blame for one in episode.failures] == [Blame.INFRASTRUCTURE] and score.value is None
+
+
+async def test_a_fault_of_the_program_is_excluded_and_its_score_counts_only_if_the_policy_provoked_it(task: Task) -> None:
+    """`GroupRunner` scores such an episode if only its text provokes the fault."""
+    agent = HostedAgent(chat=chat_of(shared_tokenizer()))
+    fault = {"blame": "infrastructure", "message": "it broke"}
+    episode, score = await play(task, agent=agent, result={"value": 0.5, "fault": fault})
+    assert episode.left_out and score.value == 0.5
+    await play(task, agent=agent, result={"value": -2.0})
+    episode, score = await play(task, agent=agent, result={"value": None, "reason": "r", "fault": fault})
+    assert episode.left_out and score.value == -2.0 and "it broke" in score.evidence
+    for blame in ("task", "policy"):
+        episode, _ = await play(task, agent=agent, result={"fault": {"blame": blame, "message": "m"}})
+        assert [one.blame.value for one in episode.failures] == [blame]
+    await host_of(EnvironmentSpec(ref="fake:x")).close()
+
+
+async def test_a_failing_server_ends_the_episode_at_once(task: Task) -> None:
+    def fails(turn: int, name: str) -> str:
+        raise ServingError("gone")
+
+    async with asyncio.timeout(20):
+        episode, score = await play(task, script=fails, hangs=True)
+    assert [one.kind for one in episode.failures] == ["ServingError"] and score.value is None
+
+
+async def test_a_host_that_hangs_is_not_the_policys_fault(task: Task) -> None:
+    episode, score = await play(task, hangs=True, wall_s=1.5)
+    assert [(one.blame, episode.trajectories[0].stop_reason) for one in episode.failures] == [(Blame.INFRASTRUCTURE, "wall_limit")]
+    assert score.value is None
+
+
+async def test_more_requests_than_turns_are_refused(task: Task) -> None:
+    episode, _ = await play(task, turns=3)
+    assert sum(len(one.turns) for one in episode.trajectories) == 2 and any("403" in one.message for one in episode.failures)

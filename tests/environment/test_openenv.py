@@ -1,0 +1,329 @@
+"""Sessions at OpenEnv servers: recorded exchanges of openenv 0.10.0, and servers that do everything wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
+
+import httpx  # noqa: F401  # its import takes longer than the deadlines of these tests
+import pytest
+import websockets.asyncio.client  # noqa: F401
+from websockets.asyncio.server import ServerConnection
+
+from agentrl.environment.remote import RemoteEnvironment, RemoteOpener, RemoteServer
+from agentrl.errors import EnvironmentFault, PluginError, PolicyFault
+from agentrl.records import EnvironmentSpec, ToolCall
+from tests.environment.web_servers import FakeOpenEnv, fake_openenv, observation, reply
+
+PATIENT = {"reset_s": 20, "step_s": 20, "wait_s": 20}
+
+
+@pytest.fixture
+async def opener() -> AsyncIterator[RemoteOpener]:
+    opened = RemoteOpener()
+    yield opened
+    await opened.close()
+
+
+async def begin(opener: RemoteOpener, fake: FakeOpenEnv, **options: Any) -> RemoteEnvironment:
+    return await opener.open(EnvironmentSpec(ref=fake.ref, seed=7, options={**PATIENT, **options}))
+
+
+def counts(opener: RemoteOpener) -> tuple[int, int, int]:
+    (server,) = opener.servers.values()
+    return server.opened, server.closed, server.lost
+
+
+async def test_an_episode(opener: RemoteOpener) -> None:
+    seen = []
+
+    async def reset(socket: ServerConnection, data: Any) -> None:
+        seen.append(data)
+        await socket.send(json.dumps(observation("start", reward=None)))
+
+    async def step(socket: ServerConnection, data: Any) -> None:
+        seen.append(data)
+        await socket.send(json.dumps(observation("end", reward=True, done=True)))
+
+    async with fake_openenv(on_reset=reset, on_step=step) as fake:
+        world = await begin(opener, fake, reset={"level": 2})
+        assert world.instructions == "A test." and world.actions == ["left", "right"]
+        assert (await world.reset()).text == "start"
+        result = await world.step("left")
+        await world.close()
+        await world.close()
+    assert (result.observation.text, result.reward, result.terminated) == ("end", 1.0, True)
+    assert seen == [{"seed": 7, "level": 2}, {"move": "left"}]
+    assert counts(opener) == (1, 1, 0)
+
+
+ACTIONS: Mapping[str, tuple[dict[str, Any], Any]] = {
+    "text": ({"properties": {"message": {"type": "string"}, "metadata": {}}, "required": ["message"]}, None),
+    "flag": ({"properties": {"go": {"type": "boolean"}}}, ["false", "true"]),
+    "numbers": ({"properties": {"cell": {"type": "integer", "minimum": 1, "maximum": 3}}}, ["1", "2", "3"]),
+    "definition": ({"$defs": {"M": {"enum": ["a", "b"]}}, "properties": {"m": {"$ref": "#/$defs/M"}}}, ["a", "b"]),
+    "all of": ({"$defs": {"M": {"enum": [3, 4]}}, "properties": {"m": {"allOf": [{"$ref": "#/$defs/M"}]}}}, ["3", "4"]),
+    "many values": ({"properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9999}}}, "act"),
+    "two fields": ({"properties": {"x": {"type": "integer"}, "y": {"type": "integer"}}, "required": ["x", "y"]}, "act"),
+    "equal texts": ({"properties": {"m": {"enum": [1, "1"]}}}, "act"),
+}
+
+
+@pytest.mark.parametrize("name", ACTIONS)
+async def test_actions_follow_from_the_schema(opener: RemoteOpener, name: str) -> None:
+    schema, expected = ACTIONS[name]
+    async with fake_openenv(schema=schema) as fake:
+        world = await begin(opener, fake)
+        actions = world.actions
+        await world.close()
+        assert expected == (actions[0]["function"]["name"] if actions and isinstance(actions[0], dict) else actions)
+
+
+async def test_choices_are_sent_as_their_values_and_calls_as_their_arguments(opener: RemoteOpener) -> None:
+    seen: list[Any] = []
+
+    async def step(socket: ServerConnection, data: Any) -> None:
+        seen.append(data)
+        await socket.send(json.dumps(observation()))
+
+    async with fake_openenv(schema=ACTIONS["numbers"][0], on_step=step) as fake:
+        world = await begin(opener, fake)
+        assert seen == []
+        await world.step("2")
+        with pytest.raises(PolicyFault, match="one of: 1, 2, 3"):
+            await world.step("4")
+        await world.step("3")
+        await world.close()
+        called = await begin(opener, fake, actions="tool")
+        await called.step(ToolCall(name="act", arguments={"cell": 1}))
+        with pytest.raises(PolicyFault, match="call one of the tools"):
+            await called.step("1")
+        await called.close()
+    assert seen == [{"cell": 2}, {"cell": 3}, {"cell": 1}]
+
+
+async def test_tools_of_the_environment(opener: RemoteOpener) -> None:
+    tool = {"name": "add", "description": "Adds.", "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+
+    async def step(socket: ServerConnection, data: Any) -> None:
+        if data == {"type": "list_tools"}:
+            content: dict[str, Any] = {"tools": [tool]}
+        else:
+            assert data == {"type": "call_tool", "tool_name": "add", "arguments": {"a": 1}}
+            content = {"tool_name": "add", "error": None, "result": {"content": [{"type": "text", "text": "2"}]}}
+        await socket.send(json.dumps({"type": "observation", "data": {"observation": content, "reward": 0.5, "done": False}}))
+
+    schema = {"properties": {"type": {"const": "call_tool"}, "tool_name": {"type": "string"}, "arguments": {"type": "object"}}}
+    async with fake_openenv(schema=schema, on_step=step) as fake:
+        world = await begin(opener, fake)
+        assert world.actions is not None and world.actions[0]["function"]["name"] == "add"  # type: ignore[index]
+        assert (await world.step(ToolCall(name="add", arguments={"a": 1}))).observation.text == "2"
+        await world.close()
+
+
+Answer = Callable[[ServerConnection], Awaitable[None]]
+
+
+def sending(*messages: str | bytes) -> Answer:
+    async def send(socket: ServerConnection) -> None:
+        for message in messages:
+            await socket.send(message)
+
+    return send
+
+
+async def hang(socket: ServerConnection) -> None:
+    await socket.wait_closed()
+
+
+async def drop(socket: ServerConnection) -> None:
+    socket.transport.abort()
+
+
+async def leave(socket: ServerConnection) -> None:
+    await socket.close()
+
+
+async def crumbs(socket: ServerConnection) -> None:
+    async def pieces() -> AsyncIterator[str]:
+        while True:
+            yield "x"
+            await asyncio.sleep(0)
+
+    await socket.send(pieces())
+
+
+DEEP = '{"type": "observation", "data": ' + '{"a":' * 200 + "1" + "}" * 201
+FAULTS: Mapping[str, tuple[Answer, str]] = {
+    "hangs": (hang, "did not answer"),
+    "drops the connection": (drop, "ended the session"),
+    "ends the session": (leave, "ended the session"),
+    "a large answer": (sending("x" * (10 << 20)), "ended the session"),
+    "endless pieces": (crumbs, "pieces|did not answer"),
+    "no JSON": (sending("{"), "no valid JSON"),
+    "bytes": (sending(b"\xff\xfe"), "no valid JSON"),
+    "a list": (sending("[]"), "not dict"),
+    "deep JSON": (sending(DEEP), "no valid JSON"),
+    "very deep JSON": (sending("[" * 100_000), "no valid JSON"),
+    "another type": (sending('{"type": "state", "data": {}}'), "not an observation"),
+    "no data": (sending('{"type": "observation"}'), "not dict"),
+    "no observation": (sending('{"type": "observation", "data": {"done": false}}'), "not dict"),
+    "NaN": (sending(json.dumps(observation(reward=float("nan")))), "no valid JSON"),
+    "infinity": (sending(json.dumps(observation()).replace("1.0", "1e999")), "no valid JSON"),
+    "a large number": (sending(json.dumps(observation(reward=10**400))), "not a finite number"),
+    "text as reward": (sending(json.dumps(observation(reward="1"))), "not a finite number"),
+    "done of no flag": (sending(json.dumps(observation(done="no"))), "not bool"),
+    "an end without any reward": (sending(json.dumps(observation(reward=None, done=True))), "without any reward"),
+    "an error": (sending('{"type": "error", "data": {"code": "EXECUTION_ERROR", "message": "pump"}}'), "EXECUTION_ERROR: pump"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+async def test_a_fault_in_a_step_is_never_a_score(opener: RemoteOpener, name: str) -> None:
+    misbehave, said = FAULTS[name]
+
+    async def step(socket: ServerConnection, data: Any) -> None:
+        await misbehave(socket)
+
+    async with fake_openenv(on_step=step) as fake:
+        world = await begin(opener, fake, step_s=0.3 if "did not answer" in said else 20)
+        other = await begin(opener, fake)
+        with pytest.raises(EnvironmentFault, match=said):
+            await world.step("left")
+        with pytest.raises(EnvironmentFault, match="follows a fault"):
+            await world.step("left")
+        assert (await other.reset()).text == "you are here"
+        await world.close()
+        await other.close()
+        opened, closed, lost = counts(opener)
+        assert (opened, closed + lost) == (2, 2) and closed >= 1
+        async with asyncio.timeout(2):
+            while fake.open:
+                await asyncio.sleep(0.01)
+
+
+async def test_a_late_answer_is_not_taken_for_the_next(opener: RemoteOpener) -> None:
+    async def step(socket: ServerConnection, data: Any) -> None:
+        await socket.send(json.dumps(observation("first")))
+        await socket.send(json.dumps(observation("late", reward=100.0)))
+
+    async with fake_openenv(on_step=step) as fake:
+        world = await begin(opener, fake)
+        assert (await world.step("left")).observation.text == "first"
+        await asyncio.sleep(0.05)
+        with pytest.raises(EnvironmentFault, match="not requested"):
+            await world.step("left")
+        await world.close()
+
+
+async def test_a_cancelled_step_ends_the_session(opener: RemoteOpener) -> None:
+    async def step(socket: ServerConnection, data: Any) -> None:
+        await hang(socket)
+
+    async with fake_openenv(on_step=step) as fake:
+        world = await begin(opener, fake)
+        task = asyncio.create_task(world.step("left"))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(EnvironmentFault, match="follows a fault"):
+            await world.step("left")
+        await world.close()
+        assert counts(opener) == (1, 0, 1)
+
+
+async def test_a_rejected_action_is_the_policys_unless_the_schema_changed(opener: RemoteOpener) -> None:
+    problem = {"loc": ["move"], "msg": "Input should be 'left' or 'right'"}
+
+    async def step(socket: ServerConnection, data: Any) -> None:
+        error = {"type": "error", "data": {"code": "VALIDATION_ERROR", "message": "Invalid message", "errors": [problem]}}
+        await socket.send(json.dumps(error))
+
+    async with fake_openenv(on_step=step) as fake:
+        world = await begin(opener, fake)
+        with pytest.raises(PolicyFault, match="move: Input should be 'left' or 'right'"):
+            await world.step("left")
+        fake.schema = {**fake.schema, "required": ["move", "speed"]}
+        with pytest.raises(EnvironmentFault, match="changed the schema"):
+            await world.step("left")
+        await world.close()
+
+
+def moved() -> Any:
+    return reply(b"", 307, location="http://192.0.2.1/schema")
+
+
+@pytest.mark.parametrize(
+    ("page", "said"),
+    [
+        (moved, "redirects are not followed"),
+        (lambda: reply({"detail": "oh"}, 500), "status 500: oh"),
+        (lambda: reply(b"x" * (10 << 20)), "more than"),
+        (lambda: reply(b"{"), "no valid JSON"),
+        (lambda: reply([]), "not dict"),
+        (lambda: reply({"action": {"properties": []}}), "not dict"),
+        (lambda: reply({}, 401), "set tasks.family.options.key"),
+    ],
+)
+async def test_a_bad_description_of_actions_is_a_fault(opener: RemoteOpener, page: Any, said: str) -> None:
+    async with fake_openenv(pages={"/schema": page}) as fake:
+        with pytest.raises(EnvironmentFault, match=said):
+            await begin(opener, fake)
+        assert counts(opener) == (0, 0, 0)
+
+
+async def test_a_redirected_socket_is_not_followed(opener: RemoteOpener) -> None:
+    async with fake_openenv(pages={"/ws": moved}) as fake:
+        with pytest.raises(EnvironmentFault, match="status 307; redirects are not followed"):
+            await begin(opener, fake)
+
+
+async def test_a_server_that_answers_nothing_is_given_up(opener: RemoteOpener) -> None:
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()  # a half-open connection
+        writer.close()
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    fake = FakeOpenEnv(port=server.sockets[0].getsockname()[1])
+    with pytest.raises(EnvironmentFault, match="did not answer"):
+        await begin(opener, fake, reset_s=0.3, wait_s=0.5)
+    server.close()
+    with pytest.raises(EnvironmentFault, match="opened no session within"):  # nothing listens any more
+        await begin(opener, fake)
+
+
+async def test_sessions_wait_for_the_limit_that_a_server_states(opener: RemoteOpener) -> None:
+    most = 2
+
+    async def check(socket: ServerConnection) -> None:
+        if fake.open > most:
+            full = {"code": "CAPACITY_REACHED", "message": "full", "active_sessions": most, "max_sessions": most}
+            await socket.send(json.dumps({"type": "error", "data": full}))
+            await socket.close()
+
+    async def episode() -> None:
+        world = await begin(opener, fake, wait_s=10)
+        await world.reset()
+        await asyncio.sleep(0.02)
+        await world.step("left")
+        await world.close()
+
+    async with fake_openenv(on_open=check) as fake:
+        await asyncio.gather(*(episode() for _ in range(8)))
+        opened, closed, lost = counts(opener)
+        assert (closed, lost) == (opened, 0)
+
+
+async def test_invalid_options_are_mistakes_of_the_recipe(opener: RemoteOpener) -> None:
+    async with fake_openenv() as fake:
+        for options, said in (({"speed": 1}, "unknown option"), ({"actions": "text"}, None), ({"actions": "x"}, "must be text or tool")):
+            if said is None:
+                continue
+            with pytest.raises(PluginError, match=said):
+                await begin(opener, fake, **options)
+        with pytest.raises(PluginError, match="positive"):
+            await RemoteOpener().open(EnvironmentSpec(ref=fake.ref, options={"step_s": 0}))
+        assert isinstance(next(iter(opener.servers.values())), RemoteServer)

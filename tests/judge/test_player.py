@@ -1,0 +1,49 @@
+"""A model behind an endpoint plays a role."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agentrl.environment import close_environments
+from agentrl.errors import EnvironmentFault
+from agentrl.judge.endpoint import Endpoint
+from agentrl.judge.player import EndpointPlayer
+from agentrl.records import Blame
+from agentrl.testing import ScriptedPolicy
+from agentrl.testing.chat_server import ChatServer, ScriptedAnswer
+from tests.environment.test_players import KUHN, play, task_of
+from tests.episodes import tokenizer as tokenizer
+
+rival: Any = None  # what the recipe of a test refers to
+
+
+@pytest.mark.parametrize(("says", "action"), [("b", "b"), (" p\n", "p"), ("I bet: b.", "b")])
+async def test_it_names_one_of_the_allowed_actions(says: str, action: str) -> None:
+    with ChatServer([ScriptedAnswer(text=says)]) as server:
+        player = EndpointPlayer(endpoint=Endpoint(url=server.url, model="scripted"), instructions="Play well.")
+        assert await player("second", ["card J moves p"], ("p", "b")) == action
+        await player.endpoint.close()
+
+
+@pytest.mark.parametrize("says", ["", "fold", "p or b", "pb"])
+async def test_an_answer_that_names_no_action_or_several_is_a_fault(says: str) -> None:
+    with ChatServer([ScriptedAnswer(text=says)]) as server:
+        player = EndpointPlayer(endpoint=Endpoint(url=server.url, model="scripted"))
+        with pytest.raises(EnvironmentFault, match="of the allowed actions"):
+            await player("second", ["card J moves p"], ("p", "b"))
+        await player.endpoint.close()
+
+
+async def test_an_endpoint_that_dies_in_a_game_is_infrastructure(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = ScriptedPolicy(tokenizer, lambda turn, _: "b")
+    for answer, excluded in ((ScriptedAnswer(text="p"), False), (ScriptedAnswer(status=400), True)):
+        with ChatServer([answer]) as server:
+            player = EndpointPlayer(endpoint=Endpoint(url=server.url, model="scripted", patience_s=1.0))
+            monkeypatch.setattr("tests.judge.test_player.rival", player)
+            episode = await play(task_of(KUHN), policy, tokenizer, players={"second": "tests.judge.test_player:rival"})
+            await player.endpoint.close()
+        assert episode.left_out == excluded
+        assert not excluded or episode.failures[0].blame is Blame.INFRASTRUCTURE
+    await close_environments()
