@@ -34,6 +34,7 @@ MAX_MESSAGE = 96 << 20
 """Bytes of one message: a file of a sandbox in base64."""
 MAX_DESCRIPTION = 256 << 20
 DESCRIBE_S = 300.0
+"""Seconds in which a host must load its tasks."""
 PING_S = 10.0
 SILENT_S = 60.0
 """Seconds without an answer to a ping after which a host is killed: foreign code blocks its event loop."""
@@ -291,13 +292,15 @@ class _Process:
             self._tail.append(rest.decode("utf-8", "replace"))
 
     async def _watch(self) -> str:
+        limit_s = DESCRIBE_S  # it loads its tasks first
         while True:
-            await asyncio.sleep(PING_S)
             try:
-                async with asyncio.timeout(SILENT_S):
+                async with asyncio.timeout(limit_s):
                     await self.call("ping", {}, None)
             except TimeoutError:
-                return f"it did not respond for {SILENT_S:g} s, because its code blocks the event loop; it was killed"
+                return f"it did not respond for {limit_s:g} s, because its code blocks the event loop; it was killed"
+            limit_s = SILENT_S
+            await asyncio.sleep(PING_S)
 
     async def _read(self, reader: asyncio.StreamReader) -> str:
         while line := await reader.readline():
