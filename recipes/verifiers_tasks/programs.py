@@ -40,7 +40,7 @@ class ProgramTask(vf.Task[ProgramData]):
 
     @vf.reward(weight=0.2)
     async def column(self, trace: vf.Trace) -> float:
-        return float(repr(self.data.column) in _written(trace))
+        return float(bool(self.data.column) and repr(self.data.column) in _written(trace))
 
     @vf.stop
     async def handed_in(self, trace: vf.Trace) -> bool:
@@ -57,7 +57,7 @@ class Programs(vf.Taskset[ProgramTask, ProgramConfig]):
         family = Tables(self.config.seed)
         for index in range(self.config.count):
             task = family.task(Split.TRAIN, index)
-            data = ProgramData(prompt=task.prompt[0].content, program=family.gold(task), column=task.data["names"]["c"])
+            data = ProgramData(prompt=task.prompt[0].content, program=family.gold(task), column=task.data["names"].get("c", ""))
             yield ProgramTask(data, self.config.task)
 
     @classmethod
