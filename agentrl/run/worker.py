@@ -143,6 +143,7 @@ class Worker:
     driver: DriverConnection
     lanes: int  # groups at once
     outbox: Outbox | None = None  # None: groups are sent over HTTP
+    server_wait_s: float = 0.0  # that the driver waits, in addition to the deadline of a request, for a lost server to come back
     cache_use: CacheUse | None = None  # of the policy's servers, as of the last renewal
     _work: dict[int, _Work] = field(default_factory=dict)  # by group index
     _sent: dict[str, float] = field(default_factory=dict)  # lease of a group in the stream -> when it counts as lost there
@@ -183,7 +184,7 @@ class Worker:
             raise ServingError(f"request {request_id}: its group is no longer leased to this worker")
         request = {"lease": work.lease, "task_key": work.task.key, "prompt_ids": list(prompt_ids), "params": codec.to_data(params)}
         data = request | {"request_id": request_id, "timeout_s": timeout_s}
-        return codec.from_json(Completion, await self.driver.call("/generate", data, timeout_s=timeout_s + _MARGIN_S))
+        return codec.from_json(Completion, await self.driver.call("/generate", data, timeout_s=timeout_s + self.server_wait_s + _MARGIN_S))
 
     async def run(self, runner: GroupRunner) -> None:
         """Works until the driver is gone. Raises `SandboxUnavailable` if this machine cannot open the tasks' sandboxes."""
@@ -341,7 +342,7 @@ async def work(open_access: Callable[[AsyncExitStack], WorkerAccess], *, worker:
         recipe = build(spec.recipe)
         rollout = recipe.rollout
         lanes = 2 * math.ceil(spec.concurrency / rollout.group.starts_together)  # twice, because ending groups leave slots free
-        one = Worker(driver, lanes, Outbox(open_transport(spec.redis)) if spec.redis else None)
+        one = Worker(driver, lanes, Outbox(open_transport(spec.redis)) if spec.redis else None, recipe.serving.startup_timeout_s)
         await stack.enter_async_context(rare_collections())
         await stack.enter_async_context(DRIVER_LAG.watched(one.alert))
         runner = await _open_runner(stack, recipe, spec, root, access, one)

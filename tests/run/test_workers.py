@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -20,7 +21,7 @@ from agentrl.base.activity import ACTIVITY, ATTEMPTS, REQUESTS
 from agentrl.errors import RequestRefused, ServerDied, ServingError, UserError
 from agentrl.observe.events import EpisodeScored, Event, TurnEnded, encode
 from agentrl.protocols import CacheUse
-from agentrl.records import Blame, Completion, Failure, Group, VersionSpan, codec
+from agentrl.records import Blame, Completion, Failure, Group, SamplingParams, VersionSpan, codec
 from agentrl.rollout import excluded_group, task_fault
 from agentrl.rollout import leases as leases_module
 from agentrl.rollout.leases import GroupLeases
@@ -209,6 +210,21 @@ async def test_a_context_that_the_server_refuses_is_the_policys_fault_in_a_worke
     for scored in group.episodes:
         assert {failure.blame for failure in scored.episode.failures} == {Blame.POLICY}, scored.episode.failures
         assert not scored.episode.left_out and scored.score.value is not None
+
+
+async def test_a_request_outlasts_the_restart_of_a_lost_server() -> None:
+    """The driver waits for the server in addition to the request's own deadline; a shorter one would make each attempt fail again."""
+    deadlines: list[float] = []
+    completion = Completion(token_ids=(1,), logprobs=(-1.0,), versions=(VersionSpan(version=0, start=0, end=1),), finish_reason="stop")
+
+    async def call(path: str, data: Any, *, timeout_s: float) -> bytes:
+        deadlines.append(timeout_s)
+        return codec.to_json(completion)
+
+    worker = Worker(SimpleNamespace(call=call), 1, server_wait_s=300.0)  # type: ignore[arg-type]
+    worker._work[7] = worker_module._Work("lease", make_task(7), None)
+    await worker.generate([1], SamplingParams(max_tokens=1), request_id="g000007-0-a0-0", timeout_s=15.0)
+    assert deadlines == [315.0 + worker_module._MARGIN_S]
 
 
 async def test_a_request_of_a_worker_that_is_gone_is_cancelled_at_the_server(tmp_path: Path) -> None:
