@@ -52,25 +52,25 @@ class Lock:
     @classmethod
     def from_text(cls, name: str, text: str) -> Lock:
         """Parses a lock file. Raises `ValueError`."""
-        said: dict[str, list[str]] = {"requires": [], "python": [], "platform": [], "folder": []}
+        comments: dict[str, list[str]] = {"requires": [], "python": [], "platform": [], "folder": []}
         pins = []
         for line in text.splitlines():
             key, sep, value = line.removeprefix("# ").partition(": ")
             if line.startswith("#"):
-                if sep and key in said:
-                    said[key].append(value)
+                if sep and key in comments:
+                    comments[key].append(value)
             elif _PIN.fullmatch(line):
                 pins.append(line)
             elif line:
                 raise ValueError(f"has an unpinned line: {clip_text(line)}")
-        if not said["requires"] or len(said["python"]) != 1 or len(said["platform"]) != 1:
+        if not comments["requires"] or len(comments["python"]) != 1 or len(comments["platform"]) != 1:
             raise ValueError("lacks its comments")
-        folders = tuple((folder, sha256) for folder, _, sha256 in (line.rpartition(" ") for line in said["folder"]))
+        folders = tuple((folder, sha256) for folder, _, sha256 in (line.rpartition(" ") for line in comments["folder"]))
         return cls(
             name=name,
-            requires=tuple(said["requires"]),
-            python=said["python"][0],
-            platform=said["platform"][0],
+            requires=tuple(comments["requires"]),
+            python=comments["python"][0],
+            platform=comments["platform"][0],
             pins=tuple(pins),
             folders=folders,
         )
@@ -110,10 +110,12 @@ def environment_of(root: Path, package: str) -> str:
 
 
 def is_path(item: str) -> bool:
+    """Returns whether a requirement is the path of a folder or an archive, not the name of a package."""
     return item.startswith((".", "/", "~")) or item.endswith(_ARCHIVES)
 
 
 def is_folder(root: Path, item: str) -> bool:
+    """Returns whether a requirement is an existing folder. Relative paths start at the project root."""
     return is_path(item) and (root / item).is_dir()
 
 
@@ -129,6 +131,7 @@ def name_of(item: str, root: Path) -> str:
 
 
 def read_lock(path: Path) -> Lock:
+    """Parses the lock file at a path. Raises `UserError` if it cannot be read or is not a lock."""
     try:
         return Lock.from_text(path.stem, untrusted_files.read_bytes(path, most=LOCK_BYTES).decode())
     except (OSError, ValueError) as error:
@@ -136,18 +139,22 @@ def read_lock(path: Path) -> Lock:
 
 
 def is_built(root: Path, lock: Lock) -> bool:
+    """Returns whether the environment in `.environments/` was built completely from this lock."""
     with contextlib.suppress(OSError):
         return (root / BUILT / lock.name / COMPLETE).read_text() == lock.to_text() and python_of(root / BUILT / lock.name).exists()
     return False
 
 
 def python_of(venv: Path) -> Path:
+    """Returns the path of a virtual environment's interpreter."""
     return venv / "bin" / "python"
 
 
 def this_platform() -> str:
+    """Returns operating system and architecture, such as `linux-x86_64`."""
     return f"{platform.system()}-{platform.machine()}".lower()
 
 
 def canonical_name(name: str) -> str:
+    """Returns the normalized name of a package (PEP 503): lower case, with single hyphens as separators."""
     return re.sub(r"[-_.]+", "-", name).lower()
