@@ -4,7 +4,8 @@
     agentrl versions league runs/kuhn
 
 In half of the groups a past version plays one of the two roles. The entropy bonus is in units of the reward, because advantages are not
-divided by their deviation. With a bonus of 0.2 or less the policy always bets after a few steps. `python benchmarks/selfplay.py` prints the exact exploitability.
+divided by their deviation. With a bonus of 0.2 or less the policy always bets after a few steps.
+`python benchmarks/selfplay.py` prints the exact exploitability.
 """
 
 from agentrl.config import (
