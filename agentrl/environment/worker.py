@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import inspect
 import json
 import mmap
@@ -30,6 +31,8 @@ from agentrl.plugins.references import resolve
 FLUSH_S = 0.05
 MAX_FRAME = 64 << 20
 """Bytes of one frame."""
+MAX_RESULT = 32 << 20
+"""Bytes of one result, such as a snapshot."""
 SIZE = struct.Struct("<I")
 PROGRESS = struct.Struct("<Q")
 KINDS = {"gymnasium": "agentrl.environment.gymnasium_worlds:GymnasiumWorld"}
@@ -118,25 +121,50 @@ def main() -> None:
     replies = os.dup(sys.stdout.fileno())
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
-    requests, worlds, count = os.fdopen(os.dup(sys.stdin.fileno()), "rb"), Worlds(), 0
+    requests, worlds, count, owner = os.fdopen(os.dup(sys.stdin.fileno()), "rb"), Worlds(), 0, os.getpid()
     os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
+    _be_killed_first()
     _send(replies, [])
-    while size := requests.read(SIZE.size):
-        results, sent = [], time.monotonic()
-        for operation in json.loads(requests.read(SIZE.unpack(size)[0])):
+    while head := requests.read(SIZE.size):
+        results, size, sent = list[bytes](), 0, time.monotonic()
+        for operation in json.loads(requests.read(SIZE.unpack(head)[0])):
             progress[:] = PROGRESS.pack(count + 1)
-            results.append(answer(worlds, operation))
+            result = encoded(answer(worlds, operation))
+            if os.getpid() != owner:  # a fork that an environment did not end
+                os._exit(1)
             count += 2
             progress[:] = PROGRESS.pack(count)
+            if size + len(result) > MAX_RESULT:
+                _send(replies, results)
+                results, size = [], 0
+            results.append(result)
+            size += len(result)
             if time.monotonic() - sent > FLUSH_S:
                 _send(replies, results)
-                results, sent = [], time.monotonic()
+                results, size, sent = [], 0, time.monotonic()
         if results:
             _send(replies, results)
 
 
-def _send(to: int, results: list[Any]) -> None:
-    frame = json.dumps(results).encode()
+def encoded(result: list[Any]) -> bytes:
+    """Returns a result as JSON; a fault if it has no JSON, or is too long."""
+    try:
+        text = json.dumps(result).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        return json.dumps([result[0], "fault", f"a result is not JSON data: {describe_error(error, 500)}"]).encode()
+    if len(text) > MAX_RESULT:
+        return json.dumps([result[0], "fault", f"a result has {len(text)} bytes; at most {MAX_RESULT} are allowed"]).encode()
+    return text
+
+
+def _be_killed_first() -> None:
+    """Lets the kernel end this process before the driver if memory runs out."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+
+
+def _send(to: int, results: list[bytes]) -> None:
+    frame = b"[" + b",".join(results) + b"]"
     rest = memoryview(SIZE.pack(len(frame)) + frame)
     while rest:
         rest = rest[os.write(to, rest) :]

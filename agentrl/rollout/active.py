@@ -219,7 +219,7 @@ class ActiveEpisode:
         )
         self.open_timeout_s, self._on_turn = open_timeout_s, on_turn
         self._box = EpisodeSandbox(self, None if start is None else start.snapshot)
-        self._world = EpisodeEnvironment(task.environment)
+        self._world = EpisodeEnvironment(task.environment, alone=self.sampled.alone)
         self._sub_sandboxes: set[EpisodeSandbox] = set()  # sandboxes of sub-agents
         self._running, self._since = 0, 0.0  # calls in progress, and the start of the first of them
         self._output_chars = 0  # characters of tool output so far

@@ -105,7 +105,11 @@ async def test_a_fault_of_an_environment_is_no_score(tokenizer: Any, how: str) -
             continue  # a reset returns no reward; any tuple is wrong
         episode, _ = await play(task_of("Faulty", how=how, at=at), tokenizer, "a", "b")
         (failure,) = episode.failures
-        assert episode.left_out and failure.blame is Blame.INFRASTRUCTURE and failure.kind == "EnvironmentFault", how
+        assert (
+            episode.left_out
+            and failure.blame is Blame.INFRASTRUCTURE
+            and failure.kind == ("EnvironmentCrash" if how == "die" else "EnvironmentFault")
+        ), how
         assert failure.stage == "environment"
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
 from agentrl.environment import is_resumable
 from agentrl.environment.pool import PooledEnvironment, ProcessPool
-from agentrl.errors import EnvironmentFault, PluginError, PolicyFault, TaskError
+from agentrl.errors import EnvironmentCrash, EnvironmentFault, PluginError, PolicyFault, TaskError
 from agentrl.records import EnvironmentSpec
 
 WORLDS = "tests.environment.worlds:"
@@ -104,3 +105,67 @@ def test_an_unknown_kind_is_reported() -> None:
 
     with pytest.raises(PluginError, match="is not an environment"):
         kind_of("tests.environment.worlds:random")
+
+
+@pytest.mark.parametrize("how", ["schema", "snapshot", "part"])
+async def test_a_result_that_cannot_be_sent_is_a_fault_of_its_episode_alone(pool: ProcessPool, how: str) -> None:
+    good = await opened(pool, "Count")
+    with pytest.raises(EnvironmentFault, match=r"not JSON data|bytes; at most|invalid step") as fault:
+        world = await opened(pool, "Careless", how=how)
+        await (world.snapshot() if how == "snapshot" else world.step("a"))
+    assert type(fault.value) is EnvironmentFault
+    assert (await good.step("1")).reward == 1.0
+
+
+async def test_many_long_observations_at_once_are_split_into_messages() -> None:
+    pool = ProcessPool(processes=1)
+    worlds = [await opened(pool, "Careless", how="wide") for _ in range(8)]
+    steps = await asyncio.gather(*(world.step("a") for world in worlds))
+    assert {len(step.observation.text) for step in steps} == {1 << 20}
+    await pool.close()
+
+
+async def test_a_fork_does_not_answer(pool: ProcessPool) -> None:
+    world, good = await opened(pool, "Careless", how="fork"), await opened(pool, "Count")
+    assert [(await world.step("a")).observation.text for _ in range(3)] == ["on"] * 3
+    assert (await good.step("2")).reward == 2.0
+
+
+async def test_a_process_whose_fork_holds_its_pipes_has_ended() -> None:
+    pool = ProcessPool(processes=1, timeout_s=60.0)
+    world = await opened(pool, "Careless", how="orphan")
+    async with asyncio.timeout(20.0):
+        with pytest.raises(EnvironmentCrash, match="its process ended"):
+            await world.step("a")
+        await pool.close()
+
+
+async def test_the_processes_of_a_killed_environment_end_too(pool: ProcessPool, tmp_path: Path) -> None:
+    world = await opened(pool, "Careless", how="hanging child")
+    with pytest.raises(EnvironmentCrash):
+        await world.step(str(tmp_path / "pid"))
+    child = Path("/proc", (tmp_path / "pid").read_text(), "stat")
+    async with asyncio.timeout(10.0):
+        while child.exists() and child.read_text().split()[2] != "Z":
+            await asyncio.sleep(0.05)
+
+
+async def test_a_flood_of_error_messages_is_cut(pool: ProcessPool, capfd: pytest.CaptureFixture[str]) -> None:
+    world = await opened(pool, "Careless", how="flood")
+    for _ in range(3):
+        await world.step("a")
+    await pool.close()
+    assert 0 < len(capfd.readouterr().err) < 1 << 17
+
+
+async def test_an_episode_alone_has_a_process_that_no_other_shares_and_that_ends_with_it(pool: ProcessPool) -> None:
+    spec = EnvironmentSpec(ref=f"{WORLDS}Faulty", options={"how": "die"})
+    bad = await pool.open(spec, alone=True)
+    good = await opened(pool, "Count")
+    with pytest.raises(EnvironmentCrash):
+        await bad.step("a")
+    assert (await good.step("1")).reward == 1.0
+    quiet = await pool.open(EnvironmentSpec(ref=f"{WORLDS}Count"), alone=True)
+    assert [process.alone for process in pool._processes if process.alive] == [False, True]
+    await quiet.close()
+    assert [process.alone for process in pool._processes if process.alive] == [False]
