@@ -137,9 +137,16 @@ async def admit(sock: socket.socket, key: bytes) -> tuple[dict[str, Any], bytes]
     return await receive(sock), _proof(key, b"cell", own, other)
 
 
-async def request(sock: socket.socket, key: bytes, message: Message, body: bytes = b"") -> dict[str, Any]:
-    """Driver: sends a request over a new connection and returns the reply. Raises `CellProtocolError`, also if the cell lacks the key."""
-    other = await receive_exactly(sock, NONCE_BYTES)
+async def greeting(sock: socket.socket) -> bytes:
+    """Driver: returns the random bytes of the cell. They arrive at once, whatever the request; the caller sets the deadline."""
+    return await receive_exactly(sock, NONCE_BYTES)
+
+
+async def request(sock: socket.socket, key: bytes, other: bytes, message: Message, body: bytes = b"") -> dict[str, Any]:
+    """Driver: sends a request after the cell's greeting `other`, and returns the reply.
+
+    Raises `CellProtocolError`, also if the cell lacks the key.
+    """
     own = secrets.token_bytes(NONCE_BYTES)
     await asyncio.get_running_loop().sock_sendall(sock, own + _proof(key, b"driver", other, own) + packed(message) + body)
     try:
