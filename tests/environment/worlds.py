@@ -317,7 +317,19 @@ class Careless(Environment):
         return "on", 0.0, False
 
     def snapshot(self) -> bytes:
-        return bytes(80 << 20)
+        return bytes(30 << 20)
 
     def restore(self, state: bytes) -> str:
         return "on"
+
+
+class Toll(Doors):
+    """Each call costs 1, and the third ends the episode."""
+
+    def reset(self, seed: int) -> str:
+        self.steps = 0
+        return "Go."
+
+    def step(self, action: Any) -> tuple[str, float, bool]:
+        self.steps += 1
+        return f"step {self.steps}", -1.0, self.steps == 3
