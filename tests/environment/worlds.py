@@ -333,3 +333,16 @@ class Toll(Doors):
     def step(self, action: Any) -> tuple[str, float, bool]:
         self.steps += 1
         return f"step {self.steps}", -1.0, self.steps == 3
+
+
+class Choices(Environment):
+    """Its actions are those of its option."""
+
+    def __init__(self, choices: list[str]) -> None:
+        self.actions = choices
+
+    def reset(self, seed: int) -> str:
+        return ""
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        return "", 1.0, True
