@@ -115,7 +115,7 @@ class Players:
             rivals = await self._rivals(episode.task, environment.roles, stack)
             table = Table(self, episode, environment, rivals)
             ended = await table.play()
-        if self.league is not None and ended in ("terminated", "truncated", "forfeited"):
+        if self.league is not None and table.version >= 0:  # without a move of the trained policy, the game says nothing about it
             for rival, gain in table.gains():
                 self.league.record(rival.number, gain, version=table.version)
         return ended

@@ -33,8 +33,9 @@ from agentrl.base.user_code import clip
 from agentrl.config.rollout import DelegationConfig
 from agentrl.errors import PolicyFault
 from agentrl.protocols import LiveEpisode, LiveTrajectory
-from agentrl.records import CUT, Message, Parent, ToolCall, ToolResult
+from agentrl.records import CUT, Blame, Failure, Message, Parent, ToolCall, ToolResult
 from agentrl.records.chat import USER
+from agentrl.records.failure import NO_ACTION
 from agentrl.records.trajectory import CONTINUED, TRUNCATED
 
 _SHOWN = "shown to it again with its tool results"
@@ -130,6 +131,8 @@ class AgentRun:
             episode.stage = "chat"
             parsed = read_turn(chat, self.trajectory, completion, self._schemas)
             self._turns += 1
+            if completion.finish_reason not in ("stop", CUT):
+                self._add_no_action("its tokens ran out")
             if completion.finish_reason != "stop":
                 return Ended(reason="wall_limit" if completion.finish_reason == CUT else "token_limit")
             started = time.monotonic()
@@ -138,6 +141,7 @@ class AgentRun:
             elif self._world is not None and self._world.takes_text:
                 results, answer = (await self._world.say(parsed.answer),), None
             else:
+                self._add_no_action("it has no call")
                 return Ended(reason="answered", answer=None if SUBMIT in self._tools else parsed.answer)
             wall_s = time.monotonic() - started
             ended = "" if self._world is None else self._world.ended
@@ -196,6 +200,12 @@ class AgentRun:
                 return
         if len(state) < self._episode.room:
             trajectory.add_last_state(state)
+
+    def _add_no_action(self, why: str) -> None:
+        """Records that a turn without an action ends the episode while its environment goes on, which must not be better than to act."""
+        if self._world is not None:
+            message, turn = f"a turn is no action: {why}", self._episode.turn_count
+            self._episode.add_failure(Failure(stage="environment", blame=Blame.POLICY, kind=NO_ACTION, message=message, turn=turn))
 
     def _start(self) -> None:
         """Adds the prompt to a new context. The observation that ends the prompt of a world is hostile."""

@@ -168,8 +168,8 @@ class ActionTool:
 
 
 async def check_world(task: Task, chat: ChatFormat) -> None:
-    """Opens the environment of a task once. Raises `UserError` if it does not start, or the chat template does not accept its
-    observations."""
+    """Opens the environment of a task once. Raises `UserError` if it does not start, no answer can be one of its actions, or the
+    chat template does not accept its observations."""
     if task.environment is None:
         return
     try:
@@ -180,6 +180,12 @@ async def check_world(task: Task, chat: ChatFormat) -> None:
     try:
         first = await environment.reset()
         observation = next(iter(first.values())) if isinstance(first, Mapping) else first  # of a game with several roles
+        allowed = [action for one in first.values() for action in one.actions] if isinstance(first, Mapping) else []
+        for choice in (*(environment.actions or ()), *allowed):
+            if isinstance(choice, str) and (problem := chat.choice_problem(choice, task.limits.turn_tokens)):
+                raise UserError(
+                    f"{task.environment.ref}: no answer can be the action {choice[:80]!a}: {problem}", fix="change its text or limits"
+                )
         functions = [action for action in environment.actions or () if not isinstance(action, str)]
         if not functions and task.environment.context_turns != 1:
             chat.check_user_turns()

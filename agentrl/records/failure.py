@@ -9,7 +9,11 @@ from agentrl.records.fields import Record, Text
 
 WORKER_LOST = "worker_lost"
 """`Failure.kind` of an attempt whose rollout worker was lost, and of a group that has lost several (stage `group`)."""
-_OTHERS_FAULTS = ("ServerDied", "SlowServer", "slow_server", "NeighborCrash")  # of a server or another episode, whatever this one does
+NO_ACTION = "no_action"
+"""`Failure.kind` of an episode in an environment that its agent ended by a turn without an action."""
+NEIGHBOR_CRASH = "NeighborCrash"
+"""`Failure.kind` of an attempt whose environment was ended by that of another episode."""
+_OTHERS_FAULTS = ("ServerDied", "SlowServer", "slow_server", NEIGHBOR_CRASH)  # of a server or another episode, whatever this one does
 
 
 class Blame(StrEnum):

@@ -16,10 +16,11 @@ from functools import partial
 
 from agentrl.base import user_code
 from agentrl.base.activity import ACTIVITY, ATTEMPTS, SCORING
-from agentrl.errors import EnvironmentCrash, NeighborCrash
+from agentrl.errors import EnvironmentCrash
 from agentrl.protocols import EpisodeCheckpoints
 from agentrl.protocols.reward import AWAITING_GROUP_JUDGE
 from agentrl.records import Blame, Episode, EpisodeState, Failure, Group, Score, ScoredEpisode, Task, Trajectory
+from agentrl.records.failure import NEIGHBOR_CRASH, NO_ACTION
 from agentrl.rollout.active import ActiveEpisode
 from agentrl.rollout.episode import EpisodeRunner
 from agentrl.rollout.faults import NOT_TAKEN, failure_from_error, infrastructure_fault
@@ -225,8 +226,8 @@ class GroupRunner:
                 self.history.record_fault(group, name, failure)
                 since = self.history.events
             faults.append(failure)
-            repeats, neighbor = may_be_provoked(failure), NeighborCrash.__name__
-            alone = failure.kind == EnvironmentCrash.__name__ or [one.kind for one in faults[-2:]] == [neighbor] * 2
+            repeats = may_be_provoked(failure)
+            alone = failure.kind == EnvironmentCrash.__name__ or [one.kind for one in faults[-2:]] == [NEIGHBOR_CRASH] * 2
             sampled.end_attempt(repeat=repeats, alone=alone)
             if slot is not None:
                 slot.suspect = repeats
@@ -393,7 +394,7 @@ def _capped(scored: tuple[ScoredEpisode, ...]) -> tuple[ScoredEpisode, ...]:
     end would be better than a negative score."""
 
     def ended_itself(one: ScoredEpisode) -> bool:
-        return any(failure.kind in (NOT_TAKEN, PROVOKED) and failure.blame is Blame.POLICY for failure in one.episode.failures)
+        return any(failure.kind in (NOT_TAKEN, PROVOKED, NO_ACTION) and failure.blame is Blame.POLICY for failure in one.episode.failures)
 
     values = [one.score.value for one in scored if not one.episode.left_out and not ended_itself(one) and one.score.value is not None]
     return tuple(

@@ -1,4 +1,4 @@
-"""Actions that end the process of an environment: the policy that chose them is scored, and other episodes of the process are repeated."""
+"""Ways in which a policy can end its episode early, which must not pay: actions that end the environment's process, and no action."""
 
 from __future__ import annotations
 
@@ -36,9 +36,8 @@ class Slow(ScriptedPolicy):
         return await super().generate(*arguments, **options)
 
 
-async def test_actions_that_end_the_process_are_scored_and_its_other_episodes_are_repeated(tokenizer: Any) -> None:
-    """A leap ends the episode before its other steps cost anything, so that it would pay to be excluded."""
-    policy = Slow(tokenizer, lambda turn, episode: "leap" if episode.startswith("g000000-1") and turn == 1 else "walk")
+async def played(policy: ScriptedPolicy, tokenizer: Any, world: str, *, groups: int) -> list[Group]:
+    """Runs groups of four attempts, all at once."""
     runner = EpisodeRunner(
         policy=policy,
         sandboxes=ScriptedSandboxes(printing("")),
@@ -47,13 +46,33 @@ async def test_actions_that_end_the_process_are_scored_and_its_other_episodes_ar
         max_model_len=4096,
         request_timeout_s=60.0,
     )
-    groups = GroupRunner(runner=runner, scorer=episode_return, slots=asyncio.Semaphore(16), group_size=4)
-    family = open_family(TasksConfig(family=Part("tests.environment.worlds:Trap")), seed=0)
-    played: list[Group] = await asyncio.gather(*(groups.run_group(n, family.task(Split.TRAIN, n)) for n in range(4)))
-    assert [[one.score.value for one in group.episodes] for group in played] == [[-3.0] * 4] * 4
-    (failure,) = played[0].episodes[1].episode.failures
+    group_runner = GroupRunner(runner=runner, scorer=episode_return, slots=asyncio.Semaphore(16), group_size=4)
+    family = open_family(TasksConfig(family=Part(f"tests.environment.worlds:{world}")), seed=0)
+    return await asyncio.gather(*(group_runner.run_group(n, family.task(Split.TRAIN, n)) for n in range(groups)))
+
+
+CALL = '<tool_call>\n{"name": "open", "arguments": {"door": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(("said", "why"), [("I stay here.", "no call"), ("z" * 9000, "tokens ran out")])
+async def test_an_episode_that_ends_without_an_action_scores_at_most_like_the_worst_of_its_group(
+    tokenizer: Any, said: str, why: str
+) -> None:
+    policy = ScriptedPolicy(tokenizer, lambda turn, episode: said if episode.startswith("g000000-1") else CALL)
+    (group,) = await played(policy, tokenizer, "Toll", groups=1)
+    assert [one.score.value for one in group.episodes] == [-3.0] * 4
+    assert [[failure.kind for failure in one.episode.failures] for one in group.episodes] == [[], ["no_action"], [], []]
+    assert why in group.episodes[1].episode.failures[0].message
+
+
+async def test_actions_that_end_the_process_are_scored_and_its_other_episodes_are_repeated(tokenizer: Any) -> None:
+    """A leap ends the episode before its other steps cost anything, so that it would pay to be excluded."""
+    policy = Slow(tokenizer, lambda turn, episode: "leap" if episode.startswith("g000000-1") and turn == 1 else "walk")
+    crashed = await played(policy, tokenizer, "Trap", groups=4)
+    assert [[one.score.value for one in group.episodes] for group in crashed] == [[-3.0] * 4] * 4
+    (failure,) = crashed[0].episodes[1].episode.failures
     assert (failure.blame, failure.kind, failure.stage) == (Blame.POLICY, PROVOKED, "environment")
-    assert not any(one.episode.failures for group in played[1:] for one in group.episodes)
+    assert not any(one.episode.failures for group in crashed[1:] for one in group.episodes)
 
 
 FAULT = Failure(stage="environment", blame=Blame.INFRASTRUCTURE, kind="EnvironmentFault", message="gone", turn=1)

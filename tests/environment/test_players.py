@@ -132,6 +132,18 @@ class FixedLeague:
         self.results.append((opponent, gain, version))
 
 
+async def test_a_game_without_a_move_of_the_policy_has_no_result_and_one_that_a_limit_ends_has(tokenizer: Any) -> None:
+    league = FixedLeague(ScriptedPolicy(tokenizer, lambda turn, episode: "heads" if episode == "e" else "p"))
+    policy = ScriptedPolicy(tokenizer, lambda turn, episode: "heads" if episode == "e" else "z" * 9000, version=9)
+    runner = runner_of(policy, tokenizer, opponent="league", share=1.0, league=league)
+    for index in range(8):
+        await runner.run(task_of(f"{GAMES}Match", index), episode_id="e")
+    assert 0 < len(league.results) < 16 and {version for _, _, version in league.results} == {9}
+    league.results.clear()
+    episode = await runner.run(task_of(KUHN), episode_id="long")
+    assert episode.stop_reason == "token_limit" and [gain < 0 for _, gain, _ in league.results] == [True]
+
+
 async def test_a_past_version_plays_the_other_role_and_neither_ages_nor_trains(tokenizer: Any) -> None:
     policy, past = ScriptedPolicy(tokenizer, lambda turn, episode: "b", version=9), ReadingPolicy(tokenizer, lambda shown: "p")
     league, roles = FixedLeague(past), set()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from agentrl.agent import TurnLoop
+from agentrl.agent.world import check_world
 from agentrl.config.recipe import TasksConfig
 from agentrl.environment import close_environments
 from agentrl.environment.returns import episode_return
+from agentrl.errors import UserError
 from agentrl.plugins.parts import Part
 from agentrl.records import Blame, Episode, Split, Task
 from agentrl.records.sampling import Sampling
@@ -122,3 +125,26 @@ async def test_an_error_at_the_end_does_not_change_the_score(tokenizer: Any) -> 
     task = task_of("Faulty", at="close", limits={"turns": 1})
     episode, _ = await play(task, tokenizer, "a")
     assert not episode.failures and episode.stop_reason == "turn_limit"
+
+
+@pytest.mark.parametrize(
+    ("choice", "why"),
+    [
+        (" left", "read as 'left'"),
+        ("a\n", "read as 'a'"),
+        ("<|im_end|>", "control token"),
+        ("<think>a</think>b", "read as 'b'"),
+        ("<tool_call>", "control token"),
+        ("z" * 5000, "limits.turn_tokens"),
+        ("left", ""),
+        ("go left\tnow", ""),
+        ("é", ""),
+    ],
+)
+async def test_a_choice_that_no_answer_can_be_is_an_error_before_the_run(tokenizer: Any, choice: str, why: str) -> None:
+    task = task_of("Choices", choices=["a", choice])
+    if not why:
+        await check_world(task, chat_of(tokenizer))
+        return
+    with pytest.raises(UserError, match=re.escape(why)):
+        await check_world(task, chat_of(tokenizer))

@@ -108,13 +108,15 @@ def test_an_unknown_kind_is_reported() -> None:
 
 
 @pytest.mark.parametrize("how", ["schema", "snapshot", "part"])
-async def test_a_result_that_cannot_be_sent_is_a_fault_of_its_episode_alone(pool: ProcessPool, how: str) -> None:
+async def test_a_result_that_cannot_be_sent_is_a_fault_of_its_episode_alone(how: str) -> None:
+    pool = ProcessPool(processes=1)
     good = await opened(pool, "Count")
     with pytest.raises(EnvironmentFault, match=r"not JSON data|bytes; at most|invalid step") as fault:
         world = await opened(pool, "Careless", how=how)
         await (world.snapshot() if how == "snapshot" else world.step("a"))
     assert type(fault.value) is EnvironmentFault
     assert (await good.step("1")).reward == 1.0
+    await pool.close()
 
 
 async def test_many_long_observations_at_once_are_split_into_messages() -> None:

@@ -317,7 +317,32 @@ class Careless(Environment):
         return "on", 0.0, False
 
     def snapshot(self) -> bytes:
-        return bytes(80 << 20)
+        return bytes(30 << 20)
 
     def restore(self, state: bytes) -> str:
         return "on"
+
+
+class Toll(Doors):
+    """Each call costs 1, and the third ends the episode."""
+
+    def reset(self, seed: int) -> str:
+        self.steps = 0
+        return "Go."
+
+    def step(self, action: Any) -> tuple[str, float, bool]:
+        self.steps += 1
+        return f"step {self.steps}", -1.0, self.steps == 3
+
+
+class Choices(Environment):
+    """Its actions are those of its option."""
+
+    def __init__(self, choices: list[str]) -> None:
+        self.actions = choices
+
+    def reset(self, seed: int) -> str:
+        return ""
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        return "", 1.0, True
