@@ -68,7 +68,7 @@ class NsightSessions:
         self.folder.mkdir(parents=True, exist_ok=True)
 
         async def start(session: str, part: str) -> None:
-            output = f"--output={self.folder / part}"
+            output = f"--output={str(self.folder / part).replace('%', '%%')}"  # nsys replaces %p, %h and %q{VARIABLE}
             await self._run("start", f"--session={session}", output, "--force-overwrite=true", "--sample=process-tree", within_s=_START_S)
 
         await self._all(start)
