@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, cast
 
+from agentrl.agent.agent_environment import environment_prompt
 from agentrl.agent.chat import ChatFormat, ParsedCompletion
 from agentrl.agent.contexts import continue_context, read_turn, reading_policy_text
 from agentrl.agent.tools import clip
-from agentrl.agent.world import world_prompt
 from agentrl.base import user_code
 from agentrl.environment.choices import choice_constraint
 from agentrl.errors import EnvironmentFault, PluginError, PolicyFault, TaskError
@@ -257,7 +257,7 @@ Prompt = Callable[[str], tuple[Message, ...]]
 
 
 def _first_messages(chat: ChatFormat, task: Task, instructions: str, observation: str) -> tuple[Message, ...]:
-    return world_prompt(task.prompt, instructions, chat.escape_text(observation))
+    return environment_prompt(task.prompt, instructions, chat.escape_text(observation))
 
 
 class PolicySeat:

@@ -55,16 +55,16 @@ class ProcessPool:
     async def open(self, spec: EnvironmentSpec) -> PooledEnvironment | PooledGame:
         """Opens an environment and resets it. Raises `EnvironmentFault`, and `TaskError` if the task cannot be played."""
         process = await self._process()
-        number, world = process.add(), cast(PooledEnvironment | PooledGame | None, None)
+        number, environment = process.add(), cast(PooledEnvironment | PooledGame | None, None)
         try:
             opened = await process.run(number, "open", spec.ref, resolve_options(spec.options), spec.seed)
             if isinstance(opened, dict):
-                world = PooledGame(partial(process.run, number), partial(process.remove, number), opened, spec.ref)
+                environment = PooledGame(partial(process.run, number), partial(process.remove, number), opened, spec.ref)
             else:
-                world = PooledEnvironment(process, number, spec.ref, opened)
-            return world
+                environment = PooledEnvironment(process, number, spec.ref, opened)
+            return environment
         finally:
-            if world is None:
+            if environment is None:
                 await process.remove(number)
 
     async def close(self) -> None:

@@ -18,7 +18,7 @@ class EnvironmentSpec(Record):
     All attempts at a task start the environment with the same seed and options.
     """
 
-    ref: str  # "gymnasium:ID", "openenv:URL", or a plug-in reference such as "mine.worlds:Guess"
+    ref: str  # "gymnasium:ID", "openenv:URL", or a plug-in reference such as "mine:Guess"
     options: JsonObject = field(default_factory=dict)
     seed: int = 0
     context_turns: int | None = None  # turns after which a new context starts from the last observation; None means no limit

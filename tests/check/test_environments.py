@@ -24,7 +24,7 @@ async def closed(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
     await close_environments()
 
 
-async def prove(name: str, seeds: int = 2, *, module: str = "tests.environment.worlds", **options: object) -> dict[str, Proof]:
+async def prove(name: str, seeds: int = 2, *, module: str = "tests.environment.examples", **options: object) -> dict[str, Proof]:
     part = Part(f"{module}:{name}", {"limits": {"turns": 6}, **options})  # type: ignore[dict-item]
     family = open_family(TasksConfig(family=part), seed=0)
     return {proof.name: proof for proof in await prove_environment([family.task(Split.TRAIN, index) for index in range(seeds)])}
@@ -86,8 +86,8 @@ async def test_a_game_with_several_roles_is_played_by_one_actor() -> None:
 
 
 def test_the_command_takes_the_reference_of_an_environment() -> None:
-    done = agentrl("check", "tests.environment.worlds:Walk", "--count", "2")
+    done = agentrl("check", "tests.environment.examples:Walk", "--count", "2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "equal seeds and actions give equal episodes" in done.stdout and "expert" in done.stdout and "gold" not in done.stdout
-    done = agentrl("check", "tests.environment.worlds:Broken", "--count", "2")
+    done = agentrl("check", "tests.environment.examples:Broken", "--count", "2")
     assert done.returncode == 1 and "the lamp broke" in done.stdout

@@ -21,7 +21,7 @@ from agentrl.testing.sandboxes import printing
 from tests.chats import chat_of
 from tests.episodes import tokenizer as tokenizer
 
-WORLDS = "tests.environment.worlds:"
+EXAMPLES = "tests.environment.examples:"
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ async def closed() -> AsyncIterator[None]:
 
 
 def task_of(name: str, **options: Any) -> Task:
-    return open_family(TasksConfig(family=Part(f"{WORLDS}{name}", options)), seed=0).task(Split.TRAIN, 0)
+    return open_family(TasksConfig(family=Part(f"{EXAMPLES}{name}", options)), seed=0).task(Split.TRAIN, 0)
 
 
 async def play(task: Task, tokenizer: Any, *texts: str, instructions: str | None = None) -> tuple[Episode, ScriptedPolicy]:
