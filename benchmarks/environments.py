@@ -128,7 +128,7 @@ async def pooled() -> Cost:
 
 
 async def turns() -> Cost:
-    """Plays whole episodes with the turn loop: each step is a turn in exact tokens, which a scripted policy samples."""
+    """Plays episodes with the turn loop: each step is a turn in exact tokens, which a scripted policy samples."""
     tokenizer = byte_tokenizer()
     options: dict[str, Any] = {
         "context_turns": 1,

@@ -146,7 +146,9 @@ class Players:
 class Match:
     """One game in progress."""
 
-    def __init__(self, players: Players, episode: LiveEpisode, environment: RoleEnvironment, untrained: Mapping[str, Opponent | str]) -> None:
+    def __init__(
+        self, players: Players, episode: LiveEpisode, environment: RoleEnvironment, untrained: Mapping[str, Opponent | str]
+    ) -> None:
         self._agent, self._episode, self._environment, self._untrained = players, episode, environment, untrained
         self._players: dict[str, Player] = {}
         self._totals = dict.fromkeys(environment.roles, 0.0)
@@ -329,7 +331,7 @@ class FunctionPlayer(UntrainedPlayer):
         except Exception as error:
             raise EnvironmentFault(f"the script of {self._role} failed: {user_code.describe_error(error, 1000)}") from error
         if not isinstance(action, str) or (observation.actions and action not in observation.actions):
-            raise EnvironmentFault(f"the script of {self._role} returned {action!r:.80}, which is no allowed action")
+            raise EnvironmentFault(f"the script of {self._role} returned {action!r:.80}, which is not an allowed action")
         self.record(action)
         return action
 

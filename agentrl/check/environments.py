@@ -65,8 +65,8 @@ async def prove_environment(tasks: Sequence[Task]) -> list[Proof]:
     proofs = [
         await _proof("episodes can be played", tasks, lambda task: _play_first(task, played)),
         await _proof("equal seeds and actions give equal episodes", tasks, lambda task: _again(task, played)),
-        await _proof("episodes at the same time share no state", tasks, lambda task: _interleaved(task, tasks, played)),
-        await _proof("an episode that was left in the middle starts again", tasks, lambda task: _after_half(task, played)),
+        await _proof("concurrent episodes share no state", tasks, lambda task: _interleaved(task, tasks, played)),
+        await _proof("reset restarts an unfinished episode", tasks, lambda task: _after_half(task, played)),
     ]
     if resumable:
         proofs.append(await _proof("a snapshot continues an episode", tasks, lambda task: _from_snapshot(task, played)))

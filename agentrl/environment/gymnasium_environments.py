@@ -158,4 +158,4 @@ def _make(id: str, options: dict[str, Any], *, draw: bool) -> tuple[Any, bool]:
         environment.close()
         return gymnasium.make(name, disable_env_checker=True, render_mode="ansi", **options), True
     except gymnasium.error.Error as error:
-        raise PluginError(f"gymnasium:{id} cannot be made: {str(error)[:500]}", fix="see gymnasium.pprint_registry()") from error
+        raise PluginError(f"gymnasium:{id} cannot be created: {str(error)[:500]}", fix="see gymnasium.pprint_registry()") from error

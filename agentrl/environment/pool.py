@@ -1,4 +1,4 @@
-"""Local environments in processes of their own: many episodes a process, and many actions a message.
+"""Local environments in separate processes: many episodes per process, and many actions per message.
 
 Actions of episodes that arrive in one round of the event loop are sent together. A process in which one operation runs for longer than
 `timeout_s` is killed. The episode of that operation is at fault; the other episodes of the process fail too, as infrastructure, and are

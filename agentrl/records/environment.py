@@ -1,4 +1,4 @@
-"""What an environment is opened with, and what it returns: the specification, an observation, a step."""
+"""Records of environments: specification, observation, step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RESUMES = ("snapshot", "replay", "restart")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSpec(Record):
-    """Which environment the episodes of a task act in: `EnvironmentSpec(ref="gymnasium:CartPole-v1", seed=7)`.
+    """The environment of a task's episodes: `EnvironmentSpec(ref="gymnasium:CartPole-v1", seed=7)`.
 
     All attempts at a task start the environment with the same seed and options.
     """
@@ -36,7 +36,7 @@ class EnvironmentSpec(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation(Record):
-    """What an agent is shown: `Observation(text="You are at (0, 0).")`."""
+    """Text that an environment shows to an agent: `Observation(text="You are at (0, 0).")`."""
 
     text: Text
     actions: tuple[str, ...] = ()  # the texts that are allowed now, if these are fewer than the actions of the environment

@@ -36,8 +36,8 @@ async def test_a_good_environment_passes_and_its_expert_beats_random_actions() -
     assert set(proofs) == {
         "episodes can be played",
         "equal seeds and actions give equal episodes",
-        "episodes at the same time share no state",
-        "an episode that was left in the middle starts again",
+        "concurrent episodes share no state",
+        "reset restarts an unfinished episode",
         "a snapshot continues an episode",
         "rewards are in their range",
         "baselines",
@@ -50,8 +50,8 @@ async def test_a_good_environment_passes_and_its_expert_beats_random_actions() -
     ("fault", "claim"),
     [
         ("random", "equal seeds and actions give equal episodes"),
-        ("shared", "episodes at the same time share no state"),
-        ("kept", "an episode that was left in the middle starts again"),
+        ("shared", "concurrent episodes share no state"),
+        ("kept", "reset restarts an unfinished episode"),
         ("snapshot", "a snapshot continues an episode"),
         ("reward", "rewards are in their range"),
     ],
@@ -82,7 +82,7 @@ async def test_a_game_with_several_roles_is_played_by_one_actor() -> None:
     assert all(proof.ok for proof in (await prove("TicTacToeGame", limits={"turns": 9}, module="sandboxes.games")).values())
     assert all(proof.ok for proof in (await prove("Match", module="tests.environment.games")).values()), "moves at once"
     proofs = await prove("Faulty", module="tests.environment.games", fault="shared")
-    assert not proofs["episodes at the same time share no state"].ok
+    assert not proofs["concurrent episodes share no state"].ok
 
 
 def test_the_command_takes_the_reference_of_an_environment() -> None:

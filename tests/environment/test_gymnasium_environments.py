@@ -68,7 +68,7 @@ def test_options_reach_the_environment_and_errors_name_the_fix() -> None:
     assert environment.reset(0).count("\n") == 7 and environment.actions == ("w", "s", "e", "n") and not environment.instructions
     assert GymnasiumEnvironment("FrozenLake-v1", formatter="tests.environment.examples:describe").reset(0) == "cell 0"
     for wrong, message in (
-        ({"id": "Nope-v0"}, "cannot be made"),
+        ({"id": "Nope-v0"}, "cannot be created"),
         ({"id": "nowhere_at_all:Nope-v0"}, "not installed"),
         ({"id": "FrozenLake-v1", "action_names": ["a"]}, "1 names for 4 actions"),
     ):

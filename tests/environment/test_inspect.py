@@ -147,7 +147,7 @@ async def test_faults_of_a_task_are_excluded_and_limits_are_scored() -> None:
         "too long": "task: .*shorten the prompt",
         "scorer raises": "infrastructure: .*no grade",
         "scorer hangs": "infrastructure: ",
-        "scorer asks the policy": "task: .*asks the policy to grade itself.*model_roles",
+        "scorer asks the policy": "task: .*grades with the policy itself.*model_roles",
     }
     assert set(faults) == set(expected), faults
     for name, text in expected.items():

@@ -250,7 +250,7 @@ def test_packages_that_cannot_be_used_are_refused_before_a_run(project: Path) ->
         ("large", "the maximum is 1048576"),
         ("container", "needs a container: set the option image"),
         ("hosted", "wants the hosted runtime 'modal'"),
-        ("judged", "asks openai/gpt-6-luna at https://api.pinference.ai"),
+        ("judged", "no key for openai/gpt-6-luna at https://api.pinference.ai"),
         ("far", "its tool servers need a hosted runtime"),
         ("bash", "the harness of agent needs a container"),
         ("prime", "wants the hosted runtime 'prime'"),

@@ -51,14 +51,18 @@ class KubernetesApi:
     def __init__(self, url: str = "", *, token: str = "", authority: str = "") -> None:
         host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
         if not url and not host:
-            raise UserError("this is no pod, so the address of the Kubernetes API is unknown", fix="give the options api and token")
+            raise UserError(
+                "this process is not in a pod, so the address of the Kubernetes API is unknown", fix="give the options api and token"
+            )
         self._token = token
         verify: ssl.SSLContext | bool = True
         if authority or not url:
             try:
                 verify = ssl.create_default_context(cafile=authority or str(_ACCOUNT / "ca.crt"))
             except (OSError, ssl.SSLError) as error:
-                raise UserError(f"the certificate authority of the Kubernetes API cannot be read: {error}", fix="correct it") from None
+                raise UserError(
+                    f"the certificate authority of the Kubernetes API cannot be read: {error}", fix="give its file as the option authority"
+                ) from None
         address = url or f"https://{f'[{host}]' if ':' in host else host}:{port}"
         self._client = httpx.AsyncClient(base_url=address, verify=verify, timeout=REQUEST_S, follow_redirects=False)
 

@@ -80,7 +80,7 @@ def code_version() -> str:
 
 
 def prepare_socket(sock: socket.socket) -> None:
-    """Makes the kernel end the connection if the other machine is lost, and send small messages at once."""
+    """Sets socket options: the kernel ends the connection if the other machine is lost, and sends small messages without delay."""
     sock.setblocking(False)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
