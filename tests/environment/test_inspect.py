@@ -274,7 +274,7 @@ for ref in sys.argv[1:]:
 """
 
 
-def test_a_task_that_cannot_be_loaded_says_why() -> None:
+def test_a_task_that_cannot_be_loaded_is_an_error_with_the_reason() -> None:
     python = environment_python(ROOT, "inspect-ai")
     done = subprocess.run([python, "-c", DESCRIBING, *BROKEN], capture_output=True, text=True, timeout=120, check=True)
     said = dict(zip(BROKEN, map(json.loads, done.stdout.splitlines()), strict=True))

@@ -281,7 +281,7 @@ async def test_a_redirected_socket_is_not_followed(opener: RemoteOpener) -> None
             await begin(opener, fake)
 
 
-async def test_a_server_that_answers_nothing_is_given_up(opener: RemoteOpener) -> None:
+async def test_a_server_that_never_answers_is_a_fault(opener: RemoteOpener) -> None:
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()  # a half-open connection
         writer.close()
@@ -317,7 +317,7 @@ async def test_sessions_wait_for_the_limit_that_a_server_states(opener: RemoteOp
         assert (closed, lost) == (opened, 0)
 
 
-async def test_invalid_options_are_mistakes_of_the_recipe(opener: RemoteOpener) -> None:
+async def test_invalid_options_are_errors_of_the_recipe(opener: RemoteOpener) -> None:
     async with fake_openenv() as fake:
         for options, said in (({"speed": 1}, "unknown option"), ({"actions": "text"}, None), ({"actions": "x"}, "must be text or tool")):
             if said is None:

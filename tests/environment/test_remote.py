@@ -186,7 +186,7 @@ async def test_a_postponed_request_is_repeated_after_the_requested_wait(opener: 
     assert len(times) == 2 and times[1] - times[0] >= 0.3
 
 
-async def test_a_busy_server_is_asked_again_for_a_session(opener: RemoteOpener) -> None:
+async def test_the_request_for_a_session_is_repeated_if_the_server_is_busy(opener: RemoteOpener) -> None:
     tries: list[float] = []
 
     def busy(request: HttpRequest, _: Any) -> bytes:

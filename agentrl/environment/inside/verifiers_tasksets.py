@@ -79,7 +79,7 @@ class Taskset:
                 model, key = getattr(client, "model", "a model"), client.api_key_var
                 raise Fault(
                     TASK,
-                    f"{self._name} has no key for {model} at {client.base_url}: set {key} with variables, or another model with args or env",
+                    f"{self._name} has no key for {model} at {client.base_url}: set {key} with variables, or another model in args or env",
                 )
         if self._sandboxed:
             self._task_class.NEEDS_CONTAINER = False  # the sandbox is one
