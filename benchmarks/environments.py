@@ -1,4 +1,4 @@
-"""What environments cost: steps per second of CartPole next to bare Gymnasium, and sessions at an OpenEnv server.
+"""Measures environments: steps per second of CartPole next to bare Gymnasium, and sessions at an OpenEnv server.
 
     python benchmarks/environments.py                # all sections
     python benchmarks/environments.py cartpole

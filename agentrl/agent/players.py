@@ -125,7 +125,7 @@ class Players:
         if unknown := sorted(set(self.players) - set(roles)):
             raise PluginError(f"rollout.agent.options.players: the environment has no role {unknown[0]!r}", fix=f"use {', '.join(roles)}")
         chosen = {role: name for role, name in self.players.items() if name != CURRENT}
-        draw = random.Random(f"{task.key}")  # the attempts at a task agree, in every process
+        draw = random.Random(f"{task.key}")  # the same for all attempts at a task, in every process
         free = [role for role in roles if role not in chosen]
         if self.opponent is not None and draw.random() < self.share:
             own = draw.choice(free)

@@ -47,7 +47,7 @@ class Played:
 
     @property
     def end(self) -> str:
-        """How it ended."""
+        """Reason for the end of the episode."""
         _, _, terminated, truncated = self.steps[-1]
         return "terminated" if terminated else "truncated" if truncated else "reached the limit of turns"
 
@@ -77,7 +77,7 @@ _NO_ACTOR = "anything about episodes: an action is any text, and the class has n
 
 
 async def _proof(name: str, tasks: Sequence[Task], check: Callable[[Task], Awaitable[str]]) -> Proof:
-    """Returns the proof of a claim. `check` returns what is wrong with a task; empty if nothing is."""
+    """Returns the proof of a claim. `check` returns the problem of a task; empty if there is none."""
     wrong: dict[str, list[str]] = {}
     for task in tasks:
         with user_code.fault_boundary() as fault:
@@ -194,7 +194,7 @@ class OneActor:
 
     @property
     def actions(self) -> Sequence[str] | None:
-        """What the role that acts next may do."""
+        """The allowed actions of the role that acts next."""
         legal = next(iter(self._waiting.values())).actions if self._waiting else ()
         return legal or cast(Sequence[str] | None, self._game.actions)
 

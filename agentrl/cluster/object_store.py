@@ -50,7 +50,7 @@ class ObjectStore:
     """
 
     def __init__(self, url: str) -> None:
-        """`url`: with the id of the run. Raises `UserError` if the package for this kind of store is not installed."""
+        """`url`: the URL of the store with the id of the run. Raises `UserError` if the package for this kind of store is not installed."""
         self.url = url
         try:
             fsspec: Any = import_module("fsspec")

@@ -136,7 +136,7 @@ class RemoteServer:
         self.url, self.options = web.validate_url(url).rstrip("/"), options
         self.what = f"{kind} server {urlsplit(url).netloc}"
         self.opened = self.closed = self.lost = 0
-        self.cache: dict[str, Any] = {}  # what sessions have learned about the server
+        self.cache: dict[str, Any] = {}  # data about the server that its sessions share
         self.learning = asyncio.Lock()
         header = {"ors": "x-api-key"}.get(kind, "authorization")
         self.headers = {} if not options.key else {header: options.key if kind == "ors" else f"Bearer {options.key}"}

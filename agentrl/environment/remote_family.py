@@ -91,7 +91,7 @@ class RemoteFamily(EnvironmentFamily):
 
     @cached_property
     def _ranges(self) -> Mapping[Split, tuple[str, int, int]]:
-        """Where the tasks of a split are: the server's split, the first index, and the number."""
+        """Returns the server's split, the first index and the number of the tasks of a split."""
         if self._tasks is not None:
             total, other, held = len(self._rows), "", 0
         else:

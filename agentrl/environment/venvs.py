@@ -26,7 +26,7 @@ _ARCHIVES = (".whl", ".tar.gz", ".zip")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lock:
-    """What an environment consists of."""
+    """The packages of an environment, as its lock file records them."""
 
     name: str
     requires: tuple[str, ...]  # as requested: requirements, or folders relative to the project

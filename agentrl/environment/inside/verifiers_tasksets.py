@@ -232,7 +232,7 @@ class PolicyClient(EvalClient):
 
 
 def serve_policy() -> None:
-    """Lets verifiers use `PolicyClient` for the policy."""
+    """Registers `PolicyClient` in verifiers as the client of the policy."""
     other = interception.resolve_client
     interception.resolve_client = lambda config: PolicyClient(config) if config.api_key_var == NO_KEY else other(config)
 

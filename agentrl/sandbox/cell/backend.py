@@ -26,12 +26,12 @@ from agentrl.sandbox.channel_sandbox import ChannelSandbox
 log = logging.getLogger(__name__)
 
 REACH_S = 20.0
-"""How long `prepare` and an opening try to reach any cell."""
+"""Seconds in which `prepare` or an opening must reach any cell."""
 CONNECT_S = 3.0
 PREPARE_S = 100.0
 RELIEVE_S = 10.0
 AVOID_S = 5.0
-"""How long a cell that failed gets sandboxes only if all others have failed or are full."""
+"""Seconds after a failure in which a cell gets sandboxes only if all others have failed or are full."""
 FULL_S = 1.0
 _RETRY_S = 0.25
 _RESOLVE_S = 5.0
@@ -43,7 +43,7 @@ Request = Callable[[Mapping[str, Any]], Awaitable[tuple[socket.socket, dict[str,
 
 @dataclass(slots=True)
 class CellState:
-    """What a driver knows of a cell."""
+    """State of a cell in a driver."""
 
     address: tuple[str, int]
     open: int = 0  # sandboxes of this driver
@@ -178,7 +178,7 @@ class CellBackend(ChannelBackend):
         cell.avoided_until = asyncio.get_running_loop().time() + seconds
 
     async def _resolve(self) -> None:
-        """Looks the names up again every few seconds. Cells that have left are forgotten; a name that has no address is a problem."""
+        """Looks the names up again every few seconds. Removes unlisted cells. A name without an address is recorded as the problem."""
         loop = asyncio.get_running_loop()
         if loop.time() < self._resolved_at + _RESOLVE_S:
             return

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 API_VERSION = "extensions.agents.x-k8s.io/v1beta1"
 LEASE_S, RENEW_S = 600.0, 60.0
 READY_S = 110.0
-"""How long a claim may take to have a ready pod."""
+"""Seconds in which a claim must have a ready pod."""
 REQUEST_S = 10.0
 POLL_S = 0.5
 PAUSE_S = 5.0
@@ -200,7 +200,7 @@ class ClaimBackend(CellBackend):
             log.warning("claim %s expires in %.0f s: %s", name, LEASE_S, error)
 
     def _leave(self, cell: CellState) -> None:
-        """Keeps one claim without sandboxes."""
+        """Drops all claims without sandboxes but one."""
         super()._leave(cell)
         idle = [claim for claim in self._claims if claim.cell.open == 0]
         for claim in idle[1:]:
