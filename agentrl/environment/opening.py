@@ -7,7 +7,7 @@ import inspect
 from typing import cast
 from weakref import WeakKeyDictionary
 
-from agentrl.environment.base import Environment as WorldClass
+from agentrl.environment.base import Environment as EnvironmentClass
 from agentrl.environment.guard import GuardedEnvironment, guarded
 from agentrl.environment.pool import ProcessPool
 from agentrl.environment.worker import KINDS
@@ -52,7 +52,7 @@ def kind_of(ref: str) -> str:
     if prefix in KINDS:
         return ""
     target = resolve(ref)
-    if inspect.isclass(target) and issubclass(target, WorldClass):
+    if inspect.isclass(target) and issubclass(target, EnvironmentClass):
         return ""
     if inspect.isclass(target) and callable(getattr(target, "open", None)):
         return ref

@@ -1,4 +1,4 @@
-"""Local environments in processes of their own: many episodes a process, and many actions a message.
+"""Local environments in separate processes: many episodes per process, and many actions per message.
 
 Actions of episodes that arrive in one round of the event loop are sent together. A process in which one operation runs for longer than
 `timeout_s` is killed, with the processes that it has started. The episode of that operation is at fault (`EnvironmentCrash`); the other
@@ -64,16 +64,16 @@ class ProcessPool:
             alone: whether to start a process for this episode, because an earlier attempt ended its process.
         """
         process = await self._process(alone)
-        number, world = process.add(), cast(PooledEnvironment | PooledGame | None, None)
+        number, environment = process.add(), cast(PooledEnvironment | PooledGame | None, None)
         try:
             opened = await process.run(number, "open", spec.ref, resolve_options(spec.options), spec.seed)
             if isinstance(opened, dict):
-                world = PooledGame(partial(process.run, number), partial(process.remove, number), opened, spec.ref)
+                environment = PooledGame(partial(process.run, number), partial(process.remove, number), opened, spec.ref)
             else:
-                world = PooledEnvironment(process, number, spec.ref, opened)
-            return world
+                environment = PooledEnvironment(process, number, spec.ref, opened)
+            return environment
         finally:
-            if world is None:
+            if environment is None:
                 await process.remove(number)
 
     async def close(self) -> None:

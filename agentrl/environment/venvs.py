@@ -26,7 +26,7 @@ _ARCHIVES = (".whl", ".tar.gz", ".zip")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lock:
-    """What an environment consists of."""
+    """The packages of an environment, as its lock file records them."""
 
     name: str
     requires: tuple[str, ...]  # as requested: requirements, or folders relative to the project
@@ -87,12 +87,12 @@ def environment_python(root: Path, name: str) -> Path:
     if not path.is_file():
         raise UserError(f"the project has no environment {name!r}", fix=f"agentrl env add {name}")
     if not is_built(root, read_lock(path)):
-        raise UserError(f"the environment {name!r} is not built, or not from its lock", fix=f"agentrl env sync {name}")
+        raise UserError(f"the environment {name!r} is not built, or was built from another lock", fix=f"agentrl env sync {name}")
     return python_of(root / BUILT / name)
 
 
 def environment_of(root: Path, package: str) -> str:
-    """Returns the name of the environment with a package: the one that is called so, else the only one that contains it.
+    """Returns the name of the environment with a package: the one with the package's name, else the only one that contains the package.
 
     Raises `UserError` if there is none, or several.
     """
@@ -106,7 +106,7 @@ def environment_of(root: Path, package: str) -> str:
         return having[0]
     if not having:
         raise UserError(f"no environment of the project has the package {package!r}", fix=f"agentrl env add {package}")
-    raise UserError(f"{package!r} is in the environments {', '.join(having)}", fix="choose one with the option `environment`")
+    raise UserError(f"{package!r} is in the environments {', '.join(having)}", fix="choose one with the option environment")
 
 
 def is_path(item: str) -> bool:
@@ -135,7 +135,9 @@ def read_lock(path: Path) -> Lock:
     try:
         return Lock.from_text(path.stem, untrusted_files.read_bytes(path, most=LOCK_BYTES).decode())
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not a lock of an environment: {error}", fix="restore it, or: agentrl env remove") from None
+        raise UserError(
+            f"{path} is not a lock of an environment: {error}", fix=f"restore it, or remove the environment: agentrl env remove {path.stem}"
+        ) from None
 
 
 def is_built(root: Path, lock: Lock) -> bool:

@@ -35,17 +35,17 @@ MAX_RESULT = 32 << 20
 """Bytes of one result, such as a snapshot."""
 SIZE = struct.Struct("<I")
 PROGRESS = struct.Struct("<Q")
-KINDS = {"gymnasium": "agentrl.environment.gymnasium_worlds:GymnasiumWorld"}
+KINDS = {"gymnasium": "agentrl.environment.gymnasium_environments:GymnasiumEnvironment"}
 """Prefix of a reference -> class of its environments, whose first argument is the rest of the reference."""
 
 
-def world_class(ref: str) -> tuple[Callable[..., Environment], str]:
+def environment_class(ref: str) -> tuple[Callable[..., Environment], str]:
     """Returns the class of an environment, and the argument that its reference adds (empty: none). Raises `PluginError`."""
     prefix, _, rest = ref.partition(":")
     return (resolve(KINDS[prefix]), rest) if prefix in KINDS else (resolve(ref), "")
 
 
-class Worlds:
+class OpenEnvironments:
     """The environments of one process, by the number of their episode."""
 
     def __init__(self) -> None:
@@ -57,14 +57,14 @@ class Worlds:
 
     def open(self, number: int, ref: str, options: dict[str, Any], seed: int) -> Any:
         """Opens an environment, and returns what it declares and its first observation."""
-        kind, argument = world_class(ref)
-        world = kind(argument, **options) if argument else kind(**options)
-        self._open[number] = world, ref
-        if isinstance(world, Game):
-            return self._open_game(world, ref, seed)
-        first = text_of(self._done(world.reset(seed)), f"{ref}.reset()")
-        resumable = callable(getattr(world, "snapshot", None)) and callable(getattr(world, "restore", None))
-        return [str(world.instructions), actions_of(world.actions, ref), first, resumable]
+        kind, argument = environment_class(ref)
+        environment = kind(argument, **options) if argument else kind(**options)
+        self._open[number] = environment, ref
+        if isinstance(environment, Game):
+            return self._open_game(environment, ref, seed)
+        first = text_of(self._done(environment.reset(seed)), f"{ref}.reset()")
+        resumable = callable(getattr(environment, "snapshot", None)) and callable(getattr(environment, "restore", None))
+        return [str(environment.instructions), actions_of(environment.actions, ref), first, resumable]
 
     def _open_game(self, game: Game, ref: str, seed: int) -> Any:
         roles = roles_of(game.roles, ref)
@@ -74,37 +74,37 @@ class Worlds:
 
     def step(self, number: int, action: Any) -> StepRow | list[Any]:
         """Applies an action, or the actions of several roles."""
-        world, ref = self._open[number]
-        if isinstance(world, Game):
-            played = role_step_of(self._done(world.step(action["roles"])), roles_of(world.roles, ref), f"{ref}.step()")
+        environment, ref = self._open[number]
+        if isinstance(environment, Game):
+            played = role_step_of(self._done(environment.step(action["roles"])), roles_of(environment.roles, ref), f"{ref}.step()")
             return [as_data(played.observations), dict(played.rewards), played.terminated, played.truncated]
-        return step_row(self._done(world.step(call_of(action))), f"{ref}.step()")
+        return step_row(self._done(environment.step(call_of(action))), f"{ref}.step()")
 
     def snapshot(self, number: int) -> str:
         """Returns the state of an environment as base64."""
-        world, ref = self._open[number]
-        state = self._done(world.snapshot())
+        environment, ref = self._open[number]
+        state = self._done(environment.snapshot())
         if not isinstance(state, bytes):
             raise EnvironmentFault(f"{ref}.snapshot() returned {type(state).__name__} instead of bytes")
         return base64.b64encode(state).decode()
 
     def restore(self, number: int, state: str) -> str:
         """Sets the state of an environment."""
-        world, ref = self._open[number]
-        return text_of(self._done(world.restore(base64.b64decode(state))), f"{ref}.restore()")
+        environment, ref = self._open[number]
+        return text_of(self._done(environment.restore(base64.b64decode(state))), f"{ref}.restore()")
 
     def close(self, number: int) -> None:
         """Closes an environment that may have failed to open."""
-        world, _ = self._open.pop(number, (None, ""))
-        if world is not None:
-            self._done(world.close())
+        environment, _ = self._open.pop(number, (None, ""))
+        if environment is not None:
+            self._done(environment.close())
 
 
-def answer(worlds: Worlds, operation: list[Any]) -> list[Any]:
+def answer(environments: OpenEnvironments, operation: list[Any]) -> list[Any]:
     """Runs one operation. Returns its number, how it ended and its result."""
     number, name, *arguments = operation
     try:
-        return [number, "ok", getattr(worlds, name)(number, *arguments)]
+        return [number, "ok", getattr(environments, name)(number, *arguments)]
     except PolicyFault as error:
         return [number, "policy", str(error)[:2000]]
     except (TaskError, PluginError) as error:
@@ -121,7 +121,7 @@ def main() -> None:
     replies = os.dup(sys.stdout.fileno())
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
-    requests, worlds, count, owner = os.fdopen(os.dup(sys.stdin.fileno()), "rb"), Worlds(), 0, os.getpid()
+    requests, environments, count, owner = os.fdopen(os.dup(sys.stdin.fileno()), "rb"), OpenEnvironments(), 0, os.getpid()
     os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
     _be_killed_first()
     _send(replies, [])
@@ -129,7 +129,7 @@ def main() -> None:
         results, size, sent = list[bytes](), 0, time.monotonic()
         for operation in json.loads(requests.read(SIZE.unpack(head)[0])):
             progress[:] = PROGRESS.pack(count + 1)
-            result = encoded(answer(worlds, operation))
+            result = encoded(answer(environments, operation))
             if os.getpid() != owner:  # a fork that an environment did not end
                 os._exit(1)
             count += 2

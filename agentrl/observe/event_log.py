@@ -159,7 +159,7 @@ class EventLog:
         self._size = self._file.seek(0, os.SEEK_END)
 
     def _lock_folder(self) -> None:
-        """Makes this process the only writer: two would overwrite each other's segments. Raises `OSError` if another one writes."""
+        """Locks the folder: two writers would overwrite each other's segments. Raises `OSError` if another one writes."""
         if self._lock is not None:
             return
         lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -85,7 +85,7 @@ async def test_an_error_of_nsys_names_the_command_and_its_output(tmp_path: Path,
         await nsight.start()
 
 
-def test_without_nsys_or_a_gpu_the_command_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: Path) -> None:
+def test_without_nsys_or_a_gpu_the_command_reports_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: Path) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(UserError, match="no NVIDIA GPU is visible"):
         NsightSessions(tmp_path)

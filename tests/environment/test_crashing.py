@@ -47,7 +47,7 @@ async def played(policy: ScriptedPolicy, tokenizer: Any, world: str, *, groups: 
         request_timeout_s=60.0,
     )
     group_runner = GroupRunner(runner=runner, scorer=episode_return, slots=asyncio.Semaphore(16), group_size=4)
-    family = open_family(TasksConfig(family=Part(f"tests.environment.worlds:{world}")), seed=0)
+    family = open_family(TasksConfig(family=Part(f"tests.environment.examples:{world}")), seed=0)
     return await asyncio.gather(*(group_runner.run_group(n, family.task(Split.TRAIN, n)) for n in range(groups)))
 
 

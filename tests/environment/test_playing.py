@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentrl.agent import TurnLoop
-from agentrl.agent.world import check_world
+from agentrl.agent.agent_environment import check_environment
 from agentrl.config.recipe import TasksConfig
 from agentrl.environment import close_environments
 from agentrl.environment.returns import episode_return
@@ -24,7 +24,7 @@ from agentrl.testing.sandboxes import printing
 from tests.chats import chat_of
 from tests.episodes import tokenizer as tokenizer
 
-WORLDS = "tests.environment.worlds:"
+EXAMPLES = "tests.environment.examples:"
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ async def closed() -> AsyncIterator[None]:
 
 
 def task_of(name: str, **options: Any) -> Task:
-    return open_family(TasksConfig(family=Part(f"{WORLDS}{name}", options)), seed=0).task(Split.TRAIN, 0)
+    return open_family(TasksConfig(family=Part(f"{EXAMPLES}{name}", options)), seed=0).task(Split.TRAIN, 0)
 
 
 async def play(task: Task, tokenizer: Any, *texts: str, instructions: str | None = None) -> tuple[Episode, ScriptedPolicy]:
@@ -144,7 +144,7 @@ async def test_an_error_at_the_end_does_not_change_the_score(tokenizer: Any) -> 
 async def test_a_choice_that_no_answer_can_be_is_an_error_before_the_run(tokenizer: Any, choice: str, why: str) -> None:
     task = task_of("Choices", choices=["a", choice])
     if not why:
-        await check_world(task, chat_of(tokenizer))
+        await check_environment(task, chat_of(tokenizer))
         return
     with pytest.raises(UserError, match=re.escape(why)):
-        await check_world(task, chat_of(tokenizer))
+        await check_environment(task, chat_of(tokenizer))

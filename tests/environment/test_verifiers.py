@@ -233,7 +233,7 @@ print(json.dumps(said))
 """
 
 
-def test_packages_that_cannot_be_used_are_refused_before_a_run(project: Path) -> None:
+def test_packages_that_cannot_be_used_are_an_error_before_a_run(project: Path) -> None:
     python = venvs.environment_python(ROOT, "verifiers")
     command = [str(python), "-c", LOAD, str(project), str(host.INSIDE)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -250,7 +250,7 @@ def test_packages_that_cannot_be_used_are_refused_before_a_run(project: Path) ->
         ("large", "the maximum is 1048576"),
         ("container", "needs a container: set the option image"),
         ("hosted", "wants the hosted runtime 'modal'"),
-        ("judged", "asks openai/gpt-6-luna at https://api.pinference.ai"),
+        ("judged", "no key for openai/gpt-6-luna at https://api.pinference.ai"),
         ("far", "its tool servers need a hosted runtime"),
         ("bash", "the harness of agent needs a container"),
         ("prime", "wants the hosted runtime 'prime'"),
@@ -279,7 +279,7 @@ def test_modules_that_cannot_be_imported(project: Path, content: str, environmen
         VerifiersFamily("verifiers:toy_new", environment=environment)
 
 
-def test_rewards_that_compare_attempts_are_refused(project: Path) -> None:
+def test_rewards_that_compare_attempts_are_an_error(project: Path) -> None:
     with pytest.raises(UserError, match="compare the attempts at a task"):
         VerifiersFamily("verifiers:toy_v0", environment=OLD, args={"kind": "group"})
 
@@ -296,6 +296,6 @@ def test_rewards_that_compare_attempts_are_refused(project: Path) -> None:
         ({"environment": "absent"}, "agentrl env add absent"),
     ],
 )
-def test_options_that_are_wrong(project: Path, options: dict[str, Any], said: str) -> None:
+def test_wrong_options_are_errors(project: Path, options: dict[str, Any], said: str) -> None:
     with pytest.raises((PluginError, UserError), match=said):
         VerifiersFamily("verifiers:toy_sums", **options)

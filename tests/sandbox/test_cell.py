@@ -211,7 +211,7 @@ async def test_sandboxes_of_a_killed_driver_end_and_those_of_another_continue(ro
         assert (await sandbox.exec(["true"], timeout_s=20)).ok
 
 
-async def test_full_cells_are_passed_over_and_then_waited_for(root):
+async def test_full_cells_are_skipped_and_then_waited_for(root):
     async with cell(sandboxes=1) as (_, first), cell(memory_mb=SPEC.memory_mb) as (_, second), driver(root, first, second) as opened:
         one, other = [await opened.open(SPEC) for _ in range(2)]
         assert [state.open for state in opened._cells.values()] == [1, 1]
@@ -223,7 +223,7 @@ async def test_full_cells_are_passed_over_and_then_waited_for(root):
         assert (await (await waiting).exec(["true"], timeout_s=20)).ok and (await other.exec(["true"], timeout_s=20)).ok
 
 
-async def test_few_sandboxes_of_cells_are_kept_ready(root, monkeypatch):
+async def test_few_sandboxes_of_cells_are_opened_in_advance(root, monkeypatch):
     monkeypatch.setenv("CELL_KEY", KEY)
     async with cell() as (served, address):
         options = {"addresses": [address], "key": "env:CELL_KEY"}
@@ -236,7 +236,7 @@ async def test_few_sandboxes_of_cells_are_kept_ready(root, monkeypatch):
         assert not served._running
 
 
-async def test_sandbox_that_does_not_start_leaves_its_room(root, monkeypatch):
+async def test_sandbox_that_does_not_start_frees_its_memory(root, monkeypatch):
     async with cell() as (served, address), driver(root, address) as opened:
         await opened.prepare(SPEC)
 
@@ -266,7 +266,7 @@ async def test_no_cell_answers_is_an_error_within_30_seconds(root, monkeypatch):
                 assert time.monotonic() - start < 10 and opened._open == {}
 
 
-async def test_cell_without_the_image_or_with_another_version_refuses(root, monkeypatch):
+async def test_cell_without_the_image_or_with_another_version_is_not_used(root, monkeypatch):
     (root / "other").mkdir()
     (root / "other" / "image.toml").write_text('packages = ["python3", "hello"]\n')
     async with cell() as (served, address), driver(root, address) as opened:
@@ -352,7 +352,7 @@ async def test_cell_without_the_key_is_not_used(root):
         assert KEY.encode() not in seen[0]
 
 
-async def test_silent_strangers_are_dropped_and_do_not_keep_drivers_out(root, monkeypatch):
+async def test_silent_connections_are_dropped_and_do_not_block_drivers(root, monkeypatch):
     monkeypatch.setattr(server, "HANDSHAKE_S", 0.5)
     monkeypatch.setattr(server, "_MAX_STRANGERS", 4)
     async with cell() as (_, address), driver(root, address) as opened:

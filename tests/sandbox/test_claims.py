@@ -95,7 +95,7 @@ def api():
 
 @contextlib.asynccontextmanager
 async def pods(api, count, **options):
-    """Cells at addresses of their own, for the claims to come."""
+    """Cells at different addresses, for later claims."""
     cells = [Cell(KEY, **options) for _ in range(count)]
     try:
         for cell in cells:
@@ -230,7 +230,7 @@ def test_options_are_checked(root, api, monkeypatch):
         with pytest.raises(UserError):
             open_claims(root=root, run_label="t", **options)
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    with pytest.raises(UserError, match="this is no pod"):
+    with pytest.raises(UserError, match="not in a pod"):
         open_claims(root=root, run_label="t", pool="p", key=KEY)
     monkeypatch.setenv("CELL_KEY", KEY)
     options = {"pool": "p", "key": "env:CELL_KEY", "api": api.url, "token": "env:CELL_KEY"}

@@ -26,7 +26,7 @@ from agentrl.sandbox.channel_sandbox import ChannelSandbox
 log = logging.getLogger(__name__)
 
 REACH_S = 20.0
-"""How long `prepare` and an opening try to reach any cell."""
+"""Seconds in which `prepare` or an opening must reach any cell."""
 CONNECT_S = 3.0
 GREETING_S = 12.0
 """How long a cell may take to send its nonce: it first drops connections without the key, which have 10 s."""
@@ -45,7 +45,7 @@ Request = Callable[[Mapping[str, Any]], Awaitable[tuple[socket.socket, dict[str,
 
 @dataclass(slots=True)
 class CellState:
-    """What a driver knows of a cell."""
+    """State of a cell in a driver."""
 
     address: tuple[str, int]
     open: int = 0  # sandboxes of this driver
@@ -190,7 +190,7 @@ class CellBackend(ChannelBackend):
         self._avoid(cell, problem, min(AVOID_S * 2 ** min(cell.failures - 1, 10), MOST_AVOID_S))
 
     async def _resolve(self) -> None:
-        """Looks the names up again every few seconds. Cells that have left are forgotten; a name that has no address is a problem."""
+        """Looks the names up again every few seconds. Removes unlisted cells. A name without an address is recorded as the problem."""
         loop = asyncio.get_running_loop()
         if loop.time() < self._resolved_at + _RESOLVE_S:
             return

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 API_VERSION = "extensions.agents.x-k8s.io/v1beta1"
 LEASE_S, RENEW_S = 600.0, 60.0
 READY_S = 110.0
-"""How long a claim may take to have a ready pod."""
+"""Seconds in which a claim must have a ready pod."""
 REQUEST_S = 10.0
 POLL_S = 0.5
 PAUSE_S = 5.0
@@ -54,14 +54,18 @@ class KubernetesApi:
     def __init__(self, url: str = "", *, token: str = "", authority: str = "") -> None:
         host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
         if not url and not host:
-            raise UserError("this is no pod, so the address of the Kubernetes API is unknown", fix="give the options api and token")
+            raise UserError(
+                "this process is not in a pod, so the address of the Kubernetes API is unknown", fix="give the options api and token"
+            )
         self._token = token
         verify: ssl.SSLContext | bool = True
         if authority or not url:
             try:
                 verify = ssl.create_default_context(cafile=authority or str(_ACCOUNT / "ca.crt"))
             except (OSError, ssl.SSLError) as error:
-                raise UserError(f"the certificate authority of the Kubernetes API cannot be read: {error}", fix="correct it") from None
+                raise UserError(
+                    f"the certificate authority of the Kubernetes API cannot be read: {error}", fix="give its file as the option authority"
+                ) from None
         address = url or f"https://{f'[{host}]' if ':' in host else host}:{port}"
         self._date: tuple[datetime, float] | None = None  # of the newest reply: the API's time, and the monotonic time here
         self._client = httpx.AsyncClient(base_url=address, verify=verify, timeout=REQUEST_S, follow_redirects=False)
@@ -213,7 +217,7 @@ class ClaimBackend(CellBackend):
             log.warning("claim %s expires in %.0f s: %s", name, LEASE_S, error)
 
     def _leave(self, cell: CellState) -> None:
-        """Keeps one claim without sandboxes."""
+        """Drops all claims without sandboxes but one."""
         super()._leave(cell)
         idle = [claim for claim in self._claims if claim.cell.open == 0]
         for claim in idle[1:]:

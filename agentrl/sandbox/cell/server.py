@@ -334,13 +334,13 @@ def available_memory_mb() -> int:
     """Returns the memory that this container, or else this machine, may use."""
     amounts = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):  # the file does not exist, or says "max"
+        with contextlib.suppress(OSError, ValueError):  # the file does not exist, or contains "max"
             amounts.append(int((limits.CGROUPS / name).read_text()))
     return min(amounts) // _MEBIBYTE
 
 
 def _open_control_groups() -> None:
-    """Makes the control groups of a container writable, in which root then limits each sandbox."""
+    """Remounts the control groups of a container as writable, so that root can limit each sandbox."""
     groups = Groups(str(limits.CGROUPS))
     if os.geteuid() == 0 and not os.access(groups.folder("memory"), os.W_OK):
         with contextlib.suppress(OSError):  # a container without the right: limits are per process

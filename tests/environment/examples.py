@@ -225,13 +225,13 @@ class Remote:
         if spec.options.get("how") == "open":
             raise RuntimeError("no connection")
         Remote.opened += 1
-        return _RemoteWorld(str(spec.options.get("how", "")))
+        return _RemoteEnvironment(str(spec.options.get("how", "")))
 
     async def close(self) -> None:
         Remote.closed += 1
 
 
-class _RemoteWorld:
+class _RemoteEnvironment:
     instructions = ""
     actions = ("a", "b")
 
