@@ -159,7 +159,7 @@ async def test_a_share_of_the_tasks_has_an_opponent(tokenizer: Any) -> None:
     ("options", "message"),
     [
         ({"players": {"second": f"{GAMES}raises"}}, "the script of second failed.*ValueError: no idea"),
-        ({"players": {"second": f"{GAMES}nonsense"}}, "returned 'sideways', which is no allowed action"),
+        ({"players": {"second": f"{GAMES}nonsense"}}, "returned 'sideways', which is not an allowed action"),
         ({"opponent": "league", "share": 1.0, "league": FixedLeague(None, ServingError("it died"))}, "it died"),  # type: ignore[arg-type]
     ],
 )
