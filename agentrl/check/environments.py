@@ -55,7 +55,11 @@ class Played:
 async def prove_environment(tasks: Sequence[Task]) -> list[Proof]:
     """Plays the environments of tasks. Faults of an environment are findings."""
     tasks = [task for task in tasks if task.environment is not None][:SEEDS]
-    first = await _open(_spec(tasks[0]))
+    try:
+        first = await _open(_spec(tasks[0]))
+    except EnvironmentFault as error:
+        finding = Finding(severity="failure", what=f"{_spec(tasks[0]).ref} does not start: {error}", tasks=(tasks[0].id,))
+        return [Proof(name="episodes can be played", looked_at="1 seed", findings=(finding,))]
     actions = first.actions
     await first.close()
     if actions is None and _expert(_spec(tasks[0])) is None:
@@ -157,10 +161,18 @@ def _reward_range(tasks: Sequence[Task], played: Mapping[str, Played]) -> Proof:
     if declared is None:
         unproven = ("the range of an episode's rewards: the class declares none (rewards = (smallest, largest))",)
         return Proof(name="rewards are in their range", looked_at=observed, unproven=unproven)
+    if not _is_range(declared):
+        what = f"rewards must be two numbers, the smallest and the largest reward of an episode, got {declared!r:.80}"
+        return Proof(name="rewards are in their range", looked_at=observed, findings=(Finding(severity="failure", what=what),))
     outside = [name for name, episode in played.items() if not declared[0] <= episode.total <= declared[1]]
     what = f"the rewards of an episode add up to a value outside the declared range {declared[0]:g} to {declared[1]:g}"
     findings = (Finding(severity="failure", what=what, tasks=tuple(outside)),) if outside else ()
     return Proof(name="rewards are in their range", looked_at=observed, findings=findings)
+
+
+def _is_range(value: Any) -> bool:
+    numbers = isinstance(value, tuple | list) and len(value) == 2 and all(isinstance(bound, int | float) for bound in value)
+    return numbers and value[0] <= value[1]
 
 
 async def _baselines(tasks: Sequence[Task], played: Mapping[str, Played], *, random_baseline: bool) -> Proof:
@@ -174,6 +186,9 @@ async def _baselines(tasks: Sequence[Task], played: Mapping[str, Played], *, ran
             findings.append(Finding(severity="failure", what=f"the expert failed: {user_code.describe_error(fault.error, 500)}"))
     if len(rows) == 2 and all(rows.values()) and fmean(e.total for e in rows["expert"]) <= fmean(e.total for e in rows["random"]):
         findings.append(Finding(severity="warning", what="the expert earns no more than random actions"))
+    if rows.get("random") and all(not any(one.steps[-1][2:]) for episodes in rows.values() for one in episodes):
+        what = f"no episode ended within limits.turns={tasks[0].limits.turns}"
+        findings.append(Finding(severity="warning", what=what))
     table: list[tuple[str, ...]] = [("actions", "episodes", "mean reward", "smallest", "largest", "mean steps", "terminated")]
     for name, episodes in rows.items():
         totals = [episode.total for episode in episodes] or [0.0]

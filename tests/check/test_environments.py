@@ -91,3 +91,16 @@ def test_the_command_takes_the_reference_of_an_environment() -> None:
     assert "equal seeds and actions give equal episodes" in done.stdout and "expert" in done.stdout and "gold" not in done.stdout
     done = agentrl("check", "tests.environment.examples:Broken", "--count", "2")
     assert done.returncode == 1 and "the lamp broke" in done.stdout
+
+
+async def test_an_endless_environment_gets_a_warning_and_a_range_must_be_two_numbers() -> None:
+    proofs = await prove("Endless")
+    (finding,) = proofs["baselines"].findings
+    assert (finding.severity, finding.what) == ("warning", "no episode ended within limits.turns=6")
+    (finding,) = proofs["rewards are in their range"].findings
+    assert "two numbers" in finding.what and "'high'" in finding.what
+
+
+async def test_an_environment_that_ends_its_process_at_the_start_is_a_failure_with_its_name() -> None:
+    (proof,) = (await prove("Faulty", how="die", at="reset")).values()
+    assert not proof.ok and "tests.environment.worlds:Faulty does not start: its process ended" in proof.findings[0].what

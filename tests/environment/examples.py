@@ -346,3 +346,16 @@ class Choices(Environment):
 
     def step(self, action: str) -> tuple[str, float, bool]:
         return "", 1.0, True
+
+
+class Endless(Environment):
+    """Never ends, and declares what is not a range."""
+
+    actions = ("a", "b")
+    rewards = "high"  # type: ignore[assignment]
+
+    def reset(self, seed: int) -> str:
+        return "Go."
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        return "on", 0.0, False
