@@ -16,7 +16,7 @@ from agentrl.records import Episode, Score, Task, ToolCall
 from agentrl.records.chat import user_message
 from sandboxes.desk.shop import Shop
 
-RULES_BROKEN = 0.4
+RULES_BROKEN = 0.2
 """Score of an episode with the right result that broke a rule on the way."""
 MAX_TEXT = 20_000
 _APOSTROPHE = "\u2019"

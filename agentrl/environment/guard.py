@@ -15,10 +15,10 @@ from agentrl.records import Observation, Step, ToolCall
 T = TypeVar("T")
 
 
-async def guarded(call: Callable[[], Awaitable[T]], what: str, timeout_s: float = TIMEOUT_S) -> T:
+async def guarded(call: Callable[[], Awaitable[T]], what: str, timeout_s: float | None = None) -> T:
     """Returns the result of user-supplied code. Any exception but those with a blame, and no result in time, is an `EnvironmentFault`."""
     with user_code.fault_boundary() as fault:
-        return await user_code.call_user_code(call, what=what, timeout_s=timeout_s)
+        return await user_code.call_user_code(call, what=what, timeout_s=TIMEOUT_S if timeout_s is None else timeout_s)
     error = fault.error
     assert error is not None, "the boundary caught it"
     if isinstance(error, PolicyFault | TaskError | PluginError | InfrastructureError):

@@ -11,14 +11,15 @@ from agentrl.records import ToolCall
 PATIENCE = 6
 """Replies after which the customer leaves."""
 BUTTONS = {
-    "e": "Please tell me the e-mail address of the order.",
-    "l": "look_up",
-    "r": "refund",
-    "c": "cancel",
-    "a": "change_address",
-    "d": "I have done what you asked for.",
-    "n": "I am sorry, but the rules of the shop do not allow it.",
+    "v": "Please tell me the e-mail address of the order.",
+    "f": "look_up",
+    "o": "refund",
+    "x": "cancel",
+    "k": "change_address",
+    "C": "I have done what you asked for.",
+    "1": "I am sorry, but the rules of the shop do not allow it.",
 }
+"""Letters to which the small policy of `recipes/desk.py` gives similar probabilities before training."""
 _EMAIL = re.compile(r"[\w.]+@[\w.]*\w")
 _OVER = re.compile(r"\b(done|refunded|cancel+ed|changed|sorry|cannot|can't|not possible|not allow)", re.IGNORECASE)
 

@@ -59,8 +59,8 @@ def buttons(context: str) -> str:
     said = careful(re.sub(r"user\n((?!It is|Please|Goodbye)[^<]*)<", r"user\n<tool_response>\n\1\n</tool_response><", context))
     call = re.search(r'"name": "(\w+)"', said)
     if call:
-        return {"look_up": "l", "refund": "r", "cancel": "c", "change_address": "a"}[call[1]]
-    return "e" if "e-mail" in said else "n" if said == DECLINE else "d"
+        return {"look_up": "f", "refund": "o", "cancel": "x", "change_address": "k"}[call[1]]
+    return "v" if "e-mail" in said else "1" if said == DECLINE else "C"
 
 
 def _wish(context: str) -> tuple[str, str, str]:
