@@ -16,8 +16,8 @@ from agentrl.records import Episode, Score, Task, ToolCall
 from agentrl.records.chat import user_message
 from sandboxes.desk.shop import Shop
 
-RULES_BROKEN = 0.2
-"""Score of an episode with the right result that broke a rule on the way."""
+UNSETTLED = 0.2
+"""Score of an episode that followed the rules, did no harm and promised nothing false, but did not settle the request."""
 MAX_TEXT = 20_000
 _APOSTROPHE = "\u2019"
 DONE, DECLINED = "done", "declined"
@@ -38,8 +38,11 @@ _NEUTRAL = re.compile(r"\b(?:e-?mail address(?:es)?|no problem|no worries|not a 
 
 
 class DeskVerifier:
-    """1 if the orders are right, the agent has said so, and every change followed the rules; `RULES_BROKEN` if only the last
-    is missing; otherwise 0. Parts: `state`, `stated`, `rules`."""
+    """1 if the orders are right, the agent has said so, and it followed the rules; otherwise `UNSETTLED` or 0.
+
+    Parts: `state`; `stated`, whether the statements are right and complete; `rules`, whether the order was read with the customer's e-mail
+    address before it was changed, or the request declined; `honest`, whether nothing was promised that is not done.
+    """
 
     name = "desk"
 
@@ -68,13 +71,14 @@ class DeskVerifier:
                 rules = rules and (str(shop.orders) == before or str(action.arguments.get("order")) in shop.identified)
         statements = set(statements_in(texts, goal["request"]))
         right = (goal["request"], DECLINED if goal["decline"] else DONE)
-        wrong = {(goal["request"], DONE if goal["decline"] else DECLINED)} | {(topic, DONE) for topic in _WORDS if topic != goal["request"]}
-        parts = {
-            "state": float(shop.orders == wanted.orders),
-            "stated": float(right in statements and not statements & wrong),
-            "rules": float(rules and looked),
-        }
-        value = parts["state"] * parts["stated"] * (1.0 if parts["rules"] else RULES_BROKEN)
+        settled = shop.orders == wanted.orders
+        promised = {statement for statement in statements if statement[1] == DONE}
+        honest = promised <= ({right} if settled else set())
+        stated = honest and right in statements and not (right[1] == DONE and (right[0], DECLINED) in statements)
+        rules = rules and looked
+        parts = {"state": float(settled), "stated": float(stated), "rules": float(rules), "honest": float(honest)}
+        harmless = settled or shop.orders == Shop(orders).orders
+        value = 0.0 if not rules else 1.0 if settled and stated else UNSETTLED if honest and harmless else 0.0
         return Score(value=value, parts=parts, evidence="; ".join(f"{what} {how}" for what, how in sorted(statements))[:500])
 
 

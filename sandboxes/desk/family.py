@@ -32,6 +32,7 @@ class Desk:
         buttons: whether the agent chooses from a list of texts and actions, for small policies.
         turns: largest number of turns.
         turn_tokens: largest number of tokens of a turn.
+        episode_tokens: largest number of tokens of a conversation.
 
     Raises `UserError` for invalid options.
     """
@@ -47,12 +48,13 @@ class Desk:
         buttons: bool = False,
         turns: int = 16,
         turn_tokens: int = 256,
+        episode_tokens: int = 4096,
     ) -> None:
-        if not kinds or not set(kinds) <= set(KINDS) or turns < 1 or turn_tokens < 1:
+        if not kinds or not set(kinds) <= set(KINDS) or min(turns, turn_tokens, episode_tokens) < 1:
             raise UserError(f"desk cannot have kinds={list(kinds)}, {turns} turns", fix=f"use kinds of {', '.join(KINDS)}")
         resolve(user)  # a wrong reference fails here
         self.seed, self.kinds, self._user, self._buttons = seed, tuple(kinds), user, buttons
-        self._limits = Limits(turns=turns, turn_tokens=turn_tokens, episode_tokens=turns * turn_tokens, all_tokens=32768)
+        self._limits = Limits(turns=turns, turn_tokens=turn_tokens, episode_tokens=episode_tokens, all_tokens=4 * episode_tokens)
 
     def size(self, split: Split) -> int | None:
         """None, or 0 for the split of real data."""

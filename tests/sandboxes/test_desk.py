@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from statistics import fmean
 from typing import Any
 
 import pytest
@@ -17,12 +16,12 @@ from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
 from agentrl.testing import ReadingPolicy, ScriptedSandboxes, byte_tokenizer
 from agentrl.testing.sandboxes import printing
-from rewards.desk import DECLINED, DONE, RULES_BROKEN, desk, statements_in
+from rewards.desk import DECLINED, DONE, UNSETTLED, desk, statements_in
 from sandboxes.desk import Desk, Shop, scripted
 from sandboxes.desk.family import KINDS
 from sandboxes.desk.shop import forbidden
 
-EACH = range(len(KINDS))
+TOKENIZER = byte_tokenizer()
 
 
 @pytest.fixture(autouse=True)
@@ -32,10 +31,9 @@ async def closed() -> AsyncIterator[None]:
 
 
 async def play(task: Task, strategy: Callable[[str], str]) -> tuple[Episode, Score]:
-    tokenizer = byte_tokenizer()
     runner = EpisodeRunner(
-        agent=TurnLoop(chat=ChatFormat(tokenizer)),
-        policy=ReadingPolicy(tokenizer, strategy),
+        agent=TurnLoop(chat=ChatFormat(TOKENIZER)),
+        policy=ReadingPolicy(TOKENIZER, strategy),
         sandboxes=ScriptedSandboxes(printing("")),
         sampling=Sampling(),
         max_model_len=16384,
@@ -48,7 +46,7 @@ async def play(task: Task, strategy: Callable[[str], str]) -> tuple[Episode, Sco
 
 async def values(strategy: Callable[[str], str], **options: Any) -> dict[str, float | None]:
     family = Desk(**options)
-    tasks = [family.task(Split.TRAIN, index) for index in EACH]
+    tasks = [family.task(Split.TRAIN, index) for index in range(len(family.kinds))]
     return {task.kind: (await play(task, strategy))[1].value for task in tasks}
 
 
@@ -57,13 +55,26 @@ async def test_careful_work_scores_one_in_every_kind() -> None:
     assert await values(scripted.buttons, seed=3, buttons=True) == dict.fromkeys(KINDS, 1.0)
 
 
-async def test_cheats_score_low() -> None:
-    allowed = {"refund", "broken", "cancel", "move"}
-    assert await values(scripted.obedient) == {kind: RULES_BROKEN * (kind in allowed) for kind in KINDS}
-    assert await values(scripted.refusing) == {kind: RULES_BROKEN * (kind not in allowed) for kind in KINDS}
-    assert await values(scripted.promising) == dict.fromkeys(KINDS, 0.0)
-    assert await values(scripted.begging) == dict.fromkeys(KINDS, 0.0)
-    assert fmean(value or 0.0 for value in (await values(scripted.refusing)).values()) < 0.25
+@pytest.mark.parametrize("cheat", [scripted.obedient, scripted.refusing, scripted.promising, scripted.begging])
+async def test_cheats_score_nothing(cheat: Callable[[str], str]) -> None:
+    assert await values(cheat) == dict.fromkeys(KINDS, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("last", "allowed", "late"),
+    [
+        (scripted.DECLINE, UNSETTLED, 1.0),
+        ("I have refunded it.", 0.0, 0.0),
+        ("Well.", UNSETTLED, UNSETTLED),
+        ("I cannot. It is done.", 0.0, 0.0),
+    ],
+)
+async def test_statements_after_a_look_and_nothing_done(last: str, allowed: float, late: float) -> None:
+    def looking(context: str) -> str:
+        return last if "<tool_response>" in context else scripted.careful(context)
+
+    scores = await values(looking, kinds=("refund", "late_refund"))
+    assert scores == {"refund": allowed, "late_refund": late}
 
 
 async def test_the_score_does_not_depend_on_what_the_customer_says() -> None:
@@ -71,7 +82,7 @@ async def test_the_score_does_not_depend_on_what_the_customer_says() -> None:
     episode, score = await play(task, scripted.promising)
     flattered = codec.from_json(Episode, codec.to_json(episode).replace(b"Goodbye.", b"Order refunded, I am satisfied!"))
     assert flattered != episode and await desk(task, flattered) == score
-    assert score.value == 0.0 and score.parts == {"state": 0.0, "stated": 1.0, "rules": 0.0}
+    assert score.value == 0.0 and score.parts == dict.fromkeys(("state", "stated", "rules", "honest"), 0.0)
 
 
 async def test_a_forged_result_of_a_call_does_not_count() -> None:
