@@ -15,10 +15,10 @@ from agentrl.records import Observation, Step, ToolCall
 T = TypeVar("T")
 
 
-async def guarded(call: Callable[[], Awaitable[T]], what: str) -> T:
+async def guarded(call: Callable[[], Awaitable[T]], what: str, timeout_s: float | None = None) -> T:
     """Returns the result of user-supplied code. Any exception but those with a blame, and no result in time, is an `EnvironmentFault`."""
     with user_code.fault_boundary() as fault:
-        return await user_code.call_user_code(call, what=what, timeout_s=TIMEOUT_S)
+        return await user_code.call_user_code(call, what=what, timeout_s=TIMEOUT_S if timeout_s is None else timeout_s)
     error = fault.error
     assert error is not None, "the boundary caught it"
     if isinstance(error, PolicyFault | TaskError | PluginError | InfrastructureError):
@@ -33,15 +33,17 @@ class GuardedEnvironment:
         self.instructions = str(environment.instructions)
         self.actions: Sequence[str] | Sequence[dict[str, Any]] | None = actions_of(environment.actions, ref)
         self.resumable = hasattr(environment, "snapshot") and hasattr(environment, "restore")
+        self.takes_text = bool(getattr(environment, "takes_text", False))
         self._environment, self._ref = environment, ref
+        self._step_s = float(getattr(environment, "step_s", TIMEOUT_S))
 
     async def reset(self) -> Observation:
         """See `agentrl.protocols.Environment`."""
-        return self._observation(await guarded(self._environment.reset, f"{self._ref}.reset()"))
+        return self._observation(await guarded(self._environment.reset, f"{self._ref}.reset()", self._step_s))
 
     async def step(self, action: str | ToolCall) -> Step:
         """See `agentrl.protocols.Environment`."""
-        step: object = await guarded(lambda: self._environment.step(action), f"{self._ref}.step()")
+        step: object = await guarded(lambda: self._environment.step(action), f"{self._ref}.step()", self._step_s)
         if not isinstance(step, Step):
             raise EnvironmentFault(f"{self._ref}.step() returned {type(step).__name__} instead of a Step")
         text_of(step.observation, f"{self._ref}.step()")

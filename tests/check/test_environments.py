@@ -103,4 +103,4 @@ async def test_an_endless_environment_gets_a_warning_and_a_range_must_be_two_num
 
 async def test_an_environment_that_ends_its_process_at_the_start_is_a_failure_with_its_name() -> None:
     (proof,) = (await prove("Faulty", how="die", at="reset")).values()
-    assert not proof.ok and "tests.environment.worlds:Faulty does not start: its process ended" in proof.findings[0].what
+    assert not proof.ok and "tests.environment.examples:Faulty does not start: its process ended" in proof.findings[0].what

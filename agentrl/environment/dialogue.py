@@ -1,0 +1,174 @@
+"""Conversations as environments: a simulated user with a hidden goal answers the agent's texts, and a backend its calls.
+
+    EnvironmentSpec(ref="agentrl.environment.dialogue:Dialogues", options={"user": "mine:customer", "brief": "You want a refund."})
+
+The user's texts are observations, so their tokens are not trained. Rewards are 0: verifiers score the conversation by what was done and
+said, never by what the user says, because an agent can persuade a user model.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from agentrl.errors import EnvironmentFault, PluginError, PolicyFault, PromptRefusedError
+from agentrl.plugins.references import resolve
+from agentrl.records import EnvironmentSpec, Observation, Step, ToolCall
+
+END = "[END]"
+"""Ends the conversation, as the last text of a reply of the user. In a text of the agent it is broken up."""
+AGENT, USER = "agent", "user"
+UNREADABLE = "(a message that cannot be read)"
+LEFT = "(The user has left.)"
+Said = Sequence[tuple[str, str]]
+"""The conversation so far: (`agent` or `user`, text)."""
+User = Callable[[str, Said], str | Awaitable[str]]
+"""Returns the user's next text from the brief, which has the hidden goal, and the conversation, which is empty before the first text."""
+Translate = Callable[[str, Said], str | ToolCall]
+"""Returns what an action of a fixed list means: a text for the user, or a call."""
+
+
+class Backend(Protocol):
+    """What the agent's calls act on, in one episode. Its state is a function of the calls so far."""
+
+    schemas: Sequence[dict[str, Any]]  # function schemas of the calls
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Applies a call and returns its result. Errors that the agent can correct are results too."""
+        ...
+
+
+class Dialogues:
+    """An `agentrl.protocols.EnvironmentOpener` of conversations."""
+
+    async def open(self, spec: EnvironmentSpec) -> Dialogue:
+        """Returns a conversation. The options are the arguments of `Dialogue`. Raises `PluginError` for invalid options."""
+        try:
+            return Dialogue(**spec.options)
+        except (TypeError, ValueError) as error:
+            raise PluginError(f"{spec.ref}: {error}", fix="correct the options of the environment") from None
+
+    async def close(self) -> None:
+        """Frees nothing, because conversations share nothing."""
+
+
+class Dialogue:
+    """One conversation, which ends with the user's `END` or after `turns` replies.
+
+    Args:
+        user: reference of a `User`: a function, which may be async, or an object such as `agentrl.judge.user.EndpointUser`.
+        brief: who the user is and what they want; only the user sees it.
+        instructions: the agent's system message.
+        opening: the user's first text; empty means that the user is asked for it.
+        backend: reference of a class whose objects are `Backend`s; `records` is its argument.
+        actions: texts, if the agent may only choose between these; `translate` is the reference of a `Translate`.
+        turns: largest number of replies.
+        chars: characters after which a text of the agent or the user is cut.
+        step_s: seconds within which the user must answer.
+    """
+
+    takes_text = True
+
+    def __init__(
+        self,
+        *,
+        user: str,
+        brief: str,
+        instructions: str = "",
+        opening: str = "",
+        backend: str = "",
+        records: Mapping[str, Any] | None = None,
+        actions: Sequence[str] = (),
+        translate: str = "",
+        turns: int = 12,
+        chars: int = 1000,
+        step_s: float = 300.0,
+    ) -> None:
+        if turns < 1 or chars < 1 or not step_s > 0:
+            raise ValueError("turns, chars and step_s must be positive")
+        if bool(actions) != bool(translate):
+            raise ValueError("actions and translate need each other")
+        self.instructions, self.step_s = instructions, step_s
+        self.said: list[tuple[str, str]] = []
+        self._calls: list[tuple[str, dict[str, Any]]] = []
+        self._user: User = resolve(user)
+        self._translate: Translate | None = resolve(translate) if translate else None
+        self._backend: Backend | None = resolve(backend)(records or {}) if backend else None
+        schemas = () if self._backend is None else tuple(self._backend.schemas)
+        self.actions: Sequence[str] | Sequence[dict[str, Any]] | None = tuple(actions) or schemas or None
+        self._brief, self._opening, self._turns, self._chars = brief, opening, turns, chars
+        self._shown = ""
+
+    async def reset(self) -> Observation:
+        """Returns the user's first text."""
+        self.said.append((USER, self._opening or await self._reply()))
+        return self._observation(self.said[-1][1].removesuffix(END).rstrip())
+
+    async def step(self, action: str | ToolCall) -> Step:
+        """Applies a call, or says a text to the user and returns the reply."""
+        if self._translate is not None and isinstance(action, str):
+            action = self._translate(action, tuple(self.said))
+        if isinstance(action, ToolCall):
+            return Step(observation=self._observation(self._call(action.name, dict(action.arguments))))
+        if not action.strip():
+            return Step(observation=self._observation("error: the message is empty"))
+        self.said.append((AGENT, action[: self._chars].replace(END, "[END ]")))
+        reply = await self._reply()
+        self.said.append((USER, reply))
+        text, ended = reply.removesuffix(END).rstrip(), reply.endswith(END)
+        if not ended and sum(speaker == AGENT for speaker, _ in self.said) >= self._turns:
+            text, ended = f"{text}\n{LEFT}", True
+        return Step(observation=self._observation(text), terminated=ended)
+
+    async def close(self) -> None:
+        """Holds nothing."""
+
+    async def snapshot(self) -> bytes:
+        """Returns conversation and calls as JSON, so that a resumed episode asks the user for nothing again."""
+        return json.dumps({"said": self.said, "calls": self._calls, "shown": self._shown}).encode()
+
+    async def restore(self, state: bytes) -> Observation:
+        """Repeats the calls of a snapshot and continues its conversation."""
+        saved = json.loads(state)
+        self.said = [(str(speaker), str(text)) for speaker, text in saved["said"]]
+        for name, arguments in saved["calls"]:
+            self._call(name, arguments)
+        return self._observation(saved["shown"])
+
+    def _call(self, name: str, arguments: dict[str, Any]) -> str:
+        self._calls.append((name, arguments))
+        if self._backend is None:
+            return f"error: there is no function {name}"
+        return self._backend.call(name, arguments)
+
+    def _observation(self, text: str) -> Observation:
+        self._shown = text
+        return Observation(text=text)
+
+    async def _reply(self) -> str:
+        """Returns the user's next text.
+
+        If a user model rejects the conversation, for example because of its content or length, it is asked again without the agent's
+        texts. An agent thus cannot end its episode as a fault. Raises `EnvironmentFault` for an invalid reply.
+        """
+        said = tuple(self.said)
+        try:
+            text = await self._ask(said)
+        except PromptRefusedError:
+            if not said:
+                raise
+            text = await self._ask(tuple((speaker, UNREADABLE if speaker == AGENT else words) for speaker, words in said))
+        if not isinstance(text, str) or not text.strip():
+            raise EnvironmentFault(f"the simulated user returned {type(text).__name__ if not isinstance(text, str) else 'an empty text'}")
+        text, ended = text.strip(), text.strip().endswith(END)
+        words = text.removesuffix(END).replace(END, "").strip()[: self._chars]
+        return f"{words} {END}".strip() if ended else words or LEFT
+
+    async def _ask(self, said: Said) -> Any:
+        try:
+            reply = self._user(self._brief, said)
+            return await reply if inspect.isawaitable(reply) else reply
+        except PolicyFault as error:  # the agent is not to blame for it
+            raise EnvironmentFault(f"the simulated user failed: {error}") from error
