@@ -158,7 +158,8 @@ async def test_a_fault_of_a_taskset_is_never_a_score(play: Play) -> None:
 async def test_programs_run_in_the_sandbox_of_the_episode_or_not_at_all(play: Play) -> None:
     options = {"heldout": 0, "image": "sandboxes/tables"}
     family = VerifiersFamily("verifiers:toy_programs", **options)
-    tasks = {name: family.task(Split.TRAIN, 0) for name in ("print(6 * 7)", "print(1)", "import os; print(os.listdir('/tmp/wt'))")}
+    programs = ("print(6 * 7)", "print(1)", f"import os; print(os.listdir({str(ROOT)!r}))")
+    tasks = {name: family.task(Split.TRAIN, 0) for name in programs}
     backend = BubblewrapBackend(run_label="test", root=ROOT)
     results = await play(tasks, lambda turn, name: name, sandboxes=backend)
     assert [score.value for _, score in results] == [1.0, 0.0, 0.0], results
