@@ -69,6 +69,14 @@ class EnvironmentFault(InfrastructureError):
     """An environment raised an exception, did not answer in time, or returned something that is not an observation or a step."""
 
 
+class EnvironmentCrash(EnvironmentFault):
+    """An operation of an environment ended its process, or did not end in time."""
+
+
+class NeighborCrash(EnvironmentFault):
+    """The process of an environment was ended by the environment of another episode."""
+
+
 class SandboxUnavailable(UserError):
     """No sandbox backend can be used on this machine. There is no fallback to the host."""
 

@@ -1,4 +1,4 @@
-"""What a cluster adds to a run: the quickstart on this machine without Ray, on one Ray node, and on three hosts, in turn.
+"""Measures the cost of a cluster: the quickstart on this machine without Ray, on one Ray node, and on three hosts, in turn.
 
     python benchmarks/cluster_step.py                                          # 3 rounds of 6 steps, without Ray and on one Ray node
     python benchmarks/cluster_step.py --ways machine hosts --rounds 1 --steps 24 --complete

@@ -1,4 +1,4 @@
-"""What environments cost: steps per second of CartPole next to bare Gymnasium, and sessions at an OpenEnv server.
+"""Measures environments: steps per second of CartPole next to bare Gymnasium, and sessions at an OpenEnv server.
 
     python benchmarks/environments.py                # all sections
     python benchmarks/environments.py cartpole
@@ -95,13 +95,13 @@ def bare() -> Cost:
 
     clock, steps = Clock(), 0
     for seed in range(EPISODES):
-        world = gymnasium.make("CartPole-v1", disable_env_checker=True)
-        observation, _ = world.reset(seed=seed)
+        environment = gymnasium.make("CartPole-v1", disable_env_checker=True)
+        observation, _ = environment.reset(seed=seed)
         done = False
         while not done:
-            observation, _, terminated, truncated, _ = world.step(int(balance(observation) == "right"))
+            observation, _, terminated, truncated, _ = environment.step(int(balance(observation) == "right"))
             done, steps = terminated or truncated, steps + 1
-        world.close()
+        environment.close()
     return clock.cost(steps)
 
 
@@ -114,12 +114,12 @@ async def pooled() -> Cost:
     async def play_all() -> None:
         nonlocal steps
         for seed in seeds:
-            world = await open_environment(EnvironmentSpec(ref="gymnasium:CartPole-v1", seed=seed))
-            text, done = (await world.reset()).text, False
+            environment = await open_environment(EnvironmentSpec(ref="gymnasium:CartPole-v1", seed=seed))
+            text, done = (await environment.reset()).text, False
             while not done:
-                step = await world.step(balance(numbers_of(text)))
+                step = await environment.step(balance(numbers_of(text)))
                 text, done, steps = step.observation.text, step.done, steps + 1
-            await world.close()
+            await environment.close()
 
     await asyncio.gather(*(play_all() for _ in range(AT_ONCE)))
     await warm.close()
@@ -128,7 +128,7 @@ async def pooled() -> Cost:
 
 
 async def turns() -> Cost:
-    """Plays whole episodes with the turn loop: each step is a turn in exact tokens, which a scripted policy samples."""
+    """Plays episodes with the turn loop: each step is a turn in exact tokens, which a scripted policy samples."""
     tokenizer = byte_tokenizer()
     options: dict[str, Any] = {
         "context_turns": 1,

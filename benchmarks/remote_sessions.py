@@ -33,14 +33,14 @@ async def play(url: str, pid: int, report: Callable[[str], None]) -> RemoteOpene
 
     async def worker() -> None:
         for seed in seeds:
-            world = await opener.open(EnvironmentSpec(ref=f"openenv:{url}/corridor", seed=seed, options={"sessions": SESSIONS}))
-            action = "left" if json.loads((await world.reset()).text)["goal"] < 0 else "right"
+            environment = await opener.open(EnvironmentSpec(ref=f"openenv:{url}/corridor", seed=seed, options={"sessions": SESSIONS}))
+            action = "left" if json.loads((await environment.reset()).text)["goal"] < 0 else "right"
             await all_open.wait()
-            step = await world.step(action)
+            step = await environment.step(action)
             while not step.done:
-                step = await world.step(action)
+                step = await environment.step(action)
             assert step.reward == 1.0
-            await world.close()
+            await environment.close()
             (server,) = opener.servers.values()
             if (server.closed + server.lost) % (EPISODES // 10) == 0:
                 row = f"{server.opened:,} | {server.closed:,} | {server.lost} | {memory(os.getpid())} | {memory(pid)}"

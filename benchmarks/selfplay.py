@@ -17,6 +17,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from agentrl.agent.chat import ChatFormat, load_chat
+from agentrl.records import Message
 from sandboxes.games.exploitability import Policy, exploitability, views
 from sandboxes.games.rules import Kuhn, State
 
@@ -50,7 +52,8 @@ def main() -> None:
 def report(run: Path, *, every: int) -> None:
     """Prints and saves the exploitability of the versions of a run."""
     folders = sorted(folder for folder in (run / "versions").iterdir() if folder.name.isdigit() and (folder / "model.safetensors").exists())
-    tables = [bets(folder) for folder in folders]
+    chat = load_chat(str(folders[0]))
+    tables = [bets(folder, chat) for folder in folders]
     rows = []
     for index, folder in enumerate(folders):
         if index % every == 0 or index == len(folders) - 1:
@@ -64,15 +67,12 @@ def report(run: Path, *, every: int) -> None:
     (run / "exploitability.json").write_text(json.dumps({"rows": rows, "tables": tables}, indent=1))
 
 
-def bets(folder: Path) -> Table:
+def bets(folder: Path, chat: ChatFormat) -> Table:
     """Returns the probability of a bet at each information set, from the logits of the two actions, which are one token each."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    from agentrl.agent.chat import load_chat
-    from agentrl.records import Message
-
-    chat, model = load_chat(str(folder)), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     (passing,), (betting,) = (chat._renderer.ids(action) for action in ("p", "b"))
     table = {}
     for view in VIEWS:

@@ -3,7 +3,7 @@
     pip install gymnasium
     agentrl train recipes/cartpole.py --run-dir runs/pole
 
-A step of the environment is one turn of one letter, in a context of its own: the four numbers are all that the next action depends on. So
+A step of the environment is one turn of one letter, in a separate context, because the next action depends only on the four numbers. So
 an episode of 500 steps needs contexts of 40 tokens.
 """
 

@@ -4,8 +4,8 @@
     agentrl train recipes/discovery.py                                             # one phase, without an archive
 
 Between two phases, the networks of all episodes enter the archive (`sandboxes.networks.archive`); half of the next episodes start from one
-of its states. A phase that was interrupted is resumed, and a finished one is not repeated. Every claim is checked by
-`sandboxes/networks/checker.py` in a process of its own before it is written to `found.jsonl`.
+of its states. A phase that was interrupted is resumed, and a finished one is not repeated. `sandboxes/networks/checker.py` verifies every
+claim in a separate process before it is written to `found.jsonl`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     pip install gymnasium
     agentrl train recipes/frozen_lake.py --run-dir runs/lake
 
-Each turn is one action, one of four letters, in a context of its own: the position is all that the next action depends on.
+Each turn is one action, one of four letters, in a separate context, because the next action depends only on the position.
 """
 
 from agentrl.config import (

@@ -1,4 +1,4 @@
-"""Trains on a task set of inspect_ai: its agent, tools and scorer run unchanged, in an environment of their own.
+"""Trains on a task set of inspect_ai: its agent, tools and scorer run unchanged, in a separate Python environment.
 
     agentrl env add inspect-ai
     agentrl train recipes/inspect_tables.py

@@ -1,4 +1,4 @@
-"""Trains on a taskset for verifiers: its tools and rewards run unchanged, in an environment of their own.
+"""Trains on a taskset for verifiers: its tools and rewards run unchanged, in a separate Python environment.
 
     agentrl env add verifiers==0.4.0
     agentrl train recipes/verifiers_programs.py

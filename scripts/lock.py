@@ -79,7 +79,7 @@ def main() -> int:
         return 1
     write("unit.lock", "What lint and the unmarked tests need: no vLLM, no DeepSpeed. A part of cpu.lock.", unit, installed)
     extras = "cpu, rewards, gateway, redis, opentelemetry, gymnasium, cluster, browser and dev"
-    title = f"The whole tested set for a CPU-only machine: extras {extras}."
+    title = f"The tested set for a CPU-only machine: extras {extras}."
     write("cpu.lock", title, full, installed)
     missing = {name: users for name, users in wanted.items() if name not in full}
     title = "What models, tasks and servers of others need besides cpu.lock: extras models, reasoning, clusters, vocabularies and servers."

@@ -267,6 +267,19 @@ class ChatFormat:
             return error.message[:300]
         return ""
 
+    def choice_problem(self, choice: str, turn_tokens: int) -> str:
+        """Returns the reason why a turn of at most `turn_tokens` tokens cannot be this text; empty if it can."""
+        if self.escape_text(choice) != choice:
+            return "it contains a control token of the model"
+        ids = self._renderer.ids(choice)
+        thought = self._renderer.ids(f"{THINK[1]}\n\n") if self.thinks_first else ()
+        read = self.parse((*thought, *ids))
+        if read.errors or read.message.tool_calls:
+            return "the model's answer would be read as a call"
+        if read.answer != choice:
+            return f"the model's answer would be read as {read.answer[:80]!a}"
+        return f"it has {len(ids)} tokens, and limits.turn_tokens is {turn_tokens}" if len(ids) >= turn_tokens else ""
+
     def shows_tools(self) -> bool:
         """Returns whether the template shows tools to the model. A template may ignore or reject them."""
         try:

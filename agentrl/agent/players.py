@@ -1,7 +1,7 @@
 """Several agents in one environment: each role is played by the policy in training, a past version of it, a script or an endpoint.
 
 Each role has a trajectory with its name. The turns of a role that the trained policy does not play have a message and no tokens, so they
-are neither trained nor do they age. The reward of a role since its last action is recorded with the observation that follows that action.
+are not trained and have no staleness. The reward of a role since its last action is recorded with the observation that follows that action.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, cast
 
+from agentrl.agent.agent_environment import environment_prompt
 from agentrl.agent.chat import ChatFormat, ParsedCompletion
 from agentrl.agent.contexts import continue_context, read_turn, reading_policy_text
 from agentrl.agent.tools import clip
-from agentrl.agent.world import world_prompt
 from agentrl.base import user_code
 from agentrl.environment.choices import choice_constraint
 from agentrl.errors import EnvironmentFault, PluginError, PolicyFault, TaskError
@@ -45,8 +45,8 @@ class NoMove(Exception):
         self.limit = limit
 
 
-class Seat(Protocol):
-    """What plays one role of one episode. `trajectory` has its last turn."""
+class Player(Protocol):
+    """Plays one role of one episode. `trajectory` has its last turn."""
 
     trajectory: LiveTrajectory
 
@@ -63,8 +63,8 @@ class Players:
         players: role -> `current` (the policy in training, the default), `league` (a past version of it), or the plug-in reference of a
             `Script`.
         opponent: what plays all roles but one in a `share` of the tasks, in which the role of the trained policy is drawn: `league` or a
-            reference. None: the trained policy plays all roles that `players` does not give away.
-        share: share of the tasks in which it does; the attempts at a task agree.
+            reference. None: the trained policy plays all roles that `players` does not assign.
+        share: share of the tasks with an opponent; the same for all attempts at a task.
         sampling: distribution from which past versions sample.
 
     Raises:
@@ -90,7 +90,7 @@ class Players:
                 f"rollout.agent.options.share={self.share!r} is not a share of tasks with an opponent", fix="set 0 < share <= 1"
             )
         if self.opponent == CURRENT or not isinstance(self.players, Mapping):
-            raise PluginError("rollout.agent.options: opponent is not the trained policy, and players is a mapping", fix="correct them")
+            raise PluginError("rollout.agent.options: opponent must not be `current`, and players must be a mapping", fix="correct them")
         for name in self.named:
             if name not in (CURRENT, LEAGUE) and not callable(resolve(name)):
                 raise PluginError(
@@ -99,7 +99,7 @@ class Players:
 
     @property
     def named(self) -> tuple[str, ...]:
-        """What the options let play."""
+        """The players of the options."""
         return (*self.players.values(), *(() if self.opponent is None else (self.opponent,)))
 
     async def act(self, episode: LiveEpisode) -> str:
@@ -110,45 +110,47 @@ class Players:
         if episode.task.environment is not None and episode.task.environment.context_turns is not None:
             raise PluginError("context_turns does nothing with rollout.agent=players: each role has one context", fix="remove the option")
         if episode.turn_count:
-            raise EnvironmentFault("a game cannot be resumed; it starts again")
+            raise EnvironmentFault("a game cannot be resumed; it restarts")
         async with AsyncExitStack() as stack:
-            rivals = await self._rivals(episode.task, environment.roles, stack)
-            table = Table(self, episode, environment, rivals)
-            ended = await table.play()
-        if self.league is not None and ended in ("terminated", "truncated", "forfeited"):
-            for rival, gain in table.gains():
-                self.league.record(rival.number, gain, version=table.version)
+            untrained = await self._untrained(episode.task, environment.roles, stack)
+            match = Match(self, episode, environment, untrained)
+            ended = await match.play()
+        if self.league is not None and match.version >= 0:  # without a move of the trained policy, the game says nothing about it
+            for player, gain in match.gains():
+                self.league.record(player.number, gain, version=match.version)
         return ended
 
-    async def _rivals(self, task: Task, roles: Sequence[str], stack: AsyncExitStack) -> dict[str, Opponent | str]:
+    async def _untrained(self, task: Task, roles: Sequence[str], stack: AsyncExitStack) -> dict[str, Opponent | str]:
         """Returns what plays the roles that the trained policy does not play."""
         if unknown := sorted(set(self.players) - set(roles)):
             raise PluginError(f"rollout.agent.options.players: the environment has no role {unknown[0]!r}", fix=f"use {', '.join(roles)}")
         chosen = {role: name for role, name in self.players.items() if name != CURRENT}
-        draw = random.Random(f"{task.key}")  # the attempts at a task agree, in every process
+        draw = random.Random(f"{task.key}")  # the same for all attempts at a task, in every process
         free = [role for role in roles if role not in chosen]
         if self.opponent is not None and draw.random() < self.share:
             own = draw.choice(free)
             chosen |= {role: self.opponent for role in free if role != own}
         if len(chosen) == len(roles):
-            raise PluginError("rollout.agent.options.players: the trained policy plays no role", fix="leave a role to it")
-        rivals: dict[str, Opponent | str] = {}
+            raise PluginError("rollout.agent.options.players: the trained policy plays no role", fix="remove one of the roles")
+        untrained: dict[str, Opponent | str] = {}
         opponent = None
         for role, name in chosen.items():
             if name == LEAGUE and opponent is None:
                 if self.league is None:
                     raise TaskError("a past version is needed as opponent, but this command has no league")
                 opponent = await stack.enter_async_context(self.league.opponent())
-            rivals[role] = opponent if name == LEAGUE and opponent is not None else name
-        return rivals
+            untrained[role] = opponent if name == LEAGUE and opponent is not None else name
+        return untrained
 
 
-class Table:
+class Match:
     """One game in progress."""
 
-    def __init__(self, players: Players, episode: LiveEpisode, environment: RoleEnvironment, rivals: Mapping[str, Opponent | str]) -> None:
-        self._players, self._episode, self._environment, self._rivals = players, episode, environment, rivals
-        self._seats: dict[str, Seat] = {}
+    def __init__(
+        self, players: Players, episode: LiveEpisode, environment: RoleEnvironment, untrained: Mapping[str, Opponent | str]
+    ) -> None:
+        self._agent, self._episode, self._environment, self._untrained = players, episode, environment, untrained
+        self._players: dict[str, Player] = {}
         self._totals = dict.fromkeys(environment.roles, 0.0)
         self._spare = [episode.trajectories[0]]  # the first trajectory, until a role takes it
 
@@ -159,10 +161,10 @@ class Table:
         return max(spans, default=-1)
 
     def gains(self) -> list[tuple[Opponent, float]]:
-        """Returns what the trained policy received more than each past version, on average over its roles."""
-        own = [total for role, total in self._totals.items() if role not in self._rivals]
+        """Returns the mean reward of the policy's roles minus that of each past version."""
+        own = [total for role, total in self._totals.items() if role not in self._untrained]
         mean = sum(own) / len(own)
-        return [(rival, mean - self._totals[role]) for role, rival in self._rivals.items() if not isinstance(rival, str)]
+        return [(player, mean - self._totals[role]) for role, player in self._untrained.items() if not isinstance(player, str)]
 
     async def play(self) -> str:
         """Plays until the game ends or a limit is reached. Returns why it ended."""
@@ -190,7 +192,7 @@ class Table:
                 self._record(role, wall_s=loop.time() - started)
             self._reward(step.rewards)
             for role, item in step.observations.items():
-                if role in self._seats:
+                if role in self._players:
                     self._record(role, text=item.text)
             if step.done:
                 return "terminated" if step.terminated else "truncated"
@@ -203,42 +205,42 @@ class Table:
 
     async def _move(self, role: str, observation: Observation) -> str:
         """Returns the action of a role. Raises `NoMove` if it has none."""
-        if role not in self._seats:
-            self._seats[role] = self._seat(role)
+        if role not in self._players:
+            self._players[role] = self._player(role)
         actions = observation.actions or tuple(str(action) for action in self._environment.actions or ())
         shown = replace(observation, text=clip(observation.text, self._episode.task.limits.tool_output_chars), actions=actions)
-        action = await self._seats[role].move(shown)
+        action = await self._players[role].move(shown)
         if actions and action not in actions:
             raise NoMove
         return action
 
-    def _seat(self, role: str) -> Seat:
-        rival, players = self._rivals.get(role), self._players
+    def _player(self, role: str) -> Player:
+        player, players = self._untrained.get(role), self._agent
         instructions = self._environment.instructions if players.instructions is None else players.instructions
         prompt = partial(_first_messages, players.chat, self._episode.task, instructions)
-        if rival is None:
+        if player is None:
             if self._spare:
                 trajectory = self._spare.pop()
                 trajectory.describe(role)
             else:
                 trajectory = self._episode.open(role)
-            return PolicySeat(players.chat, self._episode, trajectory, prompt)
-        name = rival if isinstance(rival, str) else f"version {rival.number}"
+            return TrainedPlayer(players.chat, self._episode, trajectory, prompt)
+        name = player if isinstance(player, str) else f"version {player.number}"
         trajectory = self._episode.open(role, policy=name)
-        if isinstance(rival, str):
-            return ScriptSeat(self._episode, role, resolve(rival), trajectory)
-        return VersionSeat(players, self._episode, trajectory, prompt, rival)
+        if isinstance(player, str):
+            return FunctionPlayer(self._episode, role, resolve(player), trajectory)
+        return VersionPlayer(players, self._episode, trajectory, prompt, player)
 
     def _reward(self, rewards: Mapping[str, float]) -> None:
         """Adds rewards to the last action of each role. A role that has not acted has no turn to record them."""
         for role, reward in rewards.items():
             self._totals[role] += reward
-            if role in self._seats:
+            if role in self._players:
                 self._record(role, reward=reward)
 
     def _record(self, role: str, *, text: str = "", reward: float = 0.0, wall_s: float = 0.0) -> None:
         """Records what followed the last action of a role: rewards, and the observation that it sees next."""
-        trajectory = self._seats[role].trajectory
+        trajectory = self._players[role].trajectory
         if not trajectory.turns:
             return
         known = trajectory.turns[-1].tool_results or (ToolResult(name=USER, output="", ok=True, reward=0.0),)
@@ -257,10 +259,10 @@ Prompt = Callable[[str], tuple[Message, ...]]
 
 
 def _first_messages(chat: ChatFormat, task: Task, instructions: str, observation: str) -> tuple[Message, ...]:
-    return world_prompt(task.prompt, instructions, chat.escape_text(observation))
+    return environment_prompt(task.prompt, instructions, chat.escape_text(observation))
 
 
-class PolicySeat:
+class TrainedPlayer:
     """The policy in training. Its turns have exact tokens."""
 
     def __init__(self, chat: ChatFormat, episode: LiveEpisode, trajectory: LiveTrajectory, prompt: Prompt) -> None:
@@ -293,8 +295,8 @@ class PolicySeat:
         return self._said.answer
 
 
-class RivalSeat:
-    """Something that is not trained. Its turns have no tokens."""
+class UntrainedPlayer:
+    """A player that is not trained. Its turns have no tokens."""
 
     def __init__(self, trajectory: LiveTrajectory) -> None:
         self.trajectory = trajectory
@@ -307,7 +309,7 @@ class RivalSeat:
 NO_TOKENS = Completion(token_ids=(), logprobs=(), versions=(), finish_reason="stop")
 
 
-class ScriptSeat(RivalSeat):
+class FunctionPlayer(UntrainedPlayer):
     """A user-supplied function. A script that fails is a fault of the environment, never a score."""
 
     def __init__(self, episode: LiveEpisode, role: str, script: Script, trajectory: LiveTrajectory) -> None:
@@ -329,7 +331,7 @@ class ScriptSeat(RivalSeat):
         except Exception as error:
             raise EnvironmentFault(f"the script of {self._role} failed: {user_code.describe_error(error, 1000)}") from error
         if not isinstance(action, str) or (observation.actions and action not in observation.actions):
-            raise EnvironmentFault(f"the script of {self._role} returned {action!r:.80}, which is no allowed action")
+            raise EnvironmentFault(f"the script of {self._role} returned {action!r:.80}, which is not an allowed action")
         self.record(action)
         return action
 
@@ -338,17 +340,17 @@ async def _awaited(result: Any) -> Any:
     return await cast(Awaitable[Any], result) if hasattr(result, "__await__") else result
 
 
-class VersionSeat(RivalSeat):
+class VersionPlayer(UntrainedPlayer):
     """A past version of the policy, on a server whose weights do not change during the game."""
 
     def __init__(self, players: Players, episode: LiveEpisode, trajectory: LiveTrajectory, prompt: Prompt, opponent: Opponent) -> None:
         super().__init__(trajectory)
-        self._players, self._episode, self._prompt, self._opponent = players, episode, prompt, opponent
+        self._agent, self._episode, self._prompt, self._opponent = players, episode, prompt, opponent
         self._messages: list[Message] = []
 
     async def move(self, observation: Observation) -> str:
         """Samples an action."""
-        chat, limits, sampling = self._players.chat, self._episode.task.limits, self._players.sampling
+        chat, limits, sampling = self._agent.chat, self._episode.task.limits, self._agent.sampling
         shown = Message(role="user", content=chat.escape_text(observation.text))
         self._messages += [shown] if self._messages else self._prompt(observation.text)
         ids = chat.opening(self._messages, ())

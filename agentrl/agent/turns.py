@@ -15,6 +15,7 @@ from itertools import chain, groupby
 from typing import Any
 
 from agentrl.agent import delegation
+from agentrl.agent.agent_environment import AgentEnvironment
 from agentrl.agent.chat import ChatFormat, ParsedCompletion
 from agentrl.agent.contexts import (
     SUMMARY_ATTEMPTS,
@@ -28,13 +29,13 @@ from agentrl.agent.contexts import (
 from agentrl.agent.invoke import SUBMIT, budget_error, count_calls, run_calls
 from agentrl.agent.toolbox import Toolbox, load_tools
 from agentrl.agent.tools import ToolOutcome
-from agentrl.agent.world import World
 from agentrl.base.user_code import clip
 from agentrl.config.rollout import DelegationConfig
 from agentrl.errors import PolicyFault
 from agentrl.protocols import LiveEpisode, LiveTrajectory
-from agentrl.records import CUT, Message, Parent, ToolCall, ToolResult
+from agentrl.records import CUT, Blame, Failure, Message, Parent, ToolCall, ToolResult
 from agentrl.records.chat import USER
+from agentrl.records.failure import NO_ACTION
 from agentrl.records.trajectory import CONTINUED, TRUNCATED
 
 _SHOWN = "shown to it again with its tool results"
@@ -55,12 +56,12 @@ class TurnLoop:
     async def act(self, episode: LiveEpisode) -> str:
         """Runs the main agent, and returns why it stopped."""
         task, trajectory = episode.task, current_trajectory(episode)
-        world = None if task.environment is None else await World.open(episode, self.chat, self.instructions)
-        actions = () if world is None else world.tools()
+        environment = None if task.environment is None else await AgentEnvironment.open(episode, self.chat, self.instructions)
+        actions = () if environment is None else environment.tools()
         tools = load_tools(task.tools, episode.agent_state.get("tools"), episode.tools, episode.memory, task, actions)
         try:
-            prompt = main_prompt(trajectory, task, self.instructions) if world is None else world.start_of(trajectory)
-            run = AgentRun(self, episode, trajectory, prompt=prompt, tools=tools, spent=count_calls(episode), world=world)
+            prompt = main_prompt(trajectory, task, self.instructions) if environment is None else environment.start_of(trajectory)
+            run = AgentRun(self, episode, trajectory, prompt=prompt, tools=tools, spent=count_calls(episode), environment=environment)
             ended = await run.run()
             episode.answer = ended.answer
             return ended.reason
@@ -83,7 +84,7 @@ class AgentRun:
         trajectory: where its turns are recorded.
         prompt: its first messages.
         spent: calls of all agents of the episode so far, by the tool's name; shared by these agents.
-        world: the environment in which the main agent acts.
+        environment: the environment in which the main agent acts.
 
     Raises:
         TaskError: a tool of the task has the name of the one that starts sub-agents.
@@ -99,7 +100,7 @@ class AgentRun:
         tools: Toolbox,
         spent: Counter[str],
         depth: int = 0,
-        world: World | None = None,
+        environment: AgentEnvironment | None = None,
     ) -> None:
         self._loop = loop
         self._episode = episode
@@ -108,7 +109,7 @@ class AgentRun:
         self._tools = tools
         self._spent = spent
         self._depth = depth
-        self._world = world
+        self._environment = environment
         self._turns = 0  # for the limit of sub-agents, which are never resumed
         self._compactor = None if loop.compaction is None else Compactor(chat=loop.chat, share=loop.compaction)
         config = loop.delegation
@@ -122,7 +123,7 @@ class AgentRun:
         """Runs turns until the agent stops."""
         episode, chat = self._episode, self._loop.chat
         episode.stage = "chat"
-        constraint = "" if self._world is None else self._world.constraint(chat)
+        constraint = "" if self._environment is None else self._environment.constraint(chat)
         if not self.trajectory.tokens:
             self._start()
         while not (limit := self._limit()):
@@ -130,21 +131,24 @@ class AgentRun:
             episode.stage = "chat"
             parsed = read_turn(chat, self.trajectory, completion, self._schemas)
             self._turns += 1
+            if completion.finish_reason not in ("stop", CUT):
+                self._add_no_action("its tokens ran out")
             if completion.finish_reason != "stop":
                 return Ended(reason="wall_limit" if completion.finish_reason == CUT else "token_limit")
             started = time.monotonic()
             if parsed.message.tool_calls or parsed.errors:
                 results, answer = await self._results(parsed)
-            elif self._world is not None and self._world.takes_text:
-                results, answer = (await self._world.say(parsed.answer),), None
+            elif self._environment is not None and self._environment.takes_text:
+                results, answer = (await self._environment.say(parsed.answer),), None
             else:
+                self._add_no_action("it has no call")
                 return Ended(reason="answered", answer=None if SUBMIT in self._tools else parsed.answer)
             wall_s = time.monotonic() - started
-            ended = "" if self._world is None else self._world.ended
+            ended = "" if self._environment is None else self._environment.ended
             if answer is not None or episode.sandbox_lost or ended:
                 self.trajectory.add_results(results, wall_s=wall_s)
-                if ended == TRUNCATED and self._world is not None:
-                    self._record_last_state(self._world, parsed, results)
+                if ended == TRUNCATED and self._environment is not None:
+                    self._record_last_state(self._environment, parsed, results)
                 lost = "tool_timeout" if episode.sandbox_lost else ended
                 return Ended(reason=lost if answer is None else "submitted", answer=answer)
             episode.stage = "chat"
@@ -157,9 +161,9 @@ class AgentRun:
     async def _show(self, parsed: ParsedCompletion, results: Sequence[ToolResult], *, wall_s: float) -> str:
         """Adds results to the context, or continues from a summary. Returns the limit that prevents it, if any."""
         trajectory, room, chat = self.trajectory, self._episode.room, self._loop.chat
-        if self._world is not None and self._world.context_is_full(trajectory):
+        if self._environment is not None and self._environment.context_is_full(trajectory):
             trajectory.add_results(results, wall_s=wall_s)
-            return self._continue(self._world)
+            return self._continue(self._environment)
         if not chat.exact or (results[0].name == USER and chat.user_rewrite_reason):
             trajectory.add_results(results, wall_s=wall_s)
             with reading_policy_text(_SHOWN):
@@ -182,12 +186,12 @@ class AgentRun:
             return "token_limit"
         return await self._compacted(self._compactor, delta, room)
 
-    def _record_last_state(self, world: World, parsed: ParsedCompletion, results: Sequence[ToolResult]) -> None:
+    def _record_last_state(self, environment: AgentEnvironment, parsed: ParsedCompletion, results: Sequence[ToolResult]) -> None:
         """Records the context from which the next turn would have been sampled, if it fits."""
         chat, trajectory = self._loop.chat, self.trajectory
         with reading_policy_text(_SHOWN):
-            if world.context_is_full(trajectory):
-                prompt = world.prompt(world.now)
+            if environment.context_is_full(trajectory):
+                prompt = environment.prompt(environment.now)
                 state = chat.render_conversation(prompt[:-1], prompt[-1:], self._schemas)
             elif chat.exact and not (results[0].name == USER and chat.user_rewrite_reason):
                 turns = [(*turn.prompt_ids, *turn.completion_ids) for turn in trajectory.turns]
@@ -197,21 +201,27 @@ class AgentRun:
         if len(state) < self._episode.room:
             trajectory.add_last_state(state)
 
+    def _add_no_action(self, why: str) -> None:
+        """Records that a turn without an action ends the episode while its environment goes on, which must not be better than to act."""
+        if self._environment is not None:
+            message, turn = f"a turn is no action: {why}", self._episode.turn_count
+            self._episode.add_failure(Failure(stage="environment", blame=Blame.POLICY, kind=NO_ACTION, message=message, turn=turn))
+
     def _start(self) -> None:
-        """Adds the prompt to a new context. The observation that ends the prompt of a world is hostile."""
+        """Adds the prompt to a new context. The observation that ends the prompt of an environment is hostile."""
         chat, prompt = self._loop.chat, self._prompt
-        if self._world is None:
+        if self._environment is None:
             self.trajectory.add_prompt(chat.opening(prompt, self._schemas))
         else:
             self.trajectory.add_prompt(chat.render_conversation(prompt[:-1], prompt[-1:], self._schemas))
 
-    def _continue(self, world: World) -> str:
+    def _continue(self, environment: AgentEnvironment) -> str:
         """Continues from the last observation in a new trajectory. Returns the limit that prevents it, if any."""
         if (limit := self._limit()) and limit != "token_limit":
             return limit
         self.trajectory.end(CONTINUED)
         parent = Parent(trajectory=self.trajectory.index, turn=len(self.trajectory.turns) - 1)
-        self._prompt = world.prompt(world.now)
+        self._prompt = environment.prompt(environment.now)
         self.trajectory = self._episode.open(self.trajectory.agent, parent=parent, prompt=self._prompt)
         self._start()
         return ""
@@ -236,8 +246,8 @@ class AgentRun:
 
     async def _state(self) -> Mapping[str, Any]:
         tools = await self._tools.state(timeout_s=self._episode.task.limits.tool_timeout_s)
-        world = {} if self._world is None else await self._world.state()
-        return ({"tools": tools} if tools else {}) | world
+        environment = {} if self._environment is None else await self._environment.state()
+        return ({"tools": tools} if tools else {}) | environment
 
     def _limit(self) -> str:
         """Returns the limit that was reached, of the episode or of this sub-agent."""

@@ -1,4 +1,4 @@
-"""Addresses of web servers that third parties operate, and what these servers send: bounded bodies and server-sent events."""
+"""URLs of third-party web servers, and bounded reading of their responses: bodies and server-sent events."""
 
 from __future__ import annotations
 

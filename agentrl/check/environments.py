@@ -47,7 +47,7 @@ class Played:
 
     @property
     def end(self) -> str:
-        """How it ended."""
+        """Reason for the end of the episode."""
         _, _, terminated, truncated = self.steps[-1]
         return "terminated" if terminated else "truncated" if truncated else "reached the limit of turns"
 
@@ -55,7 +55,11 @@ class Played:
 async def prove_environment(tasks: Sequence[Task]) -> list[Proof]:
     """Plays the environments of tasks. Faults of an environment are findings."""
     tasks = [task for task in tasks if task.environment is not None][:SEEDS]
-    first = await _open(_spec(tasks[0]))
+    try:
+        first = await _open(_spec(tasks[0]))
+    except EnvironmentFault as error:
+        finding = Finding(severity="failure", what=f"{_spec(tasks[0]).ref} does not start: {error}", tasks=(tasks[0].id,))
+        return [Proof(name="episodes can be played", looked_at="1 seed", findings=(finding,))]
     actions = first.actions
     await first.close()
     if actions is None and _expert(_spec(tasks[0])) is None:
@@ -65,8 +69,8 @@ async def prove_environment(tasks: Sequence[Task]) -> list[Proof]:
     proofs = [
         await _proof("episodes can be played", tasks, lambda task: _play_first(task, played)),
         await _proof("equal seeds and actions give equal episodes", tasks, lambda task: _again(task, played)),
-        await _proof("episodes at the same time share no state", tasks, lambda task: _interleaved(task, tasks, played)),
-        await _proof("an episode that was left in the middle starts again", tasks, lambda task: _after_half(task, played)),
+        await _proof("concurrent episodes share no state", tasks, lambda task: _interleaved(task, tasks, played)),
+        await _proof("reset restarts an unfinished episode", tasks, lambda task: _after_half(task, played)),
     ]
     if resumable:
         proofs.append(await _proof("a snapshot continues an episode", tasks, lambda task: _from_snapshot(task, played)))
@@ -77,7 +81,7 @@ _NO_ACTOR = "anything about episodes: an action is any text, and the class has n
 
 
 async def _proof(name: str, tasks: Sequence[Task], check: Callable[[Task], Awaitable[str]]) -> Proof:
-    """Returns the proof of a claim. `check` returns what is wrong with a task; empty if nothing is."""
+    """Returns the proof of a claim. `check` returns the problem of a task; empty if there is none."""
     wrong: dict[str, list[str]] = {}
     for task in tasks:
         with user_code.fault_boundary() as fault:
@@ -97,7 +101,9 @@ async def _play_first(task: Task, played: dict[str, Played]) -> str:
         await close_environments()
     expert = _expert(_spec(task))
     draw = random.Random(task.id)
-    played[task.id] = await _play(task, lambda world, seen: _draw(world, draw) if world.actions else cast(Actor, expert)(world, seen))
+    played[task.id] = await _play(
+        task, lambda environment, seen: _draw(environment, draw) if environment.actions else cast(Actor, expert)(environment, seen)
+    )
     return ""
 
 
@@ -127,14 +133,14 @@ async def _from_snapshot(task: Task, played: Mapping[str, Played]) -> str:
         return ""
     wanted = played[task.id]
     half = len(wanted.actions) // 2
-    world = await _open(_spec(task))
+    environment = await _open(_spec(task))
     try:
-        await world.reset()
+        await environment.reset()
         for action in wanted.actions[:half]:
-            await _step(world, action)
-        state = await cast(ResumableEnvironment, world).snapshot()
+            await _step(environment, action)
+        state = await cast(ResumableEnvironment, environment).snapshot()
     finally:
-        await world.close()
+        await environment.close()
     other = await _open(_spec(task))
     try:
         restored = (await cast(ResumableEnvironment, other).restore(state)).text
@@ -155,10 +161,18 @@ def _reward_range(tasks: Sequence[Task], played: Mapping[str, Played]) -> Proof:
     if declared is None:
         unproven = ("the range of an episode's rewards: the class declares none (rewards = (smallest, largest))",)
         return Proof(name="rewards are in their range", looked_at=observed, unproven=unproven)
+    if not _is_range(declared):
+        what = f"rewards must be two numbers, the smallest and the largest reward of an episode, got {declared!r:.80}"
+        return Proof(name="rewards are in their range", looked_at=observed, findings=(Finding(severity="failure", what=what),))
     outside = [name for name, episode in played.items() if not declared[0] <= episode.total <= declared[1]]
     what = f"the rewards of an episode add up to a value outside the declared range {declared[0]:g} to {declared[1]:g}"
     findings = (Finding(severity="failure", what=what, tasks=tuple(outside)),) if outside else ()
     return Proof(name="rewards are in their range", looked_at=observed, findings=findings)
+
+
+def _is_range(value: Any) -> bool:
+    numbers = isinstance(value, tuple | list) and len(value) == 2 and all(isinstance(bound, int | float) for bound in value)
+    return numbers and value[0] <= value[1]
 
 
 async def _baselines(tasks: Sequence[Task], played: Mapping[str, Played], *, random_baseline: bool) -> Proof:
@@ -172,6 +186,9 @@ async def _baselines(tasks: Sequence[Task], played: Mapping[str, Played], *, ran
             findings.append(Finding(severity="failure", what=f"the expert failed: {user_code.describe_error(fault.error, 500)}"))
     if len(rows) == 2 and all(rows.values()) and fmean(e.total for e in rows["expert"]) <= fmean(e.total for e in rows["random"]):
         findings.append(Finding(severity="warning", what="the expert earns no more than random actions"))
+    if rows.get("random") and all(not any(one.steps[-1][2:]) for episodes in rows.values() for one in episodes):
+        what = f"no episode ended within limits.turns={tasks[0].limits.turns}"
+        findings.append(Finding(severity="warning", what=what))
     table: list[tuple[str, ...]] = [("actions", "episodes", "mean reward", "smallest", "largest", "mean steps", "terminated")]
     for name, episodes in rows.items():
         totals = [episode.total for episode in episodes] or [0.0]
@@ -192,7 +209,7 @@ class OneActor:
 
     @property
     def actions(self) -> Sequence[str] | None:
-        """What the role that acts next may do."""
+        """The allowed actions of the role that acts next."""
         legal = next(iter(self._waiting.values())).actions if self._waiting else ()
         return legal or cast(Sequence[str] | None, self._game.actions)
 
@@ -226,10 +243,10 @@ class OneActor:
 
 async def _open(spec: EnvironmentSpec) -> Environment:
     """Returns the environment of a task. A game with several roles is played by one actor."""
-    world: Any = await open_environment(spec)
-    if not getattr(world, "roles", ()):
-        return cast(Environment, world)
-    return cast(Environment, OneActor(world))
+    environment: Any = await open_environment(spec)
+    if not getattr(environment, "roles", ()):
+        return cast(Environment, environment)
+    return cast(Environment, OneActor(environment))
 
 
 def _spec(task: Task) -> EnvironmentSpec:
@@ -239,27 +256,27 @@ def _spec(task: Task) -> EnvironmentSpec:
 
 async def _play(task: Task, actor: Actor, *, most: int | None = None) -> Played:
     """Plays an episode of at most `most` steps; None means the turns of the task."""
-    world = await _open(_spec(task))
+    environment = await _open(_spec(task))
     try:
-        observation = (await world.reset()).text
+        observation = (await environment.reset()).text
         actions: list[Action] = []
         steps = [(observation, 0.0, False, False)]
         while len(actions) < (task.limits.turns if most is None else most) and not any(steps[-1][2:]):
-            actions.append(actor(world, steps[-1][0]))
-            steps.append(_seen(await _step(world, actions[-1])))
+            actions.append(actor(environment, steps[-1][0]))
+            steps.append(_seen(await _step(environment, actions[-1])))
         return Played(tuple(actions), tuple(steps))
     finally:
-        await world.close()
+        await environment.close()
 
 
 async def _repeat(task: Task, played: Played, *, most: int | None = None) -> Played:
     actions = iter(played.actions[:most])
-    return await _play(task, lambda world, observation: next(actions), most=len(played.actions[:most]))
+    return await _play(task, lambda environment, observation: next(actions), most=len(played.actions[:most]))
 
 
-async def _step(world: Environment, action: Action) -> Step:
+async def _step(environment: Environment, action: Action) -> Step:
     try:
-        return await world.step(action)
+        return await environment.step(action)
     except PolicyFault as error:
         return Step(observation=Observation(text=f"error: {error}"))
 
@@ -288,12 +305,12 @@ def _expert(spec: EnvironmentSpec) -> Actor | None:
     expert = getattr(_class(spec), "expert", None)
     if not callable(expert) or not inspect.isclass(_class(spec)):
         return None
-    return lambda world, observation: cast(Action, expert(observation))
+    return lambda environment, observation: cast(Action, expert(observation))
 
 
-def _draw(world: Environment, draw: random.Random) -> Action:
+def _draw(environment: Environment, draw: random.Random) -> Action:
     """Returns a random action."""
-    action: Any = draw.choice(list(world.actions or ()))
+    action: Any = draw.choice(list(environment.actions or ()))
     if isinstance(action, str):
         return action
     function = action["function"]

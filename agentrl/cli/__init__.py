@@ -104,7 +104,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
         "check": Command(
             "check:check", "Check a task family in real sandboxes before training on it.", "check sandboxes/chores --backend bubblewrap"
         ),
-        "env": Command("environments:env_app", "Install packages with environments, each into a virtual environment of its own."),
+        "env": Command("environments:env_app", "Install packages with environments, each into a separate virtual environment."),
         "chaos": Command("chaos:chaos_app", "Kill parts of a small real run and verify that it loses nothing."),
         "cluster": Command("cluster:cluster_app", "Show what a run needs and whether a cluster has it; write Kubernetes manifests."),
         "sandbox": Command("sandboxes:sandbox_app", "Check and attack sandbox backends, list and remove sandboxes."),

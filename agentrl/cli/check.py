@@ -28,7 +28,7 @@ RuntimeName = Annotated[str, typer.Option(help="Container runtime for Docker, su
 
 
 def check(
-    target: Annotated[Path, typer.Argument(help="Folder of task folders, a recipe file, or an environment such as mine:World.")],
+    target: Annotated[Path, typer.Argument(help="Folder of task folders, a recipe file, or an environment such as mine:Guess.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Dotted overrides of the recipe, such as tasks.verifiers=...")] = None,
     count: Annotated[
         int | None, typer.Option(min=1, help="Number of tasks per split. Default: all tasks of a folder, 24 of a recipe.")

@@ -28,14 +28,14 @@ env_app = typer.Typer(no_args_is_help=True, add_completion=False, context_settin
 def env_add(
     packages: Annotated[
         list[str],
-        typer.Argument(metavar="PACKAGE...", help="Requirements, or paths of folders and wheels. The first is the environment's name."),
+        typer.Argument(metavar="PACKAGE...", help="Requirements, or paths of folders and wheels."),
     ],
-    name: Annotated[str, typer.Option(help="Another name of the environment.")] = "",
-    python: Annotated[str, typer.Option(help="Another Python: 3.12, or a path. Default: the Python of agentrl.")] = "",
+    name: Annotated[str, typer.Option(help="Name of the environment. Default: the first package.")] = "",
+    python: Annotated[str, typer.Option(help="Version, such as 3.12, or path of a Python. Default: the Python of agentrl.")] = "",
     upgrade: Annotated[bool, typer.Option("--upgrade", help="Use the newest versions, not those of the lock.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Install a package into a virtual environment for it: .environments/NAME, recorded with hashes in environments/NAME.lock.
+    """Install packages into the virtual environment .environments/NAME, recorded with hashes in environments/NAME.lock.
 
     Commit the lock. If it has the same requirements, exactly its versions are installed.
     """

@@ -19,7 +19,7 @@ _ENDING_S = 5
 
 
 class Builder(Protocol):
-    """What `agentrl.cluster.manifest` has to build an object."""
+    """The builder of objects in `agentrl.cluster.manifest`."""
 
     @property
     def name(self) -> str:

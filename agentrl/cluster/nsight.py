@@ -19,7 +19,7 @@ from agentrl.protocols.cluster import PARENT, PYTHON, PartCommand
 
 RECORDED = ("learner", "server")
 """Starts of the names of recorded parts."""
-_START_S, _STOP_S = 60.0, 600.0  # a report of some steps may have gigabytes
+_START_S, _STOP_S = 60.0, 600.0  # reports can have several gigabytes
 _HERE = "{parent of the part}"
 # nsys starts the part, so the part must die with nsys, and nsys with the driver.
 _OUTER = (
@@ -68,7 +68,7 @@ class NsightSessions:
         self.folder.mkdir(parents=True, exist_ok=True)
 
         async def start(session: str, part: str) -> None:
-            output = f"--output={self.folder / part}"
+            output = f"--output={str(self.folder / part).replace('%', '%%')}"  # nsys replaces %p, %h and %q{VARIABLE}
             await self._run("start", f"--session={session}", output, "--force-overwrite=true", "--sample=process-tree", within_s=_START_S)
 
         await self._all(start)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 import secrets
 import threading
 from collections.abc import Callable, Iterable
@@ -41,6 +42,7 @@ READ_S = 120.0
 PIECE = 16 << 20
 _CLEAN_S = 60.0
 _MARK = ".complete"
+_VERSION = re.compile(r"[0-9]{6,9}")
 
 
 class ObjectStore:
@@ -50,12 +52,17 @@ class ObjectStore:
     """
 
     def __init__(self, url: str) -> None:
-        """`url`: with the id of the run. Raises `UserError` if the package for this kind of store is not installed."""
+        """`url`: the URL of the store with the id of the run. Raises `UserError` if the package for this kind of store is not installed."""
         self.url = url
-        try:
+
+        def open_store() -> tuple[Any, str]:
             fsspec: Any = import_module("fsspec")
-            self._files, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
-        except (ImportError, ValueError) as error:
+            files, root = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)  # some libraries log in now
+            return files, root
+
+        try:
+            self._files, self._root = self._call(open_store, CHECK_S)
+        except InfrastructureError as error:
             raise UserError(f"{OPTION}: {url} cannot be used: {one_line_error(error)}", fix="install its package on every node") from error
 
     def check(self) -> None:
@@ -103,7 +110,8 @@ class ObjectStore:
 
         def drop() -> None:
             for path in self._files.ls(parent, detail=False):
-                if path.rstrip("/").rpartition("/")[2] not in wanted:
+                name = path.rstrip("/").rpartition("/")[2]
+                if name not in wanted and _VERSION.fullmatch(name):  # others can write to the store, too
                     self._files.rm(path, recursive=True)
 
         self._call(drop, _CLEAN_S)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import socket
 import threading
 import time
@@ -22,13 +23,14 @@ from agentrl.base.files import write_atomically
 from agentrl.cluster.link import Link
 from agentrl.cluster.mirror_host import MirrorHost
 from agentrl.cluster.process_host import HostedProcess, ProcessHost
-from agentrl.errors import InfrastructureError, LaunchError
+from agentrl.errors import InfrastructureError, LaunchError, UserError
 from agentrl.protocols.cluster import PartCommand
 
 LEASE_S = 20.0
 """Seconds without a call of the driver after which a host kills its processes: the driver is gone, or cannot reach this node."""
 ID_FILE = ".cluster-id"
 """File in the run folder with the id of the run. A mirror does not have it."""
+_ID = re.compile(r"[0-9a-f]{32}")
 _WATCH_S = 1.0
 _LOG_BYTES, _LAST_LOG_BYTES = 1 << 18, 4 << 20  # of one answer
 _CONNECTIONS = 64  # to the port by which the driver notices the end of the host
@@ -258,8 +260,14 @@ class NodeHost:
 
 
 def run_id(folder: Path) -> str:
-    """Returns the id of a run, which a copy of its folder shares and another folder of the same name does not."""
+    """Returns the id of a run, which a copy of its folder shares and another folder of the same name does not.
+
+    Raises `UserError` if its file contains something else: the id names what a run creates and deletes, such as its folder in a store.
+    """
     path = folder / ID_FILE
     if not path.exists():
         write_atomically(path, uuid.uuid4().hex)
-    return path.read_text(encoding="utf-8").strip()
+    text = path.read_bytes()[:100].decode("ascii", "replace").strip()
+    if not _ID.fullmatch(text):
+        raise UserError(f"{path} contains no id of a run", fix="delete it: the run gets another id")
+    return text

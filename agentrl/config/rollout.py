@@ -169,7 +169,7 @@ class RolloutConfig(Section):
         if self.compaction is not None and (self.agent.ref not in parts.AGENT.shipped or self.agent.ref == "players"):
             raise ValueError(f"compaction does nothing with agent={self.agent}: remove it, or pass it in the options of your agent")
         if self.checkpoint_turns and self.agent.ref == "players":
-            raise ValueError("checkpoint_turns does nothing with agent=players: an interrupted game starts again; remove it")
+            raise ValueError("checkpoint_turns does nothing with agent=players: an interrupted game restarts; remove it")
         if self.instructions is not None and self.agent.ref not in parts.AGENT.shipped:
             raise ValueError("instructions do nothing with a user-supplied agent: pass them in agent.options")
         return self

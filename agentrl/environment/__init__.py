@@ -1,6 +1,6 @@
-"""Environments: worlds with `reset` and `step` that tasks refer to, the processes that they run in, and adapters of other projects.
+"""Environments with `reset` and `step`, the processes that they run in, and adapters of other projects.
 
-A user-supplied environment is a subclass of `Environment`; a recipe names it as `tasks.family="mine:World"`.
+A user-supplied environment is a subclass of `Environment`; a recipe names it as `tasks.family="mine:Guess"`.
 """
 
 from agentrl.environment.base import Environment

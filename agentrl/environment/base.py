@@ -16,7 +16,7 @@ MAX_PARTS = 64
 
 
 class Environment(abc.ABC):
-    """An environment of one episode, written by a user. It runs in a process of its own, so that a hang ends only this episode.
+    """Base class of user-supplied environments. An instance serves one episode, in a process that up to 64 episodes share.
 
     class Guess(Environment):
         instructions = "Guess the number."

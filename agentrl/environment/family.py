@@ -19,7 +19,7 @@ class EnvironmentFamily:
     """Tasks that are episodes of one environment. Their seeds differ between splits.
 
     Args:
-        ref: the environment, such as `mine:World` or `gymnasium:CartPole-v1`.
+        ref: the environment, such as `mine:Guess` or `gymnasium:CartPole-v1`.
         seed: seed of the run, which determines the seeds of all tasks.
         size: number of training tasks; None means endless.
         heldout: number of held-out tasks.

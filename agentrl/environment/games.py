@@ -55,7 +55,7 @@ def roles_of(value: Any, where: str) -> list[str]:
 
 
 def observations_of(value: Any, roles: Sequence[str], where: str, *, done: bool) -> dict[str, Observation]:
-    """Returns the observations by role that a game returned. Raises `EnvironmentFault` if they are invalid, or if nobody can act next."""
+    """Returns the observations by role that a game returned. Raises `EnvironmentFault` if they are invalid, or if no role can act next."""
     if not isinstance(value, Mapping) or not set(value) <= set(roles) or not (value or done):
         shown = sorted(map(str, value))[:4] if isinstance(value, Mapping) else type(value).__name__
         raise EnvironmentFault(f"{where} returned observations of {shown} instead of a dictionary for some of the roles {', '.join(roles)}")

@@ -56,7 +56,7 @@ class HostDied(InfrastructureError):
 
 @dataclass(frozen=True, kw_only=True)
 class HostSpec:
-    """How a host is started: `python inside/SCRIPT.py`, with `config` on standard input."""
+    """The command of a host: `python inside/SCRIPT.py`, with `config` on standard input."""
 
     name: str  # for messages, such as "inspect:tasks.py@arithmetic"
     python: str

@@ -1,6 +1,6 @@
 """Tasks of inspect_ai: `tasks.family="inspect:module@task"` or `"inspect:path/to/file.py@task"`.
 
-Each sample is a task. inspect runs in an environment of its own (`agentrl env add inspect-ai`), in a host that calls the gateway; see
+Each sample is a task. inspect runs in a separate Python environment (`agentrl env add inspect-ai`), in a host that calls the gateway; see
 `inside/inspect_host.py`. The task's scorers give the score, and its tools run in agentrl's sandboxes.
 """
 
@@ -63,7 +63,7 @@ class InspectFamily:
         tools: tools of the turn loop.
         outputs: files that the scorers read after the turn loop (`Task.outputs`).
         score: name of the scorer, or `scorer/key`, whose value is the score; the default is the mean of all scorers.
-        values: word -> number for scorers with values of their own, in addition to C, P, I and N.
+        values: word -> number for scorers with other values than C, P, I and N.
         model_roles: role -> model for scorers that grade with a model, such as `{"grader": "openai/gpt-5"}`.
         variables: additional environment variables of the host, such as keys of these models.
         environment: name of the environment in `.environments/`; the default is the one with the package inspect-ai.
@@ -100,7 +100,7 @@ class InspectFamily:
         if (used or tools) and not image:
             config = next((f" (with {each['sandbox']})" for each in used if each["sandbox"]), "")
             raise UserError(
-                f"{ref}: its samples use a sandbox{config}, and agentrl runs them in sandboxes of its own",
+                f"{ref}: its samples use a sandbox{config}, but no image is set",
                 fix='set tasks.family.options.image to a folder with an image.toml or a Dockerfile, such as "sandboxes/tables"',
             )
         self._sandbox = spec if used or tools else None

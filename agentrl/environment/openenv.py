@@ -80,7 +80,7 @@ class OpenEnvSession(Session):
         return self.result(_text(data), data.get("reward"), terminated=done and not truncated, truncated=truncated)
 
     async def close(self) -> bool:
-        """Asks the server to end the session, and waits until it closes the connection."""
+        """Requests the end of the session, and waits until the server closes the connection."""
         from websockets.exceptions import ConnectionClosed
 
         if self._socket is None:
@@ -195,7 +195,9 @@ class OpenEnvSession(Session):
         """Sets `actions` from the schema of actions."""
         properties, wanted = schema["properties"], self.options.get("actions")
         if wanted not in (None, "text", "tool"):
-            raise PluginError(f"tasks.family.options.actions must be text or tool, got {wanted!r}", fix="correct it")
+            raise PluginError(
+                f"tasks.family.options.actions must be text or tool, got {wanted!r}", fix="use one of the two, or remove the option"
+            )
         needed = [name for name in schema.get("required", []) if name in properties] or list(properties)
         self._field = needed[0] if len(needed) == 1 else ""
         if self._field and wanted is None:

@@ -7,7 +7,7 @@ import inspect
 from typing import cast
 from weakref import WeakKeyDictionary
 
-from agentrl.environment.base import Environment as WorldClass
+from agentrl.environment.base import Environment as EnvironmentClass
 from agentrl.environment.guard import GuardedEnvironment, guarded
 from agentrl.environment.pool import ProcessPool
 from agentrl.environment.worker import KINDS
@@ -22,18 +22,21 @@ OPENERS: dict[str, str] = dict.fromkeys(("openenv", "ors", "nemo-gym"), "agentrl
 _openers: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, EnvironmentOpener]] = WeakKeyDictionary()
 
 
-async def open_environment(spec: EnvironmentSpec) -> Environment:
-    """Returns an environment for one episode, which must be closed.
+async def open_environment(spec: EnvironmentSpec, *, alone: bool = False) -> Environment:
+    """Returns an environment for one episode, which must be closed. `alone`: see `ProcessPool.open`.
 
     Raises `EnvironmentFault`, `TaskError` if the task cannot be played, and `PluginError` for a reference that is not an environment.
     """
     opened = _openers.setdefault(asyncio.get_running_loop(), {})
     kind = kind_of(spec.ref)
     if kind not in opened:
-        opened[kind] = resolve(kind)() if kind else cast(EnvironmentOpener, ProcessPool())  # its games have another protocol
+        opened[kind] = resolve(kind)() if kind else cast(EnvironmentOpener, ProcessPool())
+    opener = opened[kind]
+    if isinstance(opener, ProcessPool):
+        return cast(Environment, await opener.open(spec, alone=alone))
     if kind != spec.ref:
-        return await opened[kind].open(spec)
-    return GuardedEnvironment(await guarded(lambda: opened[kind].open(spec), f"opening {kind}"), kind)
+        return await opener.open(spec)
+    return GuardedEnvironment(await guarded(lambda: opener.open(spec), f"opening {kind}"), kind)
 
 
 def is_resumable(environment: Environment) -> bool:
@@ -49,7 +52,7 @@ def kind_of(ref: str) -> str:
     if prefix in KINDS:
         return ""
     target = resolve(ref)
-    if inspect.isclass(target) and issubclass(target, WorldClass):
+    if inspect.isclass(target) and issubclass(target, EnvironmentClass):
         return ""
     if inspect.isclass(target) and callable(getattr(target, "open", None)):
         return ref

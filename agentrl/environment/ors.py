@@ -69,7 +69,7 @@ class OrsSession(Session):
         return self.result(_text(output.get("blocks"), self.server.what), output.get("reward"), terminated=output.get("finished", False))
 
     async def keep_alive(self) -> None:
-        """Tells the server that the session is in use; it ends those that send nothing for 15 minutes."""
+        """Sends a ping, because the server ends sessions without a request for 15 minutes."""
         await self.server.http.request("POST", "/ping", headers=self._headers)
 
     async def close(self) -> bool:

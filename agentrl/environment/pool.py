@@ -1,8 +1,8 @@
-"""Local environments in processes of their own: many episodes a process, and many actions a message.
+"""Local environments in separate processes: many episodes per process, and many actions per message.
 
 Actions of episodes that arrive in one round of the event loop are sent together. A process in which one operation runs for longer than
-`timeout_s` is killed. The episode of that operation is at fault; the other episodes of the process fail too, as infrastructure, and are
-repeated.
+`timeout_s` is killed, with the processes that it has started. The episode of that operation is at fault (`EnvironmentCrash`); the other
+episodes of the process fail too (`NeighborCrash`) and are repeated.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import logging
 import mmap
 import os
+import signal
 import sys
 import tempfile
 from collections import deque
@@ -24,7 +25,7 @@ from agentrl.base.secrets import child_environment, resolve_options
 from agentrl.environment.base import text_of
 from agentrl.environment.games import PooledGame
 from agentrl.environment.worker import MAX_FRAME, PROGRESS, SIZE
-from agentrl.errors import EnvironmentFault, PolicyFault, TaskError
+from agentrl.errors import EnvironmentCrash, EnvironmentFault, NeighborCrash, PolicyFault, TaskError
 from agentrl.records import EnvironmentSpec, Observation, Step, ToolCall
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,11 @@ TIMEOUT_S = 60.0
 STARTING_S = 60.0
 """Seconds for a process to import its modules on a busy machine."""
 _MAX_IDLE = 4  # checks without progress between two operations, because the driver or the process gets no CPU time
+_POLL_S, _UNREAD_S, _END_S = 0.5, 0.5, 5.0  # seconds: between looks at a process, to read what it sent before its end, and for its end
+_MOST_ERRORS = 1 << 16
 EPISODES_PER_PROCESS = 64
+_ALONE_PER_CORE = 4
+"""Largest number of processes for one episode each, per process for many."""
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -52,19 +57,23 @@ class ProcessPool:
         self._processes: list[_Process] = []
         self._starting = asyncio.Lock()
 
-    async def open(self, spec: EnvironmentSpec) -> PooledEnvironment | PooledGame:
-        """Opens an environment and resets it. Raises `EnvironmentFault`, and `TaskError` if the task cannot be played."""
-        process = await self._process()
-        number, world = process.add(), cast(PooledEnvironment | PooledGame | None, None)
+    async def open(self, spec: EnvironmentSpec, *, alone: bool = False) -> PooledEnvironment | PooledGame:
+        """Opens an environment and resets it. Raises `EnvironmentFault`, and `TaskError` if the task cannot be played.
+
+        Args:
+            alone: whether to start a process for this episode, because an earlier attempt ended its process.
+        """
+        process = await self._process(alone)
+        number, environment = process.add(), cast(PooledEnvironment | PooledGame | None, None)
         try:
             opened = await process.run(number, "open", spec.ref, resolve_options(spec.options), spec.seed)
             if isinstance(opened, dict):
-                world = PooledGame(partial(process.run, number), partial(process.remove, number), opened, spec.ref)
+                environment = PooledGame(partial(process.run, number), partial(process.remove, number), opened, spec.ref)
             else:
-                world = PooledEnvironment(process, number, spec.ref, opened)
-            return world
+                environment = PooledEnvironment(process, number, spec.ref, opened)
+            return environment
         finally:
-            if world is None:
+            if environment is None:
                 await process.remove(number)
 
     async def close(self) -> None:
@@ -72,10 +81,15 @@ class ProcessPool:
         for process in self._processes:
             await process.kill("the run has ended")
 
-    async def _process(self) -> _Process:
+    async def _process(self, alone: bool) -> _Process:
         """Returns the process with the fewest episodes, after starting another one if all are full."""
         async with self._starting:
             alive = self._processes = [process for process in self._processes if process.alive]
+            if alone and sum(process.alone for process in alive) < _ALONE_PER_CORE * self._most:
+                self._processes.append(process := await _Process.start(self._timeout_s))
+                process.alone = True
+                return process
+            alive = [process for process in alive if not process.alone]
             free = min(alive, key=lambda process: len(process.episodes), default=None)
             if free is None or (len(free.episodes) >= EPISODES_PER_PROCESS and len(alive) < self._most):
                 free = await _Process.start(self._timeout_s)
@@ -101,7 +115,10 @@ class PooledEnvironment:
         """Applies an action. Raises `PolicyFault`, `TaskError` and `EnvironmentFault`."""
         sent = action if isinstance(action, str) else {"name": action.name, "arguments": action.arguments}
         text, reward, terminated, truncated, parts = await self._process.run(self._number, "step", sent)
-        return Step(observation=Observation(text=text), reward=reward, terminated=terminated, truncated=truncated, parts=parts)
+        try:
+            return Step(observation=Observation(text=text), reward=reward, terminated=terminated, truncated=truncated, parts=parts)
+        except ValueError as error:
+            raise EnvironmentFault(f"{self._ref}.step() returned an invalid step: {error}") from None
 
     async def snapshot(self) -> bytes:
         """Returns the state, as base64."""
@@ -121,7 +138,7 @@ class _Process:
 
     def __init__(self, process: asyncio.subprocess.Process, progress: mmap.mmap, timeout_s: float) -> None:
         self.episodes: set[int] = set()
-        self.alive = True
+        self.alive, self.alone = True, False  # `alone`: for one episode
         self._process, self._progress, self._timeout_s = process, progress, timeout_s
         self._numbers = self._seen = self._idle = self._answered = 0
         self._pending: list[list[Any]] = []  # operations of the next frame
@@ -129,6 +146,7 @@ class _Process:
         self._watch: asyncio.TimerHandle | None = None
         self._loop, self._ready = asyncio.get_running_loop(), asyncio.Event()
         self._reader = asyncio.create_task(self._read())
+        self._helpers = asyncio.create_task(self._wait()), asyncio.create_task(self._pass_errors())
 
     @classmethod
     async def start(cls, timeout_s: float) -> _Process:
@@ -142,6 +160,7 @@ class _Process:
                     *(sys.executable, "-W", "ignore", "-m", "agentrl.environment.worker", str(file.fileno())),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.PIPE,
                     pass_fds=[file.fileno()],
                     start_new_session=True,  # ctrl-C must reach only the driver, which still finishes the episodes
                     env=child_environment(os.environ) | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | _ONE_THREAD,
@@ -173,12 +192,14 @@ class _Process:
                     await self.run(number, "close")
                 except (EnvironmentFault, PolicyFault, TaskError) as error:
                     log.warning("an environment could not be closed: %s", error)
+            if self.alone:
+                await self.kill("its episode has ended")
 
     def run(self, number: int, name: str, *arguments: Any) -> asyncio.Future[Any]:
         """Returns the future result of an operation."""
         future: asyncio.Future[Any] = self._loop.create_future()
         if not self.alive:
-            future.set_exception(EnvironmentFault("the process of this environment has ended"))
+            future.set_exception(NeighborCrash("the process of this environment has ended"))
             return future
         if not self._pending:
             self._loop.call_soon(self._flush)
@@ -193,6 +214,24 @@ class _Process:
         stream = self._process.stdin
         if self.alive and stream is not None and not stream.is_closing():
             stream.write(SIZE.pack(len(frame)) + frame)
+
+    async def _wait(self) -> None:
+        """Notices the end of the process if processes that it has started hold its pipes open."""
+        while self._process.returncode is None:
+            await asyncio.sleep(_POLL_S)
+        await asyncio.sleep(_UNREAD_S)
+        self._fail("its process ended")
+
+    async def _pass_errors(self) -> None:
+        """Passes the first `_MOST_ERRORS` bytes that the process writes to its standard error to that of the driver."""
+        stream, left = self._process.stderr, _MOST_ERRORS
+        assert stream is not None, "it is a pipe"
+        while chunk := await stream.read(_MOST_ERRORS):
+            if left and (shown := chunk[:left]):
+                left -= len(shown)
+                sys.stderr.write(shown.decode(errors="replace"))
+                if not left:
+                    log.warning("an environment writes more than %d bytes to standard error; the rest is discarded", _MOST_ERRORS)
 
     async def _read(self) -> None:
         """Passes results to their callers until the process ends."""
@@ -244,14 +283,15 @@ class _Process:
             return
         self.alive = False
         self._ready.set()
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # it leads a session
         count = PROGRESS.unpack(self._progress[:])[0]
         culprit = count // 2 - self._answered if count % 2 else -1
-        for index, (_, future) in enumerate(self._waiting):
+        for index, (number, future) in enumerate(self._waiting):
             if not future.done():
-                other = "" if index == culprit else "the environment of another episode failed: "
-                future.set_exception(EnvironmentFault(f"{other}{reason}"))
+                own = index == culprit or (culprit < 0 and self.episodes == {number})
+                other = "the environment of another episode failed: "
+                future.set_exception(EnvironmentCrash(reason) if own else NeighborCrash(f"{other}{reason}"))
                 future.exception()  # its caller may have been cancelled
         self._waiting.clear()
         if self._watch is not None:
@@ -260,5 +300,10 @@ class _Process:
     async def kill(self, reason: str) -> None:
         """Ends the process."""
         self._fail(reason)
-        await self._process.wait()
-        await asyncio.gather(self._reader, return_exceptions=True)
+        with contextlib.suppress(TimeoutError):  # a process that has left the session may hold the pipes open
+            async with asyncio.timeout(_END_S):
+                await self._process.wait()
+                await self._reader
+        for task in (self._reader, *self._helpers):
+            task.cancel()
+        await asyncio.gather(self._reader, *self._helpers, return_exceptions=True)

@@ -62,7 +62,7 @@ class RemoteOptions:
         for name in ("sessions", "wait_s", "reset_s", "step_s"):
             value, kinds = getattr(self, name), int if name == "sessions" else (int, float)
             if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
-                raise PluginError(f"tasks.family.options.{name} must be a positive number, got {value!r}", fix="correct it")
+                raise PluginError(f"tasks.family.options.{name} must be a positive number, got {value!r}", fix=f"write {name}=60")
         if not isinstance(self.key, str) or not self.key.isprintable() or not self.key.isascii():
             raise PluginError("tasks.family.options.key is not a key that a header can contain", fix="write key=env:NAME")
 
@@ -104,7 +104,7 @@ class Session:
         raise NotImplementedError
 
     async def keep_alive(self) -> None:
-        """Prevents that the server ends an idle session."""
+        """Sends a request, so that the server does not end an idle session."""
 
     async def close(self) -> bool:
         """Ends the session at the server. Returns whether the server confirmed it."""
@@ -136,7 +136,7 @@ class RemoteServer:
         self.url, self.options = web.validate_url(url).rstrip("/"), options
         self.what = f"{kind} server {urlsplit(url).netloc}"
         self.opened = self.closed = self.lost = 0
-        self.cache: dict[str, Any] = {}  # what sessions have learned about the server
+        self.cache: dict[str, Any] = {}  # data about the server that its sessions share
         self.learning = asyncio.Lock()
         header = {"ors": "x-api-key"}.get(kind, "authorization")
         self.headers = {} if not options.key else {header: options.key if kind == "ors" else f"Bearer {options.key}"}

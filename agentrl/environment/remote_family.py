@@ -23,7 +23,7 @@ from agentrl.records import Message, Split, Task
 
 T = TypeVar("T")
 
-_DEADLINE_S = 60.0  # for a question about the server's tasks
+_DEADLINE_S = 60.0  # for a request about the server's tasks
 _LARGEST = 512 << 20  # bytes of a data set
 _OUT_OF = 4  # at most one of this many tasks of a split is held out
 
@@ -70,7 +70,7 @@ class RemoteFamily(EnvironmentFamily):
         self._split = split or ("train" if self._kind == "ors" else "")
 
     def size(self, split: Split) -> int | None:
-        """Returns the number of tasks in a split. Raises `PluginError` if the server does not say it."""
+        """Returns the number of tasks in a split. Raises `PluginError` if the server does not state it."""
         if self._tasks is None and not self._split:
             return super().size(split)
         return self._ranges[split][2]
@@ -91,7 +91,7 @@ class RemoteFamily(EnvironmentFamily):
 
     @cached_property
     def _ranges(self) -> Mapping[Split, tuple[str, int, int]]:
-        """Where the tasks of a split are: the server's split, the first index, and the number."""
+        """Returns the server's split, the first index and the number of the tasks of a split."""
         if self._tasks is not None:
             total, other, held = len(self._rows), "", 0
         else:
@@ -112,9 +112,11 @@ class RemoteFamily(EnvironmentFamily):
             lines = untrusted_files.read_bytes(path, most=_LARGEST).splitlines()
             rows = [json.loads(line) for line in lines if line.strip()]
         except (OSError, ValueError, RecursionError) as error:
-            raise PluginError(f"tasks.family.options.tasks: {path} cannot be read: {error}", fix="write one JSON object a line") from None
+            raise PluginError(f"tasks.family.options.tasks: {path} cannot be read: {error}", fix="write one JSON object per line") from None
         if not rows or not all(isinstance(row, dict) for row in rows):
-            raise PluginError(f"tasks.family.options.tasks: {path} has a line that is not an object, or none", fix="correct it")
+            raise PluginError(
+                f"tasks.family.options.tasks: {path} has a line that is not an object, or no line", fix="write one JSON object per line"
+            )
         return rows
 
     async def _count_tasks(self, server: RemoteServer) -> tuple[int, str, int]:
@@ -134,10 +136,10 @@ class RemoteFamily(EnvironmentFamily):
         return counts[0], other, counts[-1]
 
     def _asked(self, question: Callable[[RemoteServer], Coroutine[Any, Any, T]]) -> T:
-        """Returns the server's answer, from a thread with an event loop of its own."""
+        """Returns the server's answer, from a thread with another event loop."""
 
         async def ask() -> T:
-            """Asks, and closes the connections."""
+            """Sends the request, and closes the connections."""
             server = self._server()
             try:
                 async with asyncio.timeout(_DEADLINE_S):

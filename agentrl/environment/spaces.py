@@ -1,4 +1,4 @@
-"""Gymnasium's spaces as JSON: the schema of an action, the action that a JSON value stands for, and the text of an observation.
+"""Gymnasium's spaces as JSON: the schema of an action, the action in a JSON value, and the text of an observation.
 
 Spaces are recognized by the name of their class, so that this module does not import Gymnasium.
 """
@@ -68,7 +68,7 @@ _SCHEMAS: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 
 def value_of(space: Any, given: Any) -> Any:
-    """Returns the action of a space that a JSON value stands for. Raises `PolicyFault` with the reason if it is not in the space."""
+    """Converts a JSON value to an action of a space. Raises `PolicyFault` with the reason if it is not in the space."""
     value = _converted(space, given, "action")
     if not space.contains(value):
         raise PolicyFault(f"the action is not in {str(space)[:200]}")

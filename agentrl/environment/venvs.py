@@ -26,7 +26,7 @@ _ARCHIVES = (".whl", ".tar.gz", ".zip")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lock:
-    """What an environment consists of."""
+    """The packages of an environment, as its lock file records them."""
 
     name: str
     requires: tuple[str, ...]  # as requested: requirements, or folders relative to the project
@@ -52,25 +52,25 @@ class Lock:
     @classmethod
     def from_text(cls, name: str, text: str) -> Lock:
         """Parses a lock file. Raises `ValueError`."""
-        said: dict[str, list[str]] = {"requires": [], "python": [], "platform": [], "folder": []}
+        comments: dict[str, list[str]] = {"requires": [], "python": [], "platform": [], "folder": []}
         pins = []
         for line in text.splitlines():
             key, sep, value = line.removeprefix("# ").partition(": ")
             if line.startswith("#"):
-                if sep and key in said:
-                    said[key].append(value)
+                if sep and key in comments:
+                    comments[key].append(value)
             elif _PIN.fullmatch(line):
                 pins.append(line)
             elif line:
                 raise ValueError(f"has an unpinned line: {clip_text(line)}")
-        if not said["requires"] or len(said["python"]) != 1 or len(said["platform"]) != 1:
+        if not comments["requires"] or len(comments["python"]) != 1 or len(comments["platform"]) != 1:
             raise ValueError("lacks its comments")
-        folders = tuple((folder, sha256) for folder, _, sha256 in (line.rpartition(" ") for line in said["folder"]))
+        folders = tuple((folder, sha256) for folder, _, sha256 in (line.rpartition(" ") for line in comments["folder"]))
         return cls(
             name=name,
-            requires=tuple(said["requires"]),
-            python=said["python"][0],
-            platform=said["platform"][0],
+            requires=tuple(comments["requires"]),
+            python=comments["python"][0],
+            platform=comments["platform"][0],
             pins=tuple(pins),
             folders=folders,
         )
@@ -87,12 +87,12 @@ def environment_python(root: Path, name: str) -> Path:
     if not path.is_file():
         raise UserError(f"the project has no environment {name!r}", fix=f"agentrl env add {name}")
     if not is_built(root, read_lock(path)):
-        raise UserError(f"the environment {name!r} is not built, or not from its lock", fix=f"agentrl env sync {name}")
+        raise UserError(f"the environment {name!r} is not built, or was built from another lock", fix=f"agentrl env sync {name}")
     return python_of(root / BUILT / name)
 
 
 def environment_of(root: Path, package: str) -> str:
-    """Returns the name of the environment with a package: the one that is called so, else the only one that contains it.
+    """Returns the name of the environment with a package: the one with the package's name, else the only one that contains the package.
 
     Raises `UserError` if there is none, or several.
     """
@@ -106,14 +106,16 @@ def environment_of(root: Path, package: str) -> str:
         return having[0]
     if not having:
         raise UserError(f"no environment of the project has the package {package!r}", fix=f"agentrl env add {package}")
-    raise UserError(f"{package!r} is in the environments {', '.join(having)}", fix="choose one with the option `environment`")
+    raise UserError(f"{package!r} is in the environments {', '.join(having)}", fix="choose one with the option environment")
 
 
 def is_path(item: str) -> bool:
+    """Returns whether a requirement is the path of a folder or an archive, not the name of a package."""
     return item.startswith((".", "/", "~")) or item.endswith(_ARCHIVES)
 
 
 def is_folder(root: Path, item: str) -> bool:
+    """Returns whether a requirement is an existing folder. Relative paths start at the project root."""
     return is_path(item) and (root / item).is_dir()
 
 
@@ -129,25 +131,32 @@ def name_of(item: str, root: Path) -> str:
 
 
 def read_lock(path: Path) -> Lock:
+    """Parses the lock file at a path. Raises `UserError` if it cannot be read or is not a lock."""
     try:
         return Lock.from_text(path.stem, untrusted_files.read_bytes(path, most=LOCK_BYTES).decode())
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not a lock of an environment: {error}", fix="restore it, or: agentrl env remove") from None
+        raise UserError(
+            f"{path} is not a lock of an environment: {error}", fix=f"restore it, or remove the environment: agentrl env remove {path.stem}"
+        ) from None
 
 
 def is_built(root: Path, lock: Lock) -> bool:
+    """Returns whether the environment in `.environments/` was built completely from this lock."""
     with contextlib.suppress(OSError):
         return (root / BUILT / lock.name / COMPLETE).read_text() == lock.to_text() and python_of(root / BUILT / lock.name).exists()
     return False
 
 
 def python_of(venv: Path) -> Path:
+    """Returns the path of a virtual environment's interpreter."""
     return venv / "bin" / "python"
 
 
 def this_platform() -> str:
+    """Returns operating system and architecture, such as `linux-x86_64`."""
     return f"{platform.system()}-{platform.machine()}".lower()
 
 
 def canonical_name(name: str) -> str:
+    """Returns the normalized name of a package (PEP 503): lower case, with single hyphens as separators."""
     return re.sub(r"[-_.]+", "-", name).lower()

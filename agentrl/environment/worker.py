@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import inspect
 import json
 import mmap
@@ -30,19 +31,21 @@ from agentrl.plugins.references import resolve
 FLUSH_S = 0.05
 MAX_FRAME = 64 << 20
 """Bytes of one frame."""
+MAX_RESULT = 32 << 20
+"""Bytes of one result, such as a snapshot."""
 SIZE = struct.Struct("<I")
 PROGRESS = struct.Struct("<Q")
-KINDS = {"gymnasium": "agentrl.environment.gymnasium_worlds:GymnasiumWorld"}
+KINDS = {"gymnasium": "agentrl.environment.gymnasium_environments:GymnasiumEnvironment"}
 """Prefix of a reference -> class of its environments, whose first argument is the rest of the reference."""
 
 
-def world_class(ref: str) -> tuple[Callable[..., Environment], str]:
+def environment_class(ref: str) -> tuple[Callable[..., Environment], str]:
     """Returns the class of an environment, and the argument that its reference adds (empty: none). Raises `PluginError`."""
     prefix, _, rest = ref.partition(":")
     return (resolve(KINDS[prefix]), rest) if prefix in KINDS else (resolve(ref), "")
 
 
-class Worlds:
+class OpenEnvironments:
     """The environments of one process, by the number of their episode."""
 
     def __init__(self) -> None:
@@ -54,14 +57,14 @@ class Worlds:
 
     def open(self, number: int, ref: str, options: dict[str, Any], seed: int) -> Any:
         """Opens an environment, and returns what it declares and its first observation."""
-        kind, argument = world_class(ref)
-        world = kind(argument, **options) if argument else kind(**options)
-        self._open[number] = world, ref
-        if isinstance(world, Game):
-            return self._open_game(world, ref, seed)
-        first = text_of(self._done(world.reset(seed)), f"{ref}.reset()")
-        resumable = callable(getattr(world, "snapshot", None)) and callable(getattr(world, "restore", None))
-        return [str(world.instructions), actions_of(world.actions, ref), first, resumable]
+        kind, argument = environment_class(ref)
+        environment = kind(argument, **options) if argument else kind(**options)
+        self._open[number] = environment, ref
+        if isinstance(environment, Game):
+            return self._open_game(environment, ref, seed)
+        first = text_of(self._done(environment.reset(seed)), f"{ref}.reset()")
+        resumable = callable(getattr(environment, "snapshot", None)) and callable(getattr(environment, "restore", None))
+        return [str(environment.instructions), actions_of(environment.actions, ref), first, resumable]
 
     def _open_game(self, game: Game, ref: str, seed: int) -> Any:
         roles = roles_of(game.roles, ref)
@@ -71,37 +74,37 @@ class Worlds:
 
     def step(self, number: int, action: Any) -> StepRow | list[Any]:
         """Applies an action, or the actions of several roles."""
-        world, ref = self._open[number]
-        if isinstance(world, Game):
-            played = role_step_of(self._done(world.step(action["roles"])), roles_of(world.roles, ref), f"{ref}.step()")
+        environment, ref = self._open[number]
+        if isinstance(environment, Game):
+            played = role_step_of(self._done(environment.step(action["roles"])), roles_of(environment.roles, ref), f"{ref}.step()")
             return [as_data(played.observations), dict(played.rewards), played.terminated, played.truncated]
-        return step_row(self._done(world.step(call_of(action))), f"{ref}.step()")
+        return step_row(self._done(environment.step(call_of(action))), f"{ref}.step()")
 
     def snapshot(self, number: int) -> str:
         """Returns the state of an environment as base64."""
-        world, ref = self._open[number]
-        state = self._done(world.snapshot())
+        environment, ref = self._open[number]
+        state = self._done(environment.snapshot())
         if not isinstance(state, bytes):
             raise EnvironmentFault(f"{ref}.snapshot() returned {type(state).__name__} instead of bytes")
         return base64.b64encode(state).decode()
 
     def restore(self, number: int, state: str) -> str:
         """Sets the state of an environment."""
-        world, ref = self._open[number]
-        return text_of(self._done(world.restore(base64.b64decode(state))), f"{ref}.restore()")
+        environment, ref = self._open[number]
+        return text_of(self._done(environment.restore(base64.b64decode(state))), f"{ref}.restore()")
 
     def close(self, number: int) -> None:
         """Closes an environment that may have failed to open."""
-        world, _ = self._open.pop(number, (None, ""))
-        if world is not None:
-            self._done(world.close())
+        environment, _ = self._open.pop(number, (None, ""))
+        if environment is not None:
+            self._done(environment.close())
 
 
-def answer(worlds: Worlds, operation: list[Any]) -> list[Any]:
+def answer(environments: OpenEnvironments, operation: list[Any]) -> list[Any]:
     """Runs one operation. Returns its number, how it ended and its result."""
     number, name, *arguments = operation
     try:
-        return [number, "ok", getattr(worlds, name)(number, *arguments)]
+        return [number, "ok", getattr(environments, name)(number, *arguments)]
     except PolicyFault as error:
         return [number, "policy", str(error)[:2000]]
     except (TaskError, PluginError) as error:
@@ -118,25 +121,50 @@ def main() -> None:
     replies = os.dup(sys.stdout.fileno())
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
-    requests, worlds, count = os.fdopen(os.dup(sys.stdin.fileno()), "rb"), Worlds(), 0
+    requests, environments, count, owner = os.fdopen(os.dup(sys.stdin.fileno()), "rb"), OpenEnvironments(), 0, os.getpid()
     os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
+    _be_killed_first()
     _send(replies, [])
-    while size := requests.read(SIZE.size):
-        results, sent = [], time.monotonic()
-        for operation in json.loads(requests.read(SIZE.unpack(size)[0])):
+    while head := requests.read(SIZE.size):
+        results, size, sent = list[bytes](), 0, time.monotonic()
+        for operation in json.loads(requests.read(SIZE.unpack(head)[0])):
             progress[:] = PROGRESS.pack(count + 1)
-            results.append(answer(worlds, operation))
+            result = encoded(answer(environments, operation))
+            if os.getpid() != owner:  # a fork that an environment did not end
+                os._exit(1)
             count += 2
             progress[:] = PROGRESS.pack(count)
+            if size + len(result) > MAX_RESULT:
+                _send(replies, results)
+                results, size = [], 0
+            results.append(result)
+            size += len(result)
             if time.monotonic() - sent > FLUSH_S:
                 _send(replies, results)
-                results, sent = [], time.monotonic()
+                results, size, sent = [], 0, time.monotonic()
         if results:
             _send(replies, results)
 
 
-def _send(to: int, results: list[Any]) -> None:
-    frame = json.dumps(results).encode()
+def encoded(result: list[Any]) -> bytes:
+    """Returns a result as JSON; a fault if it has no JSON, or is too long."""
+    try:
+        text = json.dumps(result).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        return json.dumps([result[0], "fault", f"a result is not JSON data: {describe_error(error, 500)}"]).encode()
+    if len(text) > MAX_RESULT:
+        return json.dumps([result[0], "fault", f"a result has {len(text)} bytes; at most {MAX_RESULT} are allowed"]).encode()
+    return text
+
+
+def _be_killed_first() -> None:
+    """Lets the kernel end this process before the driver if memory runs out."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+
+
+def _send(to: int, results: list[bytes]) -> None:
+    frame = b"[" + b",".join(results) + b"]"
     rest = memoryview(SIZE.pack(len(frame)) + frame)
     while rest:
         rest = rest[os.write(to, rest) :]

@@ -13,6 +13,7 @@ from agentrl.base import user_code
 from agentrl.base.files import append_lines, json_line, read_json_lines
 from agentrl.errors import InfrastructureError, TaskError
 from agentrl.records import Blame, Failure, Group
+from agentrl.records.failure import NEIGHBOR_CRASH
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,11 @@ class FaultRate:
         self._exceeded = asyncio.Event()
 
     def record_attempt(self, failure: Failure | None) -> None:
-        """Counts an attempt that has ended; `failure` is its fault, None if it was scored."""
+        """Counts an attempt that has ended; `failure` is its fault, None if it was scored. One that another attempt ended counts only in
+        the metrics, because one fault may end many."""
+        if failure is not None and failure.kind == NEIGHBOR_CRASH:
+            self._since[True] += 1
+            return
         kind = None
         if failure is not None:
             kind = user_code.printable(f"{failure.stage} {failure.kind}", 100)

@@ -129,8 +129,8 @@ def count_withheld(run_dir: Path) -> int:
 
 def _prompt(task: Task, normalize: Callable[[str], str]) -> tuple[tuple[str, str], ...]:
     spec = task.environment
-    world = () if spec is None else (("environment", f"{spec.ref} {spec.seed} {json.dumps(dict(spec.options), sort_keys=True)}"),)
-    return (*((message.role, normalize(message.content)) for message in task.prompt), *world)
+    environment = () if spec is None else (("environment", f"{spec.ref} {spec.seed} {json.dumps(dict(spec.options), sort_keys=True)}"),)
+    return (*((message.role, normalize(message.content)) for message in task.prompt), *environment)
 
 
 def _prompt_digest(task: Task) -> str:

@@ -17,6 +17,7 @@ from agentrl.base import user_code
 from agentrl.base.outages import outage_phrase
 from agentrl.failure.trace import ImportedMessage, Trace, deciding_tag
 from agentrl.records import Episode, Message, ToolCall, Trajectory, Turn
+from agentrl.records.chat import user_message
 
 MAX_TURNS = 400
 MAX_CALLS = 64
@@ -29,7 +30,7 @@ _TEXT_CHARS = 4000  # of one text in a rendered trace; of texts in the failing t
 _LEAST_TEXT_CHARS = 160  # of one text in a rendered trace with many
 _LINE_CHARS = 300
 
-_NOT_LIMITS = ("submitted", "answered", "failed", "terminated", "truncated", "")  # stop reasons other than limits
+_NOT_LIMITS = ("submitted", "answered", "failed", "terminated", "truncated", "forfeited", "")  # stop reasons other than limits
 _ERROR = re.compile(
     r"(?:error|exception|failed|failure|fatal)\b\s*[:!-]|traceback \(most recent|\W{0,4}\"?(?:is_?)?error\"?\s*:(?!\s*(?:null|false|\"\"))",
     re.IGNORECASE,
@@ -67,6 +68,7 @@ class TraceStep:
     calls: tuple[TraceCall, ...] = ()
     malformed: tuple[str, ...] = ()  # error messages about calls that could not be parsed
     truncated: bool = False  # the completion ran out of tokens
+    reply: str = ""  # the user message that answered a turn without calls, such as the observation after a text action
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,13 +158,14 @@ def _from_episode(trace: Trace, episode: Episode) -> Timeline:
             break
         trajectory = episode.trajectories[index]
         steps.append(_step(index, number, trajectory.agent, trajectory.turns[number]))
+    prompt = (task.environment is not None and episode.trajectories[0].prompt) or task.prompt
     truth, tolerance = task.data.get("answer"), task.data.get("tolerance")
     if not isinstance(tolerance, int | float) or isinstance(tolerance, bool) or not 0 <= tolerance < math.inf:
         tolerance = 0.0
     return Timeline(
         steps=tuple(steps),
-        question=truncate_middle(task.question),
-        instructions=truncate_middle("\n".join(message.content for message in task.prompt[:-1])),
+        question=truncate_middle(prompt[-1].content if prompt else task.question),
+        instructions=truncate_middle("\n".join(message.content for message in prompt[:-1])),
         offered_tools=None
         if task.environment is not None or any(":" in name for name in task.tools)
         else {name: {} for name in task.tools},
@@ -193,12 +196,13 @@ def _in_order(trajectories: Sequence[Trajectory]) -> Iterator[tuple[int, int]]:
 
 
 def _step(index: int, number: int, agent: str, turn: Turn) -> TraceStep:
-    parsed, results = turn.message.tool_calls, turn.tool_results
+    parsed, results, reply = turn.message.tool_calls, turn.tool_results, user_message(turn.message, turn.tool_results)
     calls = []
     for position, call in enumerate(parsed[:MAX_CALLS]):
         result = results[position] if position < len(results) else None
         calls.append(_call(call, "" if result is None else result.output, None if result is None else result.ok))
-    malformed = tuple(truncate_middle(result.output, 600) for result in results[len(parsed) :])  # results of calls that could not be parsed
+    unparsed = results[len(parsed) :] if reply is None else ()  # results of calls that could not be parsed
+    malformed = tuple(truncate_middle(result.output, 600) for result in unparsed)
     return TraceStep(
         trajectory=index,
         turn=number,
@@ -207,6 +211,7 @@ def _step(index: int, number: int, agent: str, turn: Turn) -> TraceStep:
         calls=tuple(calls),
         malformed=malformed[:MAX_CALLS],
         truncated=turn.finish_reason != "stop",
+        reply=truncate_middle(reply or ""),
     )
 
 
@@ -334,6 +339,9 @@ def _rendered_turn(step: TraceStep, *, marked: bool, several: bool, room: int) -
         unknown = "returned (success unknown)" if call.output else "no result"
         yield f"     {unknown if call.ok is None else 'returned' if call.ok else 'failed'}"
         yield from _body(call.output, most, deep=True) if call.output.strip() else ()
+    if step.reply.strip():
+        yield "     returned"
+        yield from _body(step.reply, most, deep=True)
     for error in step.malformed:
         yield "     a call that could not be read"
         yield from _body(error, most, deep=True)

@@ -1,4 +1,4 @@
-"""Rewards that a process on the host posts to a session: the score of an episode by an external world, a game or a person.
+"""Rewards that a process on the host posts to a session: the score of an episode by an external environment or a person.
 
 The agent option `reward_key_file` names a file for a key that only its user can read. A holder of the key posts a reward while the program
 runs, or within `WAIT_S` seconds of its end:

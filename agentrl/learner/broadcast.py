@@ -147,7 +147,7 @@ def deadline(what: str, seconds: float, *, abort: Callable[[], None], grace_s: f
             return
         expired.set()
         log.error("%s", message)
-        abort()
+        threading.Thread(target=abort, daemon=True, name="abort of a collective").start()  # it may raise, or hang as the collective does
         if not ended.wait(grace_s):
             log.error("the collective cannot be ended, so this process ends")
             os._exit(1)

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 FOLDER = "events"
 """Folder in a run folder."""
+_LOCK = ".lock"
 SEGMENT_BYTES = 8 << 20
 SEGMENTS = 32
 """Newest segments that are kept."""
@@ -159,15 +160,18 @@ class EventLog:
         self._size = self._file.seek(0, os.SEEK_END)
 
     def _lock_folder(self) -> None:
-        """Makes this process the only writer: two would overwrite each other's segments. Raises `OSError` if another one writes."""
+        """Locks the folder: two writers would overwrite each other's segments. Raises `OSError` if another one writes."""
         if self._lock is not None:
             return
-        lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        lock = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)  # NFS locks no folder
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             os.close(lock)
             raise OSError(error.errno, "another process records events of this run") from None
+        except OSError:
+            os.close(lock)
+            raise
         self._lock = lock
 
     def _next_segment(self) -> None:

@@ -69,7 +69,7 @@ class RunComparison:
         if self.kinds:
             rows = [(row.name, *map(_shown_rate, row.rates), _shown_difference(row)) for row in self.kinds]
             tables.append(_table([("success by kind, after", *self.names, "last - first, 95% interval"), *rows]))
-        return "\n\n".join([*tables, *(f"note: {note}" for note in self.notes)])
+        return "\n\n".join([*tables, *(f"note: {_printable(note)}" for note in self.notes)])
 
 
 def compare_folders(folders: Sequence[Path]) -> RunComparison:
@@ -185,13 +185,18 @@ def _shown_difference(row: RateRow) -> str:
     return f"{value:+.1f} [{low:+.1f}, {high:+.1f}]"
 
 
+def _printable(text: str) -> str:
+    """Returns one line without terminal control sequences: names of runs, settings and kinds are third-party text."""
+    return " ".join("".join(char if char.isprintable() or char == "\n" else "?" for char in text).split())
+
+
 def _shown(value: Any) -> str:
-    text = " ".join("".join(char if char.isprintable() else "?" for char in str(value)).split())
+    text = _printable(str(value))
     return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}..."
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
     columns = max(map(len, rows))
-    full = [[*row, *[""] * (columns - len(row))] for row in rows]
+    full = [[*map(_printable, row), *[""] * (columns - len(row))] for row in rows]
     widths = [max(len(row[column]) for row in full) for column in range(columns)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in full)

@@ -1,4 +1,4 @@
-"""Environments: worlds that answer an agent's actions with observations and rewards."""
+"""Protocols of environments, which answer the actions of agents with observations and rewards, and of leagues of past versions."""
 
 from __future__ import annotations
 

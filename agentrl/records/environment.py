@@ -1,4 +1,4 @@
-"""What an environment is opened with, and what it returns: the specification, an observation, a step."""
+"""Records of environments: specification, observation, step."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ RESUMES = ("snapshot", "replay", "restart")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSpec(Record):
-    """Which environment the episodes of a task act in: `EnvironmentSpec(ref="gymnasium:CartPole-v1", seed=7)`.
+    """The environment of a task's episodes: `EnvironmentSpec(ref="gymnasium:CartPole-v1", seed=7)`.
 
     All attempts at a task start the environment with the same seed and options.
     """
 
-    ref: str  # "gymnasium:ID", "openenv:URL", or a plug-in reference such as "mine.worlds:Guess"
+    ref: str  # "gymnasium:ID", "openenv:URL", or a plug-in reference such as "mine:Guess"
     options: JsonObject = field(default_factory=dict)
     seed: int = 0
     context_turns: int | None = None  # turns after which a new context starts from the last observation; None means no limit
@@ -36,7 +36,7 @@ class EnvironmentSpec(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation(Record):
-    """What an agent is shown: `Observation(text="You are at (0, 0).")`."""
+    """Text that an environment shows to an agent: `Observation(text="You are at (0, 0).")`."""
 
     text: Text
     actions: tuple[str, ...] = ()  # the texts that are allowed now, if these are fewer than the actions of the environment

@@ -9,7 +9,11 @@ from agentrl.records.fields import Record, Text
 
 WORKER_LOST = "worker_lost"
 """`Failure.kind` of an attempt whose rollout worker was lost, and of a group that has lost several (stage `group`)."""
-_SERVER_FAULTS = ("ServerDied", "SlowServer", "slow_server")  # caused by an inference server, whatever the request
+NO_ACTION = "no_action"
+"""`Failure.kind` of an episode in an environment that its agent ended by a turn without an action."""
+NEIGHBOR_CRASH = "NeighborCrash"
+"""`Failure.kind` of an attempt whose environment was ended by that of another episode."""
+_OTHERS_FAULTS = ("ServerDied", "SlowServer", "slow_server", NEIGHBOR_CRASH)  # of a server or another episode, whatever this one does
 
 
 class Blame(StrEnum):
@@ -33,10 +37,10 @@ class Failure(Record):
 
     @property
     def policy_reachable(self) -> bool:
-        """Whether the policy can have provoked a fault that excludes its episode: it came after the policy's first turn, or in scoring, and
-        no server died or was slow; or several rollout workers were lost while they sampled its group. Always False if the policy is blamed,
-        because then the episode is scored."""
-        if self.blame is Blame.POLICY or self.kind in _SERVER_FAULTS:
+        """Whether the policy can have provoked a fault that excludes its episode: it came after the policy's first turn, or in scoring,
+        and no server died or was slow, and no other episode caused it; or several rollout workers were lost while they sampled
+        its group. Always False if the policy is blamed, because then the episode is scored."""
+        if self.blame is Blame.POLICY or self.kind in _OTHERS_FAULTS:
             return False
         if self.kind == WORKER_LOST:
             return self.stage == "group"

@@ -219,7 +219,7 @@ class ActiveEpisode:
         )
         self.open_timeout_s, self._on_turn = open_timeout_s, on_turn
         self._box = EpisodeSandbox(self, None if start is None else start.snapshot)
-        self._world = EpisodeEnvironment(task.environment)
+        self._environment = EpisodeEnvironment(task.environment, alone=self.sampled.alone)
         self._sub_sandboxes: set[EpisodeSandbox] = set()  # sandboxes of sub-agents
         self._running, self._since = 0, 0.0  # calls in progress, and the start of the first of them
         self._output_chars = 0  # characters of tool output so far
@@ -332,7 +332,7 @@ class ActiveEpisode:
     async def environment(self) -> Environment:
         """Returns the environment of the task, opened at the first call."""
         self.stage = "environment"
-        return await self._world.environment()
+        return await self._environment.environment()
 
     async def sandbox(self) -> Sandbox:
         """Returns the sandbox, opened at the first call with the task's files or the working directory of the start state."""
@@ -436,7 +436,7 @@ class ActiveEpisode:
         async with AsyncExitStack() as stack:
             for box in (self._box, *self._sub_sandboxes):
                 stack.push_async_callback(box.close)
-            stack.push_async_callback(self._world.close)
+            stack.push_async_callback(self._environment.close)
 
 
 def _checked(stop_reason: str) -> str:

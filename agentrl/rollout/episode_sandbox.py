@@ -112,15 +112,15 @@ class EpisodeSandbox:
 class EpisodeEnvironment:
     """The environment of an episode, opened on first use."""
 
-    def __init__(self, spec: EnvironmentSpec | None) -> None:
-        self._spec = spec
+    def __init__(self, spec: EnvironmentSpec | None, *, alone: bool = False) -> None:
+        self._spec, self._alone = spec, alone
         self._environment: Environment | None = None
 
     async def environment(self) -> Environment:
         """Returns the environment. Raises `EnvironmentFault`, `TaskError` and `PluginError`."""
         if self._environment is None:
             assert self._spec is not None, "the agent acts in it only then"
-            self._environment = await open_environment(self._spec)
+            self._environment = await open_environment(self._spec, alone=self._alone)
         return self._environment
 
     async def close(self) -> None:

@@ -16,14 +16,16 @@ from functools import partial
 
 from agentrl.base import user_code
 from agentrl.base.activity import ACTIVITY, ATTEMPTS, SCORING
+from agentrl.errors import EnvironmentCrash
 from agentrl.protocols import EpisodeCheckpoints
 from agentrl.protocols.reward import AWAITING_GROUP_JUDGE
 from agentrl.records import Blame, Episode, EpisodeState, Failure, Group, Score, ScoredEpisode, Task, Trajectory
+from agentrl.records.failure import NEIGHBOR_CRASH, NO_ACTION
 from agentrl.rollout.active import ActiveEpisode
 from agentrl.rollout.episode import EpisodeRunner
 from agentrl.rollout.faults import NOT_TAKEN, failure_from_error, infrastructure_fault
 from agentrl.rollout.hooks import AttemptListener, CaptureState, EpisodeScorer, GroupScoring, MemorySource, StartListener, TurnListener
-from agentrl.rollout.repeats import PROVOKED, FaultHistory, SampledTurns, may_be_provoked
+from agentrl.rollout.repeats import PROVOKED, FaultHistory, SampledTurns, may_be_provoked, part_in
 from agentrl.rollout.requests import loop_time
 from agentrl.rollout.scheduling import AttemptScheduler, GroupAttempt
 
@@ -205,7 +207,8 @@ class GroupRunner:
         the attempt and the policy cannot have provoked it."""
         continued = start is not None and start.episode_id == f"{name}-a{start.attempt}"
         group, faults, since = name if slot is None else str(slot.group), list[Failure](), 0
-        sampled = SampledTurns(partial(self.history.record_use, group, name))
+        environment = "" if task.environment is None else task.environment.ref
+        sampled = SampledTurns(partial(self._record_use, group, name, environment))
         for attempt in range(start.attempt if start is not None and continued else 0, self.max_retries + 1):
             with self.history.running(group), ACTIVITY.doing(ATTEMPTS):
                 episode, score = await self._attempt(task, f"{name}-a{attempt}", attempt, start, on_turn, scorer, slot, sampled)
@@ -223,7 +226,9 @@ class GroupRunner:
                 self.history.record_fault(group, name, failure)
                 since = self.history.events
             faults.append(failure)
-            sampled.end_attempt(repeat=(repeats := may_be_provoked(failure)))
+            repeats = may_be_provoked(failure)
+            alone = failure.kind == EnvironmentCrash.__name__ or [one.kind for one in faults[-2:]] == [NEIGHBOR_CRASH] * 2
+            sampled.end_attempt(repeat=repeats, alone=alone)
             if slot is not None:
                 slot.suspect = repeats
             if attempt < self.max_retries:
@@ -231,10 +236,15 @@ class GroupRunner:
                     break
                 await asyncio.sleep(min(RETRY_S * 2**attempt, 5.0))  # gives a failed part time to restart
                 if repeats and attempt == self.max_retries - 1:
-                    await self.history.wait_for_others(failure, group, since=since)
-        if (provoked := self.history.provoked(faults, group, since=since)) is not None:
+                    await self.history.wait_for_others(failure, group, since=since, environment=environment)
+        if (provoked := self.history.provoked(faults, group, since=since, environment=environment)) is not None:
             return self._ended(await self._score_provoked(task, episode, provoked, scorer), final=final)
         return self._ended(_unscored(episode, failure), final=True)
+
+    def _record_use(self, group: str, episode: str, environment: str, part: str) -> None:
+        self.history.record_use(group, episode, part)
+        if environment:
+            self.history.record_use(group, episode, part_in(environment, part))
 
     def _ended(self, scored: ScoredEpisode, *, final: bool) -> ScoredEpisode:
         """Returns the attempt, and reports it to the listener if its score is final."""
@@ -384,7 +394,7 @@ def _capped(scored: tuple[ScoredEpisode, ...]) -> tuple[ScoredEpisode, ...]:
     end would be better than a negative score."""
 
     def ended_itself(one: ScoredEpisode) -> bool:
-        return any(failure.kind in (NOT_TAKEN, PROVOKED) and failure.blame is Blame.POLICY for failure in one.episode.failures)
+        return any(failure.kind in (NOT_TAKEN, PROVOKED, NO_ACTION) and failure.blame is Blame.POLICY for failure in one.episode.failures)
 
     values = [one.score.value for one in scored if not one.episode.left_out and not ended_itself(one) and one.score.value is not None]
     return tuple(

@@ -6,9 +6,11 @@ completions of the earlier ones as long as its contexts are equal to theirs. A f
 repetition does not meet it, and the episode has the tokens that were sampled first.
 
 The actions provoked a fault if it ended three attempts of an episode in a row, while the same part worked for at least `MIN_OTHERS`
-episodes of other groups, and hardly any of them met the fault. If faults did not depend on the actions, two repetitions would meet it with
-a probability of at most `MAX_CHANCE` squared. The episode is then scored like every other failure of the policy. Faults of tools are not
-decided here: an agent may be the only one that calls a tool (`agentrl.agent.outage_blame`).
+episodes of other groups, and hardly any of them met the fault. If the part is an environment, only episodes of the same one count. An
+environment that ends its process is repeated in a process of its own, so that it does not end those of other episodes again. If faults did
+not depend on the actions, two repetitions would meet it with a probability of at most `MAX_CHANCE` squared. The episode is then scored like
+every other failure of the policy. Faults of tools are not decided here: an agent may be the only one that calls a tool
+(`agentrl.agent.outage_blame`).
 """
 
 from __future__ import annotations
@@ -33,11 +35,16 @@ MAX_CHANCE = 0.1
 PATIENCE_S = 20.0
 """Seconds for which the last attempt waits for such others. It does not wait if no other group is running."""
 GENERATE, SANDBOX = "generate", "sandbox"
-"""Parts that an episode used with success: the policy's server, a sandbox."""
+"""Parts that an episode used with success: the policy's server, a sandbox. `part_in` is the policy's server in one environment."""
 _POLL_S = 0.1
 _NEWEST = 1024  # events that are recorded
 _DECIDED_ELSEWHERE = ("score", "tool")  # stages
 _IN_SANDBOXES = ("sandbox", "collect")
+
+
+def part_in(environment: str, part: str = GENERATE) -> str:
+    """Returns the name of a part as used in an environment."""
+    return f"{part} in {environment}"
 
 
 def may_be_provoked(failure: Failure) -> bool:
@@ -54,6 +61,8 @@ class SampledTurns:
 
     def __init__(self, used: Callable[[str], None] = lambda part: None) -> None:
         self.used = used
+        self.alone = False
+        """Whether the next attempt's environment gets a process of its own."""
         self._earlier: dict[bytes, list[Completion]] = {}
         self._own: dict[bytes, list[Completion]] = {}
 
@@ -75,8 +84,13 @@ class SampledTurns:
         """Records a completion of the running attempt."""
         self._own.setdefault(_digest(context), []).append(completion)
 
-    def end_attempt(self, *, repeat: bool) -> None:
-        """Ends the running attempt. The next one repeats its completions, and those that it did not reach, only with `repeat`."""
+    def end_attempt(self, *, repeat: bool, alone: bool = False) -> None:
+        """Ends the running attempt. The next one repeats its completions, and those that it did not reach, only with `repeat`.
+
+        Args:
+            alone: whether all further attempts have environments in processes of their own.
+        """
+        self.alone = self.alone or alone
         for key, left in self._earlier.items():
             self._own.setdefault(key, []).extend(left)
         self._earlier, self._own = self._own if repeat else {}, {}
@@ -120,38 +134,41 @@ class FaultHistory:
         if len(self._newest) > _NEWEST:
             self._newest.popitem(last=False)
 
-    async def wait_for_others(self, fault: Failure, group: str, *, since: int) -> None:
+    async def wait_for_others(self, fault: Failure, group: str, *, since: int, environment: str = "") -> None:
         """Waits until the events of other groups after number `since` show that hardly any meets the fault, at most `PATIENCE_S`."""
         for _ in range(round(PATIENCE_S / _POLL_S)):
-            if self._others_are_well(fault, group, since) or not self._running.keys() - {group}:
+            if self._others_are_well(fault, group, since, environment) or not self._running.keys() - {group}:
                 return
             await asyncio.sleep(_POLL_S)
 
-    def provoked(self, faults: Sequence[Failure], group: str, *, since: int) -> Failure | None:
+    def provoked(self, faults: Sequence[Failure], group: str, *, since: int, environment: str = "") -> Failure | None:
         """Returns the policy's failure if the actions provoked the faults that ended the attempts of an episode; else None.
 
         Args:
             since: value of `events` at the first of the faults.
+            environment: reference of the episode's environment, if it has one.
         """
         if len(faults) < ATTEMPTS or not all(map(may_be_provoked, faults)):
             return None
         last = faults[-1]
-        if len(set(map(_name, faults))) > 1 or not self._others_are_well(last, group, since):
+        if len(set(map(_name, faults))) > 1 or not self._others_are_well(last, group, since, environment):
             return None
-        met, others = self._met_by_others(last, group, since)
+        met, others = self._met_by_others(last, group, since, environment)
         message = (
             f"{_name(last)} ended {len(faults)} attempts that repeated the same actions, and {met} of {others} episodes of other groups"
             f" meanwhile: {last.message}"
         )
         return Failure(stage=last.stage, blame=Blame.POLICY, kind=PROVOKED, message=message[:2000], turn=last.turn)
 
-    def _others_are_well(self, fault: Failure, group: str, since: int) -> bool:
-        met, others = self._met_by_others(fault, group, since)
+    def _others_are_well(self, fault: Failure, group: str, since: int, environment: str) -> bool:
+        met, others = self._met_by_others(fault, group, since, environment)
         return others >= MIN_OTHERS and (met + 1) / (others + 2) <= MAX_CHANCE
 
-    def _met_by_others(self, fault: Failure, group: str, since: int) -> tuple[int, int]:
+    def _met_by_others(self, fault: Failure, group: str, since: int, environment: str) -> tuple[int, int]:
         """Returns how many episodes of other groups met the fault after event `since`, and how many met it or used the part that failed."""
         part = SANDBOX if fault.stage in _IN_SANDBOXES else GENERATE
+        if fault.stage == "environment" and environment:
+            part = part_in(environment)
         events = [(episode, what) for (other, episode, what), number in self._newest.items() if number > since and other != group]
         met = {episode for episode, what in events if what == _name(fault)}
         return len(met), len(met | {episode for episode, what in events if what == part})

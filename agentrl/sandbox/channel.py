@@ -113,7 +113,7 @@ class Channel:
         return await asyncio.shield(call.done)
 
     async def detach(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Callable[[], Awaitable[bool]]]:
-        """Gives up the connection after the greeting. Returns it, and `relieve`. Every further call fails.
+        """Detaches the connection after the greeting. Returns it, and `relieve`. Every further call fails.
 
         Raises `SandboxError` if the server has sent anything after its greeting.
         """

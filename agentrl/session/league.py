@@ -1,4 +1,4 @@
-"""The league of a run: past versions of the policy on a server of their own, one at a time.
+"""The league of a run: past versions of the policy on an additional server, one at a time.
 
 The opponent changes when the policy's servers have a new version: games that start then wait until the running ones have ended and the
 server has loaded the next opponent. A version whose weights are missing or damaged leaves the league.
@@ -99,7 +99,7 @@ class RunLeague:
                 break
             self._alert(f"version {number} leaves the league: {problem}")
             if number == 0:
-                raise ServingError(f"version 0, the last resort of the league, cannot be served: {problem}")
+                raise ServingError(f"version 0 of the league cannot be served: {problem}")
             self.table.remove(number)
         self._chosen_for = version
         await asyncio.to_thread(self.table.save)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.agent import ChatFormat
+from agentrl.agent.agent_environment import check_environment
 from agentrl.agent.mcp.servers import RunTools
 from agentrl.agent.run_tools import candidate_tasks, declared_tools, pin_tools, save_tool_offers, with_sub_agent_tools
-from agentrl.agent.world import check_world
 from agentrl.base.cpu_time import CpuClock
 from agentrl.base.files import sha256_file
 from agentrl.base.loop_lag import DRIVER_LAG
@@ -219,7 +219,7 @@ async def _check_slowly(
         check_start_tokens([checked.suite], chat, tools, recipe.rollout)
     if recipe.agent.ref in parts.AGENT.shipped:  # a user-supplied agent may use other prompts, and no tools
         check_prompt(chat, checked.family, tools, memory, recipe.rollout.instructions)
-        await check_world(checked.family.task(Split.TRAIN, 0), chat)
+        await check_environment(checked.family.task(Split.TRAIN, 0), chat)
     check_thinking(chat, checked.family, recipe.evaluation)
     return chat, tools
 

@@ -346,7 +346,7 @@ def check_prompt(
     first = family.task(Split.TRAIN, 0)
     thinking_bound(first, chat.thinking)
     schemas = [tool.schema for tool in load_tools(first.tools, None, tools, memory).values()]
-    if first.environment is None:  # `check_world` does this for a task whose prompt ends with an observation
+    if first.environment is None:  # `check_environment` does this for a task whose prompt ends with an observation
         chat.opening(with_instructions(first.prompt, instructions), schemas)
 
 

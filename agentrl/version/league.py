@@ -29,7 +29,7 @@ FILE = "league.json"
 """In the run folder."""
 WINDOW = 10
 VERSIONS = 200
-"""Newest versions whose results are kept, in addition to those of members."""
+"""Newest versions whose results are stored, in addition to those of members."""
 ELO = 400 / math.log(10)
 _PRIOR_DEVIATION = 2.0
 _SMALLEST_WEIGHT = 0.01
@@ -67,7 +67,7 @@ class Rating:
 
 
 class LeagueTable:
-    """Members and results, kept in a file. Not safe for concurrent use.
+    """Members and results, stored in a file. Not safe for concurrent use.
 
     Args:
         folder: the run folder.
@@ -84,7 +84,7 @@ class LeagueTable:
             try:
                 self._load(json.loads(read_bytes(self._path, most=_LARGEST)))
             except (ValueError, KeyError, TypeError, RecursionError) as error:
-                raise StoreError(f"{self._path} is damaged: {str(error)[:200]}\n  fix: remove it; ratings start again") from error
+                raise StoreError(f"{self._path} is damaged: {str(error)[:200]}\n  fix: remove the file; ratings restart from 0") from error
 
     def _load(self, data: Mapping[str, Any]) -> None:
         members, rows = [int(number) for number in data["members"]], data["results"]

@@ -76,7 +76,7 @@ def open_screen(path: Path) -> Screen:
 
 
 def _state(folder: Path) -> str:
-    """Returns the state of a run. If it ended without a word a moment ago, its driver may run on another machine: then it is running."""
+    """Returns the state of a run. One that seems killed but wrote a moment ago counts as running: its driver may be elsewhere."""
     state = run_state(folder)
     lately = state == "killed" and time.time() - (changed_at(folder) or 0.0) < _LATELY_S
     return "running" if lately else "new" if state == "unknown" else state

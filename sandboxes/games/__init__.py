@@ -1,5 +1,5 @@
 """Games for two policies, and the exact exploitability of a policy in them."""
 
-from sandboxes.games.worlds import KuhnPoker, TicTacToeGame
+from sandboxes.games.environments import KuhnPoker, TicTacToeGame
 
 __all__ = ["KuhnPoker", "TicTacToeGame"]

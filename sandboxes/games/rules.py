@@ -25,7 +25,7 @@ class State(Protocol):
 
     @property
     def view(self) -> str:
-        """What the actor knows: its information set, which includes its earlier actions (perfect recall)."""
+        """The information set of the actor, which includes its earlier actions (perfect recall)."""
         ...
 
     @property
@@ -35,7 +35,7 @@ class State(Protocol):
 
     @property
     def payoff(self) -> float:
-        """What player 0 receives from player 1 at the end."""
+        """Payment from player 1 to player 0 at the end."""
         ...
 
     def chances(self) -> Sequence[tuple[float, Self]]:
@@ -73,7 +73,7 @@ class Kuhn:
 
     @property
     def payoff(self) -> float:
-        """What player 0 receives: 1, or 2 after a called bet."""
+        """Payment to player 0: 1, or 2 after a called bet."""
         if self.moves in ("bp", "pbp"):  # a fold
             return 1.0 if self.moves == "bp" else -1.0
         sign = 1.0 if CARDS.index(self.cards[0]) > CARDS.index(self.cards[1]) else -1.0

@@ -1,4 +1,4 @@
-"""Sorting networks: an environment in which the agent searches for a network with few comparators. Nobody put the best answer in.
+"""Sorting networks: an environment in which the agent searches for a network with few comparators.
 
 `SortingNetwork` is the environment, `archive` has the states that earlier searches reached, and `checker` verifies a network with code that
 shares nothing with the environment.

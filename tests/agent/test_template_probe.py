@@ -112,7 +112,7 @@ def test_deltas_of_user_messages_add_up_to_the_rendered_conversation(name: str, 
 
 
 @pytest.mark.parametrize("name", MOVES_TOOLS)
-def test_a_template_that_user_messages_rewrite_is_refused_only_if_they_are_needed(name: str) -> None:
+def test_a_template_that_user_messages_rewrite_is_an_error_only_if_they_are_needed(name: str) -> None:
     """It writes the tools before the last user message, so that another one moves them."""
     chat = chat_of(TOKENIZERS[name])
     assert chat.exact and chat.tool_delta(["1"])

@@ -24,7 +24,7 @@ async def closed(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
     await close_environments()
 
 
-async def prove(name: str, seeds: int = 2, *, module: str = "tests.environment.worlds", **options: object) -> dict[str, Proof]:
+async def prove(name: str, seeds: int = 2, *, module: str = "tests.environment.examples", **options: object) -> dict[str, Proof]:
     part = Part(f"{module}:{name}", {"limits": {"turns": 6}, **options})  # type: ignore[dict-item]
     family = open_family(TasksConfig(family=part), seed=0)
     return {proof.name: proof for proof in await prove_environment([family.task(Split.TRAIN, index) for index in range(seeds)])}
@@ -36,8 +36,8 @@ async def test_a_good_environment_passes_and_its_expert_beats_random_actions() -
     assert set(proofs) == {
         "episodes can be played",
         "equal seeds and actions give equal episodes",
-        "episodes at the same time share no state",
-        "an episode that was left in the middle starts again",
+        "concurrent episodes share no state",
+        "reset restarts an unfinished episode",
         "a snapshot continues an episode",
         "rewards are in their range",
         "baselines",
@@ -50,8 +50,8 @@ async def test_a_good_environment_passes_and_its_expert_beats_random_actions() -
     ("fault", "claim"),
     [
         ("random", "equal seeds and actions give equal episodes"),
-        ("shared", "episodes at the same time share no state"),
-        ("kept", "an episode that was left in the middle starts again"),
+        ("shared", "concurrent episodes share no state"),
+        ("kept", "reset restarts an unfinished episode"),
         ("snapshot", "a snapshot continues an episode"),
         ("reward", "rewards are in their range"),
     ],
@@ -82,12 +82,25 @@ async def test_a_game_with_several_roles_is_played_by_one_actor() -> None:
     assert all(proof.ok for proof in (await prove("TicTacToeGame", limits={"turns": 9}, module="sandboxes.games")).values())
     assert all(proof.ok for proof in (await prove("Match", module="tests.environment.games")).values()), "moves at once"
     proofs = await prove("Faulty", module="tests.environment.games", fault="shared")
-    assert not proofs["episodes at the same time share no state"].ok
+    assert not proofs["concurrent episodes share no state"].ok
 
 
 def test_the_command_takes_the_reference_of_an_environment() -> None:
-    done = agentrl("check", "tests.environment.worlds:Walk", "--count", "2")
+    done = agentrl("check", "tests.environment.examples:Walk", "--count", "2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "equal seeds and actions give equal episodes" in done.stdout and "expert" in done.stdout and "gold" not in done.stdout
-    done = agentrl("check", "tests.environment.worlds:Broken", "--count", "2")
+    done = agentrl("check", "tests.environment.examples:Broken", "--count", "2")
     assert done.returncode == 1 and "the lamp broke" in done.stdout
+
+
+async def test_an_endless_environment_gets_a_warning_and_a_range_must_be_two_numbers() -> None:
+    proofs = await prove("Endless")
+    (finding,) = proofs["baselines"].findings
+    assert (finding.severity, finding.what) == ("warning", "no episode ended within limits.turns=6")
+    (finding,) = proofs["rewards are in their range"].findings
+    assert "two numbers" in finding.what and "'high'" in finding.what
+
+
+async def test_an_environment_that_ends_its_process_at_the_start_is_a_failure_with_its_name() -> None:
+    (proof,) = (await prove("Faulty", how="die", at="reset")).values()
+    assert not proof.ok and "tests.environment.examples:Faulty does not start: its process ended" in proof.findings[0].what

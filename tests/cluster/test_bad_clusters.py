@@ -45,7 +45,7 @@ def nothing_left() -> Any:
     assert not psutil.wait_procs(left, timeout=5)[1]
 
 
-def test_an_address_at_which_something_listens_that_never_answers() -> None:
+def test_an_address_that_accepts_connections_and_never_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(UserError, match=rf"no Ray cluster answers at {address}: .*\n  fix: start a cluster"):

@@ -69,6 +69,14 @@ async def test_a_restarted_part_is_recorded_in_its_newest_session(tmp_path: Path
     assert calls.read_text().splitlines()[0].endswith("-server-1")
 
 
+async def test_nsys_replaces_nothing_in_the_path_of_a_report(tmp_path: Path, calls: Path) -> None:
+    """In `--output`, nsys replaces `%h` and `%q{VARIABLE}`: a report would be elsewhere, or have a secret in its name."""
+    nsight = NsightSessions(tmp_path / "90% %q{AGENTRL_CELL_KEY}")
+    nsight.wrap(PartCommand(name="learner", argv=(PYTHON,), log="x"))
+    await nsight.start()
+    assert "/90%% %%q{AGENTRL_CELL_KEY}/learner " in calls.read_text()
+
+
 async def test_an_error_of_nsys_names_the_command_and_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, failing="start")
     nsight = NsightSessions(tmp_path)
@@ -77,7 +85,7 @@ async def test_an_error_of_nsys_names_the_command_and_its_output(tmp_path: Path,
         await nsight.start()
 
 
-def test_without_nsys_or_a_gpu_the_command_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: Path) -> None:
+def test_without_nsys_or_a_gpu_the_command_reports_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: Path) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(UserError, match="no NVIDIA GPU is visible"):
         NsightSessions(tmp_path)

@@ -22,6 +22,7 @@ from agentrl.base.files import folder_manifest
 from agentrl.cluster import object_store
 from agentrl.cluster.chunks import ChunkIndex, drop_folders
 from agentrl.cluster.object_store import ObjectStore
+from agentrl.cluster.ray_host import ID_FILE, run_id
 from agentrl.cluster.relay import relaying
 from agentrl.config.cluster import store_problem
 from agentrl.errors import InfrastructureError, UserError
@@ -153,6 +154,52 @@ async def test_a_store_that_does_not_answer_costs_one_deadline(tmp_path: Path, m
             await fetch(driver, tmp_path / "host1")
         assert sent
     never.set()
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_a_library_that_cannot_log_in_on_a_host_does_not_fail_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    """Some libraries log in when a store is opened, and raise errors of their own."""
+    store, never = ObjectStore(f"memory://bucket{tmp_path}/run"), threading.Event()
+
+    def log_in(*_: Any, **__: Any) -> None:
+        if hangs:
+            never.wait(60)
+        raise RuntimeError("no credentials")
+
+    with stored(tmp_path, store) as (driver, sent, _):
+        write_version(driver.folder, 1)
+        monkeypatch.setattr("fsspec.core.url_to_fs", log_in)
+        monkeypatch.setattr(object_store, "CHECK_S", 0.2)
+        async with asyncio.timeout(10):
+            await fetch(driver, tmp_path / "host0")
+        assert sent
+        with pytest.raises(UserError, match=r"cannot be used: .*(no credentials|no answer within)"):
+            ObjectStore("memory://bucket/other")
+    never.set()
+
+
+def test_only_versions_are_deleted(tmp_path: Path) -> None:
+    """Others may write to the folder of a store, and link it elsewhere."""
+    store, home = ObjectStore(f"file://{tmp_path}/store/run"), tmp_path / "home"
+    (home / "documents").mkdir(parents=True)
+    (home / "000001").mkdir()
+    (home / "notes").write_text("text")
+    (tmp_path / "store" / "run").mkdir(parents=True)
+    (tmp_path / "store" / "run" / "versions").symlink_to(home)
+    store.drop_others(["000002"])
+    assert sorted(path.name for path in home.iterdir()) == ["documents", "notes"]
+
+
+@pytest.mark.parametrize("text", ["", ".", "..", "../../home", "a/b", "f" * 33, "\xe9" * 32])
+def test_a_strange_id_of_a_run_is_an_error(tmp_path: Path, text: str) -> None:
+    """`remove` deletes the folder of this name in the store: with an empty id, those of all runs."""
+    (tmp_path / ID_FILE).write_text(text)
+    with pytest.raises(UserError, match="no id of a run"):
+        run_id(tmp_path)
+    (tmp_path / ID_FILE).unlink()
+    assert run_id(tmp_path) == run_id(tmp_path)
 
 
 def test_a_store_that_cannot_be_used_is_an_error_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pytest
 from agentrl.experience import SqliteStore
 
 ROOT = Path(__file__).resolve().parents[2]
-WORLD = """
+MODULE = """
 import random
 import time
 
@@ -62,7 +62,7 @@ def command(run: Path, *more: str) -> list[str]:
 @pytest.mark.deepspeed
 @pytest.mark.e2e
 def test_a_few_lines_train_and_a_killed_run_continues_its_episodes(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(WORLD)
+    (tmp_path / "mine.py").write_text(MODULE)
     (tmp_path / "recipe.py").write_text(RECIPE)
     (tmp_path / "pyproject.toml").write_text("")
     run, running = tmp_path / "run", tmp_path / "run" / "running"

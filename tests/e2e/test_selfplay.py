@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from agentrl.agent.chat import load_chat
 from agentrl.experience import SqliteStore
 from agentrl.version.league import LeagueTable
 from benchmarks.selfplay import average, bets, report
@@ -44,7 +45,8 @@ def test_a_policy_trains_against_itself_and_a_past_version(
     assert step["tokens_sampled"] == own and step["tokens_trained"] > 0
     assert abs(step["ratio_mean"] - 1) < 1e-3, "choices are scored over the actions that were allowed"
     assert sum(results.games for results in LeagueTable(run).results.values()) == len(rivals)
-    table, tokenizer = bets(run / "versions" / "000000"), AutoTokenizer.from_pretrained(run / "versions" / "000000")
+    base = run / "versions" / "000000"
+    table, tokenizer = bets(base, load_chat(str(base))), AutoTokenizer.from_pretrained(base)
     for turn in (turn for game in games for line in game.trajectories if not line.policy for turn in line.turns):
         bet = table[re.findall(r"card \w moves [-pb]+", tokenizer.decode(list(turn.prompt_ids)))[-1]]
         wanted = bet if turn.message.content == "b" else 1 - bet

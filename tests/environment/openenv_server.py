@@ -1,6 +1,6 @@
 """A real OpenEnv server, run by the Python of an environment with the package `openenv`: python openenv_server.py PORT SESSIONS.
 
-Prints its port. Serves each of `WORLDS` under its name; /counts returns how many environments were created and ended.
+Prints its port. Serves each of `ENVIRONMENTS` under its name; /counts returns how many environments were created and ended.
 """
 
 import os
@@ -19,7 +19,7 @@ from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservatio
 from openenv.core.env_server.types import Action, Observation, State
 from pydantic import Field
 
-FEW = 3  # sessions of the world `few`
+FEW = 3  # sessions of the environment `few`
 COUNTS = {"created": 0, "ended": 0, "pid": os.getpid()}
 
 
@@ -138,7 +138,7 @@ class Tools(MCPEnvironment):
         super().close()
 
 
-WORLDS: dict[str, tuple[type, type, type]] = {
+ENVIRONMENTS: dict[str, tuple[type, type, type]] = {
     "echo": (Echo, Answer, Echoed),
     "corridor": (Corridor, Walk, Seen),
     "few": (Corridor, Walk, Seen),
@@ -150,7 +150,7 @@ WORLDS: dict[str, tuple[type, type, type]] = {
 def main() -> None:
     app, port, sessions = FastAPI(), int(sys.argv[1]), int(sys.argv[2])
     app.get("/counts")(lambda: COUNTS)
-    for name, kinds in WORLDS.items():
+    for name, kinds in ENVIRONMENTS.items():
         app.mount(f"/{name}", create_fastapi_app(*kinds, max_concurrent_envs=FEW if name == "few" else sessions, env_name=name))
     config = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error")
     server, socket = uvicorn.Server(config), config.bind_socket()

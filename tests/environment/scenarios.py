@@ -22,17 +22,17 @@ async def play(opener: RemoteOpener, ref: str, options: Mapping[str, Any], actio
     """Plays one episode. Errors are results."""
     results: list[Result] = []
     try:
-        world = await opener.open(EnvironmentSpec(ref=ref, seed=3, options={**options}))
+        environment = await opener.open(EnvironmentSpec(ref=ref, seed=3, options={**options}))
     except AgentRLError as error:
         return [(reason(error), None, type(error).__name__)]
-    results.append(((await world.reset()).text, None, "" if world.actions is None else str(len(world.actions))))
+    results.append(((await environment.reset()).text, None, "" if environment.actions is None else str(len(environment.actions))))
     for action in actions:
         try:
-            step = await world.step(action)
+            step = await environment.step(action)
             results.append((step.observation.text[:200], step.reward, "terminated" if step.terminated else ""))
         except AgentRLError as error:
             results.append((reason(error), None, type(error).__name__))
-    await world.close()
+    await environment.close()
     return results
 
 

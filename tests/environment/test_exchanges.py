@@ -93,7 +93,7 @@ from agentrl.records import EnvironmentSpec
 
 async def main():
     opener = RemoteOpener()
-    worlds = [await opener.open(EnvironmentSpec(ref=sys.argv[1])) for _ in range(3)]
+    environments = [await opener.open(EnvironmentSpec(ref=sys.argv[1])) for _ in range(3)]
     print("open", flush=True)
     await asyncio.sleep(60)
 
@@ -146,19 +146,19 @@ async def test_a_killed_driver_leaves_no_session_at_a_real_server(openenv: str, 
     driver.wait()
     driver.stdout.close()
     await all_ended(openenv)
-    worlds = [await opener.open(EnvironmentSpec(ref=ref)) for _ in range(3)]
-    for world in worlds:
-        await world.close()
+    environments = [await opener.open(EnvironmentSpec(ref=ref)) for _ in range(3)]
+    for environment in environments:
+        await environment.close()
 
 
 @pytest.mark.environments
 async def test_more_episodes_than_a_real_server_has_sessions(openenv: str, opener: RemoteOpener) -> None:
     async def episode(seed: int) -> float:
-        world = await opener.open(EnvironmentSpec(ref=f"openenv:{openenv}/few", seed=seed))
-        action = "left" if '"goal": -2' in (await world.reset()).text else "right"
-        await world.step(action)
-        step = await world.step(action)
-        await world.close()
+        environment = await opener.open(EnvironmentSpec(ref=f"openenv:{openenv}/few", seed=seed))
+        action = "left" if '"goal": -2' in (await environment.reset()).text else "right"
+        await environment.step(action)
+        step = await environment.step(action)
+        await environment.close()
         return step.reward
 
     assert await asyncio.gather(*map(episode, range(30))) == [1.0] * 30

@@ -14,7 +14,7 @@ from agentrl.protocols import TaskFamily
 from agentrl.records import Split
 from agentrl.task import gold_of, open_family
 
-GUESS = "tests.environment.worlds:Guess"
+GUESS = "tests.environment.examples:Guess"
 
 
 def family(ref: str = GUESS, seed: int = 0, **options: Any) -> TaskFamily:

@@ -9,9 +9,9 @@ import pytest
 from agentrl.environment import close_environments, guard, open_environment
 from agentrl.errors import EnvironmentFault
 from agentrl.records import EnvironmentSpec
-from tests.environment.worlds import Remote
+from tests.environment.examples import Remote
 
-REF = "tests.environment.worlds:Remote"
+REF = "tests.environment.examples:Remote"
 
 
 @pytest.fixture(autouse=True)
@@ -23,9 +23,9 @@ async def closed() -> AsyncIterator[None]:
 async def test_one_opener_serves_all_episodes_and_is_closed_once() -> None:
     before = Remote.closed
     for _ in range(2):
-        world = await open_environment(EnvironmentSpec(ref=REF))
-        assert (await world.reset()).text == "Go." and (await world.step("a")).reward == 1.0
-        await world.close()
+        environment = await open_environment(EnvironmentSpec(ref=REF))
+        assert (await environment.reset()).text == "Go." and (await environment.step("a")).reward == 1.0
+        await environment.close()
     await close_environments()
     assert Remote.closed == before + 1
 
@@ -33,16 +33,16 @@ async def test_one_opener_serves_all_episodes_and_is_closed_once() -> None:
 @pytest.mark.parametrize("how", ["raise", "hang", "tuple", "long"])
 async def test_a_step_that_fails_is_a_fault(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "TIMEOUT_S", 0.2)
-    world = await open_environment(EnvironmentSpec(ref=REF, options={"how": how}))
+    environment = await open_environment(EnvironmentSpec(ref=REF, options={"how": how}))
     with pytest.raises(EnvironmentFault, match="step"):
-        await world.step("a")
+        await environment.step("a")
 
 
 async def test_opening_and_closing_are_guarded_too() -> None:
     with pytest.raises(EnvironmentFault, match="no connection"):
         await open_environment(EnvironmentSpec(ref=REF, options={"how": "open"}))
-    world = await open_environment(EnvironmentSpec(ref=REF, options={"how": "close"}))
+    environment = await open_environment(EnvironmentSpec(ref=REF, options={"how": "close"}))
     with pytest.raises(EnvironmentFault, match="lost"):
-        await world.close()
-    world = await open_environment(EnvironmentSpec(ref=REF, options={"how": "reset"}))
-    assert (await world.reset()).text == "text"  # text is converted
+        await environment.close()
+    environment = await open_environment(EnvironmentSpec(ref=REF, options={"how": "reset"}))
+    assert (await environment.reset()).text == "text"  # text is converted

@@ -83,7 +83,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     assert not [each for each in psutil.Process().children(recursive=True) if "script.py" in " ".join(each.cmdline())]
 
 
-async def test_it_answers_many_calls_at_once_and_stays(start: Start) -> None:
+async def test_a_host_answers_many_calls_at_once_and_keeps_running(start: Start) -> None:
     host = start(size=3)
     values = await asyncio.gather(*(host.call("echo", {"value": [number, "é\n", None]}, timeout_s=20) for number in range(50)))
     assert [value["value"][0] for value in values] == list(range(50))

@@ -148,6 +148,6 @@ async def test_a_host_that_hangs_is_not_the_policys_fault(task: Task) -> None:
     assert score.value is None
 
 
-async def test_more_requests_than_turns_are_refused(task: Task) -> None:
+async def test_more_requests_than_turns_are_rejected(task: Task) -> None:
     episode, _ = await play(task, turns=3)
     assert sum(len(one.turns) for one in episode.trajectories) == 2 and any("403" in one.message for one in episode.failures)

@@ -147,7 +147,7 @@ async def test_faults_of_a_task_are_excluded_and_limits_are_scored() -> None:
         "too long": "task: .*shorten the prompt",
         "scorer raises": "infrastructure: .*no grade",
         "scorer hangs": "infrastructure: ",
-        "scorer asks the policy": "task: .*asks the policy to grade itself.*model_roles",
+        "scorer asks the policy": "task: .*grades with the policy itself.*model_roles",
     }
     assert set(faults) == set(expected), faults
     for name, text in expected.items():
@@ -274,7 +274,7 @@ for ref in sys.argv[1:]:
 """
 
 
-def test_a_task_that_cannot_be_loaded_says_why() -> None:
+def test_a_task_that_cannot_be_loaded_is_an_error_with_the_reason() -> None:
     python = environment_python(ROOT, "inspect-ai")
     done = subprocess.run([python, "-c", DESCRIBING, *BROKEN], capture_output=True, text=True, timeout=120, check=True)
     said = dict(zip(BROKEN, map(json.loads, done.stdout.splitlines()), strict=True))

@@ -40,12 +40,12 @@ class NemoGym:
 
 async def test_sessions_have_their_own_cookies(opener: RemoteOpener) -> None:
     async with http_server(NemoGym()) as url:
-        worlds = [await begin(opener, url, "nemo-gym", row=counter_row(index)) for index in range(3)]
+        environments = [await begin(opener, url, "nemo-gym", row=counter_row(index)) for index in range(3)]
         for index in (2, 0, 1, 1):
-            seen = await worlds[index].step(call("look"))
+            seen = await environments[index].step(call("look"))
             assert json.loads(seen.observation.text) == {"you": f"session={index}"}
-        for world in worlds:
-            await world.close()
+        for environment in environments:
+            await environment.close()
     assert counts(opener) == (3, 3, 0)
 
 
@@ -54,13 +54,13 @@ async def test_a_masked_sample_has_no_score(opener: RemoteOpener, kind: str | No
     blame = FAILURE_KINDS.get(kind or "", Blame.INFRASTRUCTURE)
     verified = {"reward": 0.0, "mask_sample": True, "failure_kind": kind, "failure_reason": "why"}
     async with http_server(NemoGym(verified)) as url:
-        world = await begin(opener, url, "nemo-gym", row=counter_row(1))
+        environment = await begin(opener, url, "nemo-gym", row=counter_row(1))
         if blame is Blame.POLICY:
-            assert (await world.step("done")).reward == 0.0
+            assert (await environment.step("done")).reward == 0.0
         else:
             with pytest.raises(TaskError if blame is Blame.TASK else EnvironmentFault, match="gave no valid score"):
-                await world.step("done")
-        await world.close()
+                await environment.step("done")
+        await environment.close()
 
 
 def test_the_failure_kinds_are_those_of_the_version() -> None:
@@ -71,9 +71,9 @@ def test_the_failure_kinds_are_those_of_the_version() -> None:
 async def test_a_failure_kind_without_a_mask_is_a_score(opener: RemoteOpener) -> None:
     verified = {"reward": 0.25, "failure_kind": "judge_failed", "reward_components": {"form": 1, "sum": -0.75}}
     async with http_server(NemoGym(verified)) as url:
-        world = await begin(opener, url, "nemo-gym", row=counter_row(1))
-        step = await world.step("done")
-        await world.close()
+        environment = await begin(opener, url, "nemo-gym", row=counter_row(1))
+        step = await environment.step("done")
+        await environment.close()
     assert step.reward == 0.25 and step.terminated and step.parts == {"form": 1.0, "sum": -0.75}
 
 
@@ -82,10 +82,10 @@ async def test_an_invalid_score_is_a_fault(opener: RemoteOpener, verified: Any) 
     server = NemoGym()
     server.pages["/verify"] = json.dumps(verified).encode() if verified != {} else {"score": 1}
     async with http_server(server) as url:
-        world = await begin(opener, url, "nemo-gym", row=counter_row(1))
+        environment = await begin(opener, url, "nemo-gym", row=counter_row(1))
         with pytest.raises(EnvironmentFault):
-            await world.step("done")
-        await world.close()
+            await environment.step("done")
+        await environment.close()
 
 
 async def test_gymnasium_servers_are_closed_if_they_support_it(opener: RemoteOpener) -> None:

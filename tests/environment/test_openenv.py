@@ -48,12 +48,12 @@ async def test_an_episode(opener: RemoteOpener) -> None:
         await socket.send(json.dumps(observation("end", reward=True, done=True)))
 
     async with fake_openenv(on_reset=reset, on_step=step) as fake:
-        world = await begin(opener, fake, reset={"level": 2})
-        assert world.instructions == "A test." and world.actions == ["left", "right"]
-        assert (await world.reset()).text == "start"
-        result = await world.step("left")
-        await world.close()
-        await world.close()
+        environment = await begin(opener, fake, reset={"level": 2})
+        assert environment.instructions == "A test." and environment.actions == ["left", "right"]
+        assert (await environment.reset()).text == "start"
+        result = await environment.step("left")
+        await environment.close()
+        await environment.close()
     assert (result.observation.text, result.reward, result.terminated) == ("end", 1.0, True)
     assert seen == [{"seed": 7, "level": 2}, {"move": "left"}]
     assert counts(opener) == (1, 1, 0)
@@ -75,9 +75,9 @@ ACTIONS: Mapping[str, tuple[dict[str, Any], Any]] = {
 async def test_actions_follow_from_the_schema(opener: RemoteOpener, name: str) -> None:
     schema, expected = ACTIONS[name]
     async with fake_openenv(schema=schema) as fake:
-        world = await begin(opener, fake)
-        actions = world.actions
-        await world.close()
+        environment = await begin(opener, fake)
+        actions = environment.actions
+        await environment.close()
         assert expected == (actions[0]["function"]["name"] if actions and isinstance(actions[0], dict) else actions)
 
 
@@ -89,13 +89,13 @@ async def test_choices_are_sent_as_their_values_and_calls_as_their_arguments(ope
         await socket.send(json.dumps(observation()))
 
     async with fake_openenv(schema=ACTIONS["numbers"][0], on_step=step) as fake:
-        world = await begin(opener, fake)
+        environment = await begin(opener, fake)
         assert seen == []
-        await world.step("2")
+        await environment.step("2")
         with pytest.raises(PolicyFault, match="one of: 1, 2, 3"):
-            await world.step("4")
-        await world.step("3")
-        await world.close()
+            await environment.step("4")
+        await environment.step("3")
+        await environment.close()
         called = await begin(opener, fake, actions="tool")
         await called.step(ToolCall(name="act", arguments={"cell": 1}))
         with pytest.raises(PolicyFault, match="call one of the tools"):
@@ -117,10 +117,10 @@ async def test_tools_of_the_environment(opener: RemoteOpener) -> None:
 
     schema = {"properties": {"type": {"const": "call_tool"}, "tool_name": {"type": "string"}, "arguments": {"type": "object"}}}
     async with fake_openenv(schema=schema, on_step=step) as fake:
-        world = await begin(opener, fake)
-        assert world.actions is not None and world.actions[0]["function"]["name"] == "add"  # type: ignore[index]
-        assert (await world.step(ToolCall(name="add", arguments={"a": 1}))).observation.text == "2"
-        await world.close()
+        environment = await begin(opener, fake)
+        assert environment.actions is not None and environment.actions[0]["function"]["name"] == "add"  # type: ignore[index]
+        assert (await environment.step(ToolCall(name="add", arguments={"a": 1}))).observation.text == "2"
+        await environment.close()
 
 
 Answer = Callable[[ServerConnection], Awaitable[None]]
@@ -188,14 +188,14 @@ async def test_a_fault_in_a_step_is_never_a_score(opener: RemoteOpener, name: st
         await misbehave(socket)
 
     async with fake_openenv(on_step=step) as fake:
-        world = await begin(opener, fake, step_s=0.3 if "did not answer" in said else 20)
+        environment = await begin(opener, fake, step_s=0.3 if "did not answer" in said else 20)
         other = await begin(opener, fake)
         with pytest.raises(EnvironmentFault, match=said):
-            await world.step("left")
+            await environment.step("left")
         with pytest.raises(EnvironmentFault, match="follows a fault"):
-            await world.step("left")
+            await environment.step("left")
         assert (await other.reset()).text == "you are here"
-        await world.close()
+        await environment.close()
         await other.close()
         opened, closed, lost = counts(opener)
         assert (opened, closed + lost) == (2, 2) and closed >= 1
@@ -210,12 +210,12 @@ async def test_a_late_answer_is_not_taken_for_the_next(opener: RemoteOpener) -> 
         await socket.send(json.dumps(observation("late", reward=100.0)))
 
     async with fake_openenv(on_step=step) as fake:
-        world = await begin(opener, fake)
-        assert (await world.step("left")).observation.text == "first"
+        environment = await begin(opener, fake)
+        assert (await environment.step("left")).observation.text == "first"
         await asyncio.sleep(0.05)
         with pytest.raises(EnvironmentFault, match="not requested"):
-            await world.step("left")
-        await world.close()
+            await environment.step("left")
+        await environment.close()
 
 
 async def test_a_cancelled_step_ends_the_session(opener: RemoteOpener) -> None:
@@ -223,15 +223,15 @@ async def test_a_cancelled_step_ends_the_session(opener: RemoteOpener) -> None:
         await hang(socket)
 
     async with fake_openenv(on_step=step) as fake:
-        world = await begin(opener, fake)
-        task = asyncio.create_task(world.step("left"))
+        environment = await begin(opener, fake)
+        task = asyncio.create_task(environment.step("left"))
         await asyncio.sleep(0.05)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         with pytest.raises(EnvironmentFault, match="follows a fault"):
-            await world.step("left")
-        await world.close()
+            await environment.step("left")
+        await environment.close()
         assert counts(opener) == (1, 0, 1)
 
 
@@ -243,13 +243,13 @@ async def test_a_rejected_action_is_the_policys_unless_the_schema_changed(opener
         await socket.send(json.dumps(error))
 
     async with fake_openenv(on_step=step) as fake:
-        world = await begin(opener, fake)
+        environment = await begin(opener, fake)
         with pytest.raises(PolicyFault, match="move: Input should be 'left' or 'right'"):
-            await world.step("left")
+            await environment.step("left")
         fake.schema = {**fake.schema, "required": ["move", "speed"]}
         with pytest.raises(EnvironmentFault, match="changed the schema"):
-            await world.step("left")
-        await world.close()
+            await environment.step("left")
+        await environment.close()
 
 
 def moved() -> Any:
@@ -281,7 +281,7 @@ async def test_a_redirected_socket_is_not_followed(opener: RemoteOpener) -> None
             await begin(opener, fake)
 
 
-async def test_a_server_that_answers_nothing_is_given_up(opener: RemoteOpener) -> None:
+async def test_a_server_that_never_answers_is_a_fault(opener: RemoteOpener) -> None:
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()  # a half-open connection
         writer.close()
@@ -305,11 +305,11 @@ async def test_sessions_wait_for_the_limit_that_a_server_states(opener: RemoteOp
             await socket.close()
 
     async def episode() -> None:
-        world = await begin(opener, fake, wait_s=10)
-        await world.reset()
+        environment = await begin(opener, fake, wait_s=10)
+        await environment.reset()
         await asyncio.sleep(0.02)
-        await world.step("left")
-        await world.close()
+        await environment.step("left")
+        await environment.close()
 
     async with fake_openenv(on_open=check) as fake:
         await asyncio.gather(*(episode() for _ in range(8)))
@@ -317,7 +317,7 @@ async def test_sessions_wait_for_the_limit_that_a_server_states(opener: RemoteOp
         assert (closed, lost) == (opened, 0)
 
 
-async def test_invalid_options_are_mistakes_of_the_recipe(opener: RemoteOpener) -> None:
+async def test_invalid_options_are_errors_of_the_recipe(opener: RemoteOpener) -> None:
     async with fake_openenv() as fake:
         for options, said in (({"speed": 1}, "unknown option"), ({"actions": "text"}, None), ({"actions": "x"}, "must be text or tool")):
             if said is None:

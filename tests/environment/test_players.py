@@ -132,7 +132,19 @@ class FixedLeague:
         self.results.append((opponent, gain, version))
 
 
-async def test_a_past_version_plays_the_other_role_and_neither_ages_nor_trains(tokenizer: Any) -> None:
+async def test_a_game_without_a_move_of_the_policy_has_no_result_and_one_that_a_limit_ends_has(tokenizer: Any) -> None:
+    league = FixedLeague(ScriptedPolicy(tokenizer, lambda turn, episode: "heads" if episode == "e" else "p"))
+    policy = ScriptedPolicy(tokenizer, lambda turn, episode: "heads" if episode == "e" else "z" * 9000, version=9)
+    runner = runner_of(policy, tokenizer, opponent="league", share=1.0, league=league)
+    for index in range(8):
+        await runner.run(task_of(f"{GAMES}Match", index), episode_id="e")
+    assert 0 < len(league.results) < 16 and {version for _, _, version in league.results} == {9}
+    league.results.clear()
+    episode = await runner.run(task_of(KUHN), episode_id="long")
+    assert episode.stop_reason == "token_limit" and [gain < 0 for _, gain, _ in league.results] == [True]
+
+
+async def test_a_past_version_plays_the_other_role_without_staleness_or_training(tokenizer: Any) -> None:
     policy, past = ScriptedPolicy(tokenizer, lambda turn, episode: "b", version=9), ReadingPolicy(tokenizer, lambda shown: "p")
     league, roles = FixedLeague(past), set()
     for index in range(8):
@@ -159,7 +171,7 @@ async def test_a_share_of_the_tasks_has_an_opponent(tokenizer: Any) -> None:
     ("options", "message"),
     [
         ({"players": {"second": f"{GAMES}raises"}}, "the script of second failed.*ValueError: no idea"),
-        ({"players": {"second": f"{GAMES}nonsense"}}, "returned 'sideways', which is no allowed action"),
+        ({"players": {"second": f"{GAMES}nonsense"}}, "returned 'sideways', which is not an allowed action"),
         ({"opponent": "league", "share": 1.0, "league": FixedLeague(None, ServingError("it died"))}, "it died"),  # type: ignore[arg-type]
     ],
 )
@@ -212,7 +224,7 @@ async def test_a_cut_move_and_a_reached_limit_forfeit_the_game(tokenizer: Any) -
     [
         (KUHN, {"players": {"third": "current"}}, "no role 'third'"),
         (KUHN, {"players": {"first": f"{GAMES}heads", "second": f"{GAMES}heads"}}, "the trained policy plays no role"),
-        ("tests.environment.worlds:Guess", {}, "needs an environment with roles"),
+        ("tests.environment.examples:Guess", {}, "needs an environment with roles"),
     ],
 )
 async def test_options_that_do_not_fit_the_environment_are_an_error(tokenizer: Any, ref: str, options: Any, problem: str) -> None:
@@ -221,7 +233,7 @@ async def test_options_that_do_not_fit_the_environment_are_an_error(tokenizer: A
 
 
 @pytest.mark.parametrize("options", [{"share": 0.0}, {"share": 0.7}, {"opponent": "current"}, {"players": {"a": "tests.chats:nothing"}}])
-def test_invalid_options_are_refused(tokenizer: Any, options: Any) -> None:
+def test_invalid_options_are_errors(tokenizer: Any, options: Any) -> None:
     with pytest.raises(PluginError):
         Players(chat=chat_of(tokenizer), **options)
 
@@ -243,7 +255,7 @@ async def test_each_role_has_its_own_baseline(tokenizer: Any) -> None:
     assert all(sum(pair) == 0 for pair in shown)
 
 
-def test_a_recipe_makes_the_agent_and_says_whether_it_needs_a_league(tokenizer: Any) -> None:
+def test_a_recipe_builds_the_agent_and_declares_whether_it_needs_a_league(tokenizer: Any) -> None:
     from recipes.kuhn_poker import recipe
 
     agent = make_part(AGENT, recipe.rollout.agent, chat=chat_of(tokenizer), **recipe.rollout.agent_settings)

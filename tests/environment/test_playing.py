@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from agentrl.agent import TurnLoop
+from agentrl.agent.agent_environment import check_environment
 from agentrl.config.recipe import TasksConfig
 from agentrl.environment import close_environments
 from agentrl.environment.returns import episode_return
+from agentrl.errors import UserError
 from agentrl.plugins.parts import Part
 from agentrl.records import Blame, Episode, Split, Task
 from agentrl.records.sampling import Sampling
@@ -21,7 +24,7 @@ from agentrl.testing.sandboxes import printing
 from tests.chats import chat_of
 from tests.episodes import tokenizer as tokenizer
 
-WORLDS = "tests.environment.worlds:"
+EXAMPLES = "tests.environment.examples:"
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +34,7 @@ async def closed() -> AsyncIterator[None]:
 
 
 def task_of(name: str, **options: Any) -> Task:
-    return open_family(TasksConfig(family=Part(f"{WORLDS}{name}", options)), seed=0).task(Split.TRAIN, 0)
+    return open_family(TasksConfig(family=Part(f"{EXAMPLES}{name}", options)), seed=0).task(Split.TRAIN, 0)
 
 
 async def play(task: Task, tokenizer: Any, *texts: str, instructions: str | None = None) -> tuple[Episode, ScriptedPolicy]:
@@ -105,7 +108,11 @@ async def test_a_fault_of_an_environment_is_no_score(tokenizer: Any, how: str) -
             continue  # a reset returns no reward; any tuple is wrong
         episode, _ = await play(task_of("Faulty", how=how, at=at), tokenizer, "a", "b")
         (failure,) = episode.failures
-        assert episode.left_out and failure.blame is Blame.INFRASTRUCTURE and failure.kind == "EnvironmentFault", how
+        assert (
+            episode.left_out
+            and failure.blame is Blame.INFRASTRUCTURE
+            and failure.kind == ("EnvironmentCrash" if how == "die" else "EnvironmentFault")
+        ), how
         assert failure.stage == "environment"
 
 
@@ -118,3 +125,26 @@ async def test_an_error_at_the_end_does_not_change_the_score(tokenizer: Any) -> 
     task = task_of("Faulty", at="close", limits={"turns": 1})
     episode, _ = await play(task, tokenizer, "a")
     assert not episode.failures and episode.stop_reason == "turn_limit"
+
+
+@pytest.mark.parametrize(
+    ("choice", "why"),
+    [
+        (" left", "read as 'left'"),
+        ("a\n", "read as 'a'"),
+        ("<|im_end|>", "control token"),
+        ("<think>a</think>b", "read as 'b'"),
+        ("<tool_call>", "control token"),
+        ("z" * 5000, "limits.turn_tokens"),
+        ("left", ""),
+        ("go left\tnow", ""),
+        ("é", ""),
+    ],
+)
+async def test_a_choice_that_no_answer_can_be_is_an_error_before_the_run(tokenizer: Any, choice: str, why: str) -> None:
+    task = task_of("Choices", choices=["a", choice])
+    if not why:
+        await check_environment(task, chat_of(tokenizer))
+        return
+    with pytest.raises(UserError, match=re.escape(why)):
+        await check_environment(task, chat_of(tokenizer))

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
 from agentrl.environment import is_resumable
 from agentrl.environment.pool import PooledEnvironment, ProcessPool
-from agentrl.errors import EnvironmentFault, PluginError, PolicyFault, TaskError
+from agentrl.errors import EnvironmentCrash, EnvironmentFault, PluginError, PolicyFault, TaskError
 from agentrl.records import EnvironmentSpec
 
-WORLDS = "tests.environment.worlds:"
+EXAMPLES = "tests.environment.examples:"
 
 
 @pytest.fixture
@@ -23,14 +24,14 @@ async def pool() -> AsyncIterator[ProcessPool]:
 
 
 async def opened(pool: ProcessPool, name: str, seed: int = 0, **options: object) -> PooledEnvironment:
-    return await pool.open(EnvironmentSpec(ref=f"{WORLDS}{name}", seed=seed, options=options))
+    return await pool.open(EnvironmentSpec(ref=f"{EXAMPLES}{name}", seed=seed, options=options))
 
 
 async def test_only_the_environment_that_hangs_is_at_fault(pool: ProcessPool) -> None:
     good = [await opened(pool, "Count") for _ in range(4)]
     bad = await opened(pool, "Faulty", how="hang")
     more = await opened(pool, "Count")
-    steps = [world.step("1") for world in (*good, bad, more)]
+    steps = [environment.step("1") for environment in (*good, bad, more)]
     *done, hung, after = await asyncio.gather(*steps, return_exceptions=True)
     assert "gave no result within 0.5 s" in str(hung) and "another" not in str(hung)
     assert isinstance(after, EnvironmentFault) and "the environment of another episode failed" in str(after)
@@ -52,8 +53,8 @@ async def test_a_process_that_dies_fails_its_episodes_once_and_is_replaced(pool:
 
 async def test_a_slow_frame_is_not_a_hang(pool: ProcessPool) -> None:
     """Each operation is within the deadline, all together are not."""
-    worlds = [await opened(pool, "Slow", seconds=0.2) for _ in range(6)]
-    steps = await asyncio.gather(*(world.step("a") for world in worlds))
+    environments = [await opened(pool, "Slow", seconds=0.2) for _ in range(6)]
+    steps = await asyncio.gather(*(environment.step("a") for environment in environments))
     assert [step.observation.text for step in steps] == ["done"] * 6
 
 
@@ -79,28 +80,94 @@ async def test_faults_have_their_blame(pool: ProcessPool) -> None:
     with pytest.raises(PolicyFault, match="write a number"):
         await (await opened(pool, "Count")).step("x")
     with pytest.raises(TaskError, match=r"[Nn]o module"):
-        await pool.open(EnvironmentSpec(ref="tests.environment.nowhere:World"))
+        await pool.open(EnvironmentSpec(ref="tests.environment.nowhere:Guess"))
     with pytest.raises(EnvironmentFault, match="unexpected keyword"):
         await opened(pool, "Count", colour="red")
 
 
 async def test_an_environment_that_prints_and_reads_does_not_disturb_the_messages(pool: ProcessPool) -> None:
-    world = await opened(pool, "Loud")
-    assert (await world.step("a")).observation.text == "''"
+    environment = await opened(pool, "Loud")
+    assert (await environment.step("a")).observation.text == "''"
 
 
 async def test_processes_end_with_the_pool() -> None:
     pool = ProcessPool(processes=2)
-    world = await opened(pool, "Count")
+    environment = await opened(pool, "Count")
     process = pool._processes[0]._process
     await pool.close()
     assert process.returncode is not None
     with pytest.raises(EnvironmentFault):
-        await world.step("1")
+        await environment.step("1")
 
 
 def test_an_unknown_kind_is_reported() -> None:
     from agentrl.environment.opening import kind_of
 
     with pytest.raises(PluginError, match="is not an environment"):
-        kind_of("tests.environment.worlds:random")
+        kind_of("tests.environment.examples:random")
+
+
+@pytest.mark.parametrize("how", ["schema", "snapshot", "part"])
+async def test_a_result_that_cannot_be_sent_is_a_fault_of_its_episode_alone(how: str) -> None:
+    pool = ProcessPool(processes=1)
+    good = await opened(pool, "Count")
+    with pytest.raises(EnvironmentFault, match=r"not JSON data|bytes; at most|invalid step") as fault:
+        world = await opened(pool, "Careless", how=how)
+        await (world.snapshot() if how == "snapshot" else world.step("a"))
+    assert type(fault.value) is EnvironmentFault
+    assert (await good.step("1")).reward == 1.0
+    await pool.close()
+
+
+async def test_many_long_observations_at_once_are_split_into_messages() -> None:
+    pool = ProcessPool(processes=1)
+    worlds = [await opened(pool, "Careless", how="wide") for _ in range(8)]
+    steps = await asyncio.gather(*(world.step("a") for world in worlds))
+    assert {len(step.observation.text) for step in steps} == {1 << 20}
+    await pool.close()
+
+
+async def test_a_fork_does_not_answer(pool: ProcessPool) -> None:
+    world, good = await opened(pool, "Careless", how="fork"), await opened(pool, "Count")
+    assert [(await world.step("a")).observation.text for _ in range(3)] == ["on"] * 3
+    assert (await good.step("2")).reward == 2.0
+
+
+async def test_a_process_whose_fork_holds_its_pipes_has_ended() -> None:
+    pool = ProcessPool(processes=1, timeout_s=60.0)
+    world = await opened(pool, "Careless", how="orphan")
+    async with asyncio.timeout(20.0):
+        with pytest.raises(EnvironmentCrash, match="its process ended"):
+            await world.step("a")
+        await pool.close()
+
+
+async def test_the_processes_of_a_killed_environment_end_too(pool: ProcessPool, tmp_path: Path) -> None:
+    world = await opened(pool, "Careless", how="hanging child")
+    with pytest.raises(EnvironmentCrash):
+        await world.step(str(tmp_path / "pid"))
+    child = Path("/proc", (tmp_path / "pid").read_text(), "stat")
+    async with asyncio.timeout(10.0):
+        while child.exists() and child.read_text().split()[2] != "Z":
+            await asyncio.sleep(0.05)
+
+
+async def test_a_flood_of_error_messages_is_cut(pool: ProcessPool, capfd: pytest.CaptureFixture[str]) -> None:
+    world = await opened(pool, "Careless", how="flood")
+    for _ in range(3):
+        await world.step("a")
+    await pool.close()
+    assert 0 < len(capfd.readouterr().err) < 1 << 17
+
+
+async def test_an_episode_alone_has_a_process_that_no_other_shares_and_that_ends_with_it(pool: ProcessPool) -> None:
+    spec = EnvironmentSpec(ref=f"{EXAMPLES}Faulty", options={"how": "die"})
+    bad = await pool.open(spec, alone=True)
+    good = await opened(pool, "Count")
+    with pytest.raises(EnvironmentCrash):
+        await bad.step("a")
+    assert (await good.step("1")).reward == 1.0
+    quiet = await pool.open(EnvironmentSpec(ref=f"{EXAMPLES}Count"), alone=True)
+    assert [process.alone for process in pool._processes if process.alive] == [False, True]
+    await quiet.close()
+    assert [process.alone for process in pool._processes if process.alive] == [False]

@@ -124,13 +124,13 @@ async def test_a_fault_in_a_call_is_never_a_score(opener: RemoteOpener, name: st
     page, said = FAULTS[name]
     server = Ors(world__call=page)
     async with http_server(server) as url:
-        world = await begin(opener, url, step_s=0.3 if "did not answer" in said else 20)
-        assert (await world.reset()).text == "Go.\n(image/png, 3 bytes, which cannot be shown)"
+        environment = await begin(opener, url, step_s=0.3 if "did not answer" in said else 20)
+        assert (await environment.reset()).text == "Go.\n(image/png, 3 bytes, which cannot be shown)"
         with pytest.raises(EnvironmentFault, match=said):
-            await world.step(call("go"))
+            await environment.step(call("go"))
         with pytest.raises(EnvironmentFault, match="follows a fault"):
-            await world.step(call("go"))
-        await world.close()
+            await environment.step(call("go"))
+        await environment.close()
     assert counts(opener) == (1, 1, 0) and not server.open
 
 
@@ -180,13 +180,13 @@ async def test_a_postponed_request_is_repeated_after_the_requested_wait(opener: 
         return answer({}, 429, retry_after="0.3") if len(times) == 1 else done(OUTPUT)
 
     async with http_server(Ors(world__call=once)) as url:
-        world = await begin(opener, url)
-        assert (await world.step(call("go"))).reward == 1.0
-        await world.close()
+        environment = await begin(opener, url)
+        assert (await environment.step(call("go"))).reward == 1.0
+        await environment.close()
     assert len(times) == 2 and times[1] - times[0] >= 0.3
 
 
-async def test_a_busy_server_is_asked_again_for_a_session(opener: RemoteOpener) -> None:
+async def test_the_request_for_a_session_is_repeated_if_the_server_is_busy(opener: RemoteOpener) -> None:
     tries: list[float] = []
 
     def busy(request: HttpRequest, _: Any) -> bytes:
@@ -211,10 +211,10 @@ async def test_more_episodes_than_sessions_wait(opener: RemoteOpener) -> None:
 
     async def episode() -> None:
         nonlocal most
-        world = await begin(opener, url, sessions=3)
+        environment = await begin(opener, url, sessions=3)
         most = max(most, len(server.open))
-        await world.step(call("go"))
-        await world.close()
+        await environment.step(call("go"))
+        await environment.close()
 
     async with http_server(server) as url:
         await asyncio.gather(*(episode() for _ in range(12)))
@@ -224,7 +224,7 @@ async def test_more_episodes_than_sessions_wait(opener: RemoteOpener) -> None:
         object.__setattr__(server_.options, "wait_s", 0.2)
         with pytest.raises(EnvironmentFault, match=r"no session became free within 0.2 s; 3 are in use"):
             await begin(opener, url)
-        await asyncio.gather(*(world.close() for world in held))
+        await asyncio.gather(*(environment.close() for environment in held))
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.002, 0.004, 0.008, 0.016, 0.032])
@@ -232,12 +232,12 @@ async def test_cancelled_episodes_leave_no_session(opener: RemoteOpener, delay_s
     server = Ors()
 
     async def episode() -> None:
-        world = await begin(opener, url, sessions=2)
+        environment = await begin(opener, url, sessions=2)
         try:
-            await world.reset()
-            await world.step(call("go"))
+            await environment.reset()
+            await environment.step(call("go"))
         finally:
-            await world.close()
+            await environment.close()
 
     async with http_server(server) as url:
         tasks = [asyncio.create_task(episode()) for _ in range(6)]
@@ -267,14 +267,14 @@ async def test_an_answer_ends_an_episode_with_a_final_tool(opener: RemoteOpener)
 
     tools = answer({**TOOLS, "terminal_tool": {"name": "submit", "arg": "text", "description": ""}})
     async with http_server(Ors(world__call=called, world__task_tools=tools)) as url:
-        world = await begin(opener, url)
-        assert world.takes_text
-        assert (await world.step("forty-two")).terminated
-        await world.close()
+        environment = await begin(opener, url)
+        assert environment.takes_text
+        assert (await environment.step("forty-two")).terminated
+        await environment.close()
     async with http_server(Ors()) as url:
-        world = await begin(opener, url)
-        assert not world.takes_text
+        environment = await begin(opener, url)
+        assert not environment.takes_text
         with pytest.raises(PolicyFault, match="call one of the tools"):
-            await world.step("forty-two")
-        await world.close()
+            await environment.step("forty-two")
+        await environment.close()
     assert bodies == [{"name": "submit", "input": {"text": "forty-two"}}]

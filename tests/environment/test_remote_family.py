@@ -72,7 +72,7 @@ def test_rows_of_a_data_set(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]\n", '{"a": 1}\n3\n'])
-def test_a_bad_data_set_is_a_mistake_of_the_recipe(tmp_path: Path, content: str) -> None:
+def test_a_bad_data_set_is_an_error_of_the_recipe(tmp_path: Path, content: str) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(content)
     with pytest.raises(PluginError, match=r"rows\.jsonl"):
@@ -106,7 +106,7 @@ def test_invalid_families(ref: str, options: Any, error: type[Exception]) -> Non
         family(ref, **options)
 
 
-def test_a_server_that_does_not_answer_is_named() -> None:
+def test_a_server_that_does_not_answer_is_in_the_error() -> None:
     with pytest.raises(PluginError, match=r"tasks.family 'ors:http://127.0.0.1:9': ors server 127.0.0.1:9 gave no answer"):
         sizes("ors:http://127.0.0.1:9")
 

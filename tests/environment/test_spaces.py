@@ -60,7 +60,7 @@ WRONG = [None, True, "x", 1e400, float("nan"), -7, 99, 10**400, [], [[]], [1, 2,
 
 
 @pytest.mark.parametrize("space", SPACES, ids=str)
-def test_what_is_not_in_a_space_is_the_policys_fault(space: Any) -> None:
+def test_an_action_outside_the_space_is_the_policys_fault(space: Any) -> None:
     for given in WRONG:
         try:
             jsonschema.validate(given, schema_of(space))
@@ -81,7 +81,7 @@ def test_an_unknown_space_and_a_large_observation_are_the_tasks_fault() -> None:
         text_of(g.Box(0, 255, (84, 84), np.uint8), np.zeros((84, 84), np.uint8))
 
 
-def test_an_observation_outside_its_space_is_found() -> None:
+def test_an_observation_outside_its_space_is_detected() -> None:
     space = g.Box(-1.0, 1.0, (2,), np.float32)
     for wrong in (np.array([0, 2], np.float32), np.array([0, np.nan], np.float32), np.zeros(3, np.float32), [0.0, 0.0, 0.0], "x", None):
         assert not is_inside(space, wrong)

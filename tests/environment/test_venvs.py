@@ -94,7 +94,7 @@ def test_causes_of_pip(log: str, said: str) -> None:
     assert isinstance(error, UserError) and said in str(error), str(error)
 
 
-def test_a_lost_connection_is_no_mistake_of_the_user() -> None:
+def test_a_lost_connection_is_an_infrastructure_error() -> None:
     log = (
         "WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError(...)'\n"
         "ERROR: Could not find a version that satisfies the requirement worlds (from versions: none)\n"
@@ -108,14 +108,14 @@ def test_a_lost_connection_is_no_mistake_of_the_user() -> None:
     "requirement",
     ["-r x.txt", "--index-url=http://x", "git+https://x/y", "a @ https://user:pw@host/x.whl", "a b", "a\nb", "", "./absent", "x#y"],
 )
-def test_what_is_no_requirement(tmp_path: Path, requirement: str) -> None:
+def test_an_invalid_requirement_is_an_error(tmp_path: Path, requirement: str) -> None:
     with pytest.raises(UserError):
         building.add_environment(tmp_path, [requirement])
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["../up", "a/b", ".hidden", "x" * 200])
-def test_names_stay_inside(tmp_path: Path, name: str) -> None:
+def test_names_cannot_leave_the_folder(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match="is not a name"):
         building.add_environment(tmp_path, ["worlds"], name=name)
     assert not building.remove_environment(tmp_path, name)
@@ -213,7 +213,7 @@ def test_a_folder_is_a_package_and_its_change_is_noticed(tmp_path: Path, index: 
 
 
 @pytest.mark.slow
-def test_an_interrupted_build_leaves_the_environment_that_was_there(tmp_path: Path, index: Path) -> None:
+def test_an_interrupted_build_restores_the_previous_environment(tmp_path: Path, index: Path) -> None:
     root = tmp_path / "project"
     root.mkdir()
     (root / "pyproject.toml").touch()

@@ -158,7 +158,8 @@ async def test_a_fault_of_a_taskset_is_never_a_score(play: Play) -> None:
 async def test_programs_run_in_the_sandbox_of_the_episode_or_not_at_all(play: Play) -> None:
     options = {"heldout": 0, "image": "sandboxes/tables"}
     family = VerifiersFamily("verifiers:toy_programs", **options)
-    tasks = {name: family.task(Split.TRAIN, 0) for name in ("print(6 * 7)", "print(1)", "import os; print(os.listdir('/tmp/wt'))")}
+    programs = ("print(6 * 7)", "print(1)", f"import os; print(os.listdir({str(ROOT)!r}))")
+    tasks = {name: family.task(Split.TRAIN, 0) for name in programs}
     backend = BubblewrapBackend(run_label="test", root=ROOT)
     results = await play(tasks, lambda turn, name: name, sandboxes=backend)
     assert [score.value for _, score in results] == [1.0, 0.0, 0.0], results
@@ -233,7 +234,7 @@ print(json.dumps(said))
 """
 
 
-def test_packages_that_cannot_be_used_are_refused_before_a_run(project: Path) -> None:
+def test_packages_that_cannot_be_used_are_an_error_before_a_run(project: Path) -> None:
     python = venvs.environment_python(ROOT, "verifiers")
     command = [str(python), "-c", LOAD, str(project), str(host.INSIDE)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -250,7 +251,7 @@ def test_packages_that_cannot_be_used_are_refused_before_a_run(project: Path) ->
         ("large", "the maximum is 1048576"),
         ("container", "needs a container: set the option image"),
         ("hosted", "wants the hosted runtime 'modal'"),
-        ("judged", "asks openai/gpt-6-luna at https://api.pinference.ai"),
+        ("judged", "no key for openai/gpt-6-luna at https://api.pinference.ai"),
         ("far", "its tool servers need a hosted runtime"),
         ("bash", "the harness of agent needs a container"),
         ("prime", "wants the hosted runtime 'prime'"),
@@ -279,7 +280,7 @@ def test_modules_that_cannot_be_imported(project: Path, content: str, environmen
         VerifiersFamily("verifiers:toy_new", environment=environment)
 
 
-def test_rewards_that_compare_attempts_are_refused(project: Path) -> None:
+def test_rewards_that_compare_attempts_are_an_error(project: Path) -> None:
     with pytest.raises(UserError, match="compare the attempts at a task"):
         VerifiersFamily("verifiers:toy_v0", environment=OLD, args={"kind": "group"})
 
@@ -296,6 +297,6 @@ def test_rewards_that_compare_attempts_are_refused(project: Path) -> None:
         ({"environment": "absent"}, "agentrl env add absent"),
     ],
 )
-def test_options_that_are_wrong(project: Path, options: dict[str, Any], said: str) -> None:
+def test_wrong_options_are_errors(project: Path, options: dict[str, Any], said: str) -> None:
     with pytest.raises((PluginError, UserError), match=said):
         VerifiersFamily("verifiers:toy_sums", **options)

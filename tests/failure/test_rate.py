@@ -221,3 +221,15 @@ async def test_the_message_of_a_kind_is_truncated() -> None:
         rate.record_attempt(failed(kind="k" * 200, message="m" * 1000))
     (kind,) = rate.kinds
     assert kind == "sandbox " + "k" * 92 and f": {'m' * 600}\n" in await paused(rate)
+
+
+def test_attempts_that_another_one_ended_do_not_pause_the_run() -> None:
+    rate = FaultRate(0.5, concurrency=64)
+    crash, neighbor = (
+        Failure(stage="environment", blame=Blame.INFRASTRUCTURE, kind=kind, message="its process ended", turn=1)
+        for kind in ("EnvironmentCrash", "NeighborCrash")
+    )
+    for failure in (None, None, crash, *[neighbor] * 63) * 100:
+        rate.record_attempt(failure)
+    assert rate.share == pytest.approx(1 / 3, abs=0.01) and set(rate.kinds) == {"environment EnvironmentCrash"}
+    assert rate.attempt_metrics()["attempts_failed"] == 6400

@@ -10,9 +10,10 @@ import pytest
 
 from agentrl.agent.filetools import SHIPPED_TOOLS
 from agentrl.failure import patterns, rules
+from agentrl.failure.timeline import render_trace
 from agentrl.failure.trace import CaptureReason, Trace
 from agentrl.failure.triage import tag_by_rules
-from agentrl.records import Blame, Limits, Parent, Score, ToolCall, Trajectory
+from agentrl.records import Blame, EnvironmentSpec, Limits, Message, Parent, Score, ToolCall, ToolResult, Trajectory
 
 from .traces import fault, heard, python, said, submit, task, trace, turn
 
@@ -220,3 +221,15 @@ def test_a_timeline_is_bounded_and_rules_never_raise() -> None:
         assert tag_by_rules(given, rules.RULES)
         for rule in rules.RULES:
             rule(given)
+
+
+def test_a_legal_action_of_an_environment_is_not_tagged() -> None:
+    world = task(prompt=(), tools=(), files={}, sandbox=None, environment=EnvironmentSpec(ref="mine:Guess", seed=1))
+    moved = replace(turn(said="3"), tool_results=(ToolResult(name="user", output="Wrong.", ok=True, reward=0.0),))
+    line = Trajectory(agent="main", turns=(moved,), stop_reason="terminated", prompt=(Message(role="user", content="Which number?"),))
+    played = trace(of=world, trajectories=(line,), ended="terminated")
+    assert [tag.name for tag in tag_by_rules(played, rules.RULES)] == ["wrong_answer"], "no rule is confident"
+    text = render_trace(played)
+    assert "Which number?" in text and "Wrong." in text and "could not be read" not in text
+    forfeited = trace(of=world, trajectories=(replace(line, stop_reason="forfeited"),))
+    assert [tag.name for tag in tag_by_rules(forfeited, rules.RULES)] == ["wrong_answer"]

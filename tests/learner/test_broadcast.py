@@ -138,11 +138,13 @@ def test_a_collective_that_hangs_is_aborted_at_its_deadline(tmp_path: Path, weig
     assert weights.shut == 1 and weights.sent == []
 
 
-def test_a_collective_that_no_abort_ends_ends_the_process() -> None:
+@pytest.mark.parametrize("abort", ["lambda: None", "lambda: time.sleep(60)", "lambda: 1 / 0"])
+def test_a_collective_that_no_abort_ends_ends_the_process(abort: str) -> None:
+    """Neither does an abort that hangs or raises keep the process."""
     program = "import time; from agentrl.learner.broadcast import deadline\n"
-    program += "with deadline('connecting', 0.1, abort=lambda: None, grace_s=0.1): time.sleep(60)"
+    program += f"with deadline('connecting', 0.1, abort={abort}, grace_s=0.1): time.sleep(20)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
-    assert done.returncode == 1 and "connecting did not end within 0.1 s" in done.stderr
+    assert done.returncode == 1 and "connecting did not end within 0.1 s" in done.stderr and "this process ends" in done.stderr
 
 
 def test_the_deadline_of_a_block_that_ends_has_no_effect() -> None:

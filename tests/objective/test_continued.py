@@ -61,7 +61,7 @@ def test_rewards_stay_at_their_turns_and_contexts_are_linked() -> None:
     assert [len(sample.last_state) for sample in (first, second, third)] == [0, 0, 5]
 
 
-def test_a_score_that_is_not_the_sum_of_rewards_is_whole_at_the_end() -> None:
+def test_a_score_that_is_not_the_sum_of_rewards_counts_at_the_end() -> None:
     scored = played(truncated=False)
     group = Group(index=0, task_id="t", task_key="k", episodes=(replace(scored, score=replace(scored.score, value=6.0)),))
     assert sum(sum(sample.rewards) for sample in assemble(0, [group], recipe(advantage="gae")).batch.samples) == 6.0

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 import typing
@@ -60,6 +65,50 @@ def test_a_second_writer_waits_until_the_first_has_ended(tmp_path: Path, monkeyp
     ]
 
 
+@pytest.mark.parametrize("error", [errno.EBADF, errno.ENOLCK])
+def test_events_are_recorded_on_nfs_and_the_error_of_a_lock_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    """NFS takes an exclusive lock only on a file that is open for writing (flock(2)), so never on a folder. Some disks lock nothing."""
+
+    def flock(handle: int, how: int) -> None:
+        if error == errno.ENOLCK or not fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_RDWR:
+            raise OSError(error, os.strerror(error))
+        lock(handle, how)
+
+    lock, faults = fcntl.flock, list[str]()
+    monkeypatch.setattr(fcntl, "flock", flock)
+    log = EventLog(tmp_path, on_fault=faults.append)
+    log.record(alerts(1)[0])
+    log.close()
+    if error == errno.EBADF:
+        assert read_all(tmp_path)[0] == alerts(1) and not faults
+    else:
+        assert len(faults) == 1 and "No locks available" in faults[0]
+
+
+def test_the_lock_of_a_killed_driver_is_free_while_its_children_run(tmp_path: Path) -> None:
+    program = (
+        "import subprocess, sys, time; from pathlib import Path; from agentrl.observe.event_log import EventLog\n"
+        "from agentrl.observe.events import AlertRaised\n"
+        "log = EventLog(Path(sys.argv[1])); log.record(AlertRaised(text='first'))\n"
+        "time.sleep(1); child = subprocess.Popen(['sleep', '100'], close_fds=False, stdout=subprocess.DEVNULL)\n"
+        "print(child.pid, flush=True); time.sleep(100)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        child = int(driver.stdout.readline())
+        driver.kill()
+    try:
+        faults = list[str]()
+        log = EventLog(tmp_path, on_fault=faults.append)
+        log.record(alerts(1)[0])
+        log.close()
+        assert not faults and next(getattr(event, "text", "") for event in read_all(tmp_path)[0]) == "first"
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
 @given(events)
 def test_an_event_is_read_back_equal(event: Event) -> None:
     line = encode(event)
@@ -114,7 +163,7 @@ def read_all(run_dir: Path, *, after: int = 0, limit: int = 100) -> tuple[list[E
 @pytest.mark.parametrize("limit", [1, 7, 1000])
 def test_pages_of_any_size_have_all_events_once_and_in_order(tmp_path: Path, limit: int) -> None:
     record(tmp_path, alerts(300), segment_bytes=2000, segments=100)
-    assert len(list((tmp_path / FOLDER).iterdir())) > 5
+    assert len(list((tmp_path / FOLDER).glob("*.jsonl"))) > 5
     assert read_all(tmp_path, limit=limit) == (alerts(300), newest_offset(tmp_path, back=0), 0, 0)
 
 
@@ -135,7 +184,7 @@ def test_a_resumed_run_continues_after_the_last_complete_line(tmp_path: Path) ->
 
 def test_only_the_newest_segments_are_kept_and_what_is_gone_is_reported(tmp_path: Path) -> None:
     record(tmp_path, alerts(1000), segment_bytes=4000, segments=3)
-    names = sorted(path.name for path in (tmp_path / FOLDER).iterdir())
+    names = sorted(path.name for path in (tmp_path / FOLDER).glob("*.jsonl"))
     matches, _, skipped, missed = read_all(tmp_path)
     assert len(names) == 3 and missed == int(names[0][:15]) > 0 and skipped == 0
     assert matches == alerts(1000)[-len(matches) :]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +66,12 @@ def test_a_huge_recipe_is_not_read(tmp_path: Path) -> None:
         (tmp_path / name / "recipe.json").write_text('{"a": [' + "[]," * 400_000 + "[]]}")
     compared = compare_folders([tmp_path / "a", tmp_path / "b"])
     assert any("recipe.json cannot be read, because it is larger than 1 MiB" in note for note in compared.notes) and not compared.settings
+
+
+def test_text_of_a_hostile_run_does_not_control_the_terminal(tmp_path: Path) -> None:
+    attack = "x\x1b]0;title\x07\x1b[2J\u202e\r\n"
+    folders = [run(tmp_path / name, lr=0.1, after=20, by_kind={attack: 5}) for name in ("a", "b\x1b[31m")]
+    (folders[0] / "recipe.json").write_text(json.dumps({attack: attack, "learner": {attack: [attack]}}))
+    (folders[1] / "metrics.jsonl").write_text("damaged\n")
+    text = compare_folders(folders).render()
+    assert all(char.isprintable() or char == "\n" for char in text) and "b?[31m" in text and "note: b?[31m: metrics.jsonl" in text

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -129,6 +130,58 @@ async def test_if_a_cell_dies_its_sandboxes_fail_and_others_open_elsewhere(root)
         process.stdout.close()
 
 
+@pytest.mark.slow
+async def test_stopped_cell_delays_an_opening_once(root, monkeypatch):
+    """The kernel still accepts connections to a stopped process."""
+    monkeypatch.setattr(backend, "GREETING_S", 2.0, raising=False)
+    process, address = cell_process()
+    try:
+        async with cell() as (_, second), driver(root, address, second) as opened:
+            await opened.prepare(SPEC)
+            busy = [await opened.open(SPEC) for _ in range(2)]
+            os.kill(process.pid, signal.SIGSTOP)
+            await busy[0].close()
+            await busy[1].close()  # now the stopped one may be the first choice
+            start = time.monotonic()
+            sandboxes = [await opened.open(SPEC, timeout_s=20) for _ in range(4)]
+            assert time.monotonic() - start < 15
+            assert all([(await sandbox.exec(["true"], timeout_s=20)).ok for sandbox in sandboxes])
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+async def test_cell_that_greets_and_then_stops_is_tried_last(root):
+    """An opening whose deadline passes there avoids it, although it has the fewest sandboxes. The longer it is silent, the longer."""
+
+    async def greet(reader, writer):
+        writer.write(bytes(32))
+        tried.append(await reader.readexactly(64))
+        await reader.read()
+        writer.close()
+
+    tried = []
+    stopped = await asyncio.start_server(greet, "127.0.0.1", 0)
+    async with stopped, cell() as (_, address), driver(root, address) as opened:
+        await opened.prepare(SPEC)
+        opened._names.insert(0, ("127.0.0.1", stopped.sockets[0].getsockname()[1]))
+        opened._resolved_at = -1000.0
+        opened._cells.clear()
+        for _ in range(2):  # at the latest the second opening tries it first
+            if not tried:
+                with contextlib.suppress(SandboxTimeout):
+                    await opened.open(SPEC, timeout_s=3.0)
+        sandboxes = [await opened.open(SPEC, timeout_s=20) for _ in range(3)]
+        assert len(tried) == 1
+        silent = next(state for state in opened._cells.values() if state.failures)
+        assert silent.avoided_until > asyncio.get_running_loop().time()
+        for _ in range(8):
+            opened._avoid_silent(silent, "again")
+            assert silent.avoided_until - asyncio.get_running_loop().time() <= backend.MOST_AVOID_S
+        assert all([(await sandbox.exec(["true"], timeout_s=20)).ok for sandbox in sandboxes])
+
+
 DRIVER = """
 import asyncio, sys
 from pathlib import Path
@@ -158,7 +211,7 @@ async def test_sandboxes_of_a_killed_driver_end_and_those_of_another_continue(ro
         assert (await sandbox.exec(["true"], timeout_s=20)).ok
 
 
-async def test_full_cells_are_passed_over_and_then_waited_for(root):
+async def test_full_cells_are_skipped_and_then_waited_for(root):
     async with cell(sandboxes=1) as (_, first), cell(memory_mb=SPEC.memory_mb) as (_, second), driver(root, first, second) as opened:
         one, other = [await opened.open(SPEC) for _ in range(2)]
         assert [state.open for state in opened._cells.values()] == [1, 1]
@@ -170,7 +223,7 @@ async def test_full_cells_are_passed_over_and_then_waited_for(root):
         assert (await (await waiting).exec(["true"], timeout_s=20)).ok and (await other.exec(["true"], timeout_s=20)).ok
 
 
-async def test_few_sandboxes_of_cells_are_kept_ready(root, monkeypatch):
+async def test_few_sandboxes_of_cells_are_opened_in_advance(root, monkeypatch):
     monkeypatch.setenv("CELL_KEY", KEY)
     async with cell() as (served, address):
         options = {"addresses": [address], "key": "env:CELL_KEY"}
@@ -183,7 +236,7 @@ async def test_few_sandboxes_of_cells_are_kept_ready(root, monkeypatch):
         assert not served._running
 
 
-async def test_sandbox_that_does_not_start_leaves_its_room(root, monkeypatch):
+async def test_sandbox_that_does_not_start_frees_its_memory(root, monkeypatch):
     async with cell() as (served, address), driver(root, address) as opened:
         await opened.prepare(SPEC)
 
@@ -213,7 +266,7 @@ async def test_no_cell_answers_is_an_error_within_30_seconds(root, monkeypatch):
                 assert time.monotonic() - start < 10 and opened._open == {}
 
 
-async def test_cell_without_the_image_or_with_another_version_refuses(root, monkeypatch):
+async def test_cell_without_the_image_or_with_another_version_is_not_used(root, monkeypatch):
     (root / "other").mkdir()
     (root / "other" / "image.toml").write_text('packages = ["python3", "hello"]\n')
     async with cell() as (served, address), driver(root, address) as opened:
@@ -271,7 +324,8 @@ async def test_connection_without_the_key_gets_nothing(root):
             await opened._request((host, port), {"op": "prepare"})
         recorded = bytearray()
         sock = await connected(address)
-        await wire.request(sock, KEY.encode(), {"op": "relieve", "token": "x"})  # a valid exchange, which is then repeated
+        other = await wire.greeting(sock)
+        await wire.request(sock, KEY.encode(), other, {"op": "relieve", "token": "x"})  # a valid exchange, which is then repeated
         sock.close()
         for data in (b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(200), os.urandom(64), bytes(recorded), b"\0" * 64):
             sock = await connected(address)
@@ -298,7 +352,7 @@ async def test_cell_without_the_key_is_not_used(root):
         assert KEY.encode() not in seen[0]
 
 
-async def test_silent_strangers_are_dropped_and_do_not_keep_drivers_out(root, monkeypatch):
+async def test_silent_connections_are_dropped_and_do_not_block_drivers(root, monkeypatch):
     monkeypatch.setattr(server, "HANDSHAKE_S", 0.5)
     monkeypatch.setattr(server, "_MAX_STRANGERS", 4)
     async with cell() as (_, address), driver(root, address) as opened:
@@ -341,6 +395,32 @@ async def test_a_driver_cannot_reach_the_sandboxes_of_another(root):
                 sock.close()
                 assert reply == {"ok": False, "why": "gone", "message": "there is no such sandbox"}
         assert (await sandbox.exec(["true"], timeout_s=20)).ok
+
+
+async def test_driver_cannot_replace_the_exec_server(root, tmp_path):
+    """It starts with the rights that it needs to isolate itself: with them it could reach the sandboxes of other drivers."""
+    (tmp_path / "server.py").write_text("import time\ntime.sleep(60)\n")
+    async with cell() as (served, address), driver(root, address) as opened:
+        with pytest.raises(SandboxError, match="no replacement of the exec server"):
+            await opened.open(SPEC, timeout_s=5, server=tmp_path / "server.py")
+        assert not served._running and not processes_of("exec_server")
+
+
+async def test_lost_tunnels_do_not_end_the_network_of_a_sandbox(root):
+    """A driver whose connections break, one after the other, offers new ones. Programs get the one that works."""
+    async with Server() as allowed, cell() as (served, address), driver(root, address) as opened:
+        sandbox = await opened.open(replace(SPEC, network=(f"127.0.0.1:{allowed.port}",)))
+        (token,) = served._running
+        for _ in range(6):
+            sock = await connected(address)
+            nonce = await wire.greeting(sock)
+            reply = asyncio.create_task(wire.request(sock, KEY.encode(), nonce, {"op": "tunnel", "token": token}))
+            await asyncio.sleep(0.2)
+            reply.cancel()
+            await asyncio.wait([reply])
+            sock.close()
+        for _ in range(3):
+            assert (await sandbox.python(FETCH.format(allowed.port), timeout_s=30)).stdout == "hi\n"
 
 
 async def test_messages_are_bounded():
@@ -388,7 +468,7 @@ def with_patience(patch):
 )
 async def test_weak_cell_is_detected(weaken, name, evidence, root, monkeypatch):
     weaken(monkeypatch)
-    async with cell() as (_, address), driver(root, address) as opened:
+    async with cell(replaceable=True) as (_, address), driver(root, address) as opened:
         (result,) = await run_attacks(opened, SPEC, only=name)
     assert result.verdict == "ESCAPED" and evidence in result.evidence, result
 
@@ -397,6 +477,6 @@ async def test_weak_cell_is_detected(weaken, name, evidence, root, monkeypatch):
 @pytest.mark.parametrize("name", ["cell_", "egress_endless", "fork_bomb", "server_flood"])
 async def test_cell_contains_attacks(name, root):
     """All others run against bubblewrap, which cells use, in test_attacks.py."""
-    async with cell() as (_, address), driver(root, address) as opened:
+    async with cell(replaceable=True) as (_, address), driver(root, address) as opened:
         results = await run_attacks(opened, replace(SPEC, memory_mb=192, processes=48), only=name)
     assert results and [result for result in results if result.verdict != "contained"] == []

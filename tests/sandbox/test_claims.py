@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import json
 import threading
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -95,7 +95,7 @@ def api():
 
 @contextlib.asynccontextmanager
 async def pods(api, count, **options):
-    """Cells at addresses of their own, for the claims to come."""
+    """Cells at different addresses, for later claims."""
     cells = [Cell(KEY, **options) for _ in range(count)]
     try:
         for cell in cells:
@@ -146,6 +146,27 @@ async def test_leases_are_renewed_and_a_lost_pod_is_dropped(root, api, monkeypat
         await until(lambda: name in api.deleted)
         await (await opened.open(SPEC)).close()
         assert len(api.claims) == 1
+
+
+@pytest.mark.parametrize("hours", [-3, 3])
+async def test_lease_is_right_if_the_clock_here_is_wrong(hours, root, api, monkeypatch):
+    """The controller compares it with the clock there: a lease in its past would end every sandbox at once."""
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return datetime.now(tz) + timedelta(hours=hours)
+
+    monkeypatch.setattr(claims, "datetime", Clock)
+    monkeypatch.setattr(claims, "RENEW_S", 0.05)
+    async with pods(api, 1), claiming(root, api) as opened:
+        await opened.open(SPEC)
+        (name,) = api.claims
+        for _ in range(2):
+            lifecycle = api.claims[name]["spec"].pop("lifecycle")
+            left_s = (datetime.fromisoformat(lifecycle["shutdownTime"]) - datetime.now(UTC)).total_seconds()
+            assert claims.LEASE_S - 30 < left_s <= claims.LEASE_S + 1
+            await until(lambda: "lifecycle" in api.claims[name]["spec"])
 
 
 async def test_several_openings_at_once_share_a_claim(root, api):
@@ -209,7 +230,7 @@ def test_options_are_checked(root, api, monkeypatch):
         with pytest.raises(UserError):
             open_claims(root=root, run_label="t", **options)
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    with pytest.raises(UserError, match="this is no pod"):
+    with pytest.raises(UserError, match="not in a pod"):
         open_claims(root=root, run_label="t", pool="p", key=KEY)
     monkeypatch.setenv("CELL_KEY", KEY)
     options = {"pool": "p", "key": "env:CELL_KEY", "api": api.url, "token": "env:CELL_KEY"}

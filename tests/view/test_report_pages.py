@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -66,4 +68,65 @@ def test_without_javascript_the_ends_of_each_curve_are_shown(browser: Any, repor
     page.goto(report.as_uri())
     text = page.locator("body").inner_text()
     assert "Charts need JavaScript" in text and "KL: 5 at step 1, 5 at step 1997" in text
+    context.close()
+
+
+ATTACK = (
+    "</script></style></textarea></title><script>window.owned = 1</script><img src=http://evil.example/x onerror='window.owned = 2'>"
+    "<svg onload='window.owned = 3'><link rel=stylesheet href=//evil.example/y>\"' onmouseover='window.owned = 4' {{ 7*7 }} \u202e\x1b[31m"
+)
+
+
+def attacked(value: Any) -> Any:
+    """JSON data with an attack in every text and key that is no name of a field."""
+    if isinstance(value, dict):
+        return {key: attacked(one) for key, one in value.items()} | {ATTACK: next(iter(map(attacked, value.values())), ATTACK)}
+    if isinstance(value, list):
+        return [attacked(one) for one in value]
+    return value + ATTACK if isinstance(value, str) else value
+
+
+@pytest.mark.parametrize("scripts", [True, False])
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_report_of_a_hostile_run_executes_and_loads_nothing(
+    browser: Any, runs: Path, tmp_path: Path, scripts: bool, broken: bool
+) -> None:
+    """With `broken`, even without the escaping: the policy of the page is enough."""
+    folder = tmp_path / "<img src=x onerror=window.owned=5>"
+    shutil.copytree(runs / "demo", folder)
+    for path in folder.rglob("*.json"):
+        if path.name == "summary.json":  # validated: only some of its texts are free
+            summary = json.loads(path.read_text())
+            summary |= {"problems": [ATTACK], "versions": {ATTACK: ATTACK}, "left_out_reasons": {ATTACK: 3}, "sandbox_backend": ATTACK}
+            path.write_text(json.dumps(summary))
+        else:
+            path.write_text(json.dumps(attacked(json.loads(path.read_text()))))
+    for path in folder.rglob("*.jsonl"):
+        path.write_text("".join(json.dumps(attacked(json.loads(line))) + "\n" for line in path.read_text().splitlines()))
+    append_lines(folder / "metrics.jsonl", [json_line({"step": 99, f"part/{ATTACK}": 1.0, "part/b": 0.5, "audit_mean": 0.1})])
+    report = write_report(folder)
+    if broken:
+        text = report.read_text()
+        assert text.count("&lt;script&gt;window.owned") > 20
+        body = text.partition("<body>")[2]
+        report.write_text(text.replace(body, body.replace("&lt;", "<").replace("&gt;", ">").replace("&#39;", "'").replace("&#34;", '"')))
+    context = browser.new_context(java_script_enabled=scripts)
+    page = context.new_page()
+    requests: dict[str, str | None] = {}
+    dialogs: list[str] = []
+    page.on("request", lambda request: requests.setdefault(request.url))
+    page.on("requestfailed", lambda request: requests.__setitem__(request.url, request.failure))
+    page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
+    page.goto(report.as_uri())
+    page.mouse.move(200, 200)
+    page.emulate_media(media="print")
+    assert requests.pop(report.as_uri()) is None and {*requests.values()} <= {"csp"} and (broken or not requests) and dialogs == []
+    if scripts:
+        assert page.evaluate("window.owned") is None
+    if not broken:
+        assert page.locator("img, link, iframe, svg:not(.chart)").count() == 0
+        shown = page.locator("body").inner_text()
+        assert "window.owned" in shown and "\u202e" not in shown and "\x1b" not in shown and "49" not in shown.partition("{{")[2][:3]
+        if scripts:
+            assert page.locator("figure[data-chart]").count() == 0 and page.locator("svg.chart").count() > 3
     context.close()

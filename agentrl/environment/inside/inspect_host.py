@@ -1,6 +1,6 @@
 """Runs the samples of one inspect task as episodes: `host_channel.py`'s protocol on top of inspect's `SampleSource`.
 
-One `eval_async` runs for the life of the process. Each episode is a sample with an epoch of its own; its model calls go to the gateway with
+One `eval_async` runs for the life of the process. Each episode is a sample with a unique epoch; its model calls go to the gateway with
 the episode's key, and its tools run in the episode's sandbox. With the solver `agentrl`, agentrl's turn loop has played the episode, and
 only the scorers run here.
 """
@@ -217,7 +217,7 @@ def policy_model(current: Callable[[], Episode]) -> Any:
         async def generate(self, input: Any, tools: Any, tool_choice: Any, config: GenerateConfig) -> Any:
             episode = current()
             if episode.scoring:
-                raise episode.fail(TASK, "the task's scorer asks the policy to grade itself: set another model with the option model_roles")
+                raise episode.fail(TASK, "the task's scorer grades with the policy itself: set another model with the option model_roles")
             if episode.used >= episode.turns:
                 raise LimitExceededError("turn", value=episode.used, limit=episode.turns, message="all turns of this episode are used up")
             api = copy.copy(self)

@@ -1,4 +1,4 @@
-"""What the hosts of both generations of verifiers share. Runs in their environment: the standard library only."""
+"""Functions for the hosts of both generations of verifiers. They run in their environment, so this imports only the standard library."""
 
 from __future__ import annotations
 

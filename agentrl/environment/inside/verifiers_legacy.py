@@ -35,7 +35,9 @@ class Legacy:
         except BaseException as error:
             raise Fault(TASK, f"{config['package']}: {describe_error(error)}{hub_hint(error)}") from error
         if grouped:
-            raise Fault(TASK, f"{config['package']}: its rewards compare the attempts at a task, but agentrl scores each attempt by itself")
+            raise Fault(
+                TASK, f"{config['package']}: its rewards compare the attempts at a task, but agentrl scores each attempt separately"
+            )
 
     def describe(self) -> list[dict[str, Any]]:
         """Returns the tasks of both datasets. Raises `Fault`."""

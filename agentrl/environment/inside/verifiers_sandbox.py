@@ -1,4 +1,4 @@
-"""Where verifiers runs the programs of an episode: agentrl's sandbox of the episode. Part of `verifiers_tasksets.py`.
+"""Runs the programs of verifiers in agentrl's sandbox of the episode. Part of `verifiers_tasksets.py`.
 
 verifiers would run them on this machine. Tool servers, which are code of the package, still run there.
 """
@@ -83,7 +83,7 @@ class EpisodeRuntime(SubprocessRuntime):
 
 
 def serve_programs() -> None:
-    """Lets verifiers use `EpisodeRuntime` in place of its runtime for this machine."""
+    """Replaces the runtime of verifiers for this machine by `EpisodeRuntime`."""
     runtimes.SubprocessRuntime = EpisodeRuntime
 
 

@@ -78,7 +78,8 @@ class Taskset:
             if PRIME_INFERENCE_HOST in client.base_url and resolve_api_key(client) == "EMPTY":
                 model, key = getattr(client, "model", "a model"), client.api_key_var
                 raise Fault(
-                    TASK, f"{self._name} asks {model} at {client.base_url}: choose another with args or env, or set {key} with variables"
+                    TASK,
+                    f"{self._name} has no key for {model} at {client.base_url}: set {key} with variables, or another model in args or env",
                 )
         if self._sandboxed:
             self._task_class.NEEDS_CONTAINER = False  # the sandbox is one
@@ -177,7 +178,7 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
     async def launch(
         self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str], data: Any, **_: Any
     ) -> Any:
-        """Asks the policy until an answer without calls. A limit of the episode ends it with an error, after which verifiers scores it."""
+        """Samples until an answer has no calls. A limit of the episode ends it with an error, after which verifiers scores it."""
         system, prompt = self.resolve_prompt(data)
         messages: list[Any] = [{"role": "system", "content": system}] if system else []
         messages += [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(message_to_wire, prompt or ())
@@ -231,7 +232,7 @@ class PolicyClient(EvalClient):
 
 
 def serve_policy() -> None:
-    """Lets verifiers use `PolicyClient` for the policy."""
+    """Registers `PolicyClient` in verifiers as the client of the policy."""
     other = interception.resolve_client
     interception.resolve_client = lambda config: PolicyClient(config) if config.api_key_var == NO_KEY else other(config)
 

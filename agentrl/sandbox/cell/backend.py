@@ -26,12 +26,14 @@ from agentrl.sandbox.channel_sandbox import ChannelSandbox
 log = logging.getLogger(__name__)
 
 REACH_S = 20.0
-"""How long `prepare` and an opening try to reach any cell."""
+"""Seconds in which `prepare` or an opening must reach any cell."""
 CONNECT_S = 3.0
+GREETING_S = 12.0
+"""How long a cell may take to send its nonce: it first drops connections without the key, which have 10 s."""
 PREPARE_S = 100.0
 RELIEVE_S = 10.0
-AVOID_S = 5.0
-"""How long a cell that failed gets sandboxes only if all others have failed or are full."""
+AVOID_S, MOST_AVOID_S = 5.0, 160.0
+"""How long a cell that failed gets sandboxes only if all others have failed or are full. Doubles with each failure in a row."""
 FULL_S = 1.0
 _RETRY_S = 0.25
 _RESOLVE_S = 5.0
@@ -43,11 +45,12 @@ Request = Callable[[Mapping[str, Any]], Awaitable[tuple[socket.socket, dict[str,
 
 @dataclass(slots=True)
 class CellState:
-    """What a driver knows of a cell."""
+    """State of a cell in a driver."""
 
     address: tuple[str, int]
     open: int = 0  # sandboxes of this driver
     avoided_until: float = 0.0
+    failures: int = 0  # in a row: no answer, or an opening that was cancelled while it waited for one
 
 
 class CellBackend(ChannelBackend):
@@ -153,8 +156,12 @@ class CellBackend(ChannelBackend):
                     async with asyncio.timeout(timeout_s):
                         sock, reply = await self._request(cell.address, message, body)
                 except (OSError, SandboxError) as error:
-                    self._avoid(cell, one_line_error(error))
+                    self._avoid_silent(cell, one_line_error(error))
                     continue
+                except asyncio.CancelledError:  # by the deadline of the opening
+                    self._avoid_silent(cell, "it did not answer in time")
+                    raise
+                cell.failures = 0
                 if reply.get("ok") is True:
                     return cell, sock, reply
                 sock.close()
@@ -177,8 +184,13 @@ class CellBackend(ChannelBackend):
         self._problem = f"cell {_show(cell.address)}: {problem}"
         cell.avoided_until = asyncio.get_running_loop().time() + seconds
 
+    def _avoid_silent(self, cell: CellState, problem: str) -> None:
+        """Avoids a cell that did not answer, longer each time: it has the fewest sandboxes, so each opening would try it first."""
+        cell.failures += 1
+        self._avoid(cell, problem, min(AVOID_S * 2 ** min(cell.failures - 1, 10), MOST_AVOID_S))
+
     async def _resolve(self) -> None:
-        """Looks the names up again every few seconds. Cells that have left are forgotten; a name that has no address is a problem."""
+        """Looks the names up again every few seconds. Removes unlisted cells. A name without an address is recorded as the problem."""
         loop = asyncio.get_running_loop()
         if loop.time() < self._resolved_at + _RESOLVE_S:
             return
@@ -202,7 +214,9 @@ class CellBackend(ChannelBackend):
             wire.prepare_socket(sock)
             async with asyncio.timeout(CONNECT_S):
                 await asyncio.get_running_loop().sock_connect(sock, address)
-            return sock, await wire.request(sock, self._key, message, body)
+            async with asyncio.timeout(GREETING_S):
+                other = await wire.greeting(sock)
+            return sock, await wire.request(sock, self._key, other, message, body)
         except BaseException:
             sock.close()
             raise

@@ -10,6 +10,7 @@ Source of the fields: extensions.agents.x-k8s.io/v1beta1 of agent-sandbox 0.5.6.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import json
 import logging
@@ -17,9 +18,11 @@ import os
 import re
 import secrets
 import ssl
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +39,7 @@ log = logging.getLogger(__name__)
 API_VERSION = "extensions.agents.x-k8s.io/v1beta1"
 LEASE_S, RENEW_S = 600.0, 60.0
 READY_S = 110.0
-"""How long a claim may take to have a ready pod."""
+"""Seconds in which a claim must have a ready pod."""
 REQUEST_S = 10.0
 POLL_S = 0.5
 PAUSE_S = 5.0
@@ -51,15 +54,20 @@ class KubernetesApi:
     def __init__(self, url: str = "", *, token: str = "", authority: str = "") -> None:
         host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
         if not url and not host:
-            raise UserError("this is no pod, so the address of the Kubernetes API is unknown", fix="give the options api and token")
+            raise UserError(
+                "this process is not in a pod, so the address of the Kubernetes API is unknown", fix="give the options api and token"
+            )
         self._token = token
         verify: ssl.SSLContext | bool = True
         if authority or not url:
             try:
                 verify = ssl.create_default_context(cafile=authority or str(_ACCOUNT / "ca.crt"))
             except (OSError, ssl.SSLError) as error:
-                raise UserError(f"the certificate authority of the Kubernetes API cannot be read: {error}", fix="correct it") from None
+                raise UserError(
+                    f"the certificate authority of the Kubernetes API cannot be read: {error}", fix="give its file as the option authority"
+                ) from None
         address = url or f"https://{f'[{host}]' if ':' in host else host}:{port}"
+        self._date: tuple[datetime, float] | None = None  # of the newest reply: the API's time, and the monotonic time here
         self._client = httpx.AsyncClient(base_url=address, verify=verify, timeout=REQUEST_S, follow_redirects=False)
 
     async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
@@ -74,6 +82,7 @@ class KubernetesApi:
                     data += piece
                     if len(data) > _MAX_REPLY:
                         raise SandboxError(f"the Kubernetes API: {method} {path}: more than {_MAX_REPLY} bytes")
+            self._read_date(reply.headers.get("Date", ""))
             if reply.status_code == httpx.codes.NOT_FOUND:
                 return None
             parsed = json.loads(data)
@@ -83,6 +92,17 @@ class KubernetesApi:
             return parsed
         except (httpx.HTTPError, OSError, ValueError, RecursionError) as error:
             raise SandboxError(f"the Kubernetes API: {method} {path}: {one_line_error(error)}") from None
+
+    def now(self) -> datetime:
+        """Returns the time by the clock of the API, so that leases hold whatever the clock here does; before a reply, the time here."""
+        if self._date is None:
+            return datetime.now(UTC)
+        return self._date[0] + timedelta(seconds=time.monotonic() - self._date[1])
+
+    def _read_date(self, text: str) -> None:
+        with contextlib.suppress(ValueError):
+            date = parsedate_to_datetime(text)
+            self._date = date.replace(tzinfo=date.tzinfo or UTC), time.monotonic()
 
     async def close(self) -> None:
         """Closes its connections."""
@@ -136,6 +156,7 @@ class ClaimBackend(CellBackend):
         """Creates a claim and waits for its pod. A failure is reported by the openings that wait for it."""
         name, loop = f"agentrl-{secrets.token_hex(8)}", asyncio.get_running_loop()
         try:
+            await self._api.call("GET", f"{self._path}/{name}")  # does not exist; the reply has the API's time, for the lease
             body = {
                 "apiVersion": API_VERSION,
                 "kind": "SandboxClaim",
@@ -196,7 +217,7 @@ class ClaimBackend(CellBackend):
             log.warning("claim %s expires in %.0f s: %s", name, LEASE_S, error)
 
     def _leave(self, cell: CellState) -> None:
-        """Keeps one claim without sandboxes."""
+        """Drops all claims without sandboxes but one."""
         super()._leave(cell)
         idle = [claim for claim in self._claims if claim.cell.open == 0]
         for claim in idle[1:]:
@@ -222,7 +243,7 @@ class ClaimBackend(CellBackend):
         return task
 
     def _lifecycle(self) -> dict[str, str]:
-        end = datetime.now(UTC) + timedelta(seconds=LEASE_S)
+        end = self._api.now() + timedelta(seconds=LEASE_S)
         return {"shutdownTime": end.strftime("%Y-%m-%dT%H:%M:%SZ"), "shutdownPolicy": "Delete"}
 
 

@@ -66,11 +66,10 @@ class _Tunnels:
     async def serve(self, link: socket.socket) -> None:
         with link, contextlib.suppress(OSError):
             async with asyncio.timeout(_TUNNEL_S):
-                tunnel = await self.waiting.get()
+                tunnel = await self._take()
             try:
                 for sock, option in ((link, socket.SO_RCVBUF), (tunnel.sock, socket.SO_SNDBUF)):
                     sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)  # or the kernel lets them grow to megabytes
-                await asyncio.get_running_loop().sock_sendall(tunnel.sock, tunnel.proof + wire.packed({"ok": True}))
                 async with asyncio.TaskGroup() as group:
                     group.create_task(_copy(link, tunnel.sock))
                     group.create_task(_copy(tunnel.sock, link))
@@ -79,6 +78,27 @@ class _Tunnels:
             finally:
                 tunnel.ended.set()
 
+    def add(self, tunnel: _Tunnel) -> None:
+        """Lets a tunnel wait. If too many wait, the oldest ends: its driver offers one at a time, so it has lost that connection."""
+        if self.waiting.full():
+            self.waiting.get_nowait().ended.set()
+        self.waiting.put_nowait(tunnel)
+
+    async def _take(self) -> _Tunnel:
+        """Returns the next tunnel whose driver is still connected, after the reply to it."""
+        while True:
+            tunnel = await self.waiting.get()
+            try:
+                if _has_ended(tunnel.sock):
+                    raise ConnectionResetError
+                await asyncio.get_running_loop().sock_sendall(tunnel.sock, tunnel.proof + wire.packed({"ok": True}))
+                return tunnel
+            except OSError:
+                tunnel.ended.set()
+            except BaseException:
+                tunnel.ended.set()
+                raise
+
     def log_refusals(self) -> None:
         """The driver's proxy does."""
 
@@ -86,6 +106,14 @@ class _Tunnels:
         """Ends the tunnels that still wait."""
         while not self.waiting.empty():
             self.waiting.get_nowait().ended.set()
+
+
+def _has_ended(sock: socket.socket) -> bool:
+    """Whether the other end of a connection, which must not have sent anything, has closed it. Raises `OSError` if it was lost."""
+    try:
+        return not sock.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
 
 
 async def _copy(source: socket.socket, target: socket.socket) -> None:
@@ -122,13 +150,17 @@ class _Running:
 
 
 class Cell(ClosesOnce):
-    """Opens sandboxes for the drivers that have `key`, at most `sandboxes` at a time, and while `memory_mb` suffice for their limits."""
+    """Opens sandboxes for the drivers that have `key`, at most `sandboxes` at a time, and while `memory_mb` suffice for their limits.
 
-    def __init__(self, key: str, *, sandboxes: int = MAX_SANDBOXES, memory_mb: int = 0) -> None:
+    `replaceable`: drivers may send a replacement of the exec server, as the attack suite does. It starts with the rights that the exec
+    server needs to isolate itself, so such a driver controls the cell, and with it the sandboxes of all other drivers.
+    """
+
+    def __init__(self, key: str, *, sandboxes: int = MAX_SANDBOXES, memory_mb: int = 0, replaceable: bool = False) -> None:
         if len(key) < wire.SHORTEST_KEY:
             raise UserError(f"the cell's key has {len(key)} characters", fix=f"use at least {wire.SHORTEST_KEY}: openssl rand -hex 32")
         _open_control_groups()
-        self._key = key.encode()
+        self._key, self._replaceable = key.encode(), replaceable
         self._free, self._free_mb = sandboxes, memory_mb or available_memory_mb() - OWN_MEMORY_MB
         self._backend = _Sandboxes(run_label="cell", root=Path("/"))
         self._running: dict[str, _Running] = {}  # by token
@@ -202,9 +234,9 @@ class Cell(ClosesOnce):
             reply = _failure("gone", "there is no such sandbox")
         elif operation == "relieve":
             reply["relieved"] = await running.relieve()
-        elif operation == "tunnel" and running.tunnels is not None and not running.tunnels.waiting.full():
+        elif operation == "tunnel" and running.tunnels is not None:
             tunnel = _Tunnel(sock, proof)
-            running.tunnels.waiting.put_nowait(tunnel)  # `_Tunnels.serve` replies, once a program connects
+            running.tunnels.add(tunnel)  # `_Tunnels.serve` replies, once a program connects
             await tunnel.ended.wait()
             return
         else:
@@ -225,6 +257,9 @@ class Cell(ClosesOnce):
         """Opens a sandbox for a connection, and passes bytes on until one of the two ends. Returns when nothing of the sandbox is left."""
         async with asyncio.timeout(HANDSHAKE_S):
             program = await wire.receive_exactly(sock, request.program_bytes)
+        if program and not self._replaceable:
+            await _send(sock, proof, _failure("refused", "the cell runs no replacement of the exec server"))
+            return
         reply, memory = await self._prepare(request), request.spec.memory_mb
         if reply["ok"] and (self._free < 1 or self._free_mb < memory):
             reply = _failure("full", str(self))
@@ -299,13 +334,13 @@ def available_memory_mb() -> int:
     """Returns the memory that this container, or else this machine, may use."""
     amounts = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):  # the file does not exist, or says "max"
+        with contextlib.suppress(OSError, ValueError):  # the file does not exist, or contains "max"
             amounts.append(int((limits.CGROUPS / name).read_text()))
     return min(amounts) // _MEBIBYTE
 
 
 def _open_control_groups() -> None:
-    """Makes the control groups of a container writable, in which root then limits each sandbox."""
+    """Remounts the control groups of a container as writable, so that root can limit each sandbox."""
     groups = Groups(str(limits.CGROUPS))
     if os.geteuid() == 0 and not os.access(groups.folder("memory"), os.W_OK):
         with contextlib.suppress(OSError):  # a container without the right: limits are per process

@@ -1,4 +1,4 @@
-"""What a driver and a cell exchange before a connection carries the bytes of one exec server.
+"""Messages of driver and cell before a connection carries the bytes of one exec server.
 
     cell    -> driver   32 random bytes
     driver  -> cell     32 random bytes, HMAC-SHA256 under the key of "driver" and both, and a request
@@ -80,7 +80,7 @@ def code_version() -> str:
 
 
 def prepare_socket(sock: socket.socket) -> None:
-    """Makes the kernel end the connection if the other machine is lost, and send small messages at once."""
+    """Sets socket options: the kernel ends the connection if the other machine is lost, and sends small messages without delay."""
     sock.setblocking(False)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
@@ -108,13 +108,13 @@ async def receive(sock: socket.socket) -> dict[str, Any]:
     """Returns the next message. Raises `CellProtocolError`. The caller sets the deadline."""
     (size,) = _LENGTH.unpack(await receive_exactly(sock, _LENGTH.size))
     if size > MAX_MESSAGE:
-        raise CellProtocolError(f"a message of {size} bytes; at most {MAX_MESSAGE}")
+        raise CellProtocolError(f"a message has {size} bytes; at most {MAX_MESSAGE} are allowed")
     try:
         message = json.loads(await receive_exactly(sock, size))
     except (ValueError, RecursionError):
-        raise CellProtocolError("a message that is not JSON") from None
+        raise CellProtocolError("a message is not JSON") from None
     if type(message) is not dict:
-        raise CellProtocolError("a message that is not an object")
+        raise CellProtocolError("a message is not an object")
     return message
 
 
@@ -137,9 +137,16 @@ async def admit(sock: socket.socket, key: bytes) -> tuple[dict[str, Any], bytes]
     return await receive(sock), _proof(key, b"cell", own, other)
 
 
-async def request(sock: socket.socket, key: bytes, message: Message, body: bytes = b"") -> dict[str, Any]:
-    """Driver: sends a request over a new connection and returns the reply. Raises `CellProtocolError`, also if the cell lacks the key."""
-    other = await receive_exactly(sock, NONCE_BYTES)
+async def greeting(sock: socket.socket) -> bytes:
+    """Driver: returns the random bytes of the cell. They arrive at once, whatever the request; the caller sets the deadline."""
+    return await receive_exactly(sock, NONCE_BYTES)
+
+
+async def request(sock: socket.socket, key: bytes, other: bytes, message: Message, body: bytes = b"") -> dict[str, Any]:
+    """Driver: sends a request after the cell's greeting `other`, and returns the reply.
+
+    Raises `CellProtocolError`, also if the cell lacks the key.
+    """
     own = secrets.token_bytes(NONCE_BYTES)
     await asyncio.get_running_loop().sock_sendall(sock, own + _proof(key, b"driver", other, own) + packed(message) + body)
     try:

@@ -41,7 +41,7 @@ class Server(Protocol):
         """Serves a connection, and closes it."""
 
     def log_refusals(self) -> None:
-        """Logs at the sandbox's end what was refused."""
+        """Logs the rejected requests when the sandbox closes."""
 
 
 class Listener(Protocol):

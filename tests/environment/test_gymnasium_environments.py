@@ -8,7 +8,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from agentrl.environment.gymnasium_worlds import GymnasiumWorld
+from agentrl.environment.gymnasium_environments import GymnasiumEnvironment
 from agentrl.errors import EnvironmentFault, PluginError, PolicyFault
 from agentrl.records import ToolCall
 
@@ -25,28 +25,28 @@ from agentrl.records import ToolCall
         ("Taxi-v4", "+---------+\n|", "pickup"),
     ],
 )
-def test_discrete_worlds_have_readable_texts(name: str, first: str, action: str) -> None:
-    world = GymnasiumWorld(name)
-    seen = world.reset(42)
+def test_discrete_environments_have_readable_texts(name: str, first: str, action: str) -> None:
+    environment = GymnasiumEnvironment(name)
+    seen = environment.reset(42)
     if name in ("CartPole-v1", "FrozenLake-v1", "CliffWalking-v1", "Taxi-v4", "MountainCar-v0"):
         assert first in seen
     else:
         assert seen.count(",") == first.count(",")
-    assert world.actions is not None and action in world.actions
-    text, reward, terminated, truncated = world.step(action)
+    assert environment.actions is not None and action in environment.actions
+    text, reward, terminated, truncated = environment.step(action)
     assert text and isinstance(reward, float) and isinstance(terminated, bool) and truncated is False
-    world.close()
+    environment.close()
 
 
 def test_a_continuous_action_is_a_checked_call_or_json() -> None:
-    world = GymnasiumWorld("Pendulum-v1")
-    assert world.actions is not None and world.actions[0]["function"]["name"] == "act"  # type: ignore[index]
-    world.reset(0)
-    assert world.step(ToolCall(name="act", arguments={"action": [0.5]}))[1] < 0
+    environment = GymnasiumEnvironment("Pendulum-v1")
+    assert environment.actions is not None and environment.actions[0]["function"]["name"] == "act"  # type: ignore[index]
+    environment.reset(0)
+    assert environment.step(ToolCall(name="act", arguments={"action": [0.5]}))[1] < 0
     for arguments in ({"action": [3.0]}, {"action": ["a"]}, {"action": 0.5}, {}):
         with pytest.raises(PolicyFault):
-            world.step(ToolCall(name="act", arguments=arguments))
-    texts = GymnasiumWorld("Pendulum-v1", json_actions=True)
+            environment.step(ToolCall(name="act", arguments=arguments))
+    texts = GymnasiumEnvironment("Pendulum-v1", json_actions=True)
     texts.reset(0)
     assert texts.actions is None and "minimum" in texts.instructions
     assert texts.step("[0.5]")[1] < 0
@@ -56,22 +56,24 @@ def test_a_continuous_action_is_a_checked_call_or_json() -> None:
 
 
 def test_a_limit_on_steps_truncates() -> None:
-    world = GymnasiumWorld("MountainCar-v0", max_episode_steps=3)
-    world.reset(0)
-    assert [world.step("left")[2:] for _ in range(3)] == [(False, False), (False, False), (False, True)]
+    environment = GymnasiumEnvironment("MountainCar-v0", max_episode_steps=3)
+    environment.reset(0)
+    assert [environment.step("left")[2:] for _ in range(3)] == [(False, False), (False, False), (False, True)]
 
 
 def test_options_reach_the_environment_and_errors_name_the_fix() -> None:
-    world = GymnasiumWorld("FrozenLake-v1", map_name="8x8", is_slippery=False, action_names=["w", "s", "e", "n"], instructions="")
-    assert world.reset(0).count("\n") == 7 and world.actions == ("w", "s", "e", "n") and not world.instructions
-    assert GymnasiumWorld("FrozenLake-v1", formatter="tests.environment.worlds:describe").reset(0) == "cell 0"
+    environment = GymnasiumEnvironment(
+        "FrozenLake-v1", map_name="8x8", is_slippery=False, action_names=["w", "s", "e", "n"], instructions=""
+    )
+    assert environment.reset(0).count("\n") == 7 and environment.actions == ("w", "s", "e", "n") and not environment.instructions
+    assert GymnasiumEnvironment("FrozenLake-v1", formatter="tests.environment.examples:describe").reset(0) == "cell 0"
     for wrong, message in (
-        ({"id": "Nope-v0"}, "cannot be made"),
+        ({"id": "Nope-v0"}, "cannot be created"),
         ({"id": "nowhere_at_all:Nope-v0"}, "not installed"),
         ({"id": "FrozenLake-v1", "action_names": ["a"]}, "1 names for 4 actions"),
     ):
         with pytest.raises(PluginError, match=message):
-            GymnasiumWorld(**wrong)  # type: ignore[arg-type]
+            GymnasiumEnvironment(**wrong)  # type: ignore[arg-type]
 
 
 class Liar(gymnasium.Env[Any, Any]):
@@ -94,9 +96,9 @@ class Liar(gymnasium.Env[Any, Any]):
 def test_an_observation_outside_the_declared_space_is_a_fault(lie: float) -> None:
     gymnasium.register(id="Liar-v0", entry_point=Liar, kwargs={"lie": lie})
     try:
-        world = GymnasiumWorld("Liar-v0")
-        assert world.actions == ("0", "1") and world.reset(0) == "[0]"
+        environment = GymnasiumEnvironment("Liar-v0")
+        assert environment.actions == ("0", "1") and environment.reset(0) == "[0]"
         with pytest.raises(EnvironmentFault, match="outside its space"):
-            world.step("0")
+            environment.step("0")
     finally:
         gymnasium.registry.pop("Liar-v0")

@@ -29,8 +29,8 @@ _USED_UP = "this episode's output is used up"  # in an output that `LiveEpisode.
 _NO_DEADLINE_S = 86_400.0  # an environment has its own deadline
 
 
-class World:
-    """The environment of one episode.
+class AgentEnvironment:
+    """The environment of one episode, with its recorded actions.
 
     `first` is the first observation, and `now` the last one. `ended` is `terminated` or `truncated` after the last step.
     """
@@ -45,23 +45,23 @@ class World:
         self._environment, self._episode, self._instructions = environment, episode, instructions
 
     @classmethod
-    async def open(cls, episode: LiveEpisode, chat: ChatFormat, instructions: str | None = None) -> World:
+    async def open(cls, episode: LiveEpisode, chat: ChatFormat, instructions: str | None = None) -> AgentEnvironment:
         """Returns the environment of an episode: at its start, or at the state from which the episode resumes.
 
         `instructions` replace the system messages of the task and the environment; None replaces none.
         """
-        world = cls(await episode.environment(), episode, instructions)
+        opened = cls(await episode.environment(), episode, instructions)
         saved = episode.agent_state.get(STATE)
         if isinstance(saved, Mapping) and "snapshot" in saved:
             episode.stage = "environment"
-            restored = await cast(ResumableEnvironment, world._environment).restore(base64.b64decode(saved["snapshot"]))
-            world.first, world.now = str(saved["first"]), restored.text
-            return world
+            restored = await cast(ResumableEnvironment, opened._environment).restore(base64.b64decode(saved["snapshot"]))
+            opened.first, opened.now = str(saved["first"]), restored.text
+            return opened
         episode.stage = "environment"
-        world.first = world.now = (await world._environment.reset()).text
+        opened.first = opened.now = (await opened._environment.reset()).text
         for action, result in recorded_actions(episode, chat):
-            await world._repeat(action, result)
-        return world
+            await opened._repeat(action, result)
+        return opened
 
     @property
     def takes_text(self) -> bool:
@@ -72,8 +72,8 @@ class World:
         """Returns the first messages of a context that starts with an observation."""
         task, shown = self._episode.task, clip(observation, self._chars)
         if self._instructions is not None:
-            return world_prompt(with_instructions(task.prompt, self._instructions), "", shown)
-        return world_prompt(task.prompt, self._environment.instructions, shown)
+            return environment_prompt(with_instructions(task.prompt, self._instructions), "", shown)
+        return environment_prompt(task.prompt, self._environment.instructions, shown)
 
     def start_of(self, trajectory: LiveTrajectory) -> tuple[Message, ...]:
         """Returns the prompt of a trajectory, and records it as the prompt of the first one."""
@@ -158,18 +158,18 @@ class ActionTool:
     bounds, together, repeats = NO_BOUNDS, False, False
     opening_s = _NO_DEADLINE_S
 
-    def __init__(self, world: World, schema: Mapping[str, Any]) -> None:
+    def __init__(self, environment: AgentEnvironment, schema: Mapping[str, Any]) -> None:
         self.name, self.schema = str(schema["function"]["name"]), schema
-        self._world = world
+        self._environment = environment
 
     async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
         """Applies a call as an action."""
-        return await self._world.act(ToolCall(name=self.name, arguments=arguments))
+        return await self._environment.act(ToolCall(name=self.name, arguments=arguments))
 
 
-async def check_world(task: Task, chat: ChatFormat) -> None:
-    """Opens the environment of a task once. Raises `UserError` if it does not start, or the chat template does not accept its
-    observations."""
+async def check_environment(task: Task, chat: ChatFormat) -> None:
+    """Opens the environment of a task once. Raises `UserError` if it does not start, no answer can be one of its actions, or the
+    chat template does not accept its observations."""
     if task.environment is None:
         return
     try:
@@ -180,15 +180,21 @@ async def check_world(task: Task, chat: ChatFormat) -> None:
     try:
         first = await environment.reset()
         observation = next(iter(first.values())) if isinstance(first, Mapping) else first  # of a game with several roles
+        allowed = [action for one in first.values() for action in one.actions] if isinstance(first, Mapping) else []
+        for choice in (*(environment.actions or ()), *allowed):
+            if isinstance(choice, str) and (problem := chat.choice_problem(choice, task.limits.turn_tokens)):
+                raise UserError(
+                    f"{task.environment.ref}: no answer can be the action {choice[:80]!a}: {problem}", fix="change its text or limits"
+                )
         functions = [action for action in environment.actions or () if not isinstance(action, str)]
         if not functions and task.environment.context_turns != 1:
             chat.check_user_turns()
-        chat.opening(world_prompt(task.prompt, environment.instructions, observation.text), functions)
+        chat.opening(environment_prompt(task.prompt, environment.instructions, observation.text), functions)
     finally:
         await environment.close()
 
 
-def world_prompt(prompt: Sequence[Message], instructions: str, observation: str) -> tuple[Message, ...]:
+def environment_prompt(prompt: Sequence[Message], instructions: str, observation: str) -> tuple[Message, ...]:
     """Returns the prompt of a task with the instructions as its system message unless it has one, and the observation as a user message.
 
     An observation after a user message becomes part of it, because many chat templates reject two in a row.

@@ -45,7 +45,7 @@ LEGENDS = {
 _COLOUR = re.compile(r"\x1b\[([\d;]+)m(.*?)\x1b\[0m", re.DOTALL)
 
 
-class GymnasiumWorld(Environment):
+class GymnasiumEnvironment(Environment):
     """An environment of Gymnasium.
 
     Args:
@@ -68,10 +68,10 @@ class GymnasiumWorld(Environment):
         **options: Any,
     ) -> None:
         self._name = id.rpartition(":")[2].partition("-v")[0].rpartition("/")[2]
-        self._world, self._drawn = _make(id, options, draw=formatter is None)
+        self._wrapped, self._drawn = _make(id, options, draw=formatter is None)
         self._format: Callable[[Any], str] | None = None if formatter is None else resolve(formatter)
-        self._space = self._world.action_space
-        self._seen = self._world.observation_space
+        self._space = self._wrapped.action_space
+        self._seen = self._wrapped.observation_space
         default = f"{self._name}: choose an action. {LEGENDS.get(self._name, '')}".strip()
         self.instructions = default if instructions is None else instructions
         self._numbers: dict[str, int] = {}
@@ -91,17 +91,17 @@ class GymnasiumWorld(Environment):
 
     def reset(self, seed: int) -> str:
         """Starts an episode."""
-        observation, _ = self._world.reset(seed=seed)
+        observation, _ = self._wrapped.reset(seed=seed)
         return self._text(observation)
 
     def step(self, action: str | ToolCall) -> tuple[str, float, bool, bool]:
         """Applies an action."""
-        observation, reward, terminated, truncated, _ = self._world.step(self._value(action))
+        observation, reward, terminated, truncated, _ = self._wrapped.step(self._value(action))
         return self._text(observation), float(reward), bool(terminated), bool(truncated)
 
     def close(self) -> None:
         """Closes the environment."""
-        self._world.close()
+        self._wrapped.close()
 
     def _value(self, action: str | ToolCall) -> Any:
         if isinstance(action, ToolCall):
@@ -122,7 +122,7 @@ class GymnasiumWorld(Environment):
         if self._format is not None:
             return self._format(observation)
         if self._drawn:
-            return _COLOUR.sub(_mark, self._world.render()).strip()
+            return _COLOUR.sub(_mark, self._wrapped.render()).strip()
         features = FEATURES.get(self._name, ())
         if features and len(features) == len(observation):
             spaces = getattr(self._seen, "spaces", None)
@@ -152,10 +152,10 @@ def _make(id: str, options: dict[str, Any], *, draw: bool) -> tuple[Any, bool]:
     except ImportError as error:
         raise PluginError(f"gymnasium:{id} needs a package that is not installed: {error}", fix=install_command("gymnasium")) from error
     try:
-        world = gymnasium.make(name, disable_env_checker=True, **options)
-        if not draw or "render_mode" in options or "ansi" not in world.metadata.get("render_modes", ()):
-            return world, False
-        world.close()
+        environment = gymnasium.make(name, disable_env_checker=True, **options)
+        if not draw or "render_mode" in options or "ansi" not in environment.metadata.get("render_modes", ()):
+            return environment, False
+        environment.close()
         return gymnasium.make(name, disable_env_checker=True, render_mode="ansi", **options), True
     except gymnasium.error.Error as error:
-        raise PluginError(f"gymnasium:{id} cannot be made: {str(error)[:500]}", fix="see gymnasium.pprint_registry()") from error
+        raise PluginError(f"gymnasium:{id} cannot be created: {str(error)[:500]}", fix="see gymnasium.pprint_registry()") from error

@@ -6,7 +6,10 @@ import asyncio
 import json
 import os
 import random
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from agentrl.environment import Environment, PolicyFault, Step
@@ -222,13 +225,13 @@ class Remote:
         if spec.options.get("how") == "open":
             raise RuntimeError("no connection")
         Remote.opened += 1
-        return _RemoteWorld(str(spec.options.get("how", "")))
+        return _RemoteEnvironment(str(spec.options.get("how", "")))
 
     async def close(self) -> None:
         Remote.closed += 1
 
 
-class _RemoteWorld:
+class _RemoteEnvironment:
     instructions = ""
     actions = ("a", "b")
 
@@ -264,3 +267,95 @@ class Guesses(Guess):
 
 def describe(cell: int) -> str:
     return f"cell {cell}"
+
+
+class Trap(Environment):
+    """Each step costs 1, and the third ends the episode. A leap ends the process."""
+
+    actions = ("walk", "leap")
+
+    def reset(self, seed: int) -> str:
+        self.steps = 0
+        return "Go."
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        if action == "leap":
+            os._exit(3)
+        self.steps += 1
+        return f"step {self.steps}", -1.0, self.steps == 3
+
+
+class Careless(Environment):
+    """Its results do not fit into a message, or it leaves processes behind."""
+
+    def __init__(self, how: str = "") -> None:
+        self.how = how
+        if how == "schema":
+            parameters = {"type": "object", "default": {1}}
+            self.actions = ({"type": "function", "function": {"name": "act", "parameters": parameters}},)
+
+    def reset(self, seed: int) -> str:
+        return "Go."
+
+    def step(self, action: str) -> Any:
+        match self.how:
+            case "wide":
+                return "\U0001f600" * (1 << 20), 0.0, False
+            case "part":
+                return "on", 0.0, False, False, {"\ud800": 1.0}
+            case "fork":
+                os.fork()
+            case "orphan" if os.fork():
+                os._exit(3)
+            case "orphan":
+                time.sleep(3600)
+            case "hanging child":
+                Path(action).write_text(str(subprocess.Popen(["sleep", "3600"]).pid))
+                time.sleep(3600)
+            case "flood":
+                sys.stderr.write("E" * (1 << 20) + "\n")
+        return "on", 0.0, False
+
+    def snapshot(self) -> bytes:
+        return bytes(30 << 20)
+
+    def restore(self, state: bytes) -> str:
+        return "on"
+
+
+class Toll(Doors):
+    """Each call costs 1, and the third ends the episode."""
+
+    def reset(self, seed: int) -> str:
+        self.steps = 0
+        return "Go."
+
+    def step(self, action: Any) -> tuple[str, float, bool]:
+        self.steps += 1
+        return f"step {self.steps}", -1.0, self.steps == 3
+
+
+class Choices(Environment):
+    """Its actions are those of its option."""
+
+    def __init__(self, choices: list[str]) -> None:
+        self.actions = choices
+
+    def reset(self, seed: int) -> str:
+        return ""
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        return "", 1.0, True
+
+
+class Endless(Environment):
+    """Never ends, and declares what is not a range."""
+
+    actions = ("a", "b")
+    rewards = "high"  # type: ignore[assignment]
+
+    def reset(self, seed: int) -> str:
+        return "Go."
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        return "on", 0.0, False

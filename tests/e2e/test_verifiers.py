@@ -1,0 +1,35 @@
+"""A taskset for verifiers is trained on: the real verifiers in its environment, a real server and learner."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agentrl.experience import SqliteStore
+from tests.ledgers import indices
+
+from .conftest import SMALL, agentrl, summary
+
+pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.deepspeed, pytest.mark.environments]
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_taskset_is_trained_on_exactly_its_tokens(tmp_path: Path, forked: tuple[str, ...]) -> None:
+    run = tmp_path / "run"
+    few = ("steps=2", *SMALL, "evaluation.heldout_real=0")
+    code, output = agentrl("train", "recipes/verifiers_programs.py", *few, "--run-dir", str(run), by=forked)
+    assert code == 0, output[-4000:]
+    found = summary(run)
+    assert (found["steps"], found["episodes_left_out"], found["delivered_share"]) == (2, 0, 1.0)
+    store = SqliteStore(run / "experience.sqlite")
+    groups = store.groups(indices(store))
+    store.close()
+    scored = [one for group in groups for one in group.episodes]
+    assert {name for one in scored for name in one.score.parts} == {"right", "column"}
+    assert max(one.score.value or 0.0 for one in scored) > 0, "the shipped policy writes some of these programs"
+    assert any(turn.message.tool_calls for one in scored for line in one.episode.trajectories for turn in line.turns)
+    steps = [line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "episodes" in line]
+    assert all(step["tokens_captured"] == step["tokens_trained"] for step in steps)
+    assert all(abs(step["ratio_mean"] - 1) < 1e-3 for step in steps), "tokens are trained with the probability that they were sampled with"

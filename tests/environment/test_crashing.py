@@ -1,0 +1,94 @@
+"""Ways in which a policy can end its episode early, which must not pay: actions that end the environment's process, and no action."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from agentrl.agent import TurnLoop
+from agentrl.config.recipe import TasksConfig
+from agentrl.environment import close_environments
+from agentrl.environment.returns import episode_return
+from agentrl.plugins.parts import Part
+from agentrl.records import Blame, Failure, Group, Split
+from agentrl.records.sampling import Sampling
+from agentrl.rollout import EpisodeRunner, GroupRunner
+from agentrl.rollout.repeats import GENERATE, MIN_OTHERS, PROVOKED, FaultHistory, part_in
+from agentrl.task import open_family
+from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
+from agentrl.testing.sandboxes import printing
+from tests.chats import chat_of
+from tests.episodes import tokenizer as tokenizer
+
+
+@pytest.fixture(autouse=True)
+async def closed() -> AsyncIterator[None]:
+    yield
+    await close_environments()
+
+
+class Slow(ScriptedPolicy):
+    async def generate(self, *arguments: Any, **options: Any) -> Any:
+        await asyncio.sleep(0.4)
+        return await super().generate(*arguments, **options)
+
+
+async def played(policy: ScriptedPolicy, tokenizer: Any, world: str, *, groups: int) -> list[Group]:
+    """Runs groups of four attempts, all at once."""
+    runner = EpisodeRunner(
+        policy=policy,
+        sandboxes=ScriptedSandboxes(printing("")),
+        agent=TurnLoop(chat=chat_of(tokenizer)),
+        sampling=Sampling(),
+        max_model_len=4096,
+        request_timeout_s=60.0,
+    )
+    group_runner = GroupRunner(runner=runner, scorer=episode_return, slots=asyncio.Semaphore(16), group_size=4)
+    family = open_family(TasksConfig(family=Part(f"tests.environment.examples:{world}")), seed=0)
+    return await asyncio.gather(*(group_runner.run_group(n, family.task(Split.TRAIN, n)) for n in range(groups)))
+
+
+CALL = '<tool_call>\n{"name": "open", "arguments": {"door": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(("said", "why"), [("I stay here.", "no call"), ("z" * 9000, "tokens ran out")])
+async def test_an_episode_that_ends_without_an_action_scores_at_most_like_the_worst_of_its_group(
+    tokenizer: Any, said: str, why: str
+) -> None:
+    policy = ScriptedPolicy(tokenizer, lambda turn, episode: said if episode.startswith("g000000-1") else CALL)
+    (group,) = await played(policy, tokenizer, "Toll", groups=1)
+    assert [one.score.value for one in group.episodes] == [-3.0] * 4
+    assert [[failure.kind for failure in one.episode.failures] for one in group.episodes] == [[], ["no_action"], [], []]
+    assert why in group.episodes[1].episode.failures[0].message
+
+
+async def test_actions_that_end_the_process_are_scored_and_its_other_episodes_are_repeated(tokenizer: Any) -> None:
+    """A leap ends the episode before its other steps cost anything, so that it would pay to be excluded."""
+    policy = Slow(tokenizer, lambda turn, episode: "leap" if episode.startswith("g000000-1") and turn == 1 else "walk")
+    crashed = await played(policy, tokenizer, "Trap", groups=4)
+    assert [[one.score.value for one in group.episodes] for group in crashed] == [[-3.0] * 4] * 4
+    (failure,) = crashed[0].episodes[1].episode.failures
+    assert (failure.blame, failure.kind, failure.stage) == (Blame.POLICY, PROVOKED, "environment")
+    assert not any(one.episode.failures for group in crashed[1:] for one in group.episodes)
+
+
+FAULT = Failure(stage="environment", blame=Blame.INFRASTRUCTURE, kind="EnvironmentFault", message="gone", turn=1)
+
+
+@pytest.mark.parametrize(("used", "blamed"), [(part_in("a:A"), True), (part_in("b:B"), False), (GENERATE, False)])
+def test_only_episodes_of_the_same_environment_show_that_it_works(used: str, blamed: bool) -> None:
+    record = FaultHistory()
+    for number in range(MIN_OTHERS):
+        record.record_use("other", f"other {number}", used)
+    assert (record.provoked([FAULT] * 3, "own", since=0, environment="a:A") is not None) == blamed
+
+
+def test_a_crash_caused_by_another_episode_is_never_the_policys() -> None:
+    record = FaultHistory()
+    for number in range(MIN_OTHERS):
+        record.record_use("other", f"other {number}", part_in("a:A"))
+    neighbor = Failure(stage="environment", blame=Blame.INFRASTRUCTURE, kind="NeighborCrash", message="gone", turn=1)
+    assert record.provoked([neighbor] * 3, "own", since=0, environment="a:A") is None
