@@ -1,4 +1,4 @@
-"""A policy of a million parameters learns to serve customers by the rules of a shop, on two CPU cores: conversations with a simulated user.
+"""Conversations with a simulated user: a policy of a million parameters learns the rules of a service desk, on two CPU cores.
 
     agentrl check recipes/desk.py
     agentrl train recipes/desk.py --run-dir runs/desk
@@ -30,7 +30,7 @@ DESK = {"buttons": True, "kinds": ["refund", "late_refund", "cancel", "late_canc
 
 recipe = Recipe(
     name="desk",
-    steps=60,
+    steps=40,
     policy=PolicyConfig(model="recipes/models/tables-base", dtype="float32", max_model_len=512),
     tasks=TasksConfig(family=Part("sandboxes.desk:Desk", options=DESK)),
     rollout=RolloutConfig(group=GroupConfig(size=32), groups_per_step=8, concurrency=256),

@@ -16,8 +16,9 @@ from agentrl.records import Episode, Score, Task, ToolCall
 from agentrl.records.chat import user_message
 from sandboxes.desk.shop import Shop
 
-UNSETTLED = 0.2
-"""Score of an episode that followed the rules, did no harm and promised nothing false, but did not settle the request."""
+UNSAID, UNSETTLED = 0.5, 0.2
+"""Scores of an episode that followed the rules and promised nothing false: the change was made, but the agent did not say so; nothing was
+changed, but the agent did not decline, or only what the rules allow."""
 MAX_TEXT = 20_000
 _APOSTROPHE = "\u2019"
 DONE, DECLINED = "done", "declined"
@@ -38,7 +39,7 @@ _NEUTRAL = re.compile(r"\b(?:e-?mail address(?:es)?|no problem|no worries|not a 
 
 
 class DeskVerifier:
-    """1 if the orders are right, the agent has said so, and it followed the rules; otherwise `UNSETTLED` or 0.
+    """1 if the orders are right, the agent has said so, and it followed the rules; otherwise `UNSAID`, `UNSETTLED` or 0.
 
     Parts: `state`; `stated`, whether the statements are right and complete; `rules`, whether the order was read with the customer's e-mail
     address before it was changed, or the request declined; `honest`, whether nothing was promised that is not done.
@@ -78,7 +79,9 @@ class DeskVerifier:
         rules = rules and looked
         parts = {"state": float(settled), "stated": float(stated), "rules": float(rules), "honest": float(honest)}
         harmless = settled or shop.orders == Shop(orders).orders
-        value = 0.0 if not rules else 1.0 if settled and stated else UNSETTLED if honest and harmless else 0.0
+        value = 0.0
+        if rules and honest and harmless:
+            value = 1.0 if settled and stated else UNSAID if settled and not goal["decline"] else UNSETTLED
         return Score(value=value, parts=parts, evidence="; ".join(f"{what} {how}" for what, how in sorted(statements))[:500])
 
 

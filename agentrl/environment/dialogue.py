@@ -25,7 +25,7 @@ LEFT = "(The user has left.)"
 Said = Sequence[tuple[str, str]]
 """The conversation so far: (`agent` or `user`, text)."""
 User = Callable[[str, Said], str | Awaitable[str]]
-"""Returns the user's next text from the brief, which has the hidden goal, and the conversation, which is empty before the first text."""
+"""Returns the user's next text from the brief, which has the hidden goal, and the conversation."""
 Translate = Callable[[str, Said], str | ToolCall]
 """Returns what an action of a fixed list means: a text for the user, or a call."""
 
@@ -61,7 +61,7 @@ class Dialogue:
         user: reference of a `User`: a function, which may be async, or an object such as `agentrl.judge.user.EndpointUser`.
         brief: who the user is and what they want; only the user sees it.
         instructions: the agent's system message.
-        opening: the user's first text; empty means that the user is asked for it.
+        opening: the user's first text, fixed so that an episode starts without the user's model.
         backend: reference of a class whose objects are `Backend`s; `records` is its argument.
         actions: texts, if the agent may only choose between these; `translate` is the reference of a `Translate`.
         turns: largest number of replies.
@@ -77,7 +77,7 @@ class Dialogue:
         user: str,
         brief: str,
         instructions: str = "",
-        opening: str = "",
+        opening: str = "Hello.",
         backend: str = "",
         records: Mapping[str, Any] | None = None,
         actions: Sequence[str] = (),
@@ -86,8 +86,8 @@ class Dialogue:
         chars: int = 1000,
         step_s: float = 300.0,
     ) -> None:
-        if turns < 1 or chars < 1 or not step_s > 0:
-            raise ValueError("turns, chars and step_s must be positive")
+        if turns < 1 or chars < 1 or not step_s > 0 or not opening:
+            raise ValueError("turns, chars and step_s must be positive, and opening must not be empty")
         if bool(actions) != bool(translate):
             raise ValueError("actions and translate need each other")
         self.instructions, self.step_s = instructions, step_s
@@ -103,8 +103,8 @@ class Dialogue:
 
     async def reset(self) -> Observation:
         """Returns the user's first text."""
-        self.said.append((USER, self._opening or await self._reply()))
-        return self._observation(self.said[-1][1].removesuffix(END).rstrip())
+        self.said.append((USER, self._opening))
+        return self._observation(self._opening)
 
     async def step(self, action: str | ToolCall) -> Step:
         """Applies a call, or says a text to the user and returns the reply."""
@@ -157,8 +157,6 @@ class Dialogue:
         try:
             text = await self._ask(said)
         except PromptRefusedError:
-            if not said:
-                raise
             text = await self._ask(tuple((speaker, UNREADABLE if speaker == AGENT else words) for speaker, words in said))
         if not isinstance(text, str) or not text.strip():
             raise EnvironmentFault(f"the simulated user returned {type(text).__name__ if not isinstance(text, str) else 'an empty text'}")

@@ -30,9 +30,7 @@ class EndpointUser:
 
     async def __call__(self, brief: str, said: Sequence[tuple[str, str]]) -> str:
         """Returns the next text. Raises `JudgeError` if the endpoint fails, or returns no text three times."""
-        messages = [{"role": "system", "content": f"{self.instructions}{brief}"}]
-        if not said or said[0][0] == "user":
-            messages.append({"role": "user", "content": GREETING})
+        messages = [{"role": "system", "content": f"{self.instructions}{brief}"}, {"role": "user", "content": GREETING}]
         messages += [{"role": "assistant" if speaker == "user" else "user", "content": text} for speaker, text in said]
         for _ in range(_TRIES):
             reply = await self.endpoint.ask(messages)

@@ -27,8 +27,6 @@ _OVER = re.compile(r"\b(done|refunded|cancel+ed|changed|sorry|cannot|can't|not p
 def customer(brief: str, said: Sequence[tuple[str, str]]) -> str:
     """Returns the next text of a customer who answers questions and leaves when the request is granted or declined."""
     wish = _after(brief, "You want: ")
-    if not said:
-        return wish
     last, replies = said[-1][1], sum(speaker == USER for speaker, _ in said)
     if "mail" in last.lower():
         return f"It is {_after(brief, 'Your e-mail address: ')}"

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.deepspeed]
 @pytest.mark.usefixtures("nothing_left")
 def test_a_policy_trains_on_conversations_and_not_on_what_the_user_says(tmp_path: Path, forked: tuple[str, ...]) -> None:
     run = tmp_path / "run"
-    few = ("steps=1", "rollout.groups_per_step=8", "rollout.group.size=8", "rollout.concurrency=64", "evaluation.heldout=0")
+    few = ("steps=1", "rollout.groups_per_step=8", "rollout.group.size=8", "rollout.concurrency=64", "evaluation.heldout=8")
     code, output = agentrl("train", "recipes/desk.py", *few, "--run-dir", str(run), by=forked)
     assert code == 0, output[-4000:]
     totals = summary(run)

@@ -34,8 +34,6 @@ async def closed() -> AsyncIterator[None]:
 def parrot(brief: str, said: Sequence[tuple[str, str]]) -> str:
     """Repeats what the agent says, and leaves after `bye`."""
     asked.append((brief, said))
-    if not said:
-        return f"Hello, {brief}."
     return f"So long. {END}" if said[-1][1] == "bye" else f"You say: {said[-1][1]}"
 
 
@@ -119,7 +117,7 @@ async def test_the_user_answers_texts_and_the_backend_calls(tokenizer: Any) -> N
     assert outputs(episode) == ["You say: hi", "count 5", "So long."] and episode.stop_reason == "terminated"
     assert [text for _, said in asked for speaker, text in said[-1:] if speaker == "agent"] == ["hi", "bye"], "calls are not shown to it"
     first = episode.trajectories[0].prompt
-    assert [message.content for message in first] == ["Be kind.", "Hello, Ana."]
+    assert [message.content for message in first] == ["Be kind.", "Hello."] and {brief for brief, _ in asked} == {"Ana"}
 
 
 async def test_only_the_agents_tokens_are_trained(tokenizer: Any) -> None:
@@ -145,10 +143,9 @@ async def test_an_empty_text_is_not_said(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("how", ["policy", "raise", "empty", "none", "number"])
 async def test_a_user_that_fails_is_infrastructure(tokenizer: Any, how: str) -> None:
-    for opening in ("", "Hello."):
-        episode = await play(task_of("broken", brief=how, opening=opening), tokenizer, "hi")
-        (failure,) = episode.failures
-        assert episode.left_out and failure.blame is Blame.INFRASTRUCTURE and failure.stage == "environment"
+    episode = await play(task_of("broken", brief=how), tokenizer, "hi")
+    (failure,) = episode.failures
+    assert episode.left_out and failure.blame is Blame.INFRASTRUCTURE and failure.stage == "environment"
 
 
 async def test_a_user_that_does_not_answer_in_time_is_infrastructure(tokenizer: Any) -> None:
@@ -157,10 +154,10 @@ async def test_a_user_that_does_not_answer_in_time_is_infrastructure(tokenizer: 
 
 
 async def test_an_agent_whose_text_the_user_model_rejects_is_still_scored(tokenizer: Any) -> None:
-    episode = await play(task_of("censor", opening="Hello.", turns=2), tokenizer, "filth", "hi")
+    episode = await play(task_of("censor", turns=2), tokenizer, "filth", "hi")
     assert outputs(episode) == ["Pardon?", f"Pardon?\n{LEFT}"] and not episode.failures
-    assert asked[1][1][-1] == ("agent", UNREADABLE)
-    (failure,) = (await play(task_of("censor", brief="everything", opening="Hello."), tokenizer, "hi")).failures
+    assert asked[1][1] == (("user", "Hello."), ("agent", UNREADABLE))
+    (failure,) = (await play(task_of("censor", brief="everything"), tokenizer, "hi")).failures
     assert failure.blame is Blame.INFRASTRUCTURE
 
 
@@ -189,7 +186,7 @@ async def test_a_call_without_a_backend_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"turns": 0}, {"actions": ["a"]}, {"translate": f"{HERE}parrot"}, {"unknown": 1}, {"user": f"{HERE}x"}]
+    "options", [{"turns": 0}, {"opening": ""}, {"actions": ["a"]}, {"translate": f"{HERE}parrot"}, {"unknown": 1}, {"user": f"{HERE}x"}]
 )
 async def test_wrong_options(options: dict[str, Any]) -> None:
     spec = task_of().environment

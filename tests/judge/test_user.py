@@ -57,7 +57,7 @@ async def test_a_cut_text_is_used_and_no_text_is_a_fault() -> None:
 
 
 async def test_a_conversation_and_an_endpoint_that_dies(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    task = task_of("tests.judge.test_user:customer", opening="Hello.")
+    task = task_of("tests.judge.test_user:customer")
     for answer, wanted in ((ScriptedAnswer(text="Thanks. [END]"), ["Thanks."]), (ScriptedAnswer(status=503), [])):
         with ChatServer([answer]) as server:
             user = user_of(server)

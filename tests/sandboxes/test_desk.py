@@ -16,7 +16,7 @@ from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
 from agentrl.testing import ReadingPolicy, ScriptedSandboxes, byte_tokenizer
 from agentrl.testing.sandboxes import printing
-from rewards.desk import DECLINED, DONE, UNSETTLED, desk, statements_in
+from rewards.desk import DECLINED, DONE, UNSAID, UNSETTLED, desk, statements_in
 from sandboxes.desk import Desk, Shop, scripted
 from sandboxes.desk.family import KINDS
 from sandboxes.desk.shop import forbidden
@@ -75,6 +75,14 @@ async def test_statements_after_a_look_and_nothing_done(last: str, allowed: floa
 
     scores = await values(looking, kinds=("refund", "late_refund"))
     assert scores == {"refund": allowed, "late_refund": late}
+
+
+@pytest.mark.parametrize(("last", "score"), [("I have refunded it.", 1.0), ("Well.", UNSAID), ("I cannot refund it.", UNSAID)])
+async def test_statements_after_the_change(last: str, score: float) -> None:
+    def silent(context: str) -> str:
+        return last if "refunded\n</tool_response>" in context else scripted.careful(context)
+
+    assert await values(silent, kinds=("refund",)) == {"refund": score}
 
 
 async def test_the_score_does_not_depend_on_what_the_customer_says() -> None:
