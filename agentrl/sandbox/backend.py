@@ -192,13 +192,13 @@ class ChannelBackend(waiting.ClosesOnce):
         """
 
         async def destroy(ended: bool) -> None:
-            self._open.pop(start.name, None)
             try:
                 if start.listener is not None:
                     await start.listener.close()
                 await end(ended)
             finally:
                 await asyncio.to_thread(remove_folder, start.folder)
+                self._open.pop(start.name, None)  # last: the backend's `close` waits for a sandbox that is being closed
 
         channel = Channel(*streams, name=start.name, relieve=relieve)
         sandbox = self._open[start.name] = ChannelSandbox(start.name, start.spec, channel, destroy)

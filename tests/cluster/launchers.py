@@ -19,7 +19,8 @@ class OwnDisks:
 
     is_local, shared_folder, driver_host = False, False, LOOPBACK
 
-    def __init__(self, folder: Path, *, root: Path | None = None, devices: object = None, disks: Path | None = None) -> None:
+    def __init__(self, folder: Path, *, root: Path | None = None, disks: Path | None = None, **local: object) -> None:
+        """`local`: arguments of a `LocalLauncher` that have no effect here."""
         self._run, self._root, self._disks = folder, root, disks or Path(os.environ["AGENTRL_TEST_DISKS"])
         self._hosts: dict[str, MirrorHost] = {}
         self._driver = ("", "")

@@ -38,9 +38,9 @@ def test_a_run_over_namespaced_hosts_survives_the_loss_of_the_learners_host(
     result = summary(run)
     assert (result["steps"], result["weight_swaps"], result["delivered_share"]) == (2, 2, 1.0)
     assert steps_logged(run) == [1, 2]
-    store = SqliteStore(run / "experience.sqlite")
-    assert list(verify(run, store)) == []
-    store.close()
+    ledger = SqliteStore(run / "experience.sqlite")
+    assert list(verify(run, ledger)) == []
+    ledger.close()
     for log in ("server.log", "learner.log"):
         assert (run / "logs" / log).exists(), "a host sends what its parts write"
     assert "object store" not in output and [*store.iterdir()] == [], "the driver has deleted its versions"

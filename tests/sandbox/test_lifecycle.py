@@ -14,8 +14,10 @@ import pytest
 
 from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.sandbox import BubblewrapBackend, WarmPool, images, limits, list_open, prune, select_backend
+from agentrl.sandbox import backend as backends
 from agentrl.sandbox.lease import runtime_folder
 from tests.sandbox.building import IMAGE, SPEC, left
+from tests.waiting import until
 
 LISTED = replace(SPEC, network=("127.0.0.1:9",))
 
@@ -68,6 +70,23 @@ async def test_cancelled_close_continues(backend):
     for sandbox in (*sandboxes, in_use):
         with pytest.raises(SandboxError):
             await sandbox.exec(["true"], timeout_s=5)
+
+
+async def test_backend_waits_for_a_sandbox_whose_removal_is_in_progress(backend, monkeypatch):
+    """The caller of its `close` may have been cancelled, as that of a cell that ends."""
+    sandbox, removing, remove = await backend.open(SPEC), threading.Event(), backends.remove_folder
+
+    def slowly(folder):
+        removing.set()
+        time.sleep(0.3)
+        remove(folder)
+
+    monkeypatch.setattr(backends, "remove_folder", slowly)
+    closing = asyncio.create_task(sandbox.close())
+    await until(removing.is_set)
+    closing.cancel()
+    await backend.close()
+    assert left() == []
 
 
 @pytest.mark.parametrize("spec", [SPEC, LISTED], ids=["plain", "listed"])
