@@ -24,6 +24,7 @@ from agentrl.cluster.network_policies import network_policies
 from agentrl.cluster.yaml_text import to_yaml
 from agentrl.config import Recipe, build
 from agentrl.errors import UserError
+from agentrl.experience.redis_server import find_program
 from agentrl.experience.redis_transport import RedisTransport
 from tests.strategies import examples
 
@@ -208,9 +209,9 @@ def test_a_run_accepts_the_redis_server_of_the_manifest(tmp_path: Path) -> None:
     assert container["volumeMounts"][0]["mountPath"] == "/data" and redis["spec"]["volumeClaimTemplates"]
     socket_path = tmp_path / "socket"
     script = container["command"][-1].replace("dir /data", f"dir {tmp_path}\nport 0\nunixsocket {socket_path}")
-    with subprocess.Popen(
-        ["sh", "-c", script], env={"PATH": "/usr/bin:/bin", "REDISCLI_AUTH": "a-password"}, stdout=subprocess.DEVNULL
-    ) as server:
+    (tmp_path / "redis-server").symlink_to(find_program())  # Debian's redis-tools has it under another name
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "REDISCLI_AUTH": "a-password"}
+    with subprocess.Popen(["sh", "-c", script], env=environment, stdout=subprocess.DEVNULL) as server:
         transport = RedisTransport(f"unix://{socket_path}", password="a-password")
         transport.check_server()
         transport.close()
