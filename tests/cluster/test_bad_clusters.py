@@ -68,10 +68,10 @@ def test_a_cluster_of_another_ray_or_python_version(
 
 
 async def test_a_node_without_the_sandbox_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first worker that finds its host unfit ends the run, instead of the sixth start in a row."""
+    """The second worker that finds its host unfit ends the run, instead of the sixth start in a row."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
-    recipe = make_recipe().but({"rollout.workers": 1, "sandbox.backend": "bubblewrap"})
+    recipe = make_recipe().but({"rollout.workers": 1, "sandbox.backend": "bubblewrap", "tasks.family": "sandboxes.tables:Tables"})
     store = await DriverStore.open(lambda: SqliteStore(tmp_path / "experience.sqlite"))
     launcher = LocalLauncher(tmp_path, root=ROOT)
     served: Any = type("Served", (), {"token_s": 0.0, "cache_use": None, "version": 0})()
