@@ -18,19 +18,21 @@ from agentrl.run.worker_pool import WorkerPool
 from tests.driving import make_recipe
 from tests.run.test_workers import Served
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 @pytest.mark.slow
 @pytest.mark.bubblewrap
 async def test_a_host_without_the_sandbox_backend_ends_the_run_within_30_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver has it; only the worker's host does not."""
-    recipe = make_recipe(workers=1).but("sandbox.backend=bubblewrap")
+    recipe = make_recipe(workers=1).but({"sandbox.backend": "bubblewrap", "tasks.family": "sandboxes.tables:Tables"})
     alerts: list[Any] = []
-    launcher = LocalLauncher(tmp_path)
+    launcher = LocalLauncher(tmp_path, root=ROOT)
     monkeypatch.setenv("PATH", str(tmp_path))
     pool = WorkerPool(
         recipe,
         tmp_path,
-        root=tmp_path,
+        root=ROOT,
         store=cast(Any, None),
         served=cast(Any, Served(tmp_path / "journal.jsonl")),
         memory=None,
