@@ -14,7 +14,8 @@ from typing import Any, cast
 
 from agentrl.agent.chat import ChatFormat
 from agentrl.agent.contexts import with_instructions
-from agentrl.agent.tools import NO_BOUNDS, ToolOutcome, clip
+from agentrl.agent.tools import NO_BOUNDS, ToolOutcome
+from agentrl.base.user_code import clip
 from agentrl.environment import is_resumable, open_environment
 from agentrl.environment.choices import choice_constraint
 from agentrl.errors import EnvironmentFault, PolicyFault, UserError

@@ -17,8 +17,8 @@ from typing import Any, Protocol, cast
 from agentrl.agent.agent_environment import environment_prompt
 from agentrl.agent.chat import ChatFormat, ParsedCompletion
 from agentrl.agent.contexts import continue_context, read_turn, reading_policy_text
-from agentrl.agent.tools import clip
 from agentrl.base import user_code
+from agentrl.base.user_code import clip
 from agentrl.environment.choices import choice_constraint
 from agentrl.errors import EnvironmentFault, PluginError, PolicyFault, TaskError
 from agentrl.plugins.references import resolve

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from agentrl.base import user_code
 from agentrl.base.outages import Outage
-from agentrl.base.user_code import clip as clip
+from agentrl.base.user_code import clip
 from agentrl.errors import UserError
 from agentrl.protocols import Sandbox
 from agentrl.records import ExecResult, Limits

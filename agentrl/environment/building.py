@@ -284,9 +284,9 @@ _CAUSES: tuple[tuple[str, str, str], ...] = (
 def _failure(log: str) -> Exception:
     for pattern, message, fix in _CAUSES:
         if match := re.search(pattern, log):
-            found = next((clip_text(group) for group in match.groups() if group), "")
+            detail = next((clip_text(group) for group in match.groups() if group), "")
             kind = InfrastructureError if "connection" in message else UserError
-            text = message.format(found)
+            text = message.format(detail)
             return UserError(text, fix=fix) if kind is UserError else InfrastructureError(f"{text}\n  fix: {fix}")
     return UserError(f"pip failed: {cause_in_log(log)[0]}", fix="see its message")
 

@@ -10,6 +10,7 @@ OpenEnv servers then free their sessions at once, ORS servers 15 minutes after t
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import json
@@ -75,7 +76,7 @@ class RemoteOptions:
         }
 
 
-class Session:
+class Session(abc.ABC):
     """One session at a server. Subclasses speak its protocol. Any exception other than `PolicyFault` ends the session.
 
     Args:
@@ -94,24 +95,27 @@ class Session:
 
     async def open(self) -> None:
         """Opens the session and sets `instructions` and `actions`. Raises `Busy` if the server may accept it later."""
+        return None
 
+    @abc.abstractmethod
     async def reset(self) -> Observation:
         """Returns the first observation."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     async def step(self, action: str | ToolCall) -> Step:
         """Applies an action. Raises `PolicyFault` if the server rejects it."""
-        raise NotImplementedError
 
     async def keep_alive(self) -> None:
         """Sends a request, so that the server does not end an idle session."""
+        return None
 
+    @abc.abstractmethod
     async def close(self) -> bool:
         """Ends the session at the server. Returns whether the server confirmed it."""
-        raise NotImplementedError
 
     def abort(self) -> None:
         """Drops the connection of the session, if it has one."""
+        return None
 
     def result(self, text: str, reward: Any, *, terminated: Any, truncated: bool = False, parts: Mapping[str, float] | None = None) -> Step:
         """Returns a step. A reward that is missing counts as 0, unless the episode ends and had none: then the server gave no score."""

@@ -22,8 +22,8 @@ def test_a_task_set_of_inspect_is_trained_on_exactly_its_tokens(tmp_path: Path, 
     few = ("steps=2", *SMALL, "evaluation.heldout_real=0", "max_staleness=0")
     code, output = agentrl("train", "recipes/inspect_tables.py", *few, "--run-dir", str(run), "--sandbox", "bubblewrap", by=forked)
     assert code == 0, output[-4000:]
-    found = summary(run)
-    assert (found["steps"], found["episodes_left_out"], found["delivered_share"]) == (2, 0, 1.0)
+    result = summary(run)
+    assert (result["steps"], result["episodes_left_out"], result["delivered_share"]) == (2, 0, 1.0)
     steps = [line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "episodes" in line]
     store = SqliteStore(run / "experience.sqlite")
     groups = store.groups(indices(store))

@@ -29,8 +29,8 @@ def test_a_policy_trains_against_itself_and_a_past_version(
     few = ("steps=1", "rollout.groups_per_step=8", "rollout.group.size=4", "rollout.concurrency=32")
     code, output = agentrl("train", "recipes/kuhn_poker.py", *few, "--run-dir", str(run), by=forked)
     assert code == 0, output[-4000:]
-    found = summary(run)
-    assert (found["steps"], found["weight_swaps"], found["episodes_left_out"]) == (1, 1, 0)
+    result = summary(run)
+    assert (result["steps"], result["weight_swaps"], result["episodes_left_out"]) == (1, 1, 0)
     store = SqliteStore(run / "experience.sqlite")
     groups = store.groups(indices(store))
     store.close()

@@ -21,8 +21,8 @@ def test_a_taskset_is_trained_on_exactly_its_tokens(tmp_path: Path, forked: tupl
     few = ("steps=2", *SMALL, "evaluation.heldout_real=0")
     code, output = agentrl("train", "recipes/verifiers_programs.py", *few, "--run-dir", str(run), by=forked)
     assert code == 0, output[-4000:]
-    found = summary(run)
-    assert (found["steps"], found["episodes_left_out"], found["delivered_share"]) == (2, 0, 1.0)
+    result = summary(run)
+    assert (result["steps"], result["episodes_left_out"], result["delivered_share"]) == (2, 0, 1.0)
     store = SqliteStore(run / "experience.sqlite")
     groups = store.groups(indices(store))
     store.close()

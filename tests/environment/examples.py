@@ -30,7 +30,7 @@ class Guess(Environment):
 
 
 class Count(Environment):
-    """Adds the numbers that it is told; ends at `goal`, or is cut off after `most` steps."""
+    """Adds the numbers of its actions; ends at `goal`, or is cut off after `most` steps."""
 
     def __init__(self, goal: int = 5, most: int = 100) -> None:
         self.goal, self.most, self.total, self.steps = goal, most, 0, 0

@@ -37,8 +37,8 @@ class Ors:
         session = request.headers.get("x-session-id", "")
         if request.path in self.pages:
             page = self.pages[request.path]
-            found = page(request, writer) if callable(page) else page
-            return await found if asyncio.iscoroutine(found) else found
+            reply = page(request, writer) if callable(page) else page
+            return await reply if asyncio.iscoroutine(reply) else reply
         if request.path == "/create":
             self.open.add(session)
         if request.path == "/delete":

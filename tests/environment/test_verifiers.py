@@ -257,8 +257,8 @@ def test_packages_that_cannot_be_used_are_an_error_before_a_run(project: Path) -
         ("prime", "wants the hosted runtime 'prime'"),
         ("field", "Extra inputs are not permitted"),
     ):
-        found = said.pop(kind)
-        assert found == part if isinstance(part, int) else found.startswith("task: ") and part in found, (kind, found)
+        message = said.pop(kind)
+        assert message == part if isinstance(part, int) else message.startswith("task: ") and part in message, (kind, message)
     assert said == {}
 
 

@@ -155,11 +155,11 @@ def score_result(scores: dict[str, Any], chosen: str, values: dict[str, float]) 
         if isinstance(value, dict | list | tuple):
             entries = value.items() if isinstance(value, dict) else enumerate(value)
             numbers = {f"{name}/{key}": _number(each, values) for key, each in entries if each is not None}
-            found = {key: number for key, number in numbers.items() if number is not None}
-            parts |= found
-            missing += [f"{key} has no numeric value" for key in numbers if key not in found]
-            if found and len(found) == len(numbers):
-                parts[name] = sum(found.values()) / len(found)
+            numeric = {key: number for key, number in numbers.items() if number is not None}
+            parts |= numeric
+            missing += [f"{key} has no numeric value" for key in numbers if key not in numeric]
+            if numeric and len(numeric) == len(numbers):
+                parts[name] = sum(numeric.values()) / len(numeric)
             elif not numbers:
                 missing.append(f"{name} returned no entries")
         elif (number := _number(value, values)) is not None:
