@@ -28,7 +28,7 @@ def test_check_follows_the_overrides_of_a_recipe_and_refuses_those_of_a_folder()
 
     source, config = open_target(Path("recipes/quickstart.py"), "bubblewrap", ['tasks.verifiers=["rewards.close:close_number"]'])
     assert source.open().task(Split.TRAIN, 0).verifiers == ("rewards.close:close_number",) and config.backend.ref == "bubblewrap"
-    with pytest.raises(UserError, match="a folder of tasks takes no overrides"):
+    with pytest.raises(UserError, match="sandboxes/chores takes no overrides"):
         open_target(Path("sandboxes/chores"), None, ["tasks.verifiers=[]"])
 
 

@@ -38,7 +38,7 @@ BOUND = "import sys; from agentrl.base.processes import die_with_parent; die_wit
 # Another job that takes the object store of a node: what a process has mapped cannot be spilled.
 HOG = """
 import sys, time, numpy, ray
-ray.init(address=sys.argv[1], namespace="other", logging_level=40)
+ray.init(address=sys.argv[1], namespace="other", logging_level=40, log_to_driver=False)
 @ray.remote(num_cpus=0, resources={"hog": 1})
 class Hog:
     def fill(self, size):

@@ -27,7 +27,8 @@ def test_a_taskset_is_trained_on_exactly_its_tokens(tmp_path: Path, forked: tupl
     groups = store.groups(indices(store))
     store.close()
     scored = [one for group in groups for one in group.episodes]
-    assert {name for one in scored for name in one.score.parts} == {"right", "column"}
+    posted = "agentrl.gateway:posted_reward"
+    assert {name for one in scored for name in one.score.parts} == {posted, f"{posted}/right", f"{posted}/column"}
     assert max(one.score.value or 0.0 for one in scored) > 0, "the shipped policy writes some of these programs"
     assert any(turn.message.tool_calls for one in scored for line in one.episode.trajectories for turn in line.turns)
     steps = [line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "episodes" in line]

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import re
-import runpy
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -150,16 +149,6 @@ async def test_a_limit_that_does_not_apply_to_programs_is_the_tasks_fault(run: R
     episode = await run(AGENTS / "tables_stdlib.py", *LOOKS, limits=Limits(**{limit: 7}))
     (failure,) = episode.failures
     assert failure.blame is Blame.TASK and "do not apply to external programs" in failure.message and not episode.completion_tokens
-
-
-async def test_the_program_and_the_recipe_of_the_docs(run: Run, tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "bring-your-own-agent.md").read_text()
-    blocks = dict(re.findall(r"```python\n# (\S+)\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
-    (tmp_path / "mine.py").write_text(blocks["agents/mine.py"])
-    looked(await run(tmp_path / "mine.py", *LOOKS))
-    (tmp_path / "recipe.py").write_text(blocks["recipes/mine.py"])
-    options = runpy.run_path(str(tmp_path / "recipe.py"))["recipe"].rollout.agent.options
-    assert options == {"command": ["python3", "agent.py"], "files": {"agent.py": "agents/mine.py"}}
 
 
 @pytest.mark.slow
