@@ -89,16 +89,19 @@ def trace_walks() -> tuple[Trace, Trace]:
 
 
 def named_files() -> set[Path]:
-    """Returns the files that the page names: `agentrl/a/b.py`, or the module of `agentrl.a.b.Name.member`."""
+    """Returns the files that the page names: `agentrl/a/b.py`, those of `agentrl/a/`, or the module of `agentrl.a.b.Name.member`."""
     sections = PAGE.read_text().split("\n## ")
     text = "\n".join(section for section in sections if section.startswith(SECTIONS))
-    names = re.findall(r"\bagentrl/[\w/]+\.py|\bagentrl(?:\.[A-Za-z_]\w*)+", text)
+    names = re.findall(r"\bagentrl/[\w/]+(?:\.py|/`)|\bagentrl(?:\.[A-Za-z_]\w*)+", text)
     return {path for name in names for path in _source(name)}
 
 
 def _source(name: str) -> Iterator[Path]:
     if name.endswith(".py"):
         yield ROOT / name
+        return
+    if name.endswith("/`"):
+        yield from (ROOT / name[:-1]).glob("*.py")
         return
     parts = name.split(".")
     for cut in range(len(parts), 1, -1):

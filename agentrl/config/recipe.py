@@ -84,16 +84,15 @@ class Recipe(Section):
     seed: int = Field(0, ge=0)
     """Seed of task order, sampler and learner. Sampling is not bitwise repeatable, because batching is asynchronous."""
     steps: int | None = resumable(16, ge=1)
-    """Learner steps. None: the run trains until it is stopped (ctrl-C or SIGTERM)."""
+    """Learner steps. None: until ctrl-C or SIGTERM."""
     max_staleness: Annotated[int, _LAGS] = Field(1, ge=0)
     """Learner versions that an episode may lag behind. 0: on-policy; rollouts wait for each update."""
     pipeline_depth: Annotated[int | None, _OVERLAPS] = Field(None, ge=1)
-    """Blocks of rollout.groups_per_step groups in flight at once, up to max_staleness + 1, which is the default. A smaller depth lowers the
-    mean staleness; rollouts may then wait for updates. Groups that wait for late scores are not in flight."""
+    """Blocks of rollout.groups_per_step groups in flight at once, up to max_staleness + 1, which is the default. Less lowers the mean
+    staleness; rollouts may then wait for updates."""
     order: Annotated[Literal["oldest_first", "in_order", "replay"], _OVERLAPS] = "oldest_first"
-    """Which finished groups a learner step takes. oldest_first: those that the oldest weights sampled, as soon as there are enough.
-    in_order: those that started for this step, so it waits for the slowest of them. replay: as oldest_first, and each step trains the
-    groups of the previous step a second time."""
+    """Which finished groups a learner step takes. oldest_first: those that the oldest weights sampled. in_order: those that started for
+    this step, so it waits for the slowest. replay: as oldest_first, and each step trains those of the previous step a second time."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of server and learner. auto: cuda if torch finds a GPU, else cpu."""
     policy: PolicyConfig
@@ -103,7 +102,7 @@ class Recipe(Section):
     mcp: dict[ServerName, MCPConfig] = Field({})
     """MCP servers by name. The task tool `mcp:NAME` stands for all tools of a server, `mcp:NAME/TOOL` for one. See docs/tools.md."""
     tools: dict[str, ToolConfig] = Field({})
-    """Bounds and descriptions of tools by name, in place of the task's limits and the tool's description."""
+    """Bounds and descriptions of tools by name, in place of their own."""
     memory: MemoryConfig | None = None
     """Notes that agents write for later episodes. None disables memory; `{}` uses the defaults."""
     capture: CaptureConfig = resumable(CaptureConfig())
@@ -113,7 +112,7 @@ class Recipe(Section):
     a Redis stream carries the groups of rollout workers. With the option keep_steps=N both delete episodes of older steps; the
     ledger stays."""
     trackers: tuple[parts.Tracker, ...] = resumable((Part("terminal"), Part("tensorboard")))
-    """Receivers of metrics, in addition to `metrics.jsonl`. terminal: progress. tensorboard: event files in logs/tensorboard."""
+    """Receivers of metrics, in addition to `metrics.jsonl`."""
     sandbox: SandboxConfig = resumable(SandboxConfig())
     serving: ServingConfig = resumable(ServingConfig())
     objective: ObjectiveConfig = ObjectiveConfig()
@@ -123,7 +122,7 @@ class Recipe(Section):
     judge_servers: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")], JudgeServerConfig] = Field({})
     """Servers that the run starts for its judges, by name. A judge refers to one with `agentrl.judge.served(NAME)`."""
     gate: GateConfig | None = resumable(None)
-    """Evaluates versions on a suite before promotion. None: the last version is promoted without evaluation."""
+    """Evaluates versions on a suite before promotion. None: promotes the last version."""
 
     @property
     def agent(self) -> Part:

@@ -33,7 +33,7 @@ class SamplingConfig(Section):
     """Samples from the k most likely tokens. In rollouts at most 128, and the learner scores each token over the same set. 0 or None
     disables it."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Samples from the fewest most likely of these tokens that have this share of their probability. In rollouts it needs top_k. 1 or None
+    """Samples from the fewest most likely of these tokens with this share of their probability. In rollouts it needs top_k. 1 or None
     disables it."""
     min_p: float = Field(0.0, ge=0, lt=1)
     """Minimum probability of a token, relative to the most likely one. In rollouts it needs top_k. 0 or None disables it."""
@@ -143,10 +143,10 @@ class RolloutConfig(Section):
     delegation: DelegationConfig | None = None
     """Bounds of sub-agents (agent=delegating). None: the defaults."""
     compaction: float | None = Field(None, gt=0, lt=1)
-    """Share of the context (policy.max_model_len, or the task's `Limits.episode_tokens` if less) at which the agent writes a summary and
-    continues from it. None: a full context ends the episode. See docs/agents.md."""
+    """Share of the context (policy.max_model_len, or the task's `Limits.episode_tokens` if less) at which the agent continues from a
+    summary. None: a full context ends the episode. See docs/agents.md."""
     instructions: str | None = Field(None, min_length=1)
-    """Replaces the system messages of the tasks for the main agent. None: no replacement."""
+    """Replaces the system messages of the tasks for the main agent."""
     group: GroupConfig = GroupConfig()
     groups_per_step: int = Field(16, ge=1)
     """Tasks per learner step."""
@@ -155,12 +155,11 @@ class RolloutConfig(Section):
     concurrency: int = resumable(64, ge=1)
     """Episodes in flight at once. Fewer if the server's KV cache is nearly full."""
     workers: int = resumable(0, ge=0, le=256)
-    """Processes that run the episodes, each with an equal share of `concurrency`. 0: the driver runs them. A worker that dies is replaced,
-    and others can join (`agentrl worker RUN`)."""
+    """Processes that run the episodes, each with an equal share of `concurrency`. 0: the driver runs them. Others can join (`agentrl worker
+    RUN`)."""
     sampling: SamplingConfig = SamplingConfig()
     checkpoint_turns: bool = resumable(False)
-    """Saves each running episode after every turn, so that --resume continues it. Costs milliseconds per turn, and up to 64 MiB per
-    episode."""
+    """Saves each running episode after every turn, so that --resume continues it. Costs up to 64 MiB per episode."""
 
     @model_validator(mode="after")
     def _agent_keys_act(self) -> RolloutConfig:

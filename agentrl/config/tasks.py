@@ -22,7 +22,7 @@ class GroupJudging(Section):
     """The keys of `tasks` for a judge that scores all attempts of a group together."""
 
     group_judge: str | None = Field(None, min_length=1)
-    """Judge that scores all attempts of a training group together, such as `rewards.mine:ranked`. None: no group judge."""
+    """Judge that scores all attempts of a training group together, such as `rewards.mine:ranked`."""
     group_weight: float = Field(1.0, gt=0, le=1)
     """Share of the group judge in a training score; the verifiers have the rest. 1: no verifier runs."""
 
@@ -49,7 +49,7 @@ class TasksConfig(GroupJudging):
     practice_share: Annotated[float, _PRACTISED] = Field(0.3, ge=0.001, le=1)
     """Share of groups with practice tasks."""
     weighting: Annotated[bool, _TAUGHT] = False
-    """Samples tasks that have a training signal more often (docs/recipes.md, "Which tasks"). false: all tasks equally often."""
+    """Samples tasks that have a training signal more often (docs/recipes.md, "Which tasks")."""
     audit: tuple[str, ...] = Field(())
     """Verifiers whose scores are logged and plotted, but never trained on."""
 

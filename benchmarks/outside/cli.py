@@ -85,7 +85,7 @@ def aider_says(prompt: str, results: int) -> str:
 
 
 _BINARY = "/opt/node_modules/@openai/codex-linux-x64/vendor/x86_64-unknown-linux-musl/bin/codex"
-_CODEX_ONLY = dict.fromkeys(("chat", "chat-streamed"), "Codex has only `wire_api=responses`") | {"responses": "Codex always streams"}
+_CODEX_ONLY = dict.fromkeys(("chat", "chat-streamed"), "it has Responses only") | {"responses": "it always streams"}
 CODEX = Program(
     name="codex",
     version="@openai/codex 0.169.0",
@@ -137,7 +137,7 @@ MINI = Program(
     install=pip("mini-swe-agent==2.4.6", "litellm[mcp]==1.106.2"),  # litellm imports mcp at its first answer
     ways=tuple(map(_mini, _MINI_MODELS)),
     says=mini_says,
-    absent=dict.fromkeys((f"{one}-streamed" for one in _MINI_MODELS), "mini-swe-agent does not stream"),
+    absent=dict.fromkeys((f"{one}-streamed" for one in _MINI_MODELS), "it does not stream"),
 )
 
 
@@ -187,8 +187,8 @@ CLAUDE = Program(
     ),
     says=_CLAUDE_SAYS,
     absent={
-        **dict.fromkeys(("chat", "chat-streamed", "responses", "responses-streamed"), "Claude Code has Anthropic's protocol only"),
-        "messages": "Claude Code always streams",
+        **dict.fromkeys(("chat", "chat-streamed", "responses", "responses-streamed"), "it has Messages only"),
+        "messages": "it always streams",
     },
 )
 CLAUDE_SUB_AGENTS = replace(
@@ -228,7 +228,7 @@ OPENCODE = Program(
     install=npm("opencode-ai@1.18.33"),
     ways=tuple(map(_opencode, _AI_SDKS)),
     says=shell_says("bash"),
-    absent=dict.fromkeys(_AI_SDKS, "opencode always streams"),
+    absent=dict.fromkeys(_AI_SDKS, "it always streams"),
 )
 _AIDER_MODELS = {"chat": "openai/{model}", "responses": "openai/responses/{model}", "messages": "anthropic/{model}"}
 
@@ -253,6 +253,6 @@ AIDER = Program(
     install=pip("aider-chat==0.86.2"),
     ways=tuple(_aider(one, stream) for one in _AIDER_MODELS for stream in (False, True) if not (stream and one == "responses")),
     says=aider_says,
-    absent={"responses-streamed": "the litellm that aider installs requests whole answers there and splits them itself"},
+    absent={"responses-streamed": "its litellm requests whole answers there and splits them itself"},
 )
 PROGRAMS = (CLAUDE, CLAUDE_SUB_AGENTS, CLAUDE_SEARCH, CODEX, SUB_AGENTS, OPENCODE, AIDER, MINI, GPTME)

@@ -93,32 +93,27 @@ def table(cells: Iterable[Mapping[str, Any]], programs: Mapping[str, Program]) -
     by_program: dict[str, dict[str, Mapping[str, Any]]] = {}
     for cell in cells:
         by_program.setdefault(cell["program"], {})[cell["column"]] = cell
-    lines = [f"| program | {' | '.join(_HEADS)} | turns of each trajectory | uses |", f"| --- |{' --- |' * (len(_HEADS) + 2)}"]
-    notes: list[str] = []  # each reason once for each program
+    lines = [f"| program | {' | '.join(_HEADS)} | uses |", f"| --- |{' --- |' * (len(_HEADS) + 1)}"]
+    notes: list[str] = []  # each reason once
     for name, row in by_program.items():
         program = programs[name]
-        shown = [_shown(row.get(column), program.absent.get(column, ""), name, notes) for column in COLUMNS]
-        shapes = sorted({_shape(cell["trajectories"]) for cell in row.values() if not cell["reason"]})
+        shown = [_shown(row.get(column), program.absent.get(column, ""), notes) for column in COLUMNS]
         options = sorted({option for cell in row.values() for option in cell["options"] if SHOWN.fullmatch(option)})
         about = ", ".join(filter(None, (program.features, *(f"`{one}`" for one in options))))
-        lines.append(f"| {program.version} | {' | '.join(shown)} | {'; '.join(shapes)} | {about} |")
+        lines.append(f"| {program.version} | {' | '.join(shown)} | {about} |")
     return "\n".join([*lines, *(["", *(f"{number}. {note}" for number, note in enumerate(notes, 1))] if notes else [])])
 
 
-def _shown(cell: Mapping[str, Any] | None, absent: str, label: str, notes: list[str]) -> str:
+def _shown(cell: Mapping[str, Any] | None, absent: str, notes: list[str]) -> str:
     reason = absent if cell is None else cell["reason"]
     if cell is not None and not reason:
         return "OK"
     if not reason:
         return "-"
-    note = f"{label}: {' '.join(reason.split())[:300]}".replace("|", "\\|")
+    note = " ".join(reason.split())[:300].replace("|", "\\|")
     if note not in notes:
         notes.append(note)
     return f"{'-' if cell is None else 'no'} ({notes.index(note) + 1})"
-
-
-def _shape(trajectories: Sequence[Sequence[Any]]) -> str:
-    return " + ".join(f"{turns}{'' if agent == 'main' else f' ({agent})'}" for agent, turns in trajectories)
 
 
 def write_page(programs: Mapping[str, Program]) -> None:

@@ -178,7 +178,7 @@ _QWEN_AGENT: dict[str, Any] = {
     "version": "qwen-agent 0.0.34",
     "install": pip("qwen-agent==0.0.34", *("numpy==2.4.6", "soundfile==0.14.0", "tqdm==4.70.1", "python-dateutil==4.0.0")),
     "prints": PRINTS,
-    "absent": _CHAT_ONLY | {"chat": "its agents always stream"},
+    "absent": _CHAT_ONLY | {"chat": "it always streams"},
     "says": calls_in_text,
 }
 QWEN_AGENT = Program(name="qwen-agent", **_QWEN_AGENT, ways=ways("qwen_agent", COLUMNS[1:2]), features="calls as text")

@@ -68,8 +68,8 @@ def test_a_program_that_does_not_print_its_answer_is_not_ok() -> None:
 def test_the_table_shows_each_cell_with_its_reason() -> None:
     program = replace(PROGRAM, absent=dict.fromkeys(("responses", "responses-streamed"), "not offered"), features="handoff")
     lines = matrix.table([OK, {**OK, "column": "messages", "reason": "400: a|b"}], {"p": program}).splitlines()
-    assert lines[2] == "| p 1 | OK | - | - (1) | - (1) | no (2) | - | 3 + 2 (sub-agent) | handoff, `stop` |"
-    assert lines[4:] == ["1. p: not offered", "2. p: 400: a\\|b"]
+    assert lines[2] == "| p 1 | OK | - | - (1) | - (1) | no (2) | - | handoff, `stop` |"
+    assert lines[4:] == ["1. not offered", "2. 400: a\\|b"]
 
 
 def test_a_cell_depends_on_how_the_program_is_run() -> None:
