@@ -64,22 +64,6 @@ def is_vacant(folder: Path) -> bool:
     return not folder.exists() or (folder.is_dir() and {entry.name for entry in folder.iterdir()} <= {DRIVER})
 
 
-def driver_of(folder: Path) -> int | None:
-    """Returns the process of this machine that drives a run folder; None if there is none, or its lock cannot be seen. Takes no lock, so it
-    never disturbs a driver that starts. Linux only: it reads `/proc/locks`.
-    """
-    try:
-        status = os.stat(folder / DRIVER)
-        device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-        for line in Path("/proc/locks").read_text().splitlines():
-            fields = line.split()  # 1: FLOCK ADVISORY WRITE 4711 fe:00:2301984 0 EOF
-            if len(fields) >= 6 and fields[1] == "FLOCK" and fields[3] == "WRITE" and fields[5] == device:
-                return int(fields[4])
-    except (OSError, ValueError):
-        pass
-    return None
-
-
 def hold_shared_lock(folder: Path) -> int:
     """Takes the shared lock, and returns its descriptor for `pass_fds`. The lock is held until every process has closed it."""
     handle = os.open(folder / PARTS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -27,8 +27,6 @@ from agentrl.records import Task
 
 FAILS_BELOW = 0.5
 """A task fails if the upper end of the 90% interval of its pass rate is below this."""
-REPEATS = 6
-"""Attempts at each smaller task: if none passes, the interval ends at 0.31. Of 7 one may pass (0.45)."""
 _LEVEL = 0.9
 _MAX_PROOFS = 8  # for each task that the policy attempts
 

@@ -1,4 +1,4 @@
-"""Settings of the gate: the suite on which versions are evaluated, and what happens to a version that is worse."""
+"""Settings of captured failures (`capture`), and of the gate that evaluates versions on a suite (`gate`)."""
 
 from __future__ import annotations
 
@@ -33,3 +33,10 @@ class GateConfig(Section):
     def rolls_back(self) -> bool:
         """Whether a blocked version is rolled back."""
         return self.action == "rollback"
+
+
+class CaptureConfig(Section):
+    """Failures of training and evaluation, stored as traces in the run folder. See docs/failures.md."""
+
+    rules: tuple[str, ...] = ()
+    """User-supplied triage rules. They run before the built-in rules."""

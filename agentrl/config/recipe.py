@@ -21,8 +21,7 @@ from agentrl.base import secrets
 from agentrl.base.untrusted_files import read_bytes
 from agentrl.config import section
 from agentrl.config.cluster import ClusterConfig, resource_errors, store_problem
-from agentrl.config.failures import CaptureConfig
-from agentrl.config.gate import GateConfig
+from agentrl.config.gate import CaptureConfig, GateConfig
 from agentrl.config.learner import LearnerConfig, Limit, LoraConfig
 from agentrl.config.objective import CriticConfig, ObjectiveConfig, OffPolicyConfig
 from agentrl.config.rollout import DelegationConfig, EvalConfig, GroupConfig, RolloutConfig, SamplingConfig

@@ -20,10 +20,11 @@ from agentrl.config.recipe import Recipe
 from agentrl.errors import SandboxUnavailable, UserError
 from agentrl.evaluation import results
 from agentrl.evaluation.results import CaseAttempt, EvaluationInfo, suite_sha256
+from agentrl.experience import DriverStore
 from agentrl.failure.case import Case, Suite
 from agentrl.observe.exclusions import exclusion_reason
-from agentrl.protocols import SandboxBackend
-from agentrl.records import Blame, EpisodeState, Failure, PolicyVersion, SandboxSpec, ScoredEpisode, Task
+from agentrl.protocols import EvaluationStore, ExperienceStore, SandboxBackend
+from agentrl.records import Blame, EpisodeState, Failure, Group, PolicyVersion, SandboxSpec, ScoredEpisode, Task
 from agentrl.records.sampling import Sampling
 from agentrl.rollout import GroupRunner, excluded_attempt
 from agentrl.session.transcript import transcript
@@ -211,3 +212,28 @@ def suite_attempt(case: Case, number: int, scored: ScoredEpisode, *, phase: str,
         versions=tuple(words["versions"]),
     )
     return SuiteAttempt(attempt=attempt, transcript={"episode": episode.id, "case": case.id, "attempt": number, **words})
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEpisodes:
+    """The stored evaluation episodes of a run, if its store is an `EvaluationStore`. `begin` deletes what an interrupted one left."""
+
+    store: DriverStore
+
+    async def begin(self, phase: str) -> None:
+        """Deletes the episodes of a phase."""
+        await self.store.call(lambda store: store.delete_evaluated(phase) if isinstance(store, EvaluationStore) else None)
+
+    async def add(self, phase: str, step: int, task: Task, scored: ScoredEpisode) -> None:
+        """Stores an episode durably. Raises `StoreError`.
+
+        Args:
+            step: learner step that produced the evaluated version.
+        """
+        group = Group(index=0, task_id=task.id, task_key=task.key, episodes=(scored,)).with_task(task)
+
+        def put(store: ExperienceStore) -> None:
+            if isinstance(store, EvaluationStore):
+                store.put_evaluated(phase, step, group)
+
+        await self.store.call(put)

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 from agentrl.config.recipe import EvalConfig, Recipe
 from agentrl.config.tools import MemoryConfig
 from agentrl.errors import InfrastructureError
-from agentrl.evaluation.engine import evaluation_runner
+from agentrl.evaluation.engine import StoredEpisodes, evaluation_runner
 from agentrl.evaluation.splits import SplitEvaluation, evaluate_split
-from agentrl.evaluation.stored_episodes import StoredEpisodes
 from agentrl.failure import Capture
 from agentrl.failure.digest import write_digest
 from agentrl.memory.run_memory import EvaluationNotes, record_answer_leaks

@@ -18,10 +18,9 @@ from agentrl.base.processes import process_age_s
 from agentrl.config.recipe import Recipe
 from agentrl.errors import UserError
 from agentrl.evaluation.chat_agent import BYTES_PER_TOKEN, ChatAgent, ChatEndpoint, NoPolicy
-from agentrl.evaluation.engine import BrokenImages, case_repeats, evaluation_runner, prepare_images
+from agentrl.evaluation.engine import BrokenImages, StoredEpisodes, case_repeats, evaluation_runner, prepare_images
 from agentrl.evaluation.policies import NamedPolicy, PolicySource, check_policy_plugin, load_policy_plugin, project_of, recipe_for
 from agentrl.evaluation.replay import check_start_tokens, starts_mid_episode
-from agentrl.evaluation.stored_episodes import StoredEpisodes
 from agentrl.experience import DriverStore, open_store
 from agentrl.failure import Capture, FaultRate
 from agentrl.failure.case import Case, Suite, check_attempt_options

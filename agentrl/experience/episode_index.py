@@ -166,12 +166,6 @@ class EpisodeIndex:
         with self._reading():
             return self._group(index) if self._all("SELECT 1 FROM groups WHERE idx = ?", (index,)) else None
 
-    def groups_of_step(self, step: int) -> tuple[int, ...]:
-        """Returns the indices of the groups of a learner step, counted from 1, in ascending order, without residuals."""
-        with self._reading():
-            query = f"SELECT idx FROM taken WHERE step = ? AND idx >= 0 ORDER BY idx LIMIT {_MOST_GROUPS}"
-            return tuple(int(row[0]) for row in self._all(query, (step - 1,)))
-
     def numbers(self, query: EpisodeQuery) -> list[int]:
         """Returns the row numbers of all matching episodes, in ascending order."""
         with self._reading() as db:

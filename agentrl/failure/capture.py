@@ -15,7 +15,7 @@ from agentrl.base import user_code
 from agentrl.base.database import is_damaged
 from agentrl.base.files import fsync_path
 from agentrl.base.numbers import is_at_least
-from agentrl.config.failures import CaptureConfig
+from agentrl.config.gate import CaptureConfig
 from agentrl.errors import StoreError
 from agentrl.failure.collection import FILE, Collection, EpisodeCount, count_of_trace
 from agentrl.failure.trace import CaptureReason, Trace, kind_of_task, newest_version

@@ -23,6 +23,7 @@ from agentrl.errors import StoreError
 from agentrl.evaluation import results
 from agentrl.evaluation.comparison import Scores
 from agentrl.evaluation.engine import (
+    StoredEpisodes,
     SuiteAttempt,
     case_repeats,
     case_thresholds,
@@ -33,7 +34,6 @@ from agentrl.evaluation.engine import (
     utc_now,
 )
 from agentrl.evaluation.results import SuiteResults
-from agentrl.evaluation.stored_episodes import StoredEpisodes
 from agentrl.failure import Capture
 from agentrl.failure.case import Suite
 from agentrl.gate.rule import GateRule, RuleResult, apply_rule, cases_to_retry

@@ -29,11 +29,6 @@ class Comparison:
     answer: JudgeAnswer
     reasons: str = ""
 
-    @property
-    def consistent(self) -> bool:
-        """Whether there is a verdict."""
-        return self.better is not None
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pairwise(ModelJudge):

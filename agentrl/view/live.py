@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.errors import StoreError
 from agentrl.observe.event_log import newest_offset, read_events
 from agentrl.observe.run_folders import run_state
-from agentrl.view.event_data import NOTABLE, event_line
+from agentrl.view.run_data import NOTABLE, event_line
 from agentrl.view.source import Missing
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ import math
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from agentrl.base.secrets import register
@@ -23,7 +24,7 @@ from agentrl.gateway.connections import HALF_CLOSED
 from agentrl.gateway.http_server import HttpServer
 from agentrl.gateway.request import RequestError
 from agentrl.gateway.wire import Identified, RequestSlots, body_of, check_source, is_key, key_of
-from agentrl.view import static_files
+from agentrl.observe.markup import COMPONENTS
 from agentrl.view.live import MAX_STREAMS, Live
 from agentrl.view.routes import ROUTES, Query, read_route
 from agentrl.view.source import Missing
@@ -38,6 +39,12 @@ AT_ONCE, WAITING = 2, 64
 """Requests that read runs at a time, and requests in progress."""
 ANSWER_S = 60.0
 BODY_S = 10.0
+_TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
+_FOLDERS = (files("agentrl.view") / "static", COMPONENTS)
+STATIC_FILES = {
+    entry.name: entry.read_bytes() for folder in _FOLDERS for entry in folder.iterdir() if entry.name.rpartition(".")[2] in _TYPES
+}
+"""The files of the pages, which the wheel carries: plain JavaScript modules and CSS. They load nothing from elsewhere."""
 _STATUS = {"wrong_key": 401, "wrong_host": 403, "not_found": 404, "too_large": 413, "encoding": 415, "too_many": 429}
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self';"
@@ -106,7 +113,7 @@ class ViewServer:
         from starlette.routing import Route
 
         routes = [Route("/", _static("index.html"), methods=["GET"])]
-        routes += [Route(f"/static/{name}", _static(name), methods=["GET"]) for name in static_files.NAMES]
+        routes += [Route(f"/static/{name}", _static(name), methods=["GET"]) for name in STATIC_FILES]
         routes += [Route(f"/api/{path}", self._guarded(self._reader(path)), methods=["GET"]) for path in ROUTES]
         routes += [
             Route("/api/runs/{run}/live", self._guarded(self._stream), methods=["GET"]),
@@ -204,7 +211,7 @@ def _static(name: str) -> Callable[[Request], Any]:
     async def answer(request: Request) -> Response:
         from starlette.responses import Response
 
-        return _protected(Response(static_files.read(name), media_type=static_files.media_type(name)))
+        return _protected(Response(STATIC_FILES[name], media_type=_TYPES[name.rpartition(".")[2]]))
 
     return answer
 

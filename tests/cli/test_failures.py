@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from agentrl.cli.failures import failures_app
-from agentrl.config.failures import CaptureConfig
+from agentrl.config.gate import CaptureConfig
 from agentrl.errors import UserError
 from agentrl.failure import Capture
 from agentrl.failure.case import load_suite

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.cluster import ports as module
-from agentrl.cluster.ports import ReservedPort, free_port
+from agentrl.cluster import process_host as module
+from agentrl.cluster.process_host import ReservedPort, free_port
 from agentrl.errors import LaunchError
 
 LOOPBACK = "127.0.0.1"

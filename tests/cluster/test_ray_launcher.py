@@ -17,7 +17,7 @@ import pytest
 from agentrl.base.processes import read_stat
 from agentrl.cluster import ray_launcher, ray_part
 from agentrl.cluster.plan import ClusterPlan
-from agentrl.cluster.ports import free_port
+from agentrl.cluster.process_host import free_port
 from agentrl.cluster.ray_launcher import RayLauncher
 from agentrl.cluster.run_service import HOST
 from agentrl.errors import LaunchError, RunFolderBusy, UserError

@@ -12,11 +12,10 @@ import pytest
 from agentrl.errors import UserError
 from agentrl.evaluation import versus
 from agentrl.evaluation.comparison import ComparisonVerdict
-from agentrl.evaluation.engine import SuiteAttempt
+from agentrl.evaluation.engine import StoredEpisodes, SuiteAttempt
 from agentrl.evaluation.open_policy import OpenPolicy
 from agentrl.evaluation.results import CaseAttempt, load_results
 from agentrl.evaluation.statistics import e_value
-from agentrl.evaluation.stored_episodes import StoredEpisodes
 from agentrl.evaluation.versus import VersionComparison, difference_so_far, try_blocks
 from agentrl.failure.case import Case, Suite
 from agentrl.records import PolicyVersion

@@ -233,7 +233,7 @@ def test_a_row_has_the_figures_of_its_episode_and_the_state_of_its_group(tmp_pat
         )
         record = index.episode("e")
         assert record is not None and record.group == group and record.scored == group.episodes[0]
-        assert index.groups_of_step(3) == (7,) and index.group(7) == group
+        assert index.group(7) == group
         assert index.episode("none") is None and index.group(8) is None
     store.close()
 

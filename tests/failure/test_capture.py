@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.config.failures import CaptureConfig
+from agentrl.config.gate import CaptureConfig
 from agentrl.errors import StoreError, UserError
 from agentrl.failure import Capture
 from agentrl.failure.capture import capture_reason

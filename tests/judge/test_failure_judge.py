@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from agentrl.cli import app
-from agentrl.config.failures import CaptureConfig
+from agentrl.config.gate import CaptureConfig
 from agentrl.errors import JudgeError, PluginError, UserError
 from agentrl.failure import Capture
 from agentrl.failure.collection import Collection

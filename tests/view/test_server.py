@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from agentrl.view import RunLibrary, ViewServer, static_files
-from agentrl.view.server import HEADERS
+from agentrl.view import RunLibrary, ViewServer
+from agentrl.view.server import HEADERS, STATIC_FILES
 
 HERE = "http://127.0.0.1:8420"
 
@@ -51,7 +51,7 @@ async def test_a_public_name_gets_no_answer_even_with_the_token(runs: Path, head
 
 async def test_every_answer_forbids_scripts_and_content_of_others(runs: Path) -> None:
     async with client(runs) as ours:
-        for address in ("/", "/api/runs", "/api/runs/none", "/nowhere", *(f"/static/{name}" for name in static_files.NAMES)):
+        for address in ("/", "/api/runs", "/api/runs/none", "/nowhere", *(f"/static/{name}" for name in STATIC_FILES)):
             answer = await ours.get(address)
             assert {name: answer.headers.get(name) for name in HEADERS} == HEADERS, address
         policy = HEADERS["Content-Security-Policy"]
