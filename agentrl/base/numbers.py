@@ -26,6 +26,11 @@ _EXACT_FLOAT = 2.0**53  # every float from here on is whole, also a rounded one
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE]([+-]?\d{1,4}))?", re.ASCII)
 
 
+def finite(value: float | None) -> float | None:
+    """Returns a finite number, and None for any other value: JSON has no NaN."""
+    return value if value is not None and math.isfinite(value) else None
+
+
 def parse_number(text: str) -> Fraction | None:
     """Returns the exact value of a decimal or scientific number in ASCII; None for anything else (`nan`, `inf`, `1e999`, `1_000`, `٣`)."""
     match = _NUMBER.fullmatch(text) if len(text) <= LONGEST_NUMBER else None

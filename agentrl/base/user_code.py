@@ -384,6 +384,11 @@ def printable(text: str, limit: int) -> str:
     return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text[:limit])
 
 
+def one_line(text: str, limit: int = 1000) -> str:
+    """At most `limit` printable characters of `text`, in one line."""
+    return " ".join(printable(text, limit).split())
+
+
 def clip(text: str, limit: int) -> str:
     """Returns a text of about `limit` characters: head and tail, with the cut marked."""
     if len(text) <= limit:

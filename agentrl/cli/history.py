@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentrl.base.user_code import printable
+from agentrl.base.user_code import one_line
 from agentrl.cli.running import JsonFlag
 from agentrl.cli.suites import evaluation
 from agentrl.errors import UserError
@@ -61,9 +61,9 @@ def histories(evaluations: Sequence[tuple[str, SuiteResults]]) -> list[SuiteHist
         about, figures = one.about, one.figures()
         attempts = max(figures.attempts, 1)
         row = HistoryRow(
-            of=_line(name),
-            sha256=_line(about.sha256[:12]),
-            at=_line(about.at),
+            of=one_line(name, _NAME),
+            sha256=one_line(about.sha256[:12], _NAME),
+            at=one_line(about.at, _NAME),
             version=about.version,
             rate=figures.pass_at_1,
             low=figures.low or 0.0,
@@ -79,7 +79,7 @@ def histories(evaluations: Sequence[tuple[str, SuiteResults]]) -> list[SuiteHist
         )
         rows.setdefault(about.suite, []).append(row)
         before[about.suite] = about
-    return [SuiteHistory(suite=_line(suite), rows=tuple(some)) for suite, some in rows.items()]
+    return [SuiteHistory(suite=one_line(suite, _NAME), rows=tuple(some)) for suite, some in rows.items()]
 
 
 def table(one: SuiteHistory) -> str:
@@ -112,7 +112,3 @@ def _changed(before: EvaluationInfo | None, now: EvaluationInfo) -> str:
     if before is None:
         return ""
     return ", ".join(name.removesuffix("_sha256") for name in _SAME if getattr(before, name) != getattr(now, name))
-
-
-def _line(text: str) -> str:
-    return " ".join(printable(text, _NAME).split())

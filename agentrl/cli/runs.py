@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from agentrl.base.user_code import printable
+from agentrl.base.user_code import one_line
 from agentrl.cli.running import JsonFlag
 from agentrl.errors import StoreError, UserError
 from agentrl.observe.run_folders import RUN_FILES, is_run, run_state
@@ -86,20 +86,16 @@ def memory(run_dir: Annotated[Path, typer.Argument(help="Run folder.")], as_json
         raise typer.Exit(0 if report.ok else 1)
     print(f"version {report.version} of the memory")
     for scope, (notes, writers) in report.kept.items():
-        print(f"  {_short_line(scope)}: {notes} notes of {writers} episodes")
+        print(f"  {one_line(scope)}: {notes} notes of {writers} episodes")
     print(f"{report.episodes} training episodes: {report.writers} wrote notes, {report.readers} read some")
     print(f"{report.evaluated} evaluation episodes: {report.evaluated_readers} read notes")
     print(f"{'ok  ' if report.ok else 'FAIL'}  {_CLAIM}")
     for why in report.examples:
-        print(f"      {_short_line(why)}")
+        print(f"      {one_line(why)}")
     if report.wrong > len(report.examples):
         print(f"      and {report.wrong - len(report.examples)} more")
     if report.answers:
         print(f"note  {len(report.answers)} episodes read the answer to their own task in notes from other tasks:")
     for one in report.answers[:_SHOWN]:
-        print(f"      {_short_line(str(one['episode']))} ({_short_line(str(one['task']))}): {_short_line('; '.join(map(str, one['how'])))}")
+        print(f"      {one_line(str(one['episode']))} ({one_line(str(one['task']))}): {one_line('; '.join(map(str, one['how'])))}")
     raise typer.Exit(0 if report.ok else 1)
-
-
-def _short_line(text: str) -> str:
-    return " ".join(printable(text, 300).split())

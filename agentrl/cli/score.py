@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentrl.base.user_code import printable
+from agentrl.base.user_code import one_line
 from agentrl.cli.running import JsonFlag
 from agentrl.cli.store import open_run_store
 from agentrl.errors import UserError
@@ -92,7 +92,8 @@ def _list(store: ExperienceStore, *, as_json: bool) -> None:
         return
     for part in parts[:_SHOWN]:
         left = "no limit" if part["left_s"] is None else f"{format_duration(part['left_s'])} left"
-        print(f"{_line(part['episode_id'])}  {_line(part['part'])} {part['low']:g} to {part['high']:g}  {left}  {_line(part['task_id'])}")
+        episode, name, task = (one_line(part[key]) for key in ("episode_id", "part", "task_id"))
+        print(f"{episode}  {name} {part['low']:g} to {part['high']:g}  {left}  {task}")
     print(f"{len(parts)} pending scores" + (f"; --json lists the other {len(parts) - _SHOWN}" if len(parts) > _SHOWN else ""))
 
 
@@ -119,7 +120,7 @@ def _import(store: ExperienceStore, path: Path, by: str, *, as_json: bool) -> No
         print(json.dumps({**report.counts, "lines": report.rejected}))
     else:
         for line in report.rejected[:_SHOWN]:
-            print(_line(f"{path}:{line['line']}: {line['cause']}: {line['message']}; {line['fix']}"), file=sys.stderr)
+            print(one_line(f"{path}:{line['line']}: {line['cause']}: {line['message']}; {line['fix']}"), file=sys.stderr)
         if (more := report.counts["rejected"] - _SHOWN) > 0:
             print(f"and {more} more rejected lines; --json lists up to 1,000", file=sys.stderr)
         print(", ".join(f"{count} {name}" for name, count in report.counts.items()))
@@ -144,7 +145,3 @@ async def _serve(store: ExperienceStore, run_dir: Path, host: str, port: int, *,
         await server.wait()
     finally:
         await server.stop()
-
-
-def _line(text: str) -> str:
-    return " ".join(printable(text, 300).split())

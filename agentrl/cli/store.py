@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from agentrl.base.user_code import printable
+from agentrl.base.user_code import one_line
 from agentrl.cli.running import JsonFlag
 from agentrl.errors import UserError
 from agentrl.experience.audit import LedgerCounts, Progress
@@ -77,7 +77,7 @@ def store(
     for group in () if step is not None else (group for group, name in unstored.items() if state in (None, name)):
         print(f"{group:>7}  {unstored[group]}")
     for problem in problems:
-        print(f"FAIL  {_one_line(problem)}")
+        print(f"FAIL  {one_line(problem)}")
     if verify and not problems:
         print("ok    the ledger agrees with groups, checkpoint and metrics")
     raise typer.Exit(1 if problems else 0)
@@ -90,7 +90,7 @@ def _print_counts(counts: LedgerCounts, expiries: Sequence[float]) -> None:
         first = f"; the next expires at {datetime.fromtimestamp(min(expiries)).isoformat(' ', 'seconds')}" if expiries else ""
         print(f"{counts.parts_pending} parts of late scores have not arrived{first}")
     for reason, number in counts.unused.items():
-        print(f"  {number:>6} groups without trained tokens: {_one_line(reason)}")
+        print(f"  {number:>6} groups without trained tokens: {one_line(reason)}")
 
 
 def _index(run_dir: Path) -> None:
@@ -131,7 +131,7 @@ def _print_groups(entries: Sequence[LedgerEntry], *, hidden: int) -> None:
         cells = (step, entry.oldest_version, f"{entry.counted}/{entry.attempts}", entry.tokens_sampled, trained)
         texts = ("-" if cell is None else str(cell) for cell in cells)
         columns = "".join(text.rjust(width) for text, width in zip(texts, (6, 9, 10, 9, 9), strict=True))
-        print(f"{entry.index:>7}  {entry.state:9}{columns}  {_one_line(entry.task_id)}")
+        print(f"{entry.index:>7}  {entry.state:9}{columns}  {one_line(entry.task_id)}")
     if hidden:
         print(f"{hidden} older groups are not shown; --all lists them")
 
@@ -173,7 +173,3 @@ def open_run_store(run_dir: Path) -> Iterator[ExperienceStore]:
         yield opened
     finally:
         opened.close()
-
-
-def _one_line(text: str) -> str:
-    return " ".join(printable(text, 200).split())

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentrl.base.user_code import printable
+from agentrl.base.user_code import one_line
 from agentrl.cli.running import JsonFlag, loading, run_folder
 from agentrl.errors import UserError
 from agentrl.evaluation import results, statistics
@@ -208,14 +208,14 @@ def summary(found: SuiteResults) -> dict[str, Any]:
 def table(found: SuiteResults, *, where: Path) -> str:
     """Returns an evaluation as text: its figures, then the cases that did not always pass."""
     figures = found.figures()
-    lines = [f"{_shown(found.about.suite)}: {found.about.cases} cases, {figures.attempts} attempts", *rates(figures)]
+    lines = [f"{one_line(found.about.suite, _NAME)}: {found.about.cases} cases, {figures.attempts} attempts", *rates(figures)]
     short = []
     for case, scores in found.scores().items():
         counted = [score for score in scores if score is not None]
         passed = sum(attempt_passes(score, found.about.pass_threshold(case)) for score in counted)
         if passed < len(scores):
             unscored = f", {len(scores) - len(counted)} unscored" if len(counted) < len(scores) else ""
-            short.append((passed / len(scores), f"  {_shown(case)}: {passed} of {len(counted)} passed{unscored}"))
+            short.append((passed / len(scores), f"  {one_line(case, _NAME)}: {passed} of {len(counted)} passed{unscored}"))
     short.sort()
     lines += [line for _, line in short[:_CASES_SHOWN]]
     if len(short) > _CASES_SHOWN:
@@ -249,7 +249,10 @@ def rates(figures: EvaluationFigures) -> list[str]:
 
 def render_comparison(found: Comparison, first: SuiteResults, second: SuiteResults, changed: list[str], *, verdict: bool = True) -> str:
     """Returns a comparison as text. `verdict`: whether to print a verdict, which is valid only for equal sampling settings."""
-    names = [f"{_shown(one.about.model)} version {one.about.version} ({_shown(one.about.sha256[:12])})" for one in (first, second)]
+    names = [
+        f"{one_line(one.about.model, _NAME)} version {one.about.version} ({one_line(one.about.sha256[:12], _NAME)})"
+        for one in (first, second)
+    ]
     test = "exact" if found.exact else "sampled"
     ways = " and ".join(_sampling(one) for one in (first, second))
     concluded = found.verdict if verdict else f"none: sampled with {ways}; add --across-sampling to get one"
@@ -264,13 +267,13 @@ def render_comparison(found: Comparison, first: SuiteResults, second: SuiteResul
         lines.append(f"excluded {found.unscored} pairs of attempts with only one score")
     ones, others = first.scores(), second.scores()
     for what, cases in (("lower", found.lost), ("higher", found.gained)):
-        lines += [f"{what}: {_shown(case)}  {_mean(ones[case])} -> {_mean(others[case])}" for case in cases[:_CASES_SHOWN]]
+        lines += [f"{what}: {one_line(case, _NAME)}  {_mean(ones[case])} -> {_mean(others[case])}" for case in cases[:_CASES_SHOWN]]
         if len(cases) > _CASES_SHOWN:
             lines.append(f"{what}: {len(cases) - _CASES_SHOWN} more cases")
     for what, named in (("only on one side", found.unpaired), ("changed", tuple(changed))):
         if named:
             more = f", and {len(named) - _CASES_SHOWN} more" if len(named) > _CASES_SHOWN else ""
-            lines.append(f"{what}: {', '.join(map(_shown, named[:_CASES_SHOWN]))}{more}")
+            lines.append(f"{what}: {', '.join(one_line(case, _NAME) for case in named[:_CASES_SHOWN])}{more}")
     apart = [
         name
         for name in ("suite_sha256", "sampling", "threshold", "thresholds", "repeats")
@@ -286,10 +289,6 @@ def _mean(scores: Sequence[float | None]) -> str:
     return f"{sum(counted) / len(counted):.2f} of {len(counted)}" if counted else "unscored"
 
 
-def _shown(text: str) -> str:
-    return " ".join(printable(text, _NAME).split())
-
-
 def _sampling(found: SuiteResults) -> str:
-    settings = found.about.sampling
-    return _shown(", ".join(f"{name} {value}" for name, value in settings.items() if name in ("temperature", "top_k", "top_p", "min_p")))
+    settings = {name: value for name, value in found.about.sampling.items() if name in ("temperature", "top_k", "top_p", "min_p")}
+    return one_line(", ".join(f"{name} {value}" for name, value in settings.items()), _NAME)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentrl.base.user_code import printable
+from agentrl.base.user_code import one_line
 from agentrl.cli import HELP_OPTIONS
 from agentrl.cli.running import JsonFlag, loading
 from agentrl.errors import UserError
@@ -23,7 +23,6 @@ tasks_app = typer.Typer(no_args_is_help=True, add_completion=False, context_sett
 RunFolder = Annotated[Path, typer.Argument(help="Run folder.")]
 Name = Annotated[str, typer.Argument(help="Task family, kind or task, as printed by `agentrl tasks list`.")]
 _ROWS = 50
-_MAX_TEXT = 1000  # characters of a name or reason
 
 
 @tasks_app.command("list", epilog="Example: agentrl tasks list runs/quickstart --json")
@@ -44,22 +43,22 @@ def list_command(
     print(f"{'family':20} {'weight':>8} {'share':>7}  from")
     for family in listed.families:
         weight = f"{family.weight:g}" if family.weight else "removed"
-        print(f"{_line(family.name):20} {weight:>8} {family.share:7.1%}  {_line(family.ref)}")
+        print(f"{one_line(family.name):20} {weight:>8} {family.share:7.1%}  {one_line(family.ref)}")
     print(f"\n{'task':32} {'kind':20} {'weight':>8} {'state':8} {'groups':>6} {'success':>8}")
     rows = sorted(listed.tasks, key=lambda row: -row.groups)
     for row in rows if all_tasks else rows[:_ROWS]:
         success = "-" if row.success is None else f"{row.success:.3f}"
-        print(f"{_line(row.task):32} {_line(row.kind):20} {row.weight:8g} {row.state:8} {row.groups:6} {success:>8}")
+        print(f"{one_line(row.task):32} {one_line(row.kind):20} {row.weight:8g} {row.state:8} {row.groups:6} {success:>8}")
     if len(rows) > _ROWS and not all_tasks:
         print(f"and {len(rows) - _ROWS} more; --all lists them")
     for change in listed.changes:
-        print(f"{_line(change.change.text)}: {_state(change)}")
+        print(f"{one_line(change.change.text)}: {_state(change)}")
 
 
 def _state(logged: LoggedChange) -> str:
     if logged.start is None:
         return "requested"
-    return f"rejected: {_line(logged.start.rejected)}" if logged.start.rejected else f"from group {logged.start.first} on"
+    return f"rejected: {one_line(logged.start.rejected)}" if logged.start.rejected else f"from group {logged.start.first} on"
 
 
 @tasks_app.command(
@@ -115,7 +114,7 @@ def _request(run: Path, action: str, name: str, **settings: Any) -> None:
         raise UserError(str(error), fix=f"agentrl tasks {action} --help") from None
     done = request_change(run, change)
     live = is_driven(run)
-    print(f"requested: {_line(done.text)}, starting with the next group")
+    print(f"requested: {one_line(done.text)}, starting with the next group")
     print(f"see: agentrl tasks list {run}" if live else f"the run is stopped; continue it with: {resume_command(run)}")
 
 
@@ -130,7 +129,3 @@ def _options(pairs: list[str]) -> dict[str, Any]:
         except (ValueError, RecursionError):
             options[key] = value
     return options
-
-
-def _line(text: str) -> str:
-    return " ".join(printable(text, _MAX_TEXT).split())

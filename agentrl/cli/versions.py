@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agentrl.base.user_code import printable
+from agentrl.base.user_code import one_line
 from agentrl.cli import HELP_OPTIONS
 from agentrl.cli.running import JsonFlag, SandboxChoice, loading
 from agentrl.cli.terminal import outlasting_terminal
@@ -30,7 +30,6 @@ versions_app = typer.Typer(no_args_is_help=True, add_completion=False, context_s
 RunFolder = Annotated[Path, typer.Argument(help="Run folder.")]
 Number = Annotated[int, typer.Argument(min=0, help="Number of a version, as printed by `agentrl versions list`.")]
 
-_MAX_TEXT = 1000  # characters of a reason
 _TENSORS_SHOWN = 12
 _CASES_SHOWN = 12
 _METRICS = ("reward_mean", "entropy", "kl_behaviour", "clip_fraction", "ess", "grad_norm", "lr", "staleness_mean", "staleness_max")
@@ -53,10 +52,12 @@ def list_versions(run: RunFolder, as_json: JsonFlag = False) -> None:
     for one in records:
         print(_row(one).rstrip())
         if one.verdict is not None:
-            print(f"        gate: {_line(one.verdict.outcome)}: {_line(one.verdict.reason)}")
+            print(f"        gate: {one_line(one.verdict.outcome)}: {one_line(one.verdict.reason)}")
             for case in one.verdict.regressions:
                 turn = "the transcripts are equal" if case.turn is None else f"turn {case.turn} is the first that differs"
-                print(f"        case {_line(case.case)}: {turn} ({_line(case.before_episode)} passed, {_line(case.episode)} did not)")
+                print(
+                    f"        case {one_line(case.case)}: {turn} ({one_line(case.before_episode)} passed, {one_line(case.episode)} did not)"
+                )
 
 
 def _row(one: VersionRecord) -> str:
@@ -68,7 +69,7 @@ def _row(one: VersionRecord) -> str:
     figures = None if one.verdict is None else one.verdict.figures
     if figures is not None and figures.pass_at_1 is not None:
         rates["gate"] = f"{figures.pass_at_1:.3f} [{figures.low:.3f}, {figures.high:.3f}]"
-    shown = [f"{_line(name)} {rate}" for name, rate in rates.items()]
+    shown = [f"{one_line(name)} {rate}" for name, rate in rates.items()]
     if version.parent is not None and version.parent != version.number - 1:
         shown.append(f"restored from version {version.parent}")
     parent = "-" if version.parent is None else str(version.parent)
@@ -150,20 +151,20 @@ def _print_tensors(tensors: Sequence[TensorChange], *, most: int) -> None:
     if changed:
         print(f"  {'relative':>9} {'norm':>10} {'largest':>10} {'changed':>8}  tensor")
     for one in changed[:most]:
-        print(f"  {one.relative:9.3g} {one.difference:10.3g} {one.largest:10.3g} {one.changed / one.numbers:8.1%}  {_line(one.name)}")
+        print(f"  {one.relative:9.3g} {one.difference:10.3g} {one.largest:10.3g} {one.changed / one.numbers:8.1%}  {one_line(one.name)}")
     if len(changed) > most:
         print(f"  and {len(changed) - most} more; --all lists them")
 
 
 def _print_evaluation(one: EvaluationDifference) -> None:
     compared = one.comparison
-    print(f"{_line(one.what)}: {compared.before:.3f} -> {compared.after:.3f}, {compared.verdict}")
+    print(f"{one_line(one.what)}: {compared.before:.3f} -> {compared.after:.3f}, {compared.verdict}")
     interval = f"95% interval [{100 * compared.low:+.1f}, {100 * compared.high:+.1f}]"
     print(f"  effect {100 * compared.effect:+.1f} points  {interval}  p = {compared.p_value:.3g}  ({compared.cases} cases)")
     for what, cases in (("lower", compared.lost), ("higher", compared.gained), ("content changed", tuple(one.changed))):
         if cases:
             more = f", and {len(cases) - _CASES_SHOWN} more" if len(cases) > _CASES_SHOWN else ""
-            print(f"  {what}: {', '.join(map(_line, cases[:_CASES_SHOWN]))}{more}")
+            print(f"  {what}: {', '.join(map(one_line, cases[:_CASES_SHOWN]))}{more}")
 
 
 @versions_app.command("compare", epilog="Example: agentrl versions compare runs/quickstart 4 8 --suite evals/pricing --repeats 2")
@@ -280,7 +281,7 @@ def _comparison_text(done: DifferenceSoFar, comparison: VersionComparison) -> st
     for what, named in (("lower", done.lost), ("higher", done.gained)):
         if named:
             more = f", and {len(named) - _CASES_SHOWN} more" if len(named) > _CASES_SHOWN else ""
-            lines.append(f"{what}: {', '.join(map(_line, named[:_CASES_SHOWN]))}{more}")
+            lines.append(f"{what}: {', '.join(map(one_line, named[:_CASES_SHOWN]))}{more}")
     return "\n".join([*lines, *(f"attempts {folder}" for folder in comparison.folders)])
 
 
@@ -380,7 +381,3 @@ def _size(size: int) -> str:
         if size >= factor:
             return f"{size / factor:.3g} {unit}"
     return f"{size} B" if size else "-"
-
-
-def _line(text: str) -> str:
-    return " ".join(printable(text, _MAX_TEXT).split())

@@ -19,6 +19,7 @@ from agentrl.base import user_code
 from agentrl.config.recipe import Recipe
 from agentrl.errors import SandboxUnavailable, UserError
 from agentrl.evaluation import results
+from agentrl.evaluation.comparison import Scores
 from agentrl.evaluation.results import CaseAttempt, EvaluationInfo, suite_sha256
 from agentrl.experience import DriverStore
 from agentrl.failure.case import Case, Suite
@@ -212,6 +213,14 @@ def suite_attempt(case: Case, number: int, scored: ScoredEpisode, *, phase: str,
         versions=tuple(words["versions"]),
     )
     return SuiteAttempt(attempt=attempt, transcript={"episode": episode.id, "case": case.id, "attempt": number, **words})
+
+
+def scores_by_case(attempts: Iterable[SuiteAttempt]) -> Scores:
+    """Returns the scores of the attempts at each case."""
+    scores: dict[str, list[float | None]] = {}
+    for one in attempts:
+        scores.setdefault(one.attempt.case, []).append(one.attempt.score)
+    return scores
 
 
 @dataclass(frozen=True, slots=True)

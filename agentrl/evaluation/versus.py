@@ -22,8 +22,8 @@ from typing import TypeVar
 from agentrl.config.recipe import load
 from agentrl.errors import UserError
 from agentrl.evaluation import results
-from agentrl.evaluation.comparison import ComparisonVerdict, Scores, pair_scores
-from agentrl.evaluation.engine import SuiteAttempt, evaluation_info, run_cases
+from agentrl.evaluation.comparison import ComparisonVerdict, pair_scores
+from agentrl.evaluation.engine import SuiteAttempt, evaluation_info, run_cases, scores_by_case
 from agentrl.evaluation.open_policy import OpenPolicy, PreparedEvaluation, held_out_suite, open_policy, prepare_evaluation
 from agentrl.evaluation.policies import NamedPolicy, PolicySource
 from agentrl.evaluation.results import SuiteResults
@@ -66,7 +66,7 @@ def difference_so_far(
     The verdict is `worse` or `better` if the interval of level 1 - alpha excludes 0, else `same` if it is within the margin. Raises
     `UserError` if a score is outside [0, 1].
     """
-    both = pair_scores(_scores(before), _scores(after))
+    both = pair_scores(scores_by_case(before), scores_by_case(after))
     by_case = {pair.case: pair for pair in both.pairs}
     ordered = [by_case[case] for case in dict.fromkeys(one.attempt.case for one in before) if case in by_case]
     changes = [float(pair.difference) for pair in ordered]
@@ -93,13 +93,6 @@ def difference_so_far(
         lost=tuple(pair.case for pair in ordered if pair.difference < 0),
         gained=tuple(pair.case for pair in ordered if pair.difference > 0),
     )
-
-
-def _scores(attempts: Sequence[SuiteAttempt]) -> Scores:
-    scores: dict[str, list[float | None]] = {}
-    for one in attempts:
-        scores.setdefault(one.attempt.case, []).append(one.attempt.score)
-    return scores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -118,10 +118,7 @@ def timeline_of(trace: Trace) -> Timeline:
 
 def truncate_middle(text: str, most: int = MAX_CHARS) -> str:
     """Returns a text of about `most` characters: its head and tail, with the cut marked."""
-    if len(text) <= most:
-        return text
-    half = most // 2
-    return f"{text[:half]}\n... {len(text) - 2 * half} characters cut ...\n{text[-half:]}"
+    return user_code.clip(text, most)
 
 
 def render_trace(trace: Trace) -> str:

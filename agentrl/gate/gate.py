@@ -21,7 +21,6 @@ from agentrl.config.gate import GATE, GateConfig
 from agentrl.config.recipe import Recipe
 from agentrl.errors import StoreError
 from agentrl.evaluation import results
-from agentrl.evaluation.comparison import Scores
 from agentrl.evaluation.engine import (
     StoredEpisodes,
     SuiteAttempt,
@@ -31,6 +30,7 @@ from agentrl.evaluation.engine import (
     evaluation_runner,
     prepare_images,
     run_cases,
+    scores_by_case,
     utc_now,
 )
 from agentrl.evaluation.results import SuiteResults
@@ -168,13 +168,13 @@ class Gate:
         baseline, result = await asyncio.to_thread(self._baseline, version), None
         retries: tuple[SuiteAttempt, ...] = ()
         if baseline is not None:
-            before, scores = baseline.scores(), _scores(first)
+            before, scores = baseline.scores(), scores_by_case(first)
             names = cases_to_retry(rule, before, scores)
             suspicious = [case for case in self.suite.cases if case.id in names]
             retries = await attempt(
                 suspicious, lambda case: range(done := case_repeats(case, config.repeats), done + rule.confirm), again=True
             )
-            result = apply_rule(rule, before, scores, _scores(retries))
+            result = apply_rule(rule, before, scores, scores_by_case(retries))
         current = await asyncio.to_thread(self.registry.get, version.number)
         if current is None or current.sha256 != version.sha256 or current.state is VersionState.ROLLED_BACK:
             return None
@@ -206,6 +206,7 @@ class Gate:
 
         return partial(
             run_cases,
+            scores_by_case,
             self._attempt_runner(),
             phase=phase,
             version=version.number,
@@ -359,10 +360,3 @@ async def serve_result(registry: VersionRegistry, served: PolicyServer, alert: C
     if promoted is not None and promoted.number != served.version:
         alert(f"version {served.version} is not promoted; the result of the run is version {promoted.number}")
         await served.fall_back(promoted)
-
-
-def _scores(attempts: Sequence[SuiteAttempt]) -> Scores:
-    scores: dict[str, list[float | None]] = {}
-    for one in attempts:
-        scores.setdefault(one.attempt.case, []).append(one.attempt.score)
-    return scores

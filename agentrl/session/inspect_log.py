@@ -18,6 +18,7 @@ from typing import Any
 
 from agentrl import __version__
 from agentrl.base.files import replace_file
+from agentrl.base.numbers import finite
 from agentrl.experience.episode_index import EpisodeRecord
 from agentrl.observe.stats import Rate
 from agentrl.records import Message, ToolCall, Trajectory, Turn
@@ -179,12 +180,12 @@ def _tokens(turn: Turn) -> dict[str, Any]:
     return {
         "prompt_ids": list(turn.prompt_ids),
         "completion_ids": list(turn.completion_ids),
-        "logprobs": [_finite(value) for value in turn.logprobs],
+        "logprobs": [finite(value) for value in turn.logprobs],
         "versions": [[span.version, span.start, span.end] for span in turn.versions],
         "forced": list(turn.forced),
         "finish_reason": turn.finish_reason,
-        "generate_s": _finite(turn.generate_s),
-        "tool_s": _finite(turn.tool_s),
+        "generate_s": finite(turn.generate_s),
+        "tool_s": finite(turn.tool_s),
     }
 
 
@@ -216,10 +217,6 @@ def _output(main: Trajectory, model: str) -> dict[str, Any]:
     last = main.turns[-1]
     message = _message(last.message, f"t{len(main.turns) - 1}") | {"role": "assistant"}
     return {"model": model, "choices": [{"message": message, "stop_reason": _STOPS.get(last.finish_reason, "unknown")}]}
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _time(seconds: float) -> str:

@@ -6,9 +6,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from agentrl.base.numbers import finite
 from agentrl.experience.token_records import TokenRecord
 from agentrl.records import Episode, Group, Message, Sample, ScoredEpisode, Trajectory, Turn
-from agentrl.view.group_data import Data, failures_data, finite, question_of, score_data
+from agentrl.view.group_data import Data, failures_data, question_of, score_data
 from agentrl.view.source import Missing, RunSource
 from agentrl.view.training import GroupTraining, explain, recorded_tokens, sample_of, train_group
 from agentrl.view.vocabulary import Vocabulary

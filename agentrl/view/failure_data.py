@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agentrl.base.numbers import finite
 from agentrl.errors import StoreError, UserError
 from agentrl.failure.collection import FILE, Collection, TraceFilter, TraceRow
 from agentrl.failure.digest import build_digest
@@ -18,7 +19,7 @@ from agentrl.observe.rundata import Line, as_list, iter_lines
 from agentrl.records import ScoredEpisode
 from agentrl.view.episode_data import Budget, episode_tree
 from agentrl.view.group_data import failures_data as failures_of
-from agentrl.view.group_data import finite, score_data
+from agentrl.view.group_data import score_data
 from agentrl.view.source import Missing, RunSource
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from agentrl.base.numbers import finite
 from agentrl.errors import StoreError
 from agentrl.records import Group, LedgerEntry, ScoredEpisode
 from agentrl.view.source import Missing, RunSource
@@ -285,8 +286,3 @@ def _kind_means(source: RunSource, indices: Sequence[int]) -> dict[str, tuple[fl
         if kind and mean is not None:
             scores.setdefault(kind, []).append(mean)
     return {kind: (statistics.fmean(values), len(values)) for kind, values in scores.items()}
-
-
-def finite(value: float | None) -> float | None:
-    """Returns a finite number, and None for any other value: JSON has no NaN."""
-    return value if value is not None and math.isfinite(value) else None

@@ -14,7 +14,7 @@ from itertools import pairwise
 from rich.cells import cell_len, chop_cells
 from rich.text import Text
 
-from agentrl.base.user_code import printable
+from agentrl.base.user_code import one_line, printable
 from agentrl.observe.stats import format_count, format_duration
 from agentrl.observe.terminal import sparkline
 
@@ -123,7 +123,7 @@ class Transcript:
 
 def shown(text: object, most: int = 300) -> str:
     """Returns a text in one line without control characters, at most `most` characters."""
-    return " ".join(printable(str(text), most).split())
+    return one_line(str(text), most)
 
 
 def crop(lines: Sequence[Text], size: Size) -> list[Text]:

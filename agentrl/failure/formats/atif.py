@@ -15,6 +15,7 @@ from datetime import datetime
 from typing import Any
 
 from agentrl import __version__
+from agentrl.base.numbers import finite
 from agentrl.errors import UserError
 from agentrl.failure.formats import values
 from agentrl.failure.formats.conversations import (
@@ -310,7 +311,7 @@ def _trace_fields(trace: Trace) -> dict[str, Any]:
             extra["answer"] = trace.episode.answer
     if trace.score is not None:
         parts = {name: value for name, value in trace.score.parts.items() if math.isfinite(value)}
-        extra["score"] = {"value": _finite(trace.score.value), "parts": parts, "reason": trace.score.reason}
+        extra["score"] = {"value": finite(trace.score.value), "parts": parts, "reason": trace.score.reason}
     extra["tags"] = [{"name": tag.name, "by": tag.by, "turn": tag.turn, "confidence": tag.confidence} for tag in trace.tags]
     return extra
 
@@ -383,13 +384,9 @@ def _result(
     if answer.at_s is not None and _timestamp(answer, started) != timestamp:
         extra["at_s"] = answer.at_s
     if one.result is not None:
-        extra["wall_s"] = _finite(one.result.wall_s)
+        extra["wall_s"] = finite(one.result.wall_s)
     return _with_extra(result | _known(subagent_trajectory_ref=refs), extra)
 
 
 def _timestamp(one: ImportedMessage, started: datetime | None) -> str | None:
     return None if started is None or one.at_s is None else format_time(started, one.at_s)
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
