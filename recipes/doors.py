@@ -3,10 +3,10 @@
     agentrl train recipes/doors.py --run-dir runs/doors
     agentrl memory runs/doors
     agentrl train recipes/doors.py --run-dir runs/doors-alone memory=null       # without a memory
-    python benchmarks/environments.py memory                                    # three seeds of each, and a control
+    python benchmarks/environments.py memory                                    # three seeds, and a control
 
-Gold is behind the same door in all visits to a house (`sandboxes/doors`). A training episode has two days; on the second it reads its own
-note, so the return of the episode rewards writing a right one. The held-out houses are other ones, visited in six rounds.
+Gold is behind the same door in all visits to a house (`sandboxes/doors`). A training episode has three days. On the later ones it reads
+its own notes, so writing right ones pays. The held-out houses are other ones, visited in six rounds of one day each.
 """
 
 from agentrl.config import (
@@ -25,21 +25,21 @@ from agentrl.config import (
 from agentrl.plugins.parts import Part
 
 HOUSES, VISITS = 16, 6
-LIMITS = {"turns": 10, "turn_tokens": 4, "episode_tokens": 128, "all_tokens": 1024}
+LIMITS = {"turns": 15, "turn_tokens": 4, "episode_tokens": 128, "all_tokens": 1024}
 VISITED = {"houses": HOUSES, "visits": VISITS, "context_turns": 1, "limits": LIMITS}
 
 recipe = Recipe(
     name="doors",
-    steps=36,
+    steps=40,
     max_staleness=0,
     policy=PolicyConfig(model="recipes/models/tables-base", dtype="float32", max_model_len=128),
     tasks=TasksConfig(family=Part("sandboxes.doors:DoorTasks", options=VISITED)),
     rollout=RolloutConfig(group=GroupConfig(size=8), groups_per_step=HOUSES, concurrency=128),
-    memory=MemoryConfig(scope="project", notes=2, heldout_rounds=VISITS),
+    memory=MemoryConfig(scope="project", notes=3, heldout_rounds=VISITS),
     evaluation=EvalConfig(heldout=HOUSES * VISITS, sampling=SamplingConfig(temperature=0.0)),
     serving=ServingConfig(max_num_seqs=128, kv_cache_gb=0.5, threads=1),
-    objective=ObjectiveConfig(clip_low=0.2, clip_high=0.28),
-    learner=LearnerConfig(lr=3e-4, ranks=1, threads=1, max_tokens_per_microbatch=8192),
+    objective=ObjectiveConfig(turn_coef=1.0, entropy_coef=0.1),
+    learner=LearnerConfig(lr=2e-4, ranks=1, threads=1, max_tokens_per_microbatch=8192),
 )
 
 if __name__ == "__main__":

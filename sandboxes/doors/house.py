@@ -17,8 +17,8 @@ DOORS = ("l", "n", "o", "d")  # letters to which the untrained policy gives simi
 class Doors(Environment):
     """Each day the agent opens doors until it finds the gold, and then writes a note: the letter of a door, any of the four.
 
-    A day's reward is its share of the episode's 1, less a quarter of it for each empty door. A day ends without gold after four empty
-    doors. A morning shows only the notes, so gold on the first try takes a right note or luck.
+    A day's reward is its share of the episode's 1, halved by each empty door. A day ends without gold after four empty doors. A morning
+    shows only the notes, so gold on the first try takes a right note or luck.
 
     Args:
         gold: the door with the gold.
@@ -39,10 +39,10 @@ class Doors(Environment):
     def step(self, action: Any) -> Step | tuple[Any, ...]:
         """Opens a door; after the gold was found, writes the note."""
         if self._found:
-            return self._next_day(note=f"gold {action}")
+            return self._next_day(note=action)
         if action == self._gold:
             self._found = True
-            return f"gold {action}", (1 - len(self._empty) / len(DOORS)) / self._days, False
+            return action, 0.5 ** len(self._empty) / self._days, False
         self._empty.append(action)
         if len(self._empty) == len(DOORS):
             return self._next_day()
@@ -53,23 +53,12 @@ class Doors(Environment):
         self._day, self._empty, self._found = self._day + 1, [], False
         return Step(observation=Observation(text=NOTES), terminated=ended, note=note)
 
-    def snapshot(self) -> bytes:
-        """Returns day, empty doors and whether the gold was found."""
-        return f"{self._day} {int(self._found)} {''.join(self._empty)}".encode()
-
-    def restore(self, state: bytes) -> str:
-        """Continues from a snapshot."""
-        day, found, empty = state.decode().split(" ")
-        self._day, self._found, self._empty = int(day), bool(int(found)), list(empty)
-        shown = f"gold {self._gold}" if self._found else NOTES
-        return f"{shown}\nempty {' '.join(self._empty)}" if self._empty and not self._found else shown
-
     @classmethod
     def expert(cls, observation: str) -> str:
         """Returns the door of the newest note or of the gold, else the first that is not known to be empty."""
-        shown, _, empty = observation.partition("empty")
-        known = shown.partition("gold ")[2][:1]
-        return known if known and not empty else next(door for door in DOORS if door not in empty)
+        shown, _, empty = observation.partition("\nempty ")
+        newest = shown.partition("\n")[0].removeprefix("1. ")
+        return newest if newest in DOORS and not empty else next(door for door in DOORS if door not in empty)
 
 
 class DoorTasks:
@@ -88,7 +77,7 @@ class DoorTasks:
     Raises `UserError` for numbers below 1.
     """
 
-    def __init__(self, seed: int = 0, *, houses: int = 16, visits: int = 6, days: int = 2, shuffled: bool = False, **options: Any) -> None:
+    def __init__(self, seed: int = 0, *, houses: int = 16, visits: int = 6, days: int = 3, shuffled: bool = False, **options: Any) -> None:
         if min(houses, visits, days) < 1:
             raise UserError("houses, visits and days of the doors must be at least 1", fix="correct tasks.family.options")
         self._family = EnvironmentFamily("sandboxes.doors:Doors", seed=seed, **options)

@@ -24,31 +24,20 @@ def played(environment: Doors, *actions: str) -> list[tuple[str, float, bool, st
 def test_a_day_ends_with_a_note_of_any_door_after_the_gold_was_found() -> None:
     assert played(Doors("o", days=2), "l", "o", "n", "o", "o") == [
         (f"{NOTES}\nempty l", 0.0, False, ""),
-        ("gold o", 0.375, False, ""),
-        (NOTES, 0.0, False, "gold n"),
-        ("gold o", 0.5, False, ""),
-        (NOTES, 0.0, True, "gold o"),
+        ("o", 0.25, False, ""),
+        (NOTES, 0.0, False, "n"),
+        ("o", 0.5, False, ""),
+        (NOTES, 0.0, True, "o"),
     ]
 
 
 def test_a_day_without_gold_has_no_reward_and_no_note() -> None:
     assert played(Doors("o"), "l", "l", "n", "d")[-1] == (NOTES, 0.0, True, "")
-    assert sum(step[1] for step in played(Doors("o"), "l", "n", "d", "o")) == 0.25
-
-
-def test_a_snapshot_continues_anywhere() -> None:
-    actions = ("l", "n", "o", "d", "o", "o")
-    whole = played(Doors("o", days=2), *actions)
-    for after in range(1, len(actions)):
-        first, second = Doors("o", days=2), Doors("o", days=2)
-        played(first, *actions[:after])
-        assert second.restore(first.snapshot()) == whole[after - 1][0]
-        rest = [second.step(action) for action in actions[after:]]
-        assert [one.reward if isinstance(one, Step) else one[1] for one in rest] == [step[1] for step in whole[after:]]
+    assert sum(step[1] for step in played(Doors("o"), "l", "n", "d", "o")) == 0.125
 
 
 @pytest.mark.parametrize(
-    ("observation", "door"), [("no notes", "l"), ("1. gold d\n2. gold n", "d"), ("gold o", "o"), ("1. gold d\nempty d l", "n")]
+    ("observation", "door"), [("no notes", "l"), ("1. d\n2. n", "d"), ("o", "o"), ("1. d\nempty d l", "n"), ("no notes\nempty l", "n")]
 )
 def test_the_expert_trusts_the_newest_note_until_its_door_is_empty(observation: str, door: str) -> None:
     assert Doors.expert(observation) == door
@@ -70,7 +59,7 @@ def test_visits_to_a_house_share_gold_and_notes(split: Split) -> None:
         )
     assert len({scope_of(task, "project") for task in tasks}) == 6
     days = {task.environment.options["days"] for task in tasks if task.environment is not None}
-    assert days == ({2} if split is Split.TRAIN else {1})
+    assert days == ({3} if split is Split.TRAIN else {1})
     assert {gold_of(family.task(split, index)) for index in range(60)} == set(DOORS)
 
 
