@@ -51,7 +51,7 @@ class AgentEnvironment:
         self.unpaid = 0
         self._lowest: float | None = None  # smallest reward of a step, at most 0; None before the first one
         self._environment, self._episode, self._instructions = environment, episode, instructions
-        self._notes: list[str] = []  # that the environment wrote in this episode, newest first
+        self._notes: list[str] = []  # of this episode, newest first
 
     @classmethod
     async def open(cls, episode: LiveEpisode, chat: ChatFormat, instructions: str | None = None) -> AgentEnvironment:
@@ -162,7 +162,7 @@ class AgentEnvironment:
             return ""
         saved, reply = await asyncio.to_thread(memory.note, note)
         if saved:
-            self._notes.insert(0, note)
+            self._notes = [note, *(other for other in self._notes if other != note)]
         return "" if saved else f"\nerror: note: {reply}"
 
     async def _with_notes(self, observation: str) -> str:
