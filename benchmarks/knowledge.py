@@ -15,39 +15,44 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.observe.stats import Rate
+from recipes.doors import HOUSES
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "runs" / "knowledge"
 BASE = ROOT / "recipes" / "models" / "tables-base"
 SEEDS = (0, 1, 2)
 
-SHUFFLED, ALONE = "tasks.family.options.shuffled=true", "memory=null"
-TRAINED: Mapping[str, Sequence[str]] = {"notes": (), "shuffled notes": (SHUFFLED,), "no notes": (ALONE,)}
-"""How a policy is trained -> overrides of `recipes/doors.py`."""
+NOTES: Mapping[str, Sequence[str]] = {
+    "of the house": (),
+    "of other houses": ("tasks.family.options.shuffled=true",),
+    "none": ("memory=null",),
+}
+"""Notes that a policy is shown -> overrides of `recipes/doors.py`."""
 
-SLIPPERY, CHANNELS = "tasks.family.options.is_slippery=true", 'tasks.family.options={"channels": %d, "budget": %d}'
-MIRRORED = 'tasks.family.options.desc=["SFFF", "FHFF", "HFFH", "FFHG"]'
-SAMPLED, NETWORKS = 'evaluation.sampling={"temperature": 1.0}', ("evaluation.heldout=128", 'evaluation.sampling={"temperature": 1.0}')
+SAMPLED = ("evaluation.heldout=128", 'evaluation.sampling={"temperature": 1.0}')
+SLIPPERY = "tasks.family.options.is_slippery=true"
+TRANSPOSED = 'tasks.family.options.desc=["SFFH", "FHFF", "FFFF", "FHHG"]'
+FOUR, SIX = (f'tasks.family.options={{"channels": {channels}, "budget": {budget}}}' for channels, budget in ((4, 8), (6, 18)))
 SOURCES: Mapping[str, tuple[str, Sequence[str]]] = {
     "lake": ("frozen_lake", ()),
-    "networks of 4": ("discovery", (CHANNELS % (4, 8), "steps=20")),
+    "networks of 4": ("discovery", (FOUR, "steps=20")),
     "doors": ("doors", ()),
 }
 """Environment that a policy is trained on -> its recipe and overrides."""
 TARGETS: Mapping[str, tuple[str, Sequence[str]]] = {
-    "lake": ("frozen_lake", ("evaluation.heldout=128", SAMPLED)),
-    "lake, other map": ("frozen_lake", ("evaluation.heldout=128", SAMPLED, MIRRORED)),
-    "slippery lake": ("frozen_lake", ("evaluation.heldout=128", SAMPLED, SLIPPERY)),
-    "networks of 4": ("discovery", (*NETWORKS, CHANNELS % (4, 8))),
-    "networks of 6": ("discovery", (*NETWORKS, CHANNELS % (6, 18))),
-    "doors": ("doors", (SAMPLED,)),
+    "lake": ("frozen_lake", SAMPLED),
+    "transposed lake": ("frozen_lake", (*SAMPLED, TRANSPOSED)),
+    "slippery lake": ("frozen_lake", (*SAMPLED, SLIPPERY)),
+    "networks of 4": ("discovery", (*SAMPLED, FOUR)),
+    "networks of 6": ("discovery", (*SAMPLED, SIX)),
+    "doors": ("doors", SAMPLED[1:]),
 }
 """Environment that policies are evaluated on -> its recipe and overrides."""
 
 
 def run(verb: str, name: str, recipe: str, overrides: Sequence[str]) -> Path:
     """Returns the folder of a run of `agentrl train` or `agentrl eval`, after running it to its end unless it is finished."""
-    folder = RUNS / name.replace(",", "").replace(" ", "-")
+    folder = RUNS / name.replace(" ", "-")
     finished = folder / "finished.json"  # the command, so that a run with other settings is not read by mistake
     command = [verb, f"recipes/{recipe}.py", *overrides]
     if finished.exists():
@@ -69,32 +74,40 @@ def attempts(folder: Path, phase: str) -> list[dict[str, Any]]:
 
 
 def first_tries(lines: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Returns for each later visit to a house whether the first door had the gold."""
-    return [float(line["score"] == 1.0) for line in lines if line["kind"] != "visit 1"]
+    """Returns for each house the share of its later visits in which the first door had the gold."""
+    houses: dict[int, list[float]] = {}
+    for line in lines:
+        if line["kind"] != "visit 1":
+            houses.setdefault(int(line["task_id"].rpartition("/")[2]) % HOUSES, []).append(float(line["score"] == 1.0))
+    return [statistics.fmean(tries) for tries in houses.values()]
 
 
 def cell(by_seed: Sequence[Sequence[float]]) -> str:
-    """Returns the mean over all attempts with its 95% interval, and the means of the seeds."""
+    """Returns the mean over the houses or tasks of all seeds with its 95% interval, and the mean of each seed."""
     rate = Rate.from_scores([score for scores in by_seed for score in scores])
     seeds = ", ".join(f"{statistics.fmean(scores):.2f}" for scores in by_seed)
     return f"{rate.value:.2f} [{rate.ci_low:.2f}, {rate.ci_high:.2f}] ({seeds})"
 
 
 def memory() -> list[str]:
-    """Gold on the first try, in later visits to held-out houses, by how the policy was trained and what notes it is shown."""
-    rows = ["| policy trained with | its notes | notes of other houses | no notes |", "| --- | --- | --- | --- |"]
+    """Gold on the first try in later visits to held-out houses, by the notes that the policy is shown."""
     shown: dict[tuple[str, str], list[list[float]]] = {}
-    for seed in SEEDS:
-        for way, overrides in TRAINED.items():
-            trained = run("train", f"doors {way} {seed}", "doors", [f"seed={seed}", *overrides])
-            policies = {"not trained": BASE, way: trained / "model"} if way == "notes" else {way: trained / "model"}
-            for policy, model in policies.items():
-                for notes, how in TRAINED.items():
-                    words = [f"seed={seed}", f"policy.model={model}", *how]
-                    folder = run("eval", f"doors {policy} {seed} with {notes}", "doors", words)
-                    shown.setdefault((policy, notes), []).append(first_tries(attempts(folder, "eval")))
-    rows += [f"| {policy} | {' | '.join(cell(shown[policy, notes]) for notes in TRAINED)} |" for policy in ("not trained", *TRAINED)]
-    return rows
+
+    def add(policy: str, notes: str, folder: Path, phase: str) -> None:
+        shown.setdefault((policy, notes), []).append(first_tries(attempts(folder, phase)))
+
+    for notes, overrides in NOTES.items():
+        for seed in SEEDS:
+            trained = run("train", f"doors {notes} {seed}", "doors", [f"seed={seed}", *overrides])
+            add("not trained", notes, trained, "before")
+            add("trained with these notes", notes, trained, "after")
+            model = RUNS / f"doors-of-the-house-{seed}" / "model"
+            words = [f"seed={seed}", f"policy.model={model}", *overrides]
+            folder, phase = (run("eval", f"doors {notes} {seed} by other", "doors", words), "eval") if overrides else (trained, "after")
+            add("trained with notes of the house", notes, folder, phase)
+    rows = [f"| policy | notes {' | '.join(NOTES)} |", f"| --- |{' --- |' * len(NOTES)}"]
+    policies = dict.fromkeys(policy for policy, _ in shown)
+    return [*rows, *(f"| {policy} | {' | '.join(cell(shown[policy, notes]) for notes in NOTES)} |" for policy in policies)]
 
 
 def transfer() -> list[str]:
@@ -102,7 +115,7 @@ def transfer() -> list[str]:
     rows = [f"| trained on | {' | '.join(TARGETS)} |", f"| ---{' | ---' * len(TARGETS)} |"]
     models = {"nothing": BASE}
     for source, (recipe, overrides) in SOURCES.items():
-        models[source] = run("train", "doors notes 0" if source == "doors" else source, recipe, ["seed=0", *overrides]) / "model"
+        models[source] = run("train", "doors of the house 0" if source == "doors" else source, recipe, ["seed=0", *overrides]) / "model"
     for source, model in models.items():
         cells = []
         for target, (recipe, overrides) in TARGETS.items():
