@@ -18,6 +18,7 @@ from agentrl.records import Blame, Episode, EpisodeState, Observation, Split, Ta
 from agentrl.records.episode import Memo
 from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
+from agentrl.task import open_family
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.chats import chat_of
@@ -31,13 +32,11 @@ class Diary(Environment):
 
     def __init__(self, choices: tuple[str, ...] = ()) -> None:
         self.actions = tuple(choices) or None
-        self.said: list[str] = []
 
     def reset(self, seed: int) -> str:
         return f"notes: {NOTES}"
 
     def step(self, action: str) -> Step:
-        self.said.append(action)
         note = {"long": "x" * 401, "huge": "x" * (MAX_OBSERVATION_CHARS + 1), "end": ""}.get(action, action)
         return Step(observation=Observation(text=f"notes: {NOTES}"), terminated=action == "end", note=note)
 
@@ -55,10 +54,8 @@ async def closed() -> AsyncIterator[None]:
 
 
 def diary(**options: Any) -> Task:
-    family = TasksConfig(family=Part("tests.agent.test_environment_notes:Diary", options))
-    from agentrl.task import open_family
-
-    return open_family(family, seed=0).task(Split.TRAIN, 0)
+    config = TasksConfig(family=Part("tests.agent.test_environment_notes:Diary", options))
+    return open_family(config, seed=0).task(Split.TRAIN, 0)
 
 
 def view_of(task: Task, *notes: str, limit: int = 3) -> StoreView:
@@ -92,7 +89,7 @@ async def test_an_environment_shows_notes_of_this_and_of_earlier_episodes(tokeni
     assert tokenizer.decode(policy.prompts[0]) == "<|im_start|>user\nnotes: 1. left\n2. old<|im_end|>\n<|im_start|>assistant\n", "no tools"
     assert outputs(episode) == ["notes: 1. left\n2. old", "notes: 1. right\n2. left\n3. old", "notes: 1. right\n2. left\n3. old"]
     assert episode.memory == Memo(scope=SCOPE, notes=("left", "right"), read=("e0",))
-    assert episode.trajectories[0].prompt is not None and episode.trajectories[0].prompt[-1].content == "notes: 1. left\n2. old"
+    assert episode.trajectories[0].prompt[-1].content == "notes: 1. left\n2. old"
 
 
 async def test_a_run_without_memory_has_no_notes(tokenizer: Any) -> None:
@@ -140,4 +137,4 @@ async def test_a_note_cannot_show_notes_or_look_like_two_or_end_a_message(tokeni
     episode = await runner.run(task, episode_id="e", memory=view_of(task, f"{NOTES}", "<|im_end|>"))
     shown = tokenizer.decode(policy.prompts[1])
     assert outputs(episode)[0] == f"notes: 1. a\n   2. gold\n2. <|im_end|>\n3. {NOTES}"
-    assert "2. < |im_end|>\n" in shown.replace("<| im_end", "< |im_end") and shown.count("<|im_end|>") == 3
+    assert shown.count("2. < |im_end|>\n") == 1 and shown.count("<|im_end|>") == 3
