@@ -17,7 +17,7 @@ from agentrl.agent.chat import ChatFormat
 from agentrl.agent.contexts import with_instructions
 from agentrl.agent.tools import NO_BOUNDS, ToolOutcome
 from agentrl.base.user_code import clip
-from agentrl.environment import NOTES, is_resumable, open_environment
+from agentrl.environment import NEWEST_NOTE, NOTES, is_resumable, open_environment
 from agentrl.environment.choices import choice_constraint
 from agentrl.errors import EnvironmentFault, PolicyFault, UserError
 from agentrl.protocols import Environment, LiveEpisode, LiveTrajectory, ResumableEnvironment, Sandbox
@@ -166,12 +166,13 @@ class AgentEnvironment:
         return "" if saved else f"\nerror: note: {reply}"
 
     async def _with_notes(self, observation: str) -> str:
-        """Returns an observation with the notes of this and earlier episodes in place of `NOTES`."""
-        if NOTES not in observation:
+        """Returns an observation with the notes of this and earlier episodes in place of `NOTES` or `NEWEST_NOTE`."""
+        memory, marker = self._episode.memory, NOTES if NOTES in observation else NEWEST_NOTE
+        if marker not in observation:
             return observation
-        memory = self._episode.memory
-        notes = NO_NOTES if memory is None else (await asyncio.to_thread(memory.recall, "", self._notes))[1]
-        return observation.replace(NOTES, notes, 1)
+        most = None if marker == NOTES else 1
+        notes = NO_NOTES if memory is None else (await asyncio.to_thread(memory.recall, "", self._notes, most))[1]
+        return observation.replace(marker, notes, 1)
 
     async def _repeat(self, action: str | ToolCall, recorded: ToolResult) -> None:
         """Applies a recorded action again. Raises `EnvironmentFault` if its result differs."""

@@ -14,7 +14,9 @@ MAX_OBSERVATION_CHARS = 1 << 20
 """Longest observation, in characters. A longer one is a fault of the environment."""
 MAX_PARTS = 64
 NOTES = "[agentrl.notes]"
-"""In an observation, this is replaced by the notes that earlier episodes wrote; by `no notes` if there are none."""
+"""In an observation, this is replaced by the notes of this and earlier episodes; by `no notes` if there are none."""
+NEWEST_NOTE = "[agentrl.note]"
+"""As `NOTES`, for the newest note."""
 
 
 class Environment(abc.ABC):

@@ -93,12 +93,13 @@ class EpisodeNotes:
             self._memo = replace(self._memo, notes=(*self._memo.notes, cleaned_text))
             return True, "noted"
 
-    def recall(self, query: str, own: Sequence[str] = ()) -> tuple[bool, str]:
+    def recall(self, query: str, own: Sequence[str] = (), most: int | None = None) -> tuple[bool, str]:
         """Searches notes of earlier episodes. Returns whether that succeeded, and the result for the agent. See `EpisodeMemory`."""
         if len(query) > QUERY_CHARS:
             return False, f"the query has {len(query)} characters, but the limit is {QUERY_CHARS}"
-        first = [printable_note(note) for note in own][:RESULTS]
-        matches = [match for match in self._view.search(query) if match.text not in first][: RESULTS - len(first)]
+        most = RESULTS if most is None else most
+        first = [printable_note(note) for note in own][:most]
+        matches = [match for match in self._view.search(query) if match.text not in first][: most - len(first)]
         with self._lock:
             read = dict.fromkeys([*self._memo.read, *(match.episode for match in matches)])
             self._memo = replace(self._memo, read=tuple(read))

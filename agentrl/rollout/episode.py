@@ -190,7 +190,7 @@ class EmptyMemory:
         """Accepts a note and drops it."""
         return True, "noted"
 
-    def recall(self, query: str, own: Sequence[str] = ()) -> tuple[bool, str]:
+    def recall(self, query: str, own: Sequence[str] = (), most: int | None = None) -> tuple[bool, str]:
         """Finds no notes."""
         return True, NO_NOTES
 

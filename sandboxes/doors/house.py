@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from random import Random
 from typing import Any
 
-from agentrl.environment import NOTES, Environment, Observation, Step
+from agentrl.environment import NEWEST_NOTE, Environment, Observation, Step
 from agentrl.environment.family import EnvironmentFamily
 from agentrl.errors import UserError
 from agentrl.records import Split, Task
@@ -18,46 +19,47 @@ class Doors(Environment):
     """Each day the agent opens doors until it finds the gold, and then writes a note: the letter of a door, any of the four.
 
     A day's reward is its share of the episode's 1, halved by each empty door. A day ends without gold after four empty doors. A morning
-    shows only the notes, so gold on the first try takes a right note or luck.
+    shows only the newest note, so gold on the first try takes a right note or luck.
 
     Args:
         gold: the door with the gold.
         days: days of an episode.
+        visit: number of the visit, which notes contain so that later ones are newer.
     """
 
     rewards = (0.0, 1.0)
     actions = DOORS
 
-    def __init__(self, gold: str, days: int = 1) -> None:
-        self._gold, self._days = gold, days
+    def __init__(self, gold: str, days: int = 1, visit: int = 1) -> None:
+        self._gold, self._days, self._visit = gold, days, visit
 
     def reset(self, seed: int) -> str:
         """Starts the first day. The house does not depend on the seed."""
         self._day, self._empty, self._found = 1, list[str](), False
-        return NOTES
+        return NEWEST_NOTE
 
     def step(self, action: Any) -> Step | tuple[Any, ...]:
         """Opens a door; after the gold was found, writes the note."""
         if self._found:
-            return self._next_day(note=action)
+            return self._next_day(note=f"{action}{self._visit}")
         if action == self._gold:
             self._found = True
             return action, 0.5 ** len(self._empty) / self._days, False
         self._empty.append(action)
         if len(self._empty) == len(DOORS):
             return self._next_day()
-        return f"{NOTES}\nempty {' '.join(self._empty)}", 0.0, False
+        return f"{NEWEST_NOTE}\nempty {' '.join(self._empty)}", 0.0, False
 
     def _next_day(self, note: str = "") -> Step:
         ended = self._day == self._days
         self._day, self._empty, self._found = self._day + 1, [], False
-        return Step(observation=Observation(text=NOTES), terminated=ended, note=note)
+        return Step(observation=Observation(text=NEWEST_NOTE), terminated=ended, note=note)
 
     @classmethod
     def expert(cls, observation: str) -> str:
         """Returns the door of the newest note or of the gold, else the first that is not known to be empty."""
         shown, _, empty = observation.partition("\nempty ")
-        newest = shown.partition("\n")[0].removeprefix("1. ")
+        newest = shown.removeprefix("1. ")[:1] if shown != "no notes" else ""
         return newest if newest in DOORS and not empty else next(door for door in DOORS if door not in empty)
 
 
@@ -92,9 +94,10 @@ class DoorTasks:
         """Returns the task at an index of a split. Tasks of the same visit are of one kind."""
         task, house = self._family.task(split, index), index % self._houses
         street, visit = divmod(index // self._houses, self._visits)
-        gold = Random(f"doors:{self._seed}:{split}:{street}:{house}").choice(DOORS)
+        golds = list(DOORS) * math.ceil(self._houses / len(DOORS))  # every door equally often
+        Random(f"doors:{self._seed}:{split}:{street}").shuffle(golds)
         owner = (house + visit) % self._houses if self._shuffled else house  # of the notes
         data = {"kind": f"visit {visit + 1}", "project": f"{split} {street} {owner}"}
         assert task.environment is not None, "the family is of an environment"
-        options = {"gold": gold, "days": self._days if split is Split.TRAIN else 1}
+        options = {"gold": golds[house], "days": self._days if split is Split.TRAIN else 1, "visit": visit + 1}
         return replace(task, data=data, environment=replace(task.environment, options=options))

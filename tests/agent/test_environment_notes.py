@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ import pytest
 from agentrl.agent import TurnLoop
 from agentrl.config.recipe import TasksConfig
 from agentrl.config.tools import MemoryConfig
-from agentrl.environment import NOTES, Environment, Step, close_environments
+from agentrl.environment import NEWEST_NOTE, NOTES, Environment, Step, close_environments
 from agentrl.environment.base import MAX_OBSERVATION_CHARS
 from agentrl.memory import NoteStore, StoreView, WrittenNotes
 from agentrl.plugins.parts import Part
@@ -28,23 +28,23 @@ SCOPE = "project:p"
 
 
 class Diary(Environment):
-    """Notes each action and shows the notes; ends at `end`. With `choices`, only these are actions."""
+    """Notes each action and shows the notes, or the newest; ends at `end`. With `choices`, only these are actions."""
 
-    def __init__(self, choices: tuple[str, ...] = ()) -> None:
-        self.actions = tuple(choices) or None
+    def __init__(self, choices: Sequence[str] = (), newest: bool = False) -> None:
+        self.actions, self.shown = tuple(choices) or None, f"notes: {NEWEST_NOTE if newest else NOTES}"
 
     def reset(self, seed: int) -> str:
-        return f"notes: {NOTES}"
+        return self.shown
 
     def step(self, action: str) -> Step:
         note = {"long": "x" * 401, "huge": "x" * (MAX_OBSERVATION_CHARS + 1), "end": ""}.get(action, action)
-        return Step(observation=Observation(text=f"notes: {NOTES}"), terminated=action == "end", note=note)
+        return Step(observation=Observation(text=self.shown), terminated=action == "end", note=note)
 
     def snapshot(self) -> bytes:
         return b"-"
 
     def restore(self, state: bytes) -> str:
-        return f"notes: {NOTES}"
+        return self.shown
 
 
 @pytest.fixture(autouse=True)
@@ -83,13 +83,19 @@ def outputs(episode: Episode) -> list[str]:
 
 
 async def test_an_environment_shows_notes_of_this_and_of_earlier_episodes(tokenizer: Any) -> None:
-    task = diary(choices=("left", "right", "end"))
+    task = diary(choices=["left", "right", "end"])
     runner, policy = runner_of(tokenizer, "left", "right", "end")
     episode = await runner.run(task, episode_id="e", memory=view_of(task, "old", "left"))
     assert tokenizer.decode(policy.prompts[0]) == "<|im_start|>user\nnotes: 1. left\n2. old<|im_end|>\n<|im_start|>assistant\n", "no tools"
     assert outputs(episode) == ["notes: 1. left\n2. old", "notes: 1. right\n2. left\n3. old", "notes: 1. right\n2. left\n3. old"]
     assert episode.memory == Memo(scope=SCOPE, notes=("left", "right"), read=("e0",))
     assert episode.trajectories[0].prompt[-1].content == "notes: 1. left\n2. old"
+
+
+async def test_the_newest_note_is_that_of_this_episode(tokenizer: Any) -> None:
+    task = diary(newest=True)
+    episode = await runner_of(tokenizer, "left", "end")[0].run(task, episode_id="e", memory=view_of(task, "old", "new"))
+    assert episode.trajectories[0].prompt[-1].content == "notes: 1. new" and outputs(episode) == ["notes: 1. left"] * 2
 
 
 async def test_a_run_without_memory_has_no_notes(tokenizer: Any) -> None:
