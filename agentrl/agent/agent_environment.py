@@ -6,6 +6,7 @@ that of a call as the result of a tool; both have the reward of the step.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,12 +17,13 @@ from agentrl.agent.chat import ChatFormat
 from agentrl.agent.contexts import with_instructions
 from agentrl.agent.tools import NO_BOUNDS, ToolOutcome
 from agentrl.base.user_code import clip
-from agentrl.environment import is_resumable, open_environment
+from agentrl.environment import NEWEST_NOTE, NOTES, is_resumable, open_environment
 from agentrl.environment.choices import choice_constraint
 from agentrl.errors import EnvironmentFault, PolicyFault, UserError
 from agentrl.protocols import Environment, LiveEpisode, LiveTrajectory, ResumableEnvironment, Sandbox
 from agentrl.records import EnvironmentSpec, Limits, Message, Step, Task, ToolCall, ToolResult
 from agentrl.records.chat import USER
+from agentrl.records.episode import NO_NOTES
 from agentrl.records.trajectory import CONTINUED, TRUNCATED
 
 STATE = "environment"
@@ -49,6 +51,7 @@ class AgentEnvironment:
         self.unpaid = 0
         self._lowest: float | None = None  # smallest reward of a step, at most 0; None before the first one
         self._environment, self._episode, self._instructions = environment, episode, instructions
+        self._notes: list[str] = []  # of this episode, newest first
 
     @classmethod
     async def open(cls, episode: LiveEpisode, chat: ChatFormat, instructions: str | None = None) -> AgentEnvironment:
@@ -61,11 +64,12 @@ class AgentEnvironment:
         if isinstance(saved, Mapping) and "snapshot" in saved:
             episode.stage = "environment"
             restored = await cast(ResumableEnvironment, opened._environment).restore(base64.b64decode(saved["snapshot"]))
-            opened.first, opened.now = str(saved["first"]), restored.text
+            opened._notes = [str(note) for note in saved["notes"]]
+            opened.first, opened.now = str(saved["first"]), await opened._with_notes(restored.text)
             opened.unpaid, opened._lowest = saved["unpaid"], saved["lowest"]
             return opened
         episode.stage = "environment"
-        opened.first = opened.now = (await opened._environment.reset()).text
+        opened.first = opened.now = await opened._with_notes((await opened._environment.reset()).text)
         for action, result in recorded_actions(episode, chat):
             await opened._repeat(action, result)
         return opened
@@ -129,7 +133,8 @@ class AgentEnvironment:
             return self._forbidden(str(error))
         if not isinstance(step, Step):
             raise EnvironmentFault(f"{self.spec.ref}.step() returned {type(step).__name__} instead of a Step")
-        self.now = step.observation.text
+        saved = await self._save(step.note)
+        self.now = await self._with_notes(step.observation.text) + saved
         self.ended = "terminated" if step.terminated else TRUNCATED if step.truncated else ""
         self._lowest = min(self._lowest or 0.0, step.reward)
         unpaid, self.unpaid = self.unpaid * self._lowest, 0
@@ -148,7 +153,26 @@ class AgentEnvironment:
         self._episode.stage = "environment"
         state = await cast(ResumableEnvironment, self._environment).snapshot()
         costs = {"unpaid": self.unpaid, "lowest": self._lowest}
-        return {STATE: {"first": self.first, "snapshot": base64.b64encode(state).decode(), **costs}}
+        return {STATE: {"first": self.first, "notes": self._notes, "snapshot": base64.b64encode(state).decode(), **costs}}
+
+    async def _save(self, note: str) -> str:
+        """Writes a note of the environment. Returns what the agent is shown if that fails; empty otherwise."""
+        memory = self._episode.memory
+        if not note or memory is None:
+            return ""
+        saved, reply = await asyncio.to_thread(memory.note, note)
+        if saved:
+            self._notes = [note, *(other for other in self._notes if other != note)]
+        return "" if saved else f"\nerror: note: {reply}"
+
+    async def _with_notes(self, observation: str) -> str:
+        """Returns an observation with the notes of this and earlier episodes in place of `NOTES` or `NEWEST_NOTE`."""
+        memory, marker = self._episode.memory, NOTES if NOTES in observation else NEWEST_NOTE
+        if marker not in observation:
+            return observation
+        most = None if marker == NOTES else 1
+        notes = NO_NOTES if memory is None else (await asyncio.to_thread(memory.recall, "", self._notes, most))[1]
+        return observation.replace(marker, notes, 1)
 
     async def _repeat(self, action: str | ToolCall, recorded: ToolResult) -> None:
         """Applies a recorded action again. Raises `EnvironmentFault` if its result differs."""

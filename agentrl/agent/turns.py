@@ -58,7 +58,8 @@ class TurnLoop:
         task, trajectory = episode.task, current_trajectory(episode)
         environment = None if task.environment is None else await AgentEnvironment.open(episode, self.chat, self.instructions)
         actions = () if environment is None else environment.tools()
-        tools = load_tools(task.tools, episode.agent_state.get("tools"), episode.tools, episode.memory, task, actions)
+        memory = None if environment is not None and environment.choices else episode.memory  # an answer is then no call
+        tools = load_tools(task.tools, episode.agent_state.get("tools"), episode.tools, memory, task, actions)
         try:
             prompt = main_prompt(trajectory, task, self.instructions) if environment is None else environment.start_of(trajectory)
             run = AgentRun(self, episode, trajectory, prompt=prompt, tools=tools, spent=count_calls(episode), environment=environment)

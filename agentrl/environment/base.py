@@ -13,6 +13,10 @@ from agentrl.records import Observation, Step, ToolCall
 MAX_OBSERVATION_CHARS = 1 << 20
 """Longest observation, in characters. A longer one is a fault of the environment."""
 MAX_PARTS = 64
+NOTES = "[agentrl.notes]"
+"""In an observation, this is replaced by the notes of this and earlier episodes; by `no notes` if there are none."""
+NEWEST_NOTE = "[agentrl.note]"
+"""As `NOTES`, for the newest note."""
 
 
 class Environment(abc.ABC):
@@ -55,8 +59,8 @@ class Environment(abc.ABC):
         return None
 
 
-StepRow = tuple[str, float, bool, bool, dict[str, float]]
-"""A step as JSON data: the text of the observation, the reward, terminated, truncated and the parts of the reward."""
+StepRow = tuple[str, float, bool, bool, dict[str, float], str]
+"""A step as JSON data: the text of the observation, the reward, terminated, truncated, the parts of the reward, and a note."""
 
 
 def text_of(value: Any, where: str) -> str:
@@ -72,7 +76,8 @@ def text_of(value: Any, where: str) -> str:
 def step_row(value: Any, where: str) -> StepRow:
     """Returns what a step returned: a `Step`, or a tuple of 3 to 5 values. Raises `EnvironmentFault` for anything else."""
     if isinstance(value, Step):
-        return text_of(value.observation, where), value.reward, value.terminated, value.truncated, dict(value.parts)
+        note = text_of(value.note, where)
+        return text_of(value.observation, where), value.reward, value.terminated, value.truncated, dict(value.parts), note
     if not isinstance(value, tuple) or not 3 <= len(value) <= 5:
         size = f" of {len(value)} values" if isinstance(value, tuple) else ""
         raise EnvironmentFault(f"{where} returned a {type(value).__name__}{size} instead of (observation, reward, terminated)")
@@ -84,6 +89,7 @@ def step_row(value: Any, where: str) -> StepRow:
         flag_of(terminated, where, "terminated"),
         flag_of(truncated, where, "truncated"),
         _parts(parts, where) if parts or not isinstance(parts, dict) else {},
+        "",
     )
 
 

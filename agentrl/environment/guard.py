@@ -46,7 +46,8 @@ class GuardedEnvironment:
         step: object = await guarded(lambda: self._environment.step(action), f"{self._ref}.step()", self._step_s)
         if not isinstance(step, Step):
             raise EnvironmentFault(f"{self._ref}.step() returned {type(step).__name__} instead of a Step")
-        text_of(step.observation, f"{self._ref}.step()")
+        for text in (step.observation, step.note):
+            text_of(text, f"{self._ref}.step()")
         return step
 
     async def snapshot(self) -> bytes:

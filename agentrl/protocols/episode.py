@@ -116,8 +116,13 @@ class EpisodeMemory(Protocol):
     def note(self, text: str) -> tuple[bool, str]:
         """Stores a note for later episodes. Returns whether it was stored, and the reply to the agent."""
 
-    def recall(self, query: str) -> tuple[bool, str]:
-        """Searches notes of earlier episodes; an empty query returns the newest. Returns whether the query is valid, and the reply."""
+    def recall(self, query: str, own: Sequence[str] = (), most: int | None = None) -> tuple[bool, str]:
+        """Searches notes of earlier episodes; an empty query returns the newest. Returns whether the query is valid, and the reply.
+
+        Args:
+            own: notes of this episode, which are shown before the others.
+            most: largest number of notes; None means that of the tool `recall`.
+        """
 
 
 class MemoryView(Protocol):

@@ -70,6 +70,7 @@ class Step(Record):
     terminated: bool = False
     truncated: bool = False
     parts: Mapping[str, float] = field(default_factory=dict)  # named components of the reward, for the record
+    note: Text = ""  # a note for later episodes, if the run has a memory; empty means none
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
