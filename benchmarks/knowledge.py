@@ -24,8 +24,8 @@ SEEDS = (0, 1, 2)
 
 NOTES: Mapping[str, Sequence[str]] = {
     "of the house": (),
-    "of other houses": ("tasks.family.options.shuffled=true",),
     "none": ("memory=null",),
+    "of other houses": ("tasks.family.options.shuffled=true",),
 }
 """Notes that a policy is shown -> overrides of `recipes/doors.py`."""
 

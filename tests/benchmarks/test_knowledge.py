@@ -48,7 +48,7 @@ def write(folder: Path, phase: str, score: Scores) -> None:
 def test_success_with_notes_is_that_of_later_visits_with_houses_as_units(commands: list[Sequence[str]]) -> None:
     head, _, *rows = knowledge.memory()
     cells = {row.split(" | ")[0].removeprefix("| "): row.removesuffix(" |").split(" | ")[1:] for row in rows}
-    assert head == "| policy | notes of the house | of other houses | none |" and len(commands) == 9 + 6
+    assert head == "| policy | notes of the house | none | of other houses |" and len(commands) == 9 + 6
     lucky, always, never = (
         "0.25 [0.15, 0.39] (0.25, 0.25, 0.25)",  # Wilson, 12 of 48 houses
         "1.00 [0.93, 1.00] (1.00, 1.00, 1.00)",
