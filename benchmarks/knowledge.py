@@ -24,10 +24,12 @@ SEEDS = (0, 1, 2)
 
 NOTES: Mapping[str, Sequence[str]] = {
     "of the house": (),
-    "of other houses": ("tasks.family.options.shuffled=true",),
     "none": ("memory=null",),
+    "of other houses": ("tasks.family.options.shuffled=true",),
 }
 """Notes that a policy is shown -> overrides of `recipes/doors.py`."""
+TRAINED = {"of the house": "trained with notes", "none": "trained without notes"}
+"""Notes with which policies are trained -> name of the policy."""
 
 SAMPLED = ("evaluation.heldout=128", 'evaluation.sampling={"temperature": 1.0}')
 SLIPPERY = "tasks.family.options.is_slippery=true"
@@ -96,18 +98,21 @@ def memory() -> list[str]:
     def add(policy: str, notes: str, folder: Path, phase: str) -> None:
         shown.setdefault((policy, notes), []).append(first_tries(attempts(folder, phase)))
 
-    for notes, overrides in NOTES.items():
+    for notes, policy in TRAINED.items():
         for seed in SEEDS:
-            trained = run("train", f"doors {notes} {seed}", "doors", [f"seed={seed}", *overrides])
+            trained = run("train", f"doors {notes} {seed}", "doors", [f"seed={seed}", *NOTES[notes]])
             add("not trained", notes, trained, "before")
-            add("trained with these notes", notes, trained, "after")
-            model = RUNS / f"doors-of-the-house-{seed}" / "model"
-            words = [f"seed={seed}", f"policy.model={model}", *overrides]
-            folder, phase = (run("eval", f"doors {notes} {seed} by other", "doors", words), "eval") if overrides else (trained, "after")
-            add("trained with notes of the house", notes, folder, phase)
+            add(policy, notes, trained, "after")
+    models = {"not trained": "", "trained with notes": f"{RUNS}/doors-of-the-house-%d/model"}
+    for policy, model in models.items():
+        for notes in (notes for notes in NOTES if (policy, notes) not in shown):
+            for seed in SEEDS:
+                words = [f"seed={seed}", *([f"policy.model={model % seed}"] if model else []), *NOTES[notes]]
+                add(policy, notes, run("eval", f"{policy} {seed} with {notes}", "doors", words), "eval")
     rows = [f"| policy | notes {' | '.join(NOTES)} |", f"| --- |{' --- |' * len(NOTES)}"]
-    policies = dict.fromkeys(policy for policy, _ in shown)
-    return [*rows, *(f"| {policy} | {' | '.join(cell(shown[policy, notes]) for notes in NOTES)} |" for policy in policies)]
+    for policy in dict.fromkeys(policy for policy, _ in shown):
+        rows.append(f"| {policy} | {' | '.join(cell(shown[policy, notes]) if (policy, notes) in shown else '' for notes in NOTES)} |")
+    return rows
 
 
 def transfer() -> list[str]:

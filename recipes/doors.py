@@ -30,7 +30,7 @@ VISITED = {"houses": HOUSES, "visits": VISITS, "context_turns": 1, "limits": LIM
 
 recipe = Recipe(
     name="doors",
-    steps=40,
+    steps=24,
     max_staleness=0,
     policy=PolicyConfig(model="recipes/models/tables-base", dtype="float32", max_model_len=128),
     tasks=TasksConfig(family=Part("sandboxes.doors:DoorTasks", options=VISITED)),
@@ -38,7 +38,7 @@ recipe = Recipe(
     memory=MemoryConfig(scope="project", notes=3, heldout_rounds=VISITS),
     evaluation=EvalConfig(heldout=HOUSES * VISITS, sampling=SamplingConfig(temperature=0.0)),
     serving=ServingConfig(max_num_seqs=128, kv_cache_gb=0.5, threads=1),
-    objective=ObjectiveConfig(turn_coef=1.0, entropy_coef=0.1),
+    objective=ObjectiveConfig(turn_coef=1.0, entropy_coef=0.02),
     learner=LearnerConfig(lr=2e-4, ranks=1, threads=1, max_tokens_per_microbatch=8192),
 )
 

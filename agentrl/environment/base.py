@@ -16,7 +16,7 @@ MAX_PARTS = 64
 NOTES = "[agentrl.notes]"
 """In an observation, this is replaced by the notes of this and earlier episodes; by `no notes` if there are none."""
 NEWEST_NOTE = "[agentrl.note]"
-"""As `NOTES`, for the newest note."""
+"""As `NOTES`, for the text of the newest note."""
 
 
 class Environment(abc.ABC):

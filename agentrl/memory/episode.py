@@ -103,7 +103,8 @@ class EpisodeNotes:
         with self._lock:
             read = dict.fromkeys([*self._memo.read, *(match.episode for match in matches)])
             self._memo = replace(self._memo, read=tuple(read))
-        return True, format_notes([*first, *(match.text for match in matches)])
+        notes = [*first, *(match.text for match in matches)]
+        return True, notes[0] if notes and most == 1 else format_notes(notes)
 
 
 def printable_note(text: str) -> str:

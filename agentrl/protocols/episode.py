@@ -121,7 +121,7 @@ class EpisodeMemory(Protocol):
 
         Args:
             own: notes of this episode, which are shown before the others.
-            most: largest number of notes; None means that of the tool `recall`.
+            most: largest number of notes; None means that of the tool `recall`, and 1 the text of one note without a number.
         """
 
 

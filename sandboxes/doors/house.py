@@ -59,7 +59,7 @@ class Doors(Environment):
     def expert(cls, observation: str) -> str:
         """Returns the door of the newest note or of the gold, else the first that is not known to be empty."""
         shown, _, empty = observation.partition("\nempty ")
-        newest = shown.removeprefix("1. ")[:1] if shown != "no notes" else ""
+        newest = shown[0] if shown != "no notes" else ""
         return newest if newest in DOORS and not empty else next(door for door in DOORS if door not in empty)
 
 

@@ -95,7 +95,7 @@ async def test_an_environment_shows_notes_of_this_and_of_earlier_episodes(tokeni
 async def test_the_newest_note_is_that_of_this_episode(tokenizer: Any) -> None:
     task = diary(newest=True)
     episode = await runner_of(tokenizer, "left", "end")[0].run(task, episode_id="e", memory=view_of(task, "old", "new"))
-    assert episode.trajectories[0].prompt[-1].content == "notes: 1. new" and outputs(episode) == ["notes: 1. left"] * 2
+    assert episode.trajectories[0].prompt[-1].content == "notes: new" and outputs(episode) == ["notes: left"] * 2
 
 
 async def test_a_run_without_memory_has_no_notes(tokenizer: Any) -> None:

@@ -48,17 +48,17 @@ def write(folder: Path, phase: str, score: Scores) -> None:
 def test_success_with_notes_is_that_of_later_visits_with_houses_as_units(commands: list[Sequence[str]]) -> None:
     head, _, *rows = knowledge.memory()
     cells = {row.split(" | ")[0].removeprefix("| "): row.removesuffix(" |").split(" | ")[1:] for row in rows}
-    assert head == "| policy | notes of the house | of other houses | none |" and len(commands) == 9 + 6
+    assert head == "| policy | notes of the house | none | of other houses |" and len(commands) == 6 + 3 + 6
     lucky, always, never = (
         "0.25 [0.15, 0.39] (0.25, 0.25, 0.25)",  # Wilson, 12 of 48 houses
         "1.00 [0.93, 1.00] (1.00, 1.00, 1.00)",
         "0.00 [0.00, 0.07] (0.00, 0.00, 0.00)",
     )
-    assert cells["not trained"] == [lucky] * 3
-    assert cells["trained with these notes"] == [always, never, never]
-    assert cells["trained with notes of the house"] == [always, never, never], "a score of 0.5 is a later try"
-    evaluated = [command for command in commands if "eval" in command]
-    assert all(f"policy.model={knowledge.RUNS / 'doors-of-the-house-'}" in " ".join(command) for command in evaluated)
+    assert cells["not trained"] == [lucky, lucky, never]
+    assert cells["trained with notes"] == [always, never, never], "a score of 0.5 is a later try"
+    assert cells["trained without notes"] == ["", never, ""]
+    evaluated = [" ".join(command) for command in commands if "eval" in command]
+    assert sum(f"policy.model={knowledge.RUNS}/doors-of-the-house-" in command for command in evaluated) == 6
     assert knowledge.memory() == [head, _, *rows] and len(commands) == 15, "finished runs are read"
 
 
