@@ -15,13 +15,15 @@ from typing import Any, cast
 from agentrl.agent.chat import ChatFormat
 from agentrl.agent.contexts import with_instructions
 from agentrl.agent.tools import NO_BOUNDS, ToolOutcome
+from agentrl.base.media import InvalidImage
 from agentrl.base.user_code import clip
 from agentrl.environment import is_resumable, open_environment
 from agentrl.environment.choices import choice_constraint
 from agentrl.errors import EnvironmentFault, PolicyFault, UserError
 from agentrl.protocols import Environment, LiveEpisode, LiveTrajectory, ResumableEnvironment, Sandbox
-from agentrl.records import EnvironmentSpec, Limits, Message, Step, Task, ToolCall, ToolResult
+from agentrl.records import EnvironmentSpec, Limits, Message, Observation, Step, Task, ToolCall, ToolResult
 from agentrl.records.chat import USER
+from agentrl.records.images import MARK, REFERENCE
 from agentrl.records.trajectory import CONTINUED, TRUNCATED
 
 STATE = "environment"
@@ -36,14 +38,14 @@ class AgentEnvironment:
     `first` is the first observation, and `now` the last one. `ended` is `terminated` or `truncated` after the last step.
     """
 
-    def __init__(self, environment: Environment, episode: LiveEpisode, instructions: str | None = None) -> None:
+    def __init__(self, environment: Environment, episode: LiveEpisode, chat: ChatFormat, instructions: str | None = None) -> None:
         assert episode.task.environment is not None, "only such a task has an environment"
         self.spec: EnvironmentSpec = episode.task.environment
         self.first = self.now = self.ended = ""
         actions = environment.actions
         self.choices = tuple(action for action in actions or () if isinstance(action, str))
         self.schemas = tuple(action for action in actions or () if not isinstance(action, str))
-        self._environment, self._episode, self._instructions = environment, episode, instructions
+        self._environment, self._episode, self._chat, self._instructions = environment, episode, chat, instructions
 
     @classmethod
     async def open(cls, episode: LiveEpisode, chat: ChatFormat, instructions: str | None = None) -> AgentEnvironment:
@@ -51,15 +53,15 @@ class AgentEnvironment:
 
         `instructions` replace the system messages of the task and the environment; None replaces none.
         """
-        opened = cls(await episode.environment(), episode, instructions)
+        opened = cls(await episode.environment(), episode, chat, instructions)
         saved = episode.agent_state.get(STATE)
         if isinstance(saved, Mapping) and "snapshot" in saved:
             episode.stage = "environment"
             restored = await cast(ResumableEnvironment, opened._environment).restore(base64.b64decode(saved["snapshot"]))
-            opened.first, opened.now = str(saved["first"]), restored.text
+            opened.first, opened.now = str(saved["first"]), await opened._text(restored)
             return opened
         episode.stage = "environment"
-        opened.first = opened.now = (await opened._environment.reset()).text
+        opened.first = opened.now = await opened._text(await opened._environment.reset())
         for action, result in recorded_actions(episode, chat):
             await opened._repeat(action, result)
         return opened
@@ -123,7 +125,7 @@ class AgentEnvironment:
             return ToolOutcome(output=f"error: {error}", ok=False, reward=0.0)
         if not isinstance(step, Step):
             raise EnvironmentFault(f"{self.spec.ref}.step() returned {type(step).__name__} instead of a Step")
-        self.now = step.observation.text
+        self.now = await self._text(step.observation)
         self.ended = "terminated" if step.terminated else TRUNCATED if step.truncated else ""
         return ToolOutcome(output=self.now, ok=True, reward=step.reward, parts=step.parts)
 
@@ -136,6 +138,13 @@ class AgentEnvironment:
         self._episode.stage = "environment"
         state = await cast(ResumableEnvironment, self._environment).snapshot()
         return {STATE: {"first": self.first, "snapshot": base64.b64encode(state).decode()}}
+
+    async def _text(self, observation: Observation) -> str:
+        """Returns the text of an observation, whose images it stores. Raises `EnvironmentFault`."""
+        try:
+            return await self._chat.refer(observation.text)
+        except InvalidImage as error:
+            raise EnvironmentFault(f"{self.spec.ref}: an observation is {error}") from error
 
     async def _repeat(self, action: str | ToolCall, recorded: ToolResult) -> None:
         """Applies a recorded action again. Raises `EnvironmentFault` if its result differs."""
@@ -190,6 +199,9 @@ async def check_environment(task: Task, chat: ChatFormat) -> None:
         functions = [action for action in environment.actions or () if not isinstance(action, str)]
         if not functions and task.environment.context_turns != 1:
             chat.check_user_turns()
+        if MARK in observation.text and not chat.reads_images and REFERENCE.search(observation.text):
+            message = f"{task.environment.ref}: its observations show images, and the model reads only text"
+            raise UserError(message, fix="use a vision-language model as policy.model")
         chat.opening(environment_prompt(task.prompt, environment.instructions, observation.text), functions)
     finally:
         await environment.close()

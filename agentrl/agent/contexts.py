@@ -19,6 +19,7 @@ from typing import Any
 
 from agentrl.agent.chat import ChatFormat, ParsedCompletion
 from agentrl.base import user_code
+from agentrl.base.media import InvalidImage
 from agentrl.errors import InfrastructureError, PluginError, PolicyFault, TaskError, UserError
 from agentrl.protocols import LiveEpisode, LiveTrajectory
 from agentrl.records import Completion, Message, Parent, Task, ToolResult
@@ -46,6 +47,17 @@ def main_prompt(trajectory: LiveTrajectory, task: Task, instructions: str | None
     if instructions is not None:
         trajectory.describe("main", prompt)
     return prompt
+
+
+async def refer_prompt(chat: ChatFormat, trajectory: LiveTrajectory, prompt: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Returns the prompt with its images stored, and records it if it has some. Raises `TaskError` for bytes that are not an image."""
+    try:
+        stored = tuple([replace(message, content=await chat.refer(message.content)) for message in prompt])
+    except InvalidImage as error:
+        raise TaskError(f"a prompt shows {error}", fix="give image_text a PNG or JPEG file") from error
+    if stored != prompt:
+        trajectory.describe(trajectory.agent, stored)
+    return stored
 
 
 def with_instructions(prompt: Sequence[Message], instructions: str | None) -> tuple[Message, ...]:

@@ -23,6 +23,7 @@ from agentrl.learner.access import LearnerAccess
 from agentrl.learner.driver_reports import disk_errors_raised
 from agentrl.learner.engine import PolicyEngine
 from agentrl.records import ADAPTER, WHOLE_MODEL, Group, PolicyVersion, Probe, codec
+from agentrl.records.images import without_cut_image
 from agentrl.version import deltas
 
 log = logging.getLogger("agentrl.learner")
@@ -51,7 +52,8 @@ def select_probe_rows(groups: tuple[Group, ...], *, vocabulary: int, max_model_l
     for group in groups:
         trajectories = (trajectory for scored in group.episodes for trajectory in scored.episode.trajectories)
         contexts = (tuple(t for turn in trajectory.turns for t in (*turn.prompt_ids, *turn.completion_ids)) for trajectory in trajectories)
-        rows += islice((context[-longest:] for context in contexts if len(context) > 1), 1)
+        ends = (without_cut_image(context[-longest:]) for context in contexts)
+        rows += islice((row for row in ends if len(row) > 1), 1)
     return tuple(rows[:PROBE_ROWS]) or (tuple(token % vocabulary for token in range(min(16, longest))),)
 
 
