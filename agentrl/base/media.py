@@ -58,12 +58,13 @@ class MediaFolder:
     def put(self, png: bytes) -> str:
         """Stores a normalized image durably, here and at the driver, and returns its sha256. Raises `InvalidImage` and `OSError`."""
         sha256 = hashlib.sha256(png).hexdigest()
-        if not int(sha256[:10], 16) or self._local(sha256[:10]) not in (None, png):
+        name, stored = sha256[:10], self._local(sha256[:10])
+        if not int(name, 16) or (stored not in (None, png) and _name(stored or b"") == name):
             raise InvalidImage("another image has nearly the same sha256")
-        if not self._path(sha256[:10]).exists():
+        if stored != png:
             if self._send is not None:
-                self._send(sha256[:10], png)
-            self._write(sha256[:10], png)
+                self._send(name, png)
+            self._write(name, png)
         return sha256
 
     def read(self, name: str) -> bytes:

@@ -17,10 +17,12 @@ from torch import Tensor
 
 from agentrl.base.media import MediaFolder, image_token, open_png
 from agentrl.errors import LearnerError
+from agentrl.learner.forest import build_forest
 from agentrl.learner.forest_attention import ForestLayout
-from agentrl.records.images import FIRST, image_blocks
+from agentrl.records.images import FIRST, NAME_DIGITS, image_blocks, image_ids
 
-_BLANK = (64, 64)
+_SIZE = (96, 64)
+_CHECKED = "f" * 64
 
 
 class ImageInputs:
@@ -30,6 +32,7 @@ class ImageInputs:
         from transformers import AutoProcessor
 
         self._token, self._media = token, MediaFolder(folder.parent.parent)
+        self._own: dict[str, Any] = {}  # the image of `largest_gap`
         self._processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
 
     @classmethod
@@ -61,9 +64,8 @@ class ImageInputs:
         """Returns the features [N, H] of images; those of a blank one without names."""
         from PIL import Image
 
-        images = [open_png(self._media.read(name)) for name in names] or [Image.new("RGB", _BLANK, "white")]
-        text = self._processor.image_token * len(images)
-        inputs = self._processor(text=text, images=images, add_special_tokens=False, return_tensors="pt")
+        images = [self._own.get(name) or open_png(self._media.read(name)) for name in names] or [Image.new("RGB", _SIZE, "white")]
+        inputs = self._inputs(self._processor.image_token * len(images), images)
         if names and inputs["input_ids"][0].tolist() != recorded:
             raise LearnerError(f"the processor gives images other tokens than the recorded ones ({', '.join(names)[:200]}): {_SAME}")
         known = inspect.signature(trunk.get_image_features).parameters
@@ -71,6 +73,26 @@ class ImageInputs:
         features = trunk.get_image_features(**pixels, return_dict=True).pooler_output
         parts = [features] if isinstance(features, Tensor) else features
         return torch.cat([part.flatten(0, -2) for part in parts])
+
+    def _inputs(self, text: str, images: list[Any]) -> Any:
+        return self._processor(text=text, images=images, add_special_tokens=False, return_tensors="pt")
+
+    @torch.no_grad()
+    def largest_gap(self, lm: Any) -> float:
+        """Returns the largest difference of a logprob from the model's own forward pass, over a text with an image."""
+        from PIL import Image
+
+        image = Image.effect_noise(_SIZE, 80.0).convert("RGB")
+        inputs = self._inputs(f"a{self._processor.image_token}b", [image]).to(lm.device)
+        ids, block = inputs["input_ids"], self._inputs(self._processor.image_token, [image])["input_ids"][0]
+        start = next(at for at in range(ids.shape[1]) if ids[0, at : at + len(block)].tolist() == block.tolist())
+        tagged = ids.clone()
+        tagged[0, start : start + len(block)] = torch.tensor(image_ids(block.tolist(), _CHECKED), device=ids.device)
+        self._own = {_CHECKED[:NAME_DIGITS]: image}
+        states = run_trunk(lm, self, tagged, ForestLayout(build_forest([tagged[0].tolist()]), ids.device))
+        own, reference = lm.get_output_embeddings()(states), lm(**inputs, use_cache=False).logits[0]
+        self._own = {}
+        return (own.double().log_softmax(-1) - reference.double().log_softmax(-1)).abs().max().item()
 
 
 _SAME = "use the same versions of transformers and Pillow for learner and rollouts"

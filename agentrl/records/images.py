@@ -28,7 +28,7 @@ MAX_IMAGE_BYTES = 4 << 20
 """Bytes of an image before it is stored."""
 MAX_IMAGES = 8
 """Images of one observation or tool output."""
-REFERENCE = re.compile(rf"<image (?:sha256:([0-9a-f]{{64}})|base64:([A-Za-z0-9+/]{{4,{4 * MAX_IMAGE_BYTES // 3}}}={{0,2}}))>")
+REFERENCE = re.compile(rf"<image (?:sha256:([0-9a-f]{{64}})|base64:([A-Za-z0-9+/]{{4,{4 * -(-MAX_IMAGE_BYTES // 3)}}}={{0,2}}))>")
 _TAG = 23
 
 
