@@ -36,6 +36,9 @@ class AgentEnvironment:
     """The environment of one episode, with its recorded actions.
 
     `first` is the first observation, and `now` the last one. `ended` is `terminated` or `truncated` after the last step.
+
+    An action that the rules forbid costs as much as the most expensive step of the episode, because otherwise it would be better than to
+    act. `unpaid` counts those before the first step, which is charged for them.
     """
 
     def __init__(self, environment: Environment, episode: LiveEpisode, chat: ChatFormat, instructions: str | None = None) -> None:
@@ -45,6 +48,8 @@ class AgentEnvironment:
         actions = environment.actions
         self.choices = tuple(action for action in actions or () if isinstance(action, str))
         self.schemas = tuple(action for action in actions or () if not isinstance(action, str))
+        self.unpaid = 0
+        self._lowest: float | None = None  # smallest reward of a step, at most 0; None before the first one
         self._environment, self._episode, self._chat, self._instructions = environment, episode, chat, instructions
 
     @classmethod
@@ -59,6 +64,7 @@ class AgentEnvironment:
             episode.stage = "environment"
             restored = await cast(ResumableEnvironment, opened._environment).restore(base64.b64decode(saved["snapshot"]))
             opened.first, opened.now = str(saved["first"]), await opened._text(restored)
+            opened.unpaid, opened._lowest = saved["unpaid"], saved["lowest"]
             return opened
         episode.stage = "environment"
         opened.first = opened.now = await opened._text(await opened._environment.reset())
@@ -117,17 +123,23 @@ class AgentEnvironment:
         if self.ended:
             return ToolOutcome(output="error: the episode has ended", ok=False)
         if isinstance(action, str) and self.choices and action not in self.choices:
-            return ToolOutcome(output=f"error: the action must be one of {', '.join(self.choices)}", ok=False, reward=0.0)
+            return self._forbidden(f"the action must be one of {', '.join(self.choices)}")
         self._episode.stage = "environment"
         try:
             step = await self._environment.step(action)
         except PolicyFault as error:
-            return ToolOutcome(output=f"error: {error}", ok=False, reward=0.0)
+            return self._forbidden(str(error))
         if not isinstance(step, Step):
             raise EnvironmentFault(f"{self.spec.ref}.step() returned {type(step).__name__} instead of a Step")
         self.now = await self._text(step.observation)
         self.ended = "terminated" if step.terminated else TRUNCATED if step.truncated else ""
-        return ToolOutcome(output=self.now, ok=True, reward=step.reward, parts=step.parts)
+        self._lowest = min(self._lowest or 0.0, step.reward)
+        unpaid, self.unpaid = self.unpaid * self._lowest, 0
+        return ToolOutcome(output=self.now, ok=True, reward=step.reward + unpaid, parts=step.parts)
+
+    def _forbidden(self, why: str) -> ToolOutcome:
+        self.unpaid += self._lowest is None
+        return ToolOutcome(output=f"error: {why}", ok=False, reward=self._lowest or 0.0)
 
     async def state(self) -> dict[str, Any]:
         """Returns the state of the environment as JSON data. Raises `ValueError` if it cannot be captured."""
@@ -137,7 +149,8 @@ class AgentEnvironment:
             raise ValueError("its environment cannot be captured")
         self._episode.stage = "environment"
         state = await cast(ResumableEnvironment, self._environment).snapshot()
-        return {STATE: {"first": self.first, "snapshot": base64.b64encode(state).decode()}}
+        costs = {"unpaid": self.unpaid, "lowest": self._lowest}
+        return {STATE: {"first": self.first, "snapshot": base64.b64encode(state).decode(), **costs}}
 
     async def _text(self, observation: Observation) -> str:
         """Returns the text of an observation, whose images it stores. Raises `EnvironmentFault`."""

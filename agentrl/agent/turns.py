@@ -156,10 +156,10 @@ class AgentRun:
                 return Ended(reason=lost if answer is None else "submitted", answer=answer)
             episode.stage = "chat"
             if limit := await self._show(parsed, results, wall_s=wall_s):
-                return Ended(reason=limit)
+                return self._cut(limit)
             if self._depth == 0:  # no sub-agent is running here
                 await episode.boundary(self._state)
-        return Ended(reason=limit)
+        return self._cut(limit)
 
     async def _show(self, parsed: ParsedCompletion, results: Sequence[ToolResult], *, wall_s: float) -> str:
         """Adds results to the context, or continues from a summary. Returns the limit that prevents it, if any."""
@@ -203,6 +203,12 @@ class AgentRun:
                 return
         if len(state) < self._episode.room:
             trajectory.add_last_state(state)
+
+    def _cut(self, limit: str) -> Ended:
+        """Returns the end at a limit. An episode of forbidden actions only has paid for none."""
+        if self._environment is not None and self._environment.unpaid:
+            self._add_no_action("the rules forbid it, as all before it")
+        return Ended(reason=limit)
 
     def _add_no_action(self, why: str) -> None:
         """Records that a turn without an action ends the episode while its environment goes on, which must not be better than to act."""

@@ -78,7 +78,12 @@ def disk_full(run: Subject) -> Injected:
     filler = fill(run.run_dir.parent)
     try:
         free, size = os.statvfs(run.run_dir).f_bavail, run.output_size()
-        run.wait_for(lambda: f"paused: the disk of {run.run_dir} is full" in run.output(size), "the pause")
+
+        def paused() -> bool:
+            fill(run.run_dir.parent)  # again, because the run removes old versions
+            return f"paused: the disk of {run.run_dir} is full" in run.output(size)
+
+        run.wait_for(paused, "the pause")
         if running := run.processes(SERVER) + run.processes(RANK):
             raise ChaosError(f"the paused run still has the processes {running}")
     finally:
@@ -91,9 +96,9 @@ def disk_full(run: Subject) -> Injected:
 
 
 def fill(folder: Path) -> Path:
-    """Writes a file that takes all free space of the folder's disk; returns it."""
+    """Writes a file that takes all free space of the folder's disk, or extends it; returns it."""
     path = folder / "filler"
-    handle = os.open(path, os.O_CREAT | os.O_WRONLY)
+    handle = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     try:
         for block in (1 << 20, 4096):
             try:

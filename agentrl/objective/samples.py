@@ -122,7 +122,11 @@ def _with_rollout_tokens(samples: Sequence[Sample]) -> list[Sample]:
 def _group_samples(
     group: Group, estimate: GroupAdvantages, objective: ObjectiveConfig, penalties: Mapping[str, float]
 ) -> tuple[list[Sample], str]:
-    """Samples of a group, or the reason for having none. Credit for turns or branches can give a group with equal scores a signal."""
+    """Returns the samples of a group, or the reason for having none.
+
+    A group with equal scores has a signal if turns or branches get credit, or if there is an entropy bonus: without that, a policy that
+    has become deterministic in some state would never leave it.
+    """
     if estimate.drop_reason and estimate.drop_reason != "all_equal":
         return [], estimate.drop_reason
     turns = _turn_credit(group, objective)
@@ -134,7 +138,7 @@ def _group_samples(
     critic = objective.advantage.ref == "gae"
     branches = {} if critic else branch_credit(rollouts, objective)
     credits = [value for table in (turns, branches) for rows in table.values() for row in rows for value in row]
-    if not critic and all_negligible(credits, [rollout.score for rollout in rollouts]):
+    if not critic and not objective.entropy_coef and all_negligible(credits, [rollout.score for rollout in rollouts]):
         return [], "all_equal"
     lines, after = [], {}
     for rollout in rollouts:

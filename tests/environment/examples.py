@@ -324,13 +324,15 @@ class Careless(Environment):
 
 
 class Toll(Doors):
-    """Each call costs 1, and the third ends the episode."""
+    """Each call costs 1, and the third ends the episode. Door 2 is locked."""
 
     def reset(self, seed: int) -> str:
         self.steps = 0
         return "Go."
 
     def step(self, action: Any) -> tuple[str, float, bool]:
+        if action.arguments["door"] == 2:
+            raise PolicyFault("door 2 is locked")
         self.steps += 1
         return f"step {self.steps}", -1.0, self.steps == 3
 

@@ -65,6 +65,18 @@ async def test_an_episode_that_ends_without_an_action_scores_at_most_like_the_wo
     assert why in group.episodes[1].episode.failures[0].message
 
 
+async def test_forbidden_actions_cost_as_much_as_a_step(tokenizer: Any) -> None:
+    """Those before the first step are charged with it, and an episode of nothing else scores at most like the worst of its group."""
+    locked = CALL.replace("1", "2")
+    says = {"0": lambda turn: CALL, "1": lambda turn: locked if turn < 2 else CALL, "2": lambda turn: locked if turn == 1 else CALL}
+    policy = ScriptedPolicy(tokenizer, lambda turn, episode: says.get(episode[8:9], lambda turn: locked)(turn))
+    (group,) = await played(policy, tokenizer, "Toll", groups=1)
+    assert [one.score.value for one in group.episodes] == [-3.0, -5.0, -4.0, -5.0]
+    rewards = [[result.reward for turn in one.episode.trajectories[0].turns for result in turn.tool_results] for one in group.episodes]
+    assert rewards[:3] == [[-1, -1, -1], [0, 0, -3, -1, -1], [-1, -1, -1, -1]]
+    assert [failure.kind for failure in group.episodes[3].episode.failures] == ["no_action"]
+
+
 async def test_actions_that_end_the_process_are_scored_and_its_other_episodes_are_repeated(tokenizer: Any) -> None:
     """A leap ends the episode before its other steps cost anything, so that it would pay to be excluded."""
     policy = Slow(tokenizer, lambda turn, episode: "leap" if episode.startswith("g000000-1") and turn == 1 else "walk")

@@ -195,6 +195,13 @@ def test_trajectories_without_a_sampled_token_are_ignored() -> None:
         }
 
 
+def test_an_entropy_bonus_trains_groups_with_equal_scores() -> None:
+    equal = (rollout("a", 0.5), rollout("b", 0.5))
+    assert credit(recipe(entropy_coef=0.1), *equal) == {"a": [[0.0]], "b": [[0.0]]}
+    groups = [Group(index=0, task_id="t", task_key="k", episodes=equal)]
+    assert assemble(0, groups, recipe(entropy_coef=0.0)).drop_reasons == {0: "all_equal"}
+
+
 def test_scores_of_a_role_that_are_equal_up_to_rounding_give_zero() -> None:
     said = (rollout("a", 1.0, "worker", branches=(None, 0.1 + 0.2)), rollout("b", 0.0, "worker", branches=(None, 0.3)))
     group = Group(index=0, task_id="t", task_key="k", episodes=said)
