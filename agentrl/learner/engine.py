@@ -62,6 +62,11 @@ class PolicyEngine:
         """The Hugging Face model. Under ZeRO-3 its parameters are empty between forward passes."""
         return self.scorer.lm
 
+    @property
+    def image_token(self) -> int | None:
+        """The id that stands for a part of an image; None if the model reads only text."""
+        return None if self.scorer.images is None else self.scorer.images.token
+
     def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Returns logprobs [N] and entropies [N] at the sampling temperature, over each token's support, both with gradient."""
         return score_tokens(self.deepspeed, batch, self.temperature)

@@ -31,7 +31,7 @@ class ImageInputs:
     def __init__(self, folder: Path, token: int) -> None:
         from transformers import AutoProcessor
 
-        self._token, self._media = token, MediaFolder(folder.parent.parent)
+        self.token, self._media = token, MediaFolder(folder.parent.parent)
         self._own: dict[str, Any] = {}  # the image of `largest_gap`
         self._processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
 
@@ -55,7 +55,7 @@ class ImageInputs:
         features = self._features(trunk, [name for *_, name in blocks], recorded, input_ids.device).to(embedded)
         if not blocks:  # other ranks may have images, and all must compute with the same parameters
             return embedded + 0.0 * features.sum()
-        places = (input_ids >= FIRST) & (plain == self._token)
+        places = (input_ids >= FIRST) & (plain == self.token)
         if places.sum() != len(features):
             raise LearnerError(f"the model has {len(features)} features for {int(places.sum())} image tokens: {_SAME}")
         return embedded.masked_scatter(places[..., None], features)

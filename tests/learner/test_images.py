@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -151,6 +152,9 @@ def test_a_probe_row_starts_with_no_part_of_an_image(run: Run) -> None:
     group = Group(index=0, task_id="t", task_key="k", episodes=(scored(episode("e", [turn(prompt, [1, 2, 3], [0.0] * 3)]), 1.0),))
     (row,) = select_probe_rows((group,), vocabulary=288, max_model_len=1024)
     assert row == (*range(115), 1, 2, 3)
+    sampled = scored(episode("e", [turn(prompt, [1, 124, 3], [0.0] * 3)]), 1.0)
+    groups = (replace(group, episodes=(sampled, *group.episodes)),)
+    assert select_probe_rows(groups, vocabulary=288, max_model_len=1024, image_token=124) == (row,)
 
 
 def test_ranks_without_images_compute_with_the_same_parameters(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
