@@ -13,9 +13,8 @@ from dataclasses import replace
 from typing import Any, cast
 
 from agentrl.agent.chat import ChatFormat
-from agentrl.agent.contexts import with_instructions
+from agentrl.agent.contexts import refer_observation, with_instructions
 from agentrl.agent.tools import NO_BOUNDS, ToolOutcome
-from agentrl.base.media import InvalidImage
 from agentrl.base.user_code import clip
 from agentrl.environment import is_resumable, open_environment
 from agentrl.environment.choices import choice_constraint
@@ -153,11 +152,7 @@ class AgentEnvironment:
         return {STATE: {"first": self.first, "snapshot": base64.b64encode(state).decode(), **costs}}
 
     async def _text(self, observation: Observation) -> str:
-        """Returns the text of an observation, whose images it stores. Raises `EnvironmentFault`."""
-        try:
-            return await self._chat.refer(observation.text)
-        except InvalidImage as error:
-            raise EnvironmentFault(f"{self.spec.ref}: an observation is {error}") from error
+        return (await refer_observation(self._chat, observation, self.spec.ref)).text
 
     async def _repeat(self, action: str | ToolCall, recorded: ToolResult) -> None:
         """Applies a recorded action again. Raises `EnvironmentFault` if its result differs."""
