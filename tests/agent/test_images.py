@@ -12,9 +12,11 @@ from PIL import Image
 
 from agentrl.agent import ChatFormat
 from agentrl.agent.images import UNREADABLE, ImageTokens
+from agentrl.agent.invoke import call_tool
+from agentrl.agent.tools import ToolOutcome
 from agentrl.base.media import InvalidImage, MediaFolder, open_png
 from agentrl.errors import UserError
-from agentrl.records import Message
+from agentrl.records import Limits, Message
 from agentrl.records.images import MAX_IMAGES, image_blocks, image_text, plain_ids
 from agentrl.testing import byte_tokenizer
 from agentrl.testing.tiny_vision import write_vision_model
@@ -122,3 +124,26 @@ def test_a_processor_of_another_model_is_refused(folder: Path, tmp_path: Path) -
     (other / "processor_config.json").write_text("{}")
     with pytest.raises(UserError, match="image processor cannot be used"):
         ImageTokens.load(str(other), lambda content: "")
+
+
+class Camera:
+    """A tool that shows what it was given."""
+
+    name, needs_sandbox, schema = "camera", False, {}
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+    async def __call__(self, arguments: Any, sandbox: Any, limits: Limits) -> ToolOutcome:
+        return ToolOutcome(output=f"seen: {image_text(self.content)}", ok=True)
+
+
+async def test_a_tool_shows_images_that_are_longer_than_its_output_may_be(folder: Path, tmp_path: Path) -> None:
+    chat, _ = load(folder, tmp_path)
+    limits, content = Limits(tool_output_chars=100), noise(60, 60)
+    outcome = (await call_tool(Camera(content), {}, None, limits, turn=0, refer=chat.refer)).outcome
+    assert outcome.ok and list(image_blocks(chat.tool_delta([outcome.output]))) and len(image_text(content)) > 1000
+    unread = (await call_tool(Camera(content), {}, None, limits, turn=0, refer=ChatFormat(byte_tokenizer()).refer)).outcome
+    assert unread.output == f"seen: {UNREADABLE}"
+    failed = await call_tool(Camera(b"text"), {}, None, limits, turn=0, refer=chat.refer)
+    assert not failed.outcome.ok and "not an image" in failed.outcome.output
