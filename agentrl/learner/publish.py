@@ -32,6 +32,7 @@ FULL_EVERY = 8  # versions; a server that restarts applies fewer deltas than thi
 PROBE_ROWS = 4
 _BASE_ROWS, _BASE_TOKENS = 2, 12  # of version 0's probe
 _PROBE_TOKENS = 128  # tokens per row; a wrong tensor changes the logprob of any token
+_IMAGE_PROBE_TOKENS = 4096  # an image has up to about 1,000 tokens
 _NOT_COPIED = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.part")
 _OWN_FILES = ("config.json", "generation_config.json", "version.json", "update.json", "probe.json")
 
@@ -49,7 +50,7 @@ def select_probe_rows(
     The ends, because contexts of one family often start alike. A row is shorter than the model's context, because a server must sample one
     more token to return its logprobs. Servers reject one in which the policy sampled the `image_token`.
     """
-    longest = min(_PROBE_TOKENS, max_model_len - 1)
+    longest = min(_PROBE_TOKENS if image_token is None else _IMAGE_PROBE_TOKENS, max_model_len - 1)
     rows: list[tuple[int, ...]] = []
     for group in groups:
         trajectories = (trajectory for scored in group.episodes for trajectory in scored.episode.trajectories)

@@ -148,13 +148,15 @@ def test_a_critic_reads_images(run: Run) -> None:
 
 def test_a_probe_row_starts_with_no_part_of_an_image(run: Run) -> None:
     large = run.image(3, (80, 112))
-    prompt = [7, *large, *range(115)]
+    prompt = [7, *large, *range(10, 115)]
     group = Group(index=0, task_id="t", task_key="k", episodes=(scored(episode("e", [turn(prompt, [1, 2, 3], [0.0] * 3)]), 1.0),))
-    (row,) = select_probe_rows((group,), vocabulary=288, max_model_len=1024)
-    assert row == (*range(115), 1, 2, 3)
+    (row,) = select_probe_rows((group,), vocabulary=288, max_model_len=1024, image_token=9)
+    assert row == (*prompt, 1, 2, 3)
+    (row,) = select_probe_rows((group,), vocabulary=288, max_model_len=140, image_token=9)
+    assert row == (*range(10, 115), 1, 2, 3)
     sampled = scored(episode("e", [turn(prompt, [1, 124, 3], [0.0] * 3)]), 1.0)
     groups = (replace(group, episodes=(sampled, *group.episodes)),)
-    assert select_probe_rows(groups, vocabulary=288, max_model_len=1024, image_token=124) == (row,)
+    assert select_probe_rows(groups, vocabulary=288, max_model_len=140, image_token=124) == (row,)
 
 
 def test_ranks_without_images_compute_with_the_same_parameters(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
