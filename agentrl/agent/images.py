@@ -115,7 +115,7 @@ def _placeholder(render: Callable[[Any], str], token: str) -> str:
     """Returns what the chat template writes for an image; the processor's token if the template knows no images."""
     words = {"type": "text", "text": "-"}
     try:
-        plain, shown = render([words]), render([{"type": "image"}, words])
+        plain, shown = render([words, words]), render([words, {"type": "image"}, words])
     except Exception:  # a template is a program, and may raise anything
         return token
     start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(plain, shown, strict=False)))

@@ -147,7 +147,7 @@ def read_array(content: bytes) -> NDArray[Any]:
     try:
         file = io.BytesIO(content)
         version = np.lib.format.read_magic(file)
-        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+        read: Any = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
         shape, fortran, dtype = read(file, max_header_size=_HEADER)
         if dtype.kind not in "biuf" or math.prod(shape) * dtype.itemsize != len(content) - file.tell():
             raise InvalidImage(f"an npy file of {dtype} {shape} cannot have {len(content)} bytes, or has no numbers")

@@ -92,7 +92,8 @@ class ImageInputs:
         states = run_trunk(lm, self, tagged, ForestLayout(build_forest([tagged[0].tolist()]), ids.device))
         own, reference = lm.get_output_embeddings()(states), lm(**inputs, use_cache=False).logits[0]
         self._own = {}
-        return (own.double().log_softmax(-1) - reference.double().log_softmax(-1)).abs().max().item()
+        gap: float = (own.double().log_softmax(-1) - reference.double().log_softmax(-1)).abs().max().item()
+        return gap
 
 
 _SAME = "use the same versions of transformers and Pillow for learner and rollouts"

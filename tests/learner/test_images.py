@@ -76,13 +76,13 @@ def score(lm: Any, samples: Sequence[Sample]) -> torch.Tensor:
 
 def test_a_forest_with_images_has_the_logprobs_of_plain_sequences(run: Run) -> None:
     """Sequences that share an image, that differ only in the image, with equal images in a row, with several sizes, and without any."""
-    one, two, large = run.image(1), run.image(2), run.image(3, (80, 112))
-    assert plain_ids(one) == plain_ids(two) and len(large) > len(one)
+    one, two, wide = run.image(1), run.image(2), run.image(3, (30, 112))
+    assert plain_ids(one) == plain_ids(two) and len(wide) != len(one)
     shown: list[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]] = [
         ((7, 8, *one, 9, 10, 11, 12), (one,)),
         ((7, 8, *one, 9, 10, 13, 14), (one,)),
         ((7, 8, *two, 9, 10, 11, 12), (two,)),
-        ((7, *one, *one, 5, 6, 7, 8, *large, 1, 2, 3), (one, one, large)),
+        ((7, *one, *one, 5, 6, 7, 8, *wide, 1, 2, 3), (one, one, wide)),
         ((7, 8, 9, 10, 11, 12), ()),
     ]
     samples = [sample(ids) for ids, _ in shown]
@@ -127,8 +127,8 @@ def test_an_image_trains_the_vision_tower_and_text_does_not(run: Run) -> None:
 
 def test_what_is_not_the_recorded_image_raises(run: Run) -> None:
     """Another image under the recorded ids, other ids for the image, a part of it, and one that is gone."""
-    one, large = run.image(1), run.image(3, (80, 112))
-    other = tuple(token & (FIRST * 2 - 1) | large[0] >> 23 << 23 for token in one)
+    one, wide = run.image(1), run.image(3, (30, 112))
+    other = tuple(token & (FIRST * 2 - 1) | wide[0] >> 23 << 23 for token in one)
     for block in (other, (*one[:3], one[3] + 1, *one[4:]), one[:-1]):
         with pytest.raises(LearnerError, match="other tokens than the recorded ones"):
             score(run.lm, [sample((7, *block, 3, 5, 6))])
@@ -147,16 +147,16 @@ def test_a_critic_reads_images(run: Run) -> None:
 
 
 def test_a_probe_row_starts_with_no_part_of_an_image(run: Run) -> None:
-    large = run.image(3, (80, 112))
-    prompt = [7, *large, *range(10, 115)]
+    wide = run.image(3, (30, 112))
+    prompt = [7, *wide, *range(10, 115)]
     group = Group(index=0, task_id="t", task_key="k", episodes=(scored(episode("e", [turn(prompt, [1, 2, 3], [0.0] * 3)]), 1.0),))
     (row,) = select_probe_rows((group,), vocabulary=288, max_model_len=1024, image_token=9)
     assert row == (*prompt, 1, 2, 3)
-    (row,) = select_probe_rows((group,), vocabulary=288, max_model_len=140, image_token=9)
+    (row,) = select_probe_rows((group,), vocabulary=288, max_model_len=120, image_token=9)
     assert row == (*range(10, 115), 1, 2, 3)
     sampled = scored(episode("e", [turn(prompt, [1, 124, 3], [0.0] * 3)]), 1.0)
     groups = (replace(group, episodes=(sampled, *group.episodes)),)
-    assert select_probe_rows(groups, vocabulary=288, max_model_len=140, image_token=124) == (row,)
+    assert select_probe_rows(groups, vocabulary=288, max_model_len=120, image_token=124) == (row,)
 
 
 def test_ranks_without_images_compute_with_the_same_parameters(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
