@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 
 from agentrl.agent.agent_environment import environment_prompt
 from agentrl.agent.chat import ChatFormat, ParsedCompletion
-from agentrl.agent.contexts import continue_context, read_turn, reading_policy_text
+from agentrl.agent.contexts import continue_context, read_turn, reading_policy_text, refer_observation
 from agentrl.base import user_code
 from agentrl.base.user_code import clip
 from agentrl.environment.choices import choice_constraint
@@ -170,7 +170,7 @@ class Match:
         """Plays until the game ends or a limit is reached. Returns why it ended."""
         episode = self._episode
         episode.stage = "environment"
-        observations, loop = await self._environment.reset(), asyncio.get_running_loop()
+        observations, loop = await self._referred(await self._environment.reset()), asyncio.get_running_loop()
         while True:
             self._check(observations)
             moves = await asyncio.gather(*(self._move(role, item) for role, item in observations.items()), return_exceptions=True)
@@ -191,12 +191,16 @@ class Match:
             for role in actions:
                 self._record(role, wall_s=loop.time() - started)
             self._reward(step.rewards)
-            for role, item in step.observations.items():
+            observations = await self._referred(step.observations)
+            for role, item in observations.items():
                 if role in self._players:
                     self._record(role, text=item.text)
             if step.done:
                 return "terminated" if step.terminated else "truncated"
-            observations = step.observations
+
+    async def _referred(self, observations: Mapping[str, Observation]) -> dict[str, Observation]:
+        chat, game = self._agent.chat, getattr(self._episode.task.environment, "ref", "")
+        return {role: await refer_observation(chat, item, game) for role, item in observations.items()}
 
     def _check(self, observations: Mapping[str, Observation]) -> None:
         self._episode.stage = "environment"

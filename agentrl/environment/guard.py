@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from agentrl.base import user_code
@@ -46,9 +47,9 @@ class GuardedEnvironment:
         step: object = await guarded(lambda: self._environment.step(action), f"{self._ref}.step()", self._step_s)
         if not isinstance(step, Step):
             raise EnvironmentFault(f"{self._ref}.step() returned {type(step).__name__} instead of a Step")
-        for text in (step.observation, step.note):
-            text_of(text, f"{self._ref}.step()")
-        return step
+        text_of(step.note, f"{self._ref}.step()")
+        text = text_of(step.observation, f"{self._ref}.step()")
+        return step if not step.observation.media else replace(step, observation=Observation(text=text))
 
     async def snapshot(self) -> bytes:
         """See `agentrl.protocols.ResumableEnvironment`."""
