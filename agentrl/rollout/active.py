@@ -139,7 +139,10 @@ class ActiveTrajectory:
         return completion
 
     def add_turn(self, completion: Completion, message: Message) -> None:
-        """Records the sampled turn."""
+        """Records the sampled turn. Without training its tokens are context, the last ones of the turn's prompt."""
+        if self._begun.policy:
+            self.add_prompt(completion.token_ids)
+            completion = Completion(token_ids=(), logprobs=(), versions=(), finish_reason=completion.finish_reason)
         turn = Turn(
             prompt_ids=self.prompt_ids,
             completion_ids=completion.token_ids,
@@ -279,8 +282,10 @@ class ActiveEpisode:
 
     def open(self, agent: str, *, parent: Parent | None = None, prompt: Sequence[Message] = (), policy: str = "") -> ActiveTrajectory:
         """Opens another trajectory."""
-        begun = Trajectory(agent=agent, turns=(), parent=parent, prompt=tuple(prompt), stop_reason="", policy=policy)
         check_parent(len(self._trajectories), parent, self._trajectories)
+        if parent is not None and parent.call is None:  # the same agent
+            policy = self._trajectories[parent.trajectory]._begun.policy
+        begun = Trajectory(agent=agent, turns=(), parent=parent, prompt=tuple(prompt), stop_reason="", policy=policy)
         self._trajectories.append(ActiveTrajectory(self, len(self._trajectories), begun))
         return self._trajectories[-1]
 
