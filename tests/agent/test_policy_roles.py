@@ -96,7 +96,7 @@ async def test_the_tokens_of_the_user_are_trained_only_on_request(tokenizer: Any
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("resume", ["snapshot", "replay"])
 async def test_a_resumed_conversation_samples_nothing_again(tokenizer: Any, trained: bool, resume: str) -> None:
-    task, states = talk_of(trained, resume), list[EpisodeState]()
+    task, states = talk_of(trained, resume, Limits(turns=16, tool_calls=1)), list[EpisodeState]()
 
     async def on_turn(count: int, capture: Any) -> None:
         states.append(await capture())
