@@ -15,10 +15,12 @@ from typing import Any, cast
 
 from agentrl.agent.chat import ChatFormat
 from agentrl.agent.contexts import refer_observation, with_instructions
+from agentrl.agent.policy_roles import PolicyUser, user_prompt
 from agentrl.agent.tools import NO_BOUNDS, ToolOutcome
 from agentrl.base.user_code import clip
 from agentrl.environment import NEWEST_NOTE, NOTES, is_resumable, open_environment
 from agentrl.environment.choices import choice_constraint
+from agentrl.environment.dialogue import TRAINED
 from agentrl.errors import EnvironmentFault, PolicyFault, UserError
 from agentrl.protocols import Environment, LiveEpisode, LiveTrajectory, ResumableEnvironment, Sandbox
 from agentrl.records import EnvironmentSpec, Limits, Message, Observation, Step, Task, ToolCall, ToolResult
@@ -53,6 +55,7 @@ class AgentEnvironment:
         self._lowest: float | None = None  # smallest reward of a step, at most 0; None before the first one
         self._environment, self._episode, self._chat, self._instructions = environment, episode, chat, instructions
         self._notes: list[str] = []  # of this episode, newest first
+        self._user: PolicyUser | None = None
 
     @classmethod
     async def open(cls, episode: LiveEpisode, chat: ChatFormat, instructions: str | None = None) -> AgentEnvironment:
@@ -61,6 +64,9 @@ class AgentEnvironment:
         `instructions` replace the system messages of the task and the environment; None replaces none.
         """
         opened = cls(await episode.environment(), episode, chat, instructions)
+        if played := getattr(opened._environment, "policy_user", ""):
+            opened._user = PolicyUser(chat, episode, trained=played == TRAINED)
+            cast(Any, opened._environment).play_user(opened._user)
         saved = episode.agent_state.get(STATE)
         if isinstance(saved, Mapping) and "snapshot" in saved:
             episode.stage = "environment"
@@ -136,7 +142,8 @@ class AgentEnvironment:
             raise EnvironmentFault(f"{self.spec.ref}.step() returned {type(step).__name__} instead of a Step")
         saved = await self._save(step.note)
         self.now = await self._shown(step.observation) + saved
-        self.ended = "terminated" if step.terminated else TRUNCATED if step.truncated else ""
+        limit = "" if self._user is None else self._user.limit
+        self.ended = limit or ("terminated" if step.terminated else TRUNCATED if step.truncated else "")
         self._lowest = min(self._lowest or 0.0, step.reward)
         unpaid, self.unpaid = self.unpaid * self._lowest, 0
         return ToolOutcome(output=self.now, ok=True, reward=step.reward + unpaid, parts=step.parts)
@@ -228,7 +235,9 @@ async def check_environment(task: Task, chat: ChatFormat) -> None:
                     f"{task.environment.ref}: no answer can be the action {choice[:80]!a}: {problem}", fix="change its text or limits"
                 )
         functions = [action for action in environment.actions or () if not isinstance(action, str)]
-        if not functions and task.environment.context_turns != 1:
+        if played := getattr(environment, "policy_user", ""):
+            chat.opening(user_prompt(chat, "-", "-", "-"), ())
+        if played or (not functions and task.environment.context_turns != 1):
             chat.check_user_turns()
         if MARK in observation.text and not chat.reads_images and REFERENCE.search(observation.text):
             message = f"{task.environment.ref}: its observations show images, and the model reads only text"

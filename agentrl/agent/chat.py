@@ -263,6 +263,10 @@ class ChatFormat:
         message = Message(role="assistant", content=(thought + answer).strip(), tool_calls=reading.calls)
         return ParsedCompletion(message=message, errors=errors, answer=answer, call_ids=reading.ids, end=end)
 
+    def answer_of(self, message: Message) -> str:
+        """Returns the text of a parsed message without the reasoning."""
+        return self._thinking(message.content)[1].strip()
+
     def _thinking(self, text: str) -> tuple[str, str, bool]:
         """Returns the reasoning with its marks, the text after it, and whether the reasoning has ended."""
         if self.thinks_first and not text.lstrip().startswith(THINK[0]):

@@ -30,6 +30,7 @@ from agentrl.errors import InfrastructureError, PluginError, TaskError, ToolUnav
 from agentrl.protocols import LiveEpisode, Sandbox
 from agentrl.protocols.sandbox import ForwardingSandbox
 from agentrl.records import Blame, Failure, Limits, ToolCall, ToolResult
+from agentrl.records.chat import user_message
 from agentrl.records.fields import json_object
 
 T = TypeVar("T")
@@ -358,9 +359,10 @@ async def _together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def count_calls(episode: LiveEpisode) -> Counter[str]:
-    """Returns the number of calls so far by the tool's name, including rejected calls."""
-    turns = (turn for trajectory in episode.trajectories for turn in trajectory.turns)
-    return Counter(result.name for turn in turns for result in turn.tool_results)
+    """Returns the number of calls so far by the tool's name, including rejected calls. What a user says is no call."""
+    turns = [turn for trajectory in episode.trajectories for turn in trajectory.turns]
+    calls = (turn.tool_results for turn in turns if user_message(turn.message, turn.tool_results) is None)
+    return Counter(result.name for results in calls for result in results)
 
 
 def budget_error(episode: LiveEpisode, spent: Counter[str], name: str) -> ToolOutcome | None:

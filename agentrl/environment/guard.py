@@ -35,8 +35,13 @@ class GuardedEnvironment:
         self.actions: Sequence[str] | Sequence[dict[str, Any]] | None = actions_of(environment.actions, ref)
         self.resumable = hasattr(environment, "snapshot") and hasattr(environment, "restore")
         self.takes_text = bool(getattr(environment, "takes_text", False))
+        self.policy_user = str(getattr(environment, "policy_user", ""))
         self._environment, self._ref = environment, ref
         self._step_s = float(getattr(environment, "step_s", TIMEOUT_S))
+
+    def play_user(self, user: Callable[[str, Sequence[tuple[str, str]]], Any]) -> None:
+        """Sets what plays the user; see `agentrl.environment.dialogue`."""
+        cast(Any, self._environment).play_user(user)
 
     async def reset(self) -> Observation:
         """See `agentrl.protocols.Environment`."""

@@ -173,7 +173,7 @@ class LiveEpisode(Protocol):
             agent: name of its agent, such as "search".
             parent: the turn at which it starts. With `call` it belongs to a sub-agent, otherwise to the same agent in a new context.
             prompt: messages to the agent, for the record. Its tokens are added with `add_prompt`.
-            policy: what plays it, if not the trained policy (`Trajectory.policy`).
+            policy: what plays it, if it is not trained (`Trajectory.policy`). A new context of the same agent has that of its parent.
 
         Raises:
             ValueError: the turn or the call does not exist.
