@@ -24,6 +24,7 @@ from agentrl.environment.inspect_tasks import InspectFamily
 from agentrl.environment.venvs import environment_python
 from agentrl.errors import PluginError, UserError
 from agentrl.objective import counted_samples
+from agentrl.plugins import references
 from agentrl.protocols import SandboxBackend
 from agentrl.records import Blame, EnvironmentSpec, Episode, Group, SandboxSpec, Score, ScoredEpisode, Split, Task
 from agentrl.records.sampling import Sampling
@@ -51,6 +52,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def in_project(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(references, "_added", [])
 
 
 @dataclass(frozen=True)
