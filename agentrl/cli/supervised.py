@@ -23,11 +23,13 @@ from agentrl.session.folder import holds_run
 _PAUSES_S = (0.0, 1.0, 5.0, 15.0, 30.0)
 """Before the first, second, ... restart in a row: a cluster that is lost may come back."""
 
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGWINCH, signal.SIGTSTP)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
+_FORWARDED = (*_ENDING, signal.SIGHUP, signal.SIGWINCH, signal.SIGTSTP)
 
 
 def supervise(command: Sequence[str], folder: Path, *, restarts: int) -> int:
-    """Runs a driver and returns its exit code. If it is killed or fails, it is started again with --resume, except after SIGINT or SIGTERM.
+    """Runs a driver and returns its exit code. If it is killed or fails, it is started again with --resume, unless this process
+    received a signal to end.
 
     Args:
         command: `agentrl train ... --run-dir FOLDER`, as arguments.
@@ -57,7 +59,7 @@ def _may_resume(code: int, folder: Path, *, resumed: bool) -> bool:
 
 
 def _run(command: Sequence[str]) -> tuple[int, bool]:
-    """Runs a driver. Returns its exit code, and whether this process received SIGINT or SIGTERM.
+    """Runs a driver. Returns its exit code, and whether this process received a signal of `_ENDING`.
 
     The driver has its own process group, so that a terminal and `kill` reach only this process, which forwards each signal once.
     """
@@ -72,7 +74,7 @@ def _run(command: Sequence[str]) -> tuple[int, bool]:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=prepare)
         with _forwarding(process) as forwarded:
             signal.pthread_sigmask(signal.SIG_SETMASK, held)
-            return process.wait(), not forwarded.isdisjoint((signal.SIGINT, signal.SIGTERM))
+            return process.wait(), not forwarded.isdisjoint(_ENDING)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, held)
 

@@ -110,12 +110,12 @@ def signals_of(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT, signal.SIGKILL])
 def test_the_driver_ends_with_its_parent(number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "ends").write_text(json.dumps(["wait", "wait"]))
     with supervised_driver(tmp_path, DRIVER, stderr=subprocess.DEVNULL) as (parent, pid):
         parent.send_signal(number)
-        assert parent.wait(60) == (128 + number if number == signal.SIGTERM else -number)
+        assert parent.wait(60) == (-number if number == signal.SIGKILL else 128 + number)
         wait_until(lambda: read_stat(pid).has_ended)
         assert (tmp_path / "starts").read_text() == "\n", "it was started once"
 
