@@ -47,7 +47,8 @@ def kind_of(ref: str) -> str:
     if (known := environment_kind(ref)) is not None:
         if known.host:
             raise PluginError(
-                f"the program of {ref!r} drives the model, so the turn loop cannot play it", fix="evaluate it with its recipe"
+                f"the program of {ref!r} drives the model, so the turn loop cannot play it",
+                fix="use the recipe of its tasks, with the default rollout.agent",
             )
         return REMOTE_OPENER if known.session else ""
     target = resolve(ref)
