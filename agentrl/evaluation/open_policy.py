@@ -141,13 +141,13 @@ def _check_source(policy: NamedPolicy, suites: Sequence[Suite], recipe: Recipe) 
         if policy.source is PolicySource.ENDPOINT and environment:
             also = f", or set tasks.family.options.solver={OWN_SOLVER}" if environment.startswith("inspect:") else ""
             raise UserError(
-                f"case {case.id} is played in the environment {environment!r}, and a model behind an endpoint gets only a task's messages"
-                " and tools",
+                f"case {case.id} is played in the environment {environment[:80]!a}, and a model behind an endpoint gets only a"
+                " task's messages and tools",
                 fix=f"evaluate a model that agentrl serves: agentrl eval RECIPE --model FOLDER{also}",
             )
         if is_hosted(case.task) and recipe.agent.ref in parts.AGENT.shipped:
             raise UserError(
-                f"case {case.id}: the program of {environment!r} drives the model, so {recipe.agent} cannot play it",
+                f"case {case.id}: the program of {environment[:80]!a} drives the model, so {recipe.agent} cannot play it",
                 fix="evaluate it with the recipe of its tasks: agentrl eval RECIPE --suite SUITE --model MODEL",
             )
 
