@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+from agentrl.agent.arguments import argument_errors
 from agentrl.agent.chat import ChatFormat
 from agentrl.agent.contexts import refer_observation, with_instructions
 from agentrl.agent.policy_roles import PolicyUser, user_prompt
@@ -26,6 +27,7 @@ from agentrl.protocols import Environment, LiveEpisode, LiveTrajectory, Resumabl
 from agentrl.records import EnvironmentSpec, Limits, Message, Observation, Step, Task, ToolCall, ToolResult
 from agentrl.records.chat import USER
 from agentrl.records.episode import NO_NOTES
+from agentrl.records.failure import NO_ACTION
 from agentrl.records.images import MARK, REFERENCE
 from agentrl.records.trajectory import CONTINUED, TRUNCATED
 
@@ -40,8 +42,8 @@ class AgentEnvironment:
 
     `first` is the first observation, and `now` the last one. `ended` is `terminated` or `truncated` after the last step.
 
-    An action that the rules forbid costs as much as the most expensive step of the episode, because otherwise it would be better than to
-    act. `unpaid` counts those before the first step, which is charged for them.
+    An action that the rules forbid, and a turn without an action or a working call, cost as much as the most expensive step of the
+    episode, because otherwise they would be better than to act. `unpaid` counts those before the first step, which is charged for them.
     """
 
     def __init__(self, environment: Environment, episode: LiveEpisode, chat: ChatFormat, instructions: str | None = None) -> None:
@@ -133,6 +135,9 @@ class AgentEnvironment:
             return ToolOutcome(output="error: the episode has ended", ok=False)
         if isinstance(action, str) and self.choices and action not in self.choices:
             return self._forbidden(f"the action must be one of {', '.join(self.choices)}")
+        for schema in () if isinstance(action, str) else self.schemas:
+            if schema["function"]["name"] == action.name and (wrong := argument_errors(schema, action.arguments)):
+                return self._forbidden(wrong)
         self._episode.stage = "environment"
         try:
             step = await self._environment.step(action)
@@ -147,6 +152,13 @@ class AgentEnvironment:
         self._lowest = min(self._lowest or 0.0, step.reward)
         unpaid, self.unpaid = self.unpaid * self._lowest, 0
         return ToolOutcome(output=self.now, ok=True, reward=step.reward + unpaid, parts=step.parts)
+
+    def charge(self, results: Sequence[ToolResult]) -> tuple[ToolResult, ...]:
+        """Returns the results of the calls of a turn. The last one has the cost if none of them is an action or a working call."""
+        if any(result.ok or result.reward is not None for result in results):
+            return tuple(results)
+        cost = self._forbidden("").reward or 0.0
+        return (*results[:-1], replace(results[-1], reward=cost, parts={NO_ACTION: cost}))
 
     def _forbidden(self, why: str) -> ToolOutcome:
         self.unpaid += self._lowest is None
@@ -184,11 +196,11 @@ class AgentEnvironment:
         notes = NO_NOTES if memory is None else (await asyncio.to_thread(memory.recall, "", self._notes, most))[1]
         return text.replace(marker, notes, 1)
 
-    async def _repeat(self, action: str | ToolCall, recorded: ToolResult) -> None:
+    async def _repeat(self, action: str | ToolCall | None, recorded: ToolResult) -> None:
         """Applies a recorded action again. Raises `EnvironmentFault` if its result differs."""
-        outcome = await self.act(action)
-        shown = clip(outcome.output, self._chars)
-        if outcome.reward != recorded.reward or (shown != recorded.output and _USED_UP not in recorded.output):
+        outcome = self._forbidden("") if action is None else await self.act(action)
+        same = action is None or clip(outcome.output, self._chars) == recorded.output or _USED_UP in recorded.output
+        if outcome.reward != recorded.reward or not same:
             raise EnvironmentFault(
                 f"{self.spec.ref} is not deterministic: a repeated action has another result\n"
                 "  fix: set tasks.family.options.resume=restart, or snapshot if the environment has it"
@@ -261,11 +273,13 @@ def environment_prompt(prompt: Sequence[Message], instructions: str, observation
     return (*prompt, Message(role="user", content=observation))
 
 
-def recorded_actions(episode: LiveEpisode, chat: ChatFormat) -> Iterator[tuple[str | ToolCall, ToolResult]]:
-    """Yields the actions of the episode so far with their results."""
+def recorded_actions(episode: LiveEpisode, chat: ChatFormat) -> Iterator[tuple[str | ToolCall | None, ToolResult]]:
+    """Yields the actions of the episode so far with their results. None is a turn without an action, which `charge` charged."""
     for trajectory in episode.trajectories:
         for turn in trajectory.turns:
             calls: Sequence[ToolCall] = turn.message.tool_calls
             for number, result in enumerate(turn.tool_results):
-                if result.reward is not None:
+                if not result.ok and NO_ACTION in result.parts:  # a step that an environment has made is `ok`
+                    yield None, result
+                elif result.reward is not None:
                     yield calls[number] if calls else chat.parse(turn.completion_ids).answer, result

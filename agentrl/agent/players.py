@@ -1,4 +1,5 @@
-"""Several agents in one environment: each role is played by the policy in training, a past version of it, a script or an endpoint.
+"""Several agents in one environment: each role is played by the policy in training, a past version of it, a function or
+an endpoint.
 
 Each role has a trajectory with its name. The turns of a role that the trained policy does not play have a message and no tokens, so they
 are not trained and have no staleness. The reward of a role since its last action is recorded with the observation that follows that action.
@@ -29,13 +30,13 @@ from agentrl.records.chat import USER
 from agentrl.records.sampling import Sampling
 
 CURRENT, LEAGUE = "current", "league"
-SCRIPT_S = 120.0
-"""Seconds for one move of a script."""
+FUNCTION_S = 120.0
+"""Seconds for one move of a function."""
 OPPONENT_S = 120.0
 """Seconds for one move of a past version."""
 
-Script = Callable[[str, Sequence[str], Sequence[str]], Any]
-"""A script: gets its role, the observations so far and the allowed actions (empty: any text). Returns its action, or an awaitable of it."""
+PlayerFunction = Callable[[str, Sequence[str], Sequence[str]], Any]
+"""Gets its role, the observations so far and the allowed actions (empty: any text). Returns its action, or an awaitable of it."""
 
 
 class Player(Protocol):
@@ -54,7 +55,7 @@ class Players:
 
     Args:
         players: role -> `current` (the policy in training, the default), `league` (a past version of it), or the plug-in reference of a
-            `Script`.
+            `PlayerFunction`.
         opponent: what plays all roles but one in a `share` of the tasks, in which the role of the trained policy is drawn: `league` or a
             reference. None: the trained policy plays all roles that `players` does not assign.
         share: share of the tasks with an opponent; the same for all attempts at a task.
@@ -270,11 +271,11 @@ NO_TOKENS = Completion(token_ids=(), logprobs=(), versions=(), finish_reason="st
 
 
 class FunctionPlayer(UntrainedPlayer):
-    """A user-supplied function. A script that fails is a fault of the environment, never a score."""
+    """A user-supplied function. One that fails is a fault of the environment, never a score."""
 
-    def __init__(self, episode: LiveEpisode, role: str, script: Script, trajectory: LiveTrajectory) -> None:
+    def __init__(self, episode: LiveEpisode, role: str, function: PlayerFunction, trajectory: LiveTrajectory) -> None:
         super().__init__(trajectory)
-        self._episode, self._role, self._script, self._seen = episode, role, script, list[str]()
+        self._episode, self._role, self._function, self._seen = episode, role, function, list[str]()
 
     async def move(self, observation: Observation) -> str:
         """Calls the function."""
@@ -282,16 +283,16 @@ class FunctionPlayer(UntrainedPlayer):
         self._seen.append(observation.text)
         try:
             action = await user_code.call_user_code(
-                lambda: _awaited(self._script(self._role, tuple(self._seen), observation.actions)),
-                what=f"the script of {self._role}",
-                timeout_s=SCRIPT_S,
+                lambda: _awaited(self._function(self._role, tuple(self._seen), observation.actions)),
+                what=f"the function of {self._role}",
+                timeout_s=FUNCTION_S,
             )
         except EnvironmentFault:
             raise
         except Exception as error:
-            raise EnvironmentFault(f"the script of {self._role} failed: {user_code.describe_error(error, 1000)}") from error
+            raise EnvironmentFault(f"the function of {self._role} failed: {user_code.describe_error(error, 1000)}") from error
         if not isinstance(action, str) or (observation.actions and action not in observation.actions):
-            raise EnvironmentFault(f"the script of {self._role} returned {action!r:.80}, which is not an allowed action")
+            raise EnvironmentFault(f"the function of {self._role} returned {action!r:.80}, which is not an allowed action")
         self.record(action)
         return action
 

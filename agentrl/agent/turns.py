@@ -142,6 +142,7 @@ class AgentRun:
             started = time.monotonic()
             if parsed.message.tool_calls or parsed.errors:
                 results, answer = await self._results(parsed)
+                results = results if self._environment is None else self._environment.charge(results)
             elif self._environment is not None and self._environment.takes_text:
                 results, answer = (await self._environment.say(parsed.answer),), None
             else:
@@ -206,9 +207,9 @@ class AgentRun:
             trajectory.add_last_state(state)
 
     def _cut(self, limit: str) -> Ended:
-        """Returns the end at a limit. An episode of forbidden actions only has paid for none."""
+        """Returns the end at a limit. An episode without an allowed action has paid for none of its turns."""
         if self._environment is not None and self._environment.unpaid:
-            self._add_no_action("the rules forbid it, as all before it")
+            self._add_no_action("the rules forbid it, or it has no working call, as all before it")
         return Ended(reason=limit)
 
     def _add_no_action(self, why: str) -> None:

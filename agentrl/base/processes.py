@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -97,6 +98,23 @@ def process_group(group: int) -> list[int]:
     return [pid for pid in _processes() if (stat := read_stat(pid)).group == group and not stat.has_ended]
 
 
+def memory_by_group() -> Counter[int]:
+    """Returns the resident bytes of the other processes by process group. Pages that processes share count for each. Linux only."""
+    used = Counter[int]()
+    for stat in map(read_stat, _processes()):
+        used[stat.group] += stat.memory
+    return used
+
+
+def available_memory() -> int:
+    """Returns the bytes of memory that this container, or else this machine, may use."""
+    amounts = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # the file does not exist, or contains "max"
+            amounts.append(int(Path("/sys/fs/cgroup", name).read_text()))
+    return min(amounts)
+
+
 class ProcessStat(NamedTuple):
     """What `proc(5)` reports about a process. `started` and the process id together identify it, because ids are reused."""
 
@@ -104,6 +122,7 @@ class ProcessStat(NamedTuple):
     parent: int = 0
     group: int = 0
     started: int = 0  # ticks since boot
+    memory: int = 0  # resident bytes
 
     @property
     def has_ended(self) -> bool:
@@ -118,7 +137,7 @@ def read_stat(pid: int) -> ProcessStat:
     """Returns what is known of a process; `GONE` if it does not exist. Linux only."""
     with contextlib.suppress(OSError):  # the program's name, in parentheses, may contain anything
         state, parent, group, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return ProcessStat(state, int(parent), int(group), int(rest[16]))
+        return ProcessStat(state, int(parent), int(group), int(rest[16]), int(rest[18]) * resource.getpagesize())
     return GONE
 
 

@@ -29,6 +29,7 @@ import typer
 
 from agentrl.base.files import sha256_file
 from agentrl.base.installation import DISTRIBUTION
+from agentrl.base.processes import available_memory
 from agentrl.cli.running import JsonFlag
 from agentrl.errors import SandboxUnavailable, UserError
 from agentrl.plugins.references import content_root
@@ -118,10 +119,7 @@ def _cpu() -> Check:
 
 
 def _memory() -> Check:
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
-        if limit.is_file() and (text := limit.read_text().strip()).isdigit():
-            total = min(total, int(text))
+    total = available_memory()
     # The kernel reserves some of the installed memory.
     ok = total >= 0.9 * MEMORY_GIB * GIB
     return _check(

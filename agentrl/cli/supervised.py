@@ -23,9 +23,13 @@ from agentrl.session.folder import holds_run
 _PAUSES_S = (0.0, 1.0, 5.0, 15.0, 30.0)
 """Before the first, second, ... restart in a row: a cluster that is lost may come back."""
 
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
+_FORWARDED = (*_ENDING, signal.SIGHUP, signal.SIGWINCH, signal.SIGTSTP)
+
 
 def supervise(command: Sequence[str], folder: Path, *, restarts: int) -> int:
-    """Runs a driver and returns its exit code. If it is killed or fails, it is started again with --resume, except after SIGTERM.
+    """Runs a driver and returns its exit code. If it is killed or fails, it is started again with --resume, unless this process
+    received a signal to end.
 
     Args:
         command: `agentrl train ... --run-dir FOLDER`, as arguments.
@@ -55,25 +59,44 @@ def _may_resume(code: int, folder: Path, *, resumed: bool) -> bool:
 
 
 def _run(command: Sequence[str]) -> tuple[int, bool]:
-    """Runs a driver. Returns its exit code, and whether this process received SIGTERM."""
-    parent = os.getpid()
-    process = subprocess.Popen(command, preexec_fn=lambda: die_with_parent(parent))
-    with _forwarding(process) as forwarded:
-        return process.wait(), bool(forwarded)
+    """Runs a driver. Returns its exit code, and whether this process received a signal of `_ENDING`.
+
+    The driver has its own process group, so that a terminal and `kill` reach only this process, which forwards each signal once.
+    """
+    parent, held = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+
+    def prepare() -> None:
+        die_with_parent(parent)
+        signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # so that `stty tostop` does not stop it
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=prepare)
+        with _forwarding(process) as forwarded:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
+            return process.wait(), not forwarded.isdisjoint(_ENDING)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
 @contextmanager
-def _forwarding(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """Leaves signals to the driver. A terminal sends ctrl-C to both processes; SIGTERM is forwarded. Yields the forwarded signals."""
-    forwarded: list[int] = []
+def _forwarding(process: subprocess.Popen[bytes]) -> Iterator[set[int]]:
+    """Forwards signals to the driver, and stops and continues with it, as with a shell's ctrl-Z and `fg`. Yields the forwarded signals."""
+    forwarded: set[int] = set()
 
     def forward(number: int, frame: FrameType | None) -> None:
-        forwarded.append(number)
+        forwarded.add(number)
         with suppress(ProcessLookupError):
             process.send_signal(number)
 
-    handlers = {signal.SIGINT: lambda *_: None, signal.SIGHUP: lambda *_: None, signal.SIGTERM: forward}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    def stop(number: int, frame: FrameType | None) -> None:
+        forward(signal.SIGTSTP, frame)
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTSTP)  # returns when this process is continued
+        signal.signal(signal.SIGTSTP, stop)
+        forward(signal.SIGCONT, frame)
+
+    before = {number: signal.signal(number, stop if number == signal.SIGTSTP else forward) for number in _FORWARDED}
     try:
         yield forwarded
     finally:

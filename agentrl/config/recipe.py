@@ -68,11 +68,9 @@ _LAGS = Needs("a version that can lag that far: set it below steps", lambda reci
 _OVERLAPS = Needs("steps that overlap: set max_staleness above 0", lambda recipe, own: own.max_staleness > 0)
 
 
-HOSTED = ("inspect", "verifiers")
-"""Prefixes of `tasks.family` of environments whose program drives the model (`agentrl.environment.hosted`)."""
 HOSTED_AGENT = "agentrl.environment.hosted:HostedAgent"
 OWN_SOLVER = "agentrl"
-"""The option `solver` of such a family with which the turn loop plays its tasks."""
+"""The option `solver` of a family whose program drives the model, with which the turn loop plays its tasks."""
 
 
 class Recipe(Section):
@@ -126,9 +124,9 @@ class Recipe(Section):
     @property
     def agent(self) -> Part:
         """The agent: `rollout.agent`, or the one for environments whose program drives the model, if the recipe does not set another."""
-        family = self.tasks.family
-        hosted = family.ref.partition(":")[0] in HOSTED and self.rollout.agent.ref == "turns" and family.options.get("solver") != OWN_SOLVER
-        return Part(HOSTED_AGENT) if hosted else self.rollout.agent
+        family, kind = self.tasks.family, parts.environment_kind(self.tasks.family.ref)
+        hosted = kind is not None and kind.host and family.options.get("solver") != OWN_SOLVER
+        return Part(HOSTED_AGENT) if hosted and self.rollout.agent.ref == "turns" else self.rollout.agent
 
     @model_validator(mode="after")
     def _no_secrets_by_value(self) -> Recipe:

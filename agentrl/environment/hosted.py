@@ -25,15 +25,11 @@ from agentrl.gateway.rewards import MAX_EVIDENCE, MAX_PARTS, POSTED_REWARDS
 from agentrl.gateway.server import Gateway, import_server
 from agentrl.gateway.session import Session
 from agentrl.gateway.tokens import Chat, ConversationTokens
+from agentrl.plugins.parts import environment_kind
 from agentrl.plugins.references import resolve
 from agentrl.protocols import LiveEpisode, Sandbox
 from agentrl.records import Blame, EnvironmentSpec, Score, Task
 
-HOSTED = {
-    "inspect": "agentrl.environment.inspect_tasks:host_spec",
-    "verifiers": "agentrl.environment.verifiers_tasks:host_spec",
-}
-"""Prefix of `EnvironmentSpec.ref` -> function that returns the `HostSpec` of a specification."""
 SCORING_SHARE = 0.2
 """Share of an episode's time that is reserved for scoring: after the rest, the host stops its program and scores what there is."""
 MAX_HOSTS = 16
@@ -121,19 +117,20 @@ class HostedAgent:
 
 def is_hosted(task: Task) -> bool:
     """Whether the program of the task's environment drives the model."""
-    return task.environment is not None and task.environment.ref.partition(":")[0] in HOSTED
+    kind = None if task.environment is None else environment_kind(task.environment.ref)
+    return kind is not None and bool(kind.host)
 
 
 def host_of(spec: EnvironmentSpec) -> Host:
     """Returns the host of an environment, which its episodes in this event loop share. Raises `UserError` if it cannot be started."""
-    kind, here = spec.ref.partition(":")[0], _hosts.setdefault(asyncio.get_running_loop(), {})
-    if kind not in HOSTED:
-        raise TaskError(f"environment {spec.ref!r} has no host", fix=f"use one of {', '.join(HOSTED)}")
+    kind, here = environment_kind(spec.ref), _hosts.setdefault(asyncio.get_running_loop(), {})
+    if kind is None or not kind.host:
+        raise TaskError(f"environment {spec.ref!r} has no host", fix="use rollout.agent=turns for it")
     key = repr((spec.ref, spec.options))
     if key not in here:
         if len(here) >= MAX_HOSTS:
             raise TaskError(f"the tasks of this run use more than {MAX_HOSTS} hosts", fix="use fewer environments or options")
-        start: HostSpec = resolve(HOSTED[kind])(spec)
+        start: HostSpec = resolve(kind.host)(spec)
         here[key] = Host(start)
     return here[key]
 

@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from agentrl.base import secrets
@@ -20,6 +19,7 @@ from agentrl.environment.host import HostSpec, describe
 from agentrl.environment.hosted import as_object, host_of, run_in, score_of
 from agentrl.environment.venvs import environment_of, environment_python
 from agentrl.errors import AgentRLError, InfrastructureError, PluginError, TaskError, UserError
+from agentrl.plugins.references import current_project
 from agentrl.protocols import Sandbox, SandboxBackend
 from agentrl.records import EnvironmentSpec, Episode, Limits, Message, SandboxSpec, Score, Split, Task
 
@@ -30,7 +30,7 @@ OPTIONS = ("args", "solver", "score", "values", "model_roles", "variables", "env
 
 def host_spec(spec: EnvironmentSpec) -> HostSpec:
     """Returns how the host of an inspect task is started. Raises `UserError` if its environment is not built."""
-    root, options = Path.cwd(), secrets.resolve_options(spec.options)
+    root, options = current_project(), secrets.resolve_options(spec.options)
     config = {
         "task": spec.ref.removeprefix("inspect:"),
         **{name: options.get(name) or {} for name in ("args", "values", "model_roles")},

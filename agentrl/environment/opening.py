@@ -10,15 +10,13 @@ from weakref import WeakKeyDictionary
 from agentrl.environment.base import Environment as EnvironmentClass
 from agentrl.environment.guard import GuardedEnvironment, guarded
 from agentrl.environment.pool import ProcessPool
-from agentrl.environment.worker import KINDS
 from agentrl.errors import PluginError
+from agentrl.plugins.parts import environment_kind
 from agentrl.plugins.references import resolve
 from agentrl.protocols import Environment, EnvironmentOpener
 from agentrl.records import EnvironmentSpec
 
-OPENERS: dict[str, str] = dict.fromkeys(("openenv", "ors", "nemo-gym"), "agentrl.environment.remote:RemoteOpener")
-"""Prefix of a reference -> plug-in reference of the class of its opener, for environments that do not run in a process of the pool."""
-
+REMOTE_OPENER = "agentrl.environment.remote:RemoteOpener"
 _openers: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, EnvironmentOpener]] = WeakKeyDictionary()
 
 
@@ -46,11 +44,13 @@ def is_resumable(environment: Environment) -> bool:
 
 def kind_of(ref: str) -> str:
     """Returns the plug-in reference of the opener; empty for the pool of processes. Raises `PluginError` for an unknown environment."""
-    prefix = ref.partition(":")[0]
-    if prefix in OPENERS:
-        return OPENERS[prefix]
-    if prefix in KINDS:
-        return ""
+    if (known := environment_kind(ref)) is not None:
+        if known.host:
+            raise PluginError(
+                f"the program of {ref!r} drives the model, so the turn loop cannot play it",
+                fix="use the recipe of its tasks, with the default rollout.agent",
+            )
+        return REMOTE_OPENER if known.session else ""
     target = resolve(ref)
     if inspect.isclass(target) and issubclass(target, EnvironmentClass):
         return ""

@@ -1,8 +1,9 @@
 """Local environments in separate processes: many episodes per process, and many actions per message.
 
 Actions of episodes that arrive in one round of the event loop are sent together. A process in which one operation runs for longer than
-`timeout_s` is killed, with the processes that it has started. The episode of that operation is at fault (`EnvironmentCrash`); the other
-episodes of the process fail too (`NeighborCrash`) and are repeated.
+`timeout_s` is killed, with the processes that it has started. So is the largest process while all together use too much memory. The
+episode of the running operation is at fault (`EnvironmentCrash`); the other episodes of the process fail too (`NeighborCrash`) and are
+repeated.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
+from agentrl.base.processes import available_memory, memory_by_group
 from agentrl.base.secrets import child_environment, resolve_options
 from agentrl.environment.base import text_of
 from agentrl.environment.games import PooledGame
@@ -38,6 +40,8 @@ _MAX_IDLE = 4  # checks without progress between two operations, because the dri
 _POLL_S, _UNREAD_S, _END_S = 0.5, 0.5, 5.0  # seconds: between looks at a process, to read what it sent before its end, and for its end
 _MOST_ERRORS = 1 << 16
 EPISODES_PER_PROCESS = 64
+MEMORY_SHARE = 0.5
+"""Share of the machine's memory that all processes together may use."""
 _ALONE_PER_CORE = 4
 """Largest number of processes for one episode each, per process for many."""
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -49,12 +53,14 @@ class ProcessPool:
     Args:
         processes: largest number of processes; None means the number of this machine's cores.
         timeout_s: seconds for one operation.
+        memory: bytes for all processes, with those that they start; None means `MEMORY_SHARE` of this machine's memory.
     """
 
-    def __init__(self, *, processes: int | None = None, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, *, processes: int | None = None, timeout_s: float = TIMEOUT_S, memory: int | None = None) -> None:
         self._most = processes or os.cpu_count() or 1
-        self._timeout_s = timeout_s
+        self._timeout_s, self._memory = timeout_s, memory or int(MEMORY_SHARE * available_memory())
         self._processes: list[_Process] = []
+        self._watch: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
 
     async def open(self, spec: EnvironmentSpec, *, alone: bool = False) -> PooledEnvironment | PooledGame:
@@ -78,12 +84,28 @@ class ProcessPool:
 
     async def close(self) -> None:
         """Ends the processes."""
+        if self._watch is not None:
+            self._watch.cancel()
         for process in self._processes:
             await process.kill("the run has ended")
+
+    async def _watch_memory(self) -> None:
+        """Kills the largest process while all together use too much memory."""
+        while True:
+            await asyncio.sleep(_POLL_S)
+            used = await asyncio.to_thread(memory_by_group)
+            sizes = {process: used[process.pid] for process in self._processes if process.alive}
+            if (total := sum(sizes.values())) > self._memory:
+                largest = max(sizes, key=lambda process: sizes[process])
+                largest.fail(
+                    f"the environments use {total >> 20:,} MiB of memory, more than {self._memory >> 20:,}, and its process the most,"
+                    f" {sizes[largest] >> 20:,}; lower rollout.concurrency, or use environments that need less"
+                )
 
     async def _process(self, alone: bool) -> _Process:
         """Returns the process with the fewest episodes, after starting another one if all are full."""
         async with self._starting:
+            self._watch = self._watch or asyncio.create_task(self._watch_memory())
             alive = self._processes = [process for process in self._processes if process.alive]
             if alone and sum(process.alone for process in alive) < _ALONE_PER_CORE * self._most:
                 self._processes.append(process := await _Process.start(self._timeout_s))
@@ -139,7 +161,7 @@ class _Process:
 
     def __init__(self, process: asyncio.subprocess.Process, progress: mmap.mmap, timeout_s: float) -> None:
         self.episodes: set[int] = set()
-        self.alive, self.alone = True, False  # `alone`: for one episode
+        self.alive, self.alone, self.pid = True, False, process.pid  # `alone`: for one episode
         self._process, self._progress, self._timeout_s = process, progress, timeout_s
         self._numbers = self._seen = self._idle = self._answered = 0
         self._pending: list[list[Any]] = []  # operations of the next frame
@@ -173,7 +195,7 @@ class _Process:
             async with asyncio.timeout(STARTING_S):
                 await started._ready.wait()
         except TimeoutError:
-            started._fail("its process did not start")
+            started.fail("its process did not start")
         if not started.alive:
             raise EnvironmentFault("the process for environments did not start; see its messages on standard error")
         return started
@@ -221,7 +243,7 @@ class _Process:
         while self._process.returncode is None:
             await asyncio.sleep(_POLL_S)
         await asyncio.sleep(_UNREAD_S)
-        self._fail("its process ended")
+        self.fail("its process ended")
 
     async def _pass_errors(self) -> None:
         """Passes the first `_MOST_ERRORS` bytes that the process writes to its standard error to that of the driver."""
@@ -250,7 +272,7 @@ class _Process:
                     self._ready.set()
             except (ValueError, TypeError, IndexError) as error:
                 reason = f"its process sent an invalid message: {str(error)[:200]}"
-        self._fail(reason)
+        self.fail(reason)
 
     def _answer(self, number: int, how: str, value: Any) -> None:
         expected, future = self._waiting.popleft()
@@ -273,19 +295,19 @@ class _Process:
         count = PROGRESS.unpack(self._progress[:])[0]
         self._idle = self._idle + 1 if count == self._seen else 0
         if self._idle and (count % 2 or self._idle > _MAX_IDLE):
-            self._fail(f"an environment gave no result within {self._timeout_s:g} s")
+            self.fail(f"an environment gave no result within {self._timeout_s:g} s")
             return
         self._seen = count
         self._watch = self._loop.call_later(self._timeout_s, self._check_progress)
 
-    def _fail(self, reason: str) -> None:
+    def fail(self, reason: str) -> None:
         """Kills the process. The operation that was running is at fault."""
         if not self.alive:
             return
         self.alive = False
         self._ready.set()
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # it leads a session
+            os.killpg(self.pid, signal.SIGKILL)  # it leads a session
         count = PROGRESS.unpack(self._progress[:])[0]
         culprit = count // 2 - self._answered if count % 2 else -1
         for index, (number, future) in enumerate(self._waiting):
@@ -300,7 +322,7 @@ class _Process:
 
     async def kill(self, reason: str) -> None:
         """Ends the process."""
-        self._fail(reason)
+        self.fail(reason)
         with contextlib.suppress(TimeoutError):  # a process that has left the session may hold the pipes open
             async with asyncio.timeout(_END_S):
                 await self._process.wait()

@@ -29,6 +29,7 @@ from agentrl.base.tool_list import InvalidMessage, ListedTool, usable_tools
 from agentrl.base.user_code import describe_error
 from agentrl.environment.remote_http import Busy, HttpClient, Rejected, need
 from agentrl.errors import EnvironmentFault, PluginError, PolicyFault, UserError
+from agentrl.plugins.parts import environment_kind
 from agentrl.plugins.references import resolve
 from agentrl.records import EnvironmentSpec, Observation, Step, ToolCall
 
@@ -36,12 +37,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SESSIONS = {
-    "openenv": "agentrl.environment.openenv:OpenEnvSession",
-    "ors": "agentrl.environment.ors:OrsSession",
-    "nemo-gym": "agentrl.environment.nemo_gym:NemoGymSession",
-}
-"""Prefix of a reference -> class of the sessions, called with (server, spec, options)."""
 CLOSE_S = 30.0
 """Seconds for closing one session."""
 IDLE_S = 60.0
@@ -355,11 +350,12 @@ class RemoteOpener:
 
     async def open(self, spec: EnvironmentSpec) -> RemoteEnvironment:
         """Opens a session for an episode. Raises `EnvironmentFault`, `TaskError`, and `UserError` for invalid options."""
-        kind, _, url = spec.ref.partition(":")
+        (prefix, _, url), kind = spec.ref.partition(":"), environment_kind(spec.ref)
+        assert kind is not None, "only such environments have this opener"
         general, options = RemoteOptions.split(secrets.resolve_options(spec.options))
         if spec.ref not in self.servers:
-            self.servers[spec.ref] = RemoteServer(kind, url, general)
-        server, connect = self.servers[spec.ref], resolve(SESSIONS[kind])
+            self.servers[spec.ref] = RemoteServer(prefix, url, general)
+        server, connect = self.servers[spec.ref], resolve(kind.session)
         return await server.open(lambda: connect(server, spec, options))
 
     async def close(self) -> None:

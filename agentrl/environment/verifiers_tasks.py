@@ -16,7 +16,7 @@ from agentrl.environment.host import HostSpec, describe
 from agentrl.environment.inspect_tasks import POSTED, split_samples
 from agentrl.environment.venvs import environment_of, environment_python
 from agentrl.errors import AgentRLError, PluginError, UserError
-from agentrl.plugins.references import project_root
+from agentrl.plugins.references import current_project
 from agentrl.records import EnvironmentSpec, Limits, Message, SandboxSpec, Split, Task
 
 PREFIX, PACKAGE = "verifiers:", "verifiers"
@@ -27,7 +27,7 @@ SIZE = 10_000
 
 def host_spec(spec: EnvironmentSpec) -> HostSpec:
     """Returns how the host of a package is started. Raises `UserError` if its environment is not built."""
-    root, options = project_root(Path.cwd() / "recipe.py"), secrets.resolve_options(spec.options)
+    root, options = current_project(), secrets.resolve_options(spec.options)
     package, folder = _located(root, spec.ref.removeprefix(PREFIX))
     python = environment_python(root, str(options.get("environment") or _environment(root, package)))
     config = {

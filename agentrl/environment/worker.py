@@ -26,6 +26,7 @@ from agentrl.base.user_code import describe_error
 from agentrl.environment.base import Environment, StepRow, actions_of, call_of, number_of, step_row, text_of
 from agentrl.environment.games import Game, as_data, observations_of, role_step_of, roles_of
 from agentrl.errors import EnvironmentFault, PluginError, PolicyFault, TaskError
+from agentrl.plugins.parts import environment_kind
 from agentrl.plugins.references import resolve
 
 FLUSH_S = 0.05
@@ -35,14 +36,12 @@ MAX_RESULT = 32 << 20
 """Bytes of one result, such as a snapshot."""
 SIZE = struct.Struct("<I")
 PROGRESS = struct.Struct("<Q")
-KINDS = {"gymnasium": "agentrl.environment.gymnasium_environments:GymnasiumEnvironment"}
-"""Prefix of a reference -> class of its environments, whose first argument is the rest of the reference."""
 
 
 def environment_class(ref: str) -> tuple[Callable[..., Environment], str]:
     """Returns the class of an environment, and the argument that its reference adds (empty: none). Raises `PluginError`."""
-    prefix, _, rest = ref.partition(":")
-    return (resolve(KINDS[prefix]), rest) if prefix in KINDS else (resolve(ref), "")
+    kind = environment_kind(ref)
+    return (resolve(ref), "") if kind is None else (resolve(kind.pooled), ref.partition(":")[2])
 
 
 class OpenEnvironments:

@@ -15,7 +15,8 @@ from typing import Any
 from agentrl.agent import ChatFormat
 from agentrl.agent.run_tools import declared_tools, pin_tools, with_sub_agent_tools
 from agentrl.base.processes import process_age_s
-from agentrl.config.recipe import Recipe
+from agentrl.config.recipe import OWN_SOLVER, Recipe
+from agentrl.environment.hosted import is_hosted
 from agentrl.errors import UserError
 from agentrl.evaluation.chat_agent import BYTES_PER_TOKEN, ChatAgent, ChatEndpoint, NoPolicy
 from agentrl.evaluation.engine import BrokenImages, StoredEpisodes, case_repeats, evaluation_runner, prepare_images
@@ -25,6 +26,7 @@ from agentrl.experience import DriverStore, open_store
 from agentrl.failure import Capture, FaultRate
 from agentrl.failure.case import Case, Suite, check_attempt_options
 from agentrl.observe import RunTracker, StageClock, open_trackers
+from agentrl.plugins import parts
 from agentrl.plugins.references import add_project_root
 from agentrl.protocols import Agent, Policy, SandboxBackend, ToolSource, Tracker
 from agentrl.records import PolicyVersion, Split
@@ -109,7 +111,7 @@ def prepare_evaluation(
         scorer = TaskScorer(root=root, folder=folder) if checked is None else checked.scorer
         for suite in suites:
             preflight.check_suite(suite, scorer, declared_tools(recipe.mcp, recipe.tools, root), root=root if own is None else None)
-        _check_source(policy, suites)
+        _check_source(policy, suites, recipe)
         yield PreparedEvaluation(
             policy=policy,
             suites=tuple(suites),
@@ -125,16 +127,29 @@ def prepare_evaluation(
         )
 
 
-def _check_source(policy: NamedPolicy, suites: Sequence[Suite]) -> None:
-    """Raises `UserError` for a plug-in that does not resolve, and for a case that an endpoint cannot start."""
+def _check_source(policy: NamedPolicy, suites: Sequence[Suite], recipe: Recipe) -> None:
+    """Raises `UserError` for a plug-in that does not resolve, and for a case that the policy or its agent cannot play."""
     if policy.source is PolicySource.PLUGIN:
         check_policy_plugin(policy)
-    late = [case.id for suite in suites for case in suite.cases if case.start is not None]
-    if policy.source is PolicySource.ENDPOINT and late:
-        raise UserError(
-            f"case {late[0]} starts in the middle of an episode, with exact tokens, and an endpoint accepts only messages",
-            fix="evaluate a suite of cases that start with their task",
-        )
+    for case in (case for suite in suites for case in suite.cases):
+        if policy.source is PolicySource.ENDPOINT and case.start is not None:
+            raise UserError(
+                f"case {case.id} starts in the middle of an episode, with exact tokens, and an endpoint accepts only messages",
+                fix="evaluate a suite of cases that start with their task",
+            )
+        environment = "" if case.task.environment is None else case.task.environment.ref
+        if policy.source is PolicySource.ENDPOINT and environment:
+            also = f", or set tasks.family.options.solver={OWN_SOLVER}" if environment.startswith("inspect:") else ""
+            raise UserError(
+                f"case {case.id} is played in the environment {environment[:80]!a}, and a model behind an endpoint gets only a"
+                " task's messages and tools",
+                fix=f"evaluate a model that agentrl serves: agentrl eval RECIPE --model FOLDER{also}",
+            )
+        if is_hosted(case.task) and recipe.agent.ref in parts.AGENT.shipped:
+            raise UserError(
+                f"case {case.id}: the program of {environment[:80]!a} drives the model, so {recipe.agent} cannot play it",
+                fix="evaluate it with the recipe of its tasks: agentrl eval RECIPE --suite SUITE --model MODEL",
+            )
 
 
 def held_out_suite(recipe: Recipe, root: Path) -> Suite:

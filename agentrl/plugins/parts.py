@@ -162,6 +162,38 @@ LOSS = PartKind(
 KINDS = (AGENT, BACKEND, CHANNEL, STORE, TRACKER, ADVANTAGE, LOSS)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentKind:
+    """Environments that `tasks.family` selects by a prefix: plug-in references of their family, and of what opens them."""
+
+    family: str  # callable (reference, seed=, **options)
+    pooled: str = ""  # class of those in processes of the pool, called with the rest of the reference
+    session: str = ""  # class of the sessions at a server, called with (server, spec, options)
+    host: str = ""  # function that returns the `HostSpec` of a specification, if its program drives the model
+
+
+ENVIRONMENT_FAMILY = "agentrl.environment.family:EnvironmentFamily"
+_REMOTE_FAMILY = "agentrl.environment.remote_family:RemoteFamily"
+ENVIRONMENTS = {
+    "gymnasium": EnvironmentKind(family=ENVIRONMENT_FAMILY, pooled="agentrl.environment.gymnasium_environments:GymnasiumEnvironment"),
+    "inspect": EnvironmentKind(
+        family="agentrl.environment.inspect_tasks:InspectFamily", host="agentrl.environment.inspect_tasks:host_spec"
+    ),
+    "nemo-gym": EnvironmentKind(family=_REMOTE_FAMILY, session="agentrl.environment.nemo_gym:NemoGymSession"),
+    "openenv": EnvironmentKind(family=_REMOTE_FAMILY, session="agentrl.environment.openenv:OpenEnvSession"),
+    "ors": EnvironmentKind(family=_REMOTE_FAMILY, session="agentrl.environment.ors:OrsSession"),
+    "verifiers": EnvironmentKind(
+        family="agentrl.environment.verifiers_tasks:VerifiersFamily", host="agentrl.environment.verifiers_tasks:host_spec"
+    ),
+}
+"""Prefix of `tasks.family` -> its environments. Secrets in the options are resolved when one is opened, because tasks are stored."""
+
+
+def environment_kind(ref: str) -> EnvironmentKind | None:
+    """Returns the kind of environments that a reference has as its prefix; None for a plug-in reference."""
+    return ENVIRONMENTS.get(ref.partition(":")[0])
+
+
 def check_part(kind: PartKind, part: Part) -> Part:
     """Returns the part. Raises `ValueError` for an unknown name, and for options of a built-in part."""
     name = part.ref

@@ -58,11 +58,19 @@ CONTENT = (
 """The files that `agentrl init` copies. A wheel has them under `agentrl/_project`, an editable install in the repository."""
 
 
+_added: list[Path] = []  # the root of the project in use
+
+
 def add_project_root(root: Path) -> None:
     """Puts the root of a project first on `sys.path`, so that `rewards.tables:exact_answer` refers to a file of the project."""
-    text = str(root.resolve())
-    if sys.path[:1] != [text]:
-        sys.path.insert(0, text)
+    _added[:] = [root.resolve()]
+    if sys.path[:1] != [str(_added[0])]:
+        sys.path.insert(0, str(_added[0]))
+
+
+def current_project() -> Path:
+    """Returns the root of the project in use; before one was added, that of the current directory."""
+    return _added[0] if _added else project_root(Path.cwd() / "x")
 
 
 def project_root(path: Path) -> Path:

@@ -18,26 +18,12 @@ from agentrl.base import secrets
 from agentrl.base.user_code import describe_error, error_text, fault_boundary
 from agentrl.config.recipe import TasksConfig
 from agentrl.errors import PluginError, RecipeError, TaskError, UserError
+from agentrl.plugins.parts import ENVIRONMENT_FAMILY, environment_kind
 from agentrl.plugins.references import resolve
 from agentrl.protocols import GoldFamily, TaskFamily, VariedFamily
 from agentrl.records import SandboxSpec, Split, Task
 from agentrl.task.folders import TaskFolders
 from agentrl.task.weighting import Weights
-
-ENVIRONMENT_FAMILY = "agentrl.environment.family:EnvironmentFamily"
-REMOTE_FAMILY = "agentrl.environment.remote_family:RemoteFamily"
-ENVIRONMENT_FAMILIES = {
-    "gymnasium": ENVIRONMENT_FAMILY,
-    "inspect": "agentrl.environment.inspect_tasks:InspectFamily",
-    "nemo-gym": REMOTE_FAMILY,
-    "openenv": REMOTE_FAMILY,
-    "ors": REMOTE_FAMILY,
-    "verifiers": "agentrl.environment.verifiers_tasks:VerifiersFamily",
-}
-"""Prefix of `tasks.family` -> plug-in reference of a callable (reference, seed=, **options) that returns its family.
-
-Secrets in the options are resolved when an environment is opened, because tasks are stored.
-"""
 
 
 def open_family(config: TasksConfig, *, seed: int, root: Path | None = None) -> TaskFamily:
@@ -61,9 +47,9 @@ def _open(config: TasksConfig, *, seed: int, root: Path) -> TaskFamily:
         if unknown := sorted(set(options) - known):
             raise RecipeError(f"tasks.family.options.{unknown[0]}: unknown option of task folders; the options are {', '.join(known)}")
         return TaskFolders(root / reference, root=root, seed=seed, heldout=_share(options.get("heldout", 0.25)))
-    prefix = reference.partition(":")[0]
-    factory = resolve(ENVIRONMENT_FAMILIES.get(prefix, reference))
-    if prefix in ENVIRONMENT_FAMILIES:
+    kind = environment_kind(reference)
+    factory = resolve(reference if kind is None else kind.family)
+    if kind is not None:
         factory = partial(factory, reference)
     elif inspect.isclass(factory) and callable(getattr(factory, "reset", None)):  # an environment: each task is one of its seeds
         factory = partial(resolve(ENVIRONMENT_FAMILY), reference)

@@ -1,10 +1,17 @@
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import signal
 import subprocess
 import sys
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,21 +72,88 @@ def test_a_driver_is_resumed_if_it_is_killed_or_fails(
     assert (tmp_path / SESSIONS_FILE).exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_the_driver_ends_with_its_parent(number: signal.Signals, tmp_path: Path) -> None:
-    (tmp_path / "ends").write_text(json.dumps(["wait", "wait"]))
-    code = f"import sys; from pathlib import Path; from agentrl.cli.supervised import supervise; folder = Path({str(tmp_path)!r})\n"
-    code += f"sys.exit(supervise([sys.executable, '-c', {DRIVER!r}, str(folder)], folder, restarts=1))"
-    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
+# A driver that notes each signal, and ends at the second SIGINT.
+NOTING = """
+import os, pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1])
+def note(number, frame):
+    (folder / "signals").open("a").write(signal.Signals(number).name + "\\n")
+    if (folder / "signals").read_text().count("SIGINT") == 2:
+        os._exit(130)
+for number in (signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, note)
+(folder / "recipe.json").write_text("{}")
+(folder / "starts").open("a").write("\\n")
+(folder / "pid").write_text(str(os.getpid()))
+(folder / "waits").touch()
+while True:
+    time.sleep(1)
+"""
+
+
+@contextmanager
+def supervised_driver(folder: Path, driver: str, **options: Any) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """Yields the process that supervises a driver, and the id of the driver."""
+    code = f"import sys; from pathlib import Path; from agentrl.cli.supervised import supervise; folder = Path({str(folder)!r})\n"
+    code += f"sys.exit(supervise([sys.executable, '-c', {driver!r}, str(folder)], folder, restarts=1))"
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **options)
     try:
-        wait_until(lambda: (tmp_path / "waits").exists())
-        pid = int((tmp_path / "pid").read_text())
-        parent.send_signal(signal.SIGINT)  # a terminal sends it to the driver too
-        parent.send_signal(number)
-        assert parent.wait(60) == (128 + number if number == signal.SIGTERM else -number)
-        wait_until(lambda: read_stat(pid).has_ended)
-        assert (tmp_path / "starts").read_text() == "\n", "it was started once"
+        wait_until(lambda: (folder / "waits").exists())
+        yield parent, int((folder / "pid").read_text())
     finally:
         parent.kill()
         parent.wait()
+
+
+def signals_of(folder: Path) -> list[str]:
+    return (folder / "signals").read_text().split() if (folder / "signals").exists() else []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT, signal.SIGKILL])
+def test_the_driver_ends_with_its_parent(number: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "ends").write_text(json.dumps(["wait", "wait"]))
+    with supervised_driver(tmp_path, DRIVER, stderr=subprocess.DEVNULL) as (parent, pid):
+        parent.send_signal(number)
+        assert parent.wait(60) == (-number if number == signal.SIGKILL else 128 + number)
+        wait_until(lambda: read_stat(pid).has_ended)
+        assert (tmp_path / "starts").read_text() == "\n", "it was started once"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", ["to the process", "to its group", "by the terminal"])
+def test_the_driver_gets_each_signal_once(sent: str, tmp_path: Path) -> None:
+    terminal, tty = os.openpty()
+
+    def interrupt(parent: subprocess.Popen[bytes]) -> None:
+        if sent == "by the terminal":
+            os.write(terminal, b"\x03")
+        else:
+            (os.killpg if sent == "to its group" else os.kill)(parent.pid, signal.SIGINT)
+
+    def lead() -> None:
+        fcntl.ioctl(tty, termios.TIOCSCTTY, 0)
+
+    with supervised_driver(tmp_path, NOTING, stdin=tty, start_new_session=True, preexec_fn=lead) as (parent, _):
+        parent.send_signal(signal.SIGHUP)
+        wait_until(lambda: signals_of(tmp_path) == ["SIGHUP"])
+        interrupt(parent)
+        wait_until(lambda: len(signals_of(tmp_path)) > 1)
+        time.sleep(0.5)  # for a signal too many
+        assert signals_of(tmp_path) == ["SIGHUP", "SIGINT"]
+        interrupt(parent)
+        assert parent.wait(60) == 130
+    assert signals_of(tmp_path) == ["SIGHUP", "SIGINT", "SIGINT"] and (tmp_path / "starts").read_text() == "\n"
+    for end in (terminal, tty):
+        os.close(end)
+
+
+@pytest.mark.slow
+def test_a_suspended_run_stops_and_continues_with_its_driver(tmp_path: Path) -> None:
+    with supervised_driver(tmp_path, NOTING) as (parent, pid):
+        parent.send_signal(signal.SIGTSTP)
+        wait_until(lambda: all(read_stat(one).state == "T" for one in (parent.pid, pid)))
+        parent.send_signal(signal.SIGCONT)
+        wait_until(lambda: all(read_stat(one).state != "T" for one in (parent.pid, pid)))
+        parent.send_signal(signal.SIGTERM)
+        assert parent.wait(60) == 128 + signal.SIGTERM

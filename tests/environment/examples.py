@@ -323,6 +323,25 @@ class Careless(Environment):
         return "on"
 
 
+class Hungry(Environment):
+    """A step takes as many MiB of memory as its action says, in this process or in one that it starts, and some seconds."""
+
+    def __init__(self, seconds: float = 0.0, child: bool = False) -> None:
+        self.seconds, self.child = seconds, child
+
+    def reset(self, seed: int) -> str:
+        return "Go."
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        code = f"import time; eaten = b'x' * ({action} << 20); time.sleep(600)"
+        if self.child:
+            subprocess.Popen([sys.executable, "-c", code])
+        else:
+            self.eaten = b"x" * (int(action) << 20)
+        time.sleep(self.seconds)
+        return "eaten", 0.0, False
+
+
 class Toll(Doors):
     """Each call costs 1, and the third ends the episode. Door 2 is locked."""
 

@@ -1,4 +1,4 @@
-"""Games with roles, well and badly behaved, and scripts that play them."""
+"""Games with roles, well and badly behaved, and functions that play them."""
 
 from __future__ import annotations
 

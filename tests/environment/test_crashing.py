@@ -65,15 +65,27 @@ async def test_an_episode_that_ends_without_an_action_scores_at_most_like_the_wo
     assert why in group.episodes[1].episode.failures[0].message
 
 
-async def test_forbidden_actions_cost_as_much_as_a_step(tokenizer: Any) -> None:
+UNKNOWN = CALL.replace("open", "close")
+MALFORMED = {
+    "locked": CALL.replace("1", "2"),
+    "not JSON": CALL.replace("{", "["),
+    "not closed": CALL.removesuffix("</tool_call>"),
+    "unknown": UNKNOWN,
+    "no such argument": CALL.replace("door", "window"),
+    "two": f"{UNKNOWN}\n{CALL.replace('{', '[')}",
+}
+
+
+@pytest.mark.parametrize("kind", MALFORMED)
+async def test_turns_without_an_action_cost_as_much_as_a_step(tokenizer: Any, kind: str) -> None:
     """Those before the first step are charged with it, and an episode of nothing else scores at most like the worst of its group."""
-    locked = CALL.replace("1", "2")
+    locked = MALFORMED[kind]
     says = {"0": lambda turn: CALL, "1": lambda turn: locked if turn < 2 else CALL, "2": lambda turn: locked if turn == 1 else CALL}
     policy = ScriptedPolicy(tokenizer, lambda turn, episode: says.get(episode[8:9], lambda turn: locked)(turn))
     (group,) = await played(policy, tokenizer, "Toll", groups=1)
     assert [one.score.value for one in group.episodes] == [-3.0, -5.0, -4.0, -5.0]
-    rewards = [[result.reward for turn in one.episode.trajectories[0].turns for result in turn.tool_results] for one in group.episodes]
-    assert rewards[:3] == [[-1, -1, -1], [0, 0, -3, -1, -1], [-1, -1, -1, -1]]
+    turns = [[turn.tool_results[-1].reward for turn in one.episode.trajectories[0].turns] for one in group.episodes[:3]]
+    assert turns == [[-1, -1, -1], [0, 0, -3, -1, -1], [-1, -1, -1, -1]]
     assert [failure.kind for failure in group.episodes[3].episode.failures] == ["no_action"]
 
 

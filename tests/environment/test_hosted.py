@@ -11,11 +11,16 @@ from typing import Any
 
 import pytest
 
-from agentrl.environment import hosted
+from agentrl.config import PolicyConfig, Recipe, TasksConfig
+from agentrl.config.recipe import HOSTED_AGENT
+from agentrl.environment import open_environment, venvs
 from agentrl.environment.host import INSIDE, HostSpec
 from agentrl.environment.hosted import MAX_ANSWER, HostedAgent, host_of, score_of
-from agentrl.errors import ServingError
+from agentrl.errors import PluginError, ServingError
 from agentrl.gateway import posted_reward
+from agentrl.plugins import references
+from agentrl.plugins.parts import ENVIRONMENTS, EnvironmentKind
+from agentrl.plugins.references import resolve
 from agentrl.records import Blame, EnvironmentSpec, Episode, Limits, Score, Task
 from agentrl.records.sampling import Sampling
 from agentrl.rollout import EpisodeRunner
@@ -55,7 +60,8 @@ main(None, serve, play)
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "script.py").write_text(SCRIPT)
     spec = HostSpec(name="fake", python=sys.executable, script=str(tmp_path / "script.py"), config={}, folder=tmp_path)
-    monkeypatch.setitem(hosted.HOSTED, "fake", "tests.environment.test_hosted:spec_of")
+    kind = EnvironmentKind(family="tests.environment.test_hosted:Family", host="tests.environment.test_hosted:spec_of")
+    monkeypatch.setitem(ENVIRONMENTS, "fake", kind)
     SPECS.append(spec)
     yield
     SPECS.clear()
@@ -151,3 +157,31 @@ async def test_a_host_that_hangs_is_not_the_policys_fault(task: Task) -> None:
 async def test_more_requests_than_turns_are_rejected(task: Task) -> None:
     episode, _ = await play(task, turns=3)
     assert sum(len(one.turns) for one in episode.trajectories) == 2 and any("403" in one.message for one in episode.failures)
+
+
+@pytest.mark.parametrize("prefix", ["inspect", "verifiers"])
+def test_a_host_starts_in_the_project_of_the_recipe(prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project = tmp_path / "project"
+    lock = venvs.Lock(name="mine", requires=("inspect-ai", "verifiers"), python="3.11", platform="x", pins=())
+    for path, text in (("environments/mine.lock", lock.to_text()), (".environments/mine/agentrl.lock", lock.to_text())):
+        (project / path).parent.mkdir(parents=True)
+        (project / path).write_text(text)
+    python = venvs.python_of(project / ".environments/mine")
+    python.parent.mkdir()
+    python.touch()
+    (project / "mine.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(references, "_added", [])
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    references.add_project_root(Path("project"))
+    options = {"wall_s": 1.0, "environment": "mine"}
+    spec = resolve(ENVIRONMENTS[prefix].host)(EnvironmentSpec(ref=f"{prefix}:mine.py", options=options))
+    assert (spec.folder, spec.python) == (project, str(python))
+
+
+async def test_one_table_says_which_families_have_a_host() -> None:
+    recipe = Recipe(name="r", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="fake:x"))
+    assert recipe.agent.ref == HOSTED_AGENT
+    assert recipe.but({"tasks.family": {"ref": "fake:x", "options": {"solver": "agentrl"}}}).agent.ref == "turns"
+    with pytest.raises(PluginError, match="'fake:x' drives the model, so the turn loop cannot play it"):
+        await open_environment(EnvironmentSpec(ref="fake:x"))

@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 
 from agentrl.config import PolicyConfig, Recipe, TasksConfig
-from agentrl.config.recipe import HOSTED as HOSTED_PREFIXES
 from agentrl.config.recipe import HOSTED_AGENT
 from agentrl.environment.host import INSIDE
-from agentrl.environment.hosted import HOSTED, HostedAgent, host_of
+from agentrl.environment.hosted import HostedAgent, host_of
 from agentrl.environment.inspect_tasks import InspectFamily
 from agentrl.environment.venvs import environment_python
 from agentrl.errors import PluginError, UserError
 from agentrl.objective import counted_samples
+from agentrl.plugins import references
 from agentrl.protocols import SandboxBackend
 from agentrl.records import Blame, EnvironmentSpec, Episode, Group, SandboxSpec, Score, ScoredEpisode, Split, Task
 from agentrl.records.sampling import Sampling
@@ -52,6 +52,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def in_project(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(references, "_added", [])
 
 
 @dataclass(frozen=True)
@@ -323,6 +324,6 @@ def test_a_family_is_the_same_in_every_process_and_its_splits_are_disjoint() -> 
 
 def test_a_recipe_uses_the_hosted_agent_unless_it_chooses_another() -> None:
     recipe = Recipe(name="r", policy=PolicyConfig(model="m"), tasks=TasksConfig(family=f"{TASKS}@values"))
-    assert recipe.agent.ref == HOSTED_AGENT and set(HOSTED_PREFIXES) == set(HOSTED)
+    assert recipe.agent.ref == HOSTED_AGENT
     assert recipe.but({"rollout.agent": "mine:Agent"}).agent.ref == "mine:Agent"
     assert recipe.but({"tasks.family": "sandboxes.tables:Tables"}).agent.ref == "turns"

@@ -170,7 +170,7 @@ async def test_a_share_of_the_tasks_has_an_opponent(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"players": {"second": f"{GAMES}raises"}}, "the script of second failed.*ValueError: no idea"),
+        ({"players": {"second": f"{GAMES}raises"}}, "the function of second failed.*ValueError: no idea"),
         ({"players": {"second": f"{GAMES}nonsense"}}, "returned 'sideways', which is not an allowed action"),
         ({"opponent": "league", "share": 1.0, "league": FixedLeague(None, ServingError("it died"))}, "it died"),  # type: ignore[arg-type]
     ],

@@ -10,7 +10,7 @@ import pytest
 
 from agentrl.environment import is_resumable
 from agentrl.environment.pool import PooledEnvironment, ProcessPool
-from agentrl.errors import EnvironmentCrash, EnvironmentFault, PluginError, PolicyFault, TaskError
+from agentrl.errors import EnvironmentCrash, EnvironmentFault, NeighborCrash, PluginError, PolicyFault, TaskError
 from agentrl.records import EnvironmentSpec
 
 EXAMPLES = "tests.environment.examples:"
@@ -49,6 +49,33 @@ async def test_a_process_that_dies_fails_its_episodes_once_and_is_replaced(pool:
         await good.step("1")
     await good.close()
     assert (await (await opened(pool, "Count")).step("2")).reward == 2.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("child", [False, True])
+async def test_the_process_that_takes_the_most_memory_is_killed(child: bool) -> None:
+    pool = ProcessPool(processes=1, timeout_s=30.0, memory=400 << 20)
+    good = await opened(pool, "Count")
+    spec = EnvironmentSpec(ref=f"{EXAMPLES}Hungry", options={"seconds": 20.0, "child": child})
+    hungry = await pool.open(spec, alone=True)
+    with pytest.raises(EnvironmentCrash, match="of memory, more than 400, and its process the most"):
+        await hungry.step("400")
+    assert (await good.step("1")).reward == 1.0
+    await pool.close()
+
+
+@pytest.mark.slow
+async def test_memory_between_two_operations_is_nobodys_fault() -> None:
+    pool = ProcessPool(processes=1, timeout_s=30.0, memory=300 << 20)
+    hungry, other = await opened(pool, "Hungry"), await opened(pool, "Slow", seconds=20.0)
+    assert (await hungry.step("300")).observation.text == "eaten"
+    process = pool._processes[0]
+    async with asyncio.timeout(30):
+        while process.alive:
+            await asyncio.sleep(0.05)
+    with pytest.raises(NeighborCrash):
+        await other.step("a")
+    await pool.close()
 
 
 async def test_a_slow_frame_is_not_a_hang(pool: ProcessPool) -> None:

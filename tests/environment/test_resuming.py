@@ -16,6 +16,7 @@ from agentrl.rollout import EpisodeRunner
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.chats import chat_of
+from tests.environment.test_crashing import CALL, UNKNOWN
 from tests.environment.test_playing import task_of
 from tests.episodes import tokenizer as tokenizer
 
@@ -74,6 +75,25 @@ def _content(episode: Any) -> list[Any]:
 
 def _results(turn: Any) -> list[Any]:
     return [(result.output, result.reward, dict(result.parts)) for result in turn.tool_results]
+
+
+@pytest.mark.parametrize("limit", [None, 3])
+async def test_turns_without_an_action_are_replayed_exactly(tokenizer: Any, limit: int | None) -> None:
+    """Also a call of an action that the limit on calls rejected, which a replay must not make."""
+    texts = (UNKNOWN, CALL.replace("{", "["), CALL, f"{UNKNOWN}\n{UNKNOWN}", *[CALL] * 3)
+    task = task_of("Toll", limits={"turns": 6, "tool_calls": limit})
+    states: list[EpisodeState] = []
+
+    async def on_turn(count: int, capture: Any) -> None:
+        states.append(codec.from_json(EpisodeState, codec.to_json(await capture())))
+
+    whole = await runner_of(tokenizer, *texts).run(task, episode_id="e", on_turn=on_turn)
+    rewards = [turn.tool_results[-1].reward for turn in whole.trajectories[0].turns]
+    assert rewards == [0, 0, -3, -1, -1, -1] and (await episode_return(task, whole)).parts == {"no_action": -3.0 if limit else -1.0}
+    assert len(states) == (6 if limit else 5)
+    for state in states:
+        continued = await runner_of(tokenizer, *texts).run(task, episode_id="e", start=state)
+        assert _content(continued) == _content(whole) and continued.failures == whole.failures
 
 
 async def test_a_fresh_start_captures_no_state(tokenizer: Any) -> None:

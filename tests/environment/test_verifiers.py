@@ -19,6 +19,7 @@ from agentrl.environment.hosted import HostedAgent, host_of
 from agentrl.environment.verifiers_tasks import VerifiersFamily
 from agentrl.errors import PluginError, UserError
 from agentrl.gateway.rewards import posted_reward
+from agentrl.plugins import references
 from agentrl.protocols import SandboxBackend
 from agentrl.records import Blame, Episode, Limits, Score, Split, Task
 from agentrl.records.sampling import Sampling
@@ -49,6 +50,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def project(packages: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The project as current directory."""
     monkeypatch.chdir(packages)
+    monkeypatch.setattr(references, "_added", [])
     return packages
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -104,3 +105,23 @@ def test_wrong_use_is_reported(arguments: list[str], said: str, project: Path) -
     (project / "m" / "config.json").write_text("{}")
     code, printed, error = asked(*arguments)
     assert code != 0 and isinstance(error, UserError) and said in str(error), (printed, error)
+
+
+URL = ("--policy", "http://127.0.0.1:9/v1", "--model", "m")
+PLUGIN = ("--policy", "./own_policy.py:policy")
+
+
+@pytest.mark.parametrize(
+    ("ref", "policy", "said"),
+    [
+        ("inspect:mine.py@task", URL, r"inspect:mine.*gets only.*\n  fix: .*--model FOLDER, or set tasks.family.options.solver=agentrl"),
+        ("verifiers:mine", URL, r"verifiers:mine.*gets only.*\n  fix: .*--model FOLDER$"),
+        ("gymnasium:CartPole-v1", URL, "gymnasium:CartPole-v1.*gets only"),
+        ("verifiers:mine", PLUGIN, "the program of 'verifiers:mine' drives the model, so turns cannot play it"),
+    ],
+)
+def test_an_environment_that_the_policy_cannot_play_is_an_error(ref: str, policy: tuple[str, ...], said: str, project: Path) -> None:
+    with_environment = FAMILY.replace("split=split,", f"split=split, environment=EnvironmentSpec(ref={ref!r}),")
+    (project / "own_family.py").write_text(with_environment.replace("import Limits", "import EnvironmentSpec, Limits"))
+    code, printed, error = asked(*policy)
+    assert code != 0 and isinstance(error, UserError) and re.search(said, str(error)), (printed, error)

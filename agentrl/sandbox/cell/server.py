@@ -24,6 +24,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from agentrl.base.error_text import one_line_error
+from agentrl.base.processes import available_memory
 from agentrl.errors import AgentRLError, SandboxError, SandboxUnavailable, UserError
 from agentrl.records import SandboxSpec
 from agentrl.sandbox import egress, images, limits
@@ -161,7 +162,7 @@ class Cell(ClosesOnce):
             raise UserError(f"the cell's key has {len(key)} characters", fix=f"use at least {wire.SHORTEST_KEY}: openssl rand -hex 32")
         _open_control_groups()
         self._key, self._replaceable = key.encode(), replaceable
-        self._free, self._free_mb = sandboxes, memory_mb or available_memory_mb() - OWN_MEMORY_MB
+        self._free, self._free_mb = sandboxes, memory_mb or available_memory() // _MEBIBYTE - OWN_MEMORY_MB
         self._backend = _Sandboxes(run_label="cell", root=Path("/"))
         self._running: dict[str, _Running] = {}  # by token
         self._strangers = asyncio.Semaphore(_MAX_STRANGERS)
@@ -328,15 +329,6 @@ def _as_file(program: bytes) -> Iterator[Path]:
         path.chmod(0o644)
         Path(folder).chmod(0o755)
         yield path
-
-
-def available_memory_mb() -> int:
-    """Returns the memory that this container, or else this machine, may use."""
-    amounts = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):  # the file does not exist, or contains "max"
-            amounts.append(int((limits.CGROUPS / name).read_text()))
-    return min(amounts) // _MEBIBYTE
 
 
 def _open_control_groups() -> None:
