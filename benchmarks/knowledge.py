@@ -107,8 +107,8 @@ def memory() -> list[str]:
     for policy, model in models.items():
         for notes in (notes for notes in NOTES if (policy, notes) not in shown):
             for seed in SEEDS:
-                words = [f"seed={seed}", *([f"policy.model={model % seed}"] if model else []), *NOTES[notes]]
-                add(policy, notes, run("eval", f"{policy} {seed} with {notes}", "doors", words), "eval")
+                overrides = [f"seed={seed}", *([f"policy.model={model % seed}"] if model else []), *NOTES[notes]]
+                add(policy, notes, run("eval", f"{policy} {seed} with {notes}", "doors", overrides), "eval")
     rows = [f"| policy | notes {' | '.join(NOTES)} |", f"| --- |{' --- |' * len(NOTES)}"]
     for policy in dict.fromkeys(policy for policy, _ in shown):
         rows.append(f"| {policy} | {' | '.join(cell(shown[policy, notes]) if (policy, notes) in shown else '' for notes in NOTES)} |")

@@ -6,7 +6,7 @@
     python benchmarks/environments.py memory                                    # three seeds, and a control
 
 Gold is behind the same door in all visits to a house (`sandboxes/doors`). A training episode has three days. On the later ones it reads
-its own notes, so writing right ones pays. The held-out houses are other ones, visited in six rounds of one day each.
+its own notes, so writing right ones pays. Held-out houses are different, and visited in six rounds of one day each.
 """
 
 from agentrl.config import (

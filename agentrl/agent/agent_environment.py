@@ -43,7 +43,7 @@ class AgentEnvironment:
     `first` is the first observation, and `now` the last one. `ended` is `terminated` or `truncated` after the last step.
 
     An action that the rules forbid, and a turn without an action or a working call, cost as much as the most expensive step of the
-    episode, because otherwise they would be better than to act. `unpaid` counts those before the first step, which is charged for them.
+    episode, because otherwise they would score better than acting. `unpaid` counts those before the first step, which is charged for them.
     """
 
     def __init__(self, environment: Environment, episode: LiveEpisode, chat: ChatFormat, instructions: str | None = None) -> None:
@@ -279,7 +279,7 @@ def recorded_actions(episode: LiveEpisode, chat: ChatFormat) -> Iterator[tuple[s
         for turn in trajectory.turns:
             calls: Sequence[ToolCall] = turn.message.tool_calls
             for number, result in enumerate(turn.tool_results):
-                if not result.ok and NO_ACTION in result.parts:  # a step that an environment has made is `ok`
+                if not result.ok and NO_ACTION in result.parts:  # the result of an applied action is `ok`
                     yield None, result
                 elif result.reward is not None:
                     yield calls[number] if calls else chat.parse(turn.completion_ids).answer, result

@@ -51,11 +51,11 @@ def main_prompt(trajectory: LiveTrajectory, task: Task, instructions: str | None
 
 
 async def refer_prompt(chat: ChatFormat, trajectory: LiveTrajectory, prompt: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Returns the prompt with its images stored, and records it if it has some. Raises `TaskError` for bytes that are not an image."""
+    """Returns the prompt with its images stored, and records it if it has images. Raises `TaskError` for bytes that are not an image."""
     try:
         stored = tuple([replace(message, content=await chat.refer(message.content)) for message in prompt])
     except InvalidImage as error:
-        raise TaskError(f"a prompt shows {error}", fix="give image_text a PNG or JPEG file") from error
+        raise TaskError(f"the images of a prompt are invalid: {error}", fix="give image_text a PNG or JPEG file") from error
     if stored != prompt:
         trajectory.describe(trajectory.agent, stored)
     return stored
@@ -66,7 +66,7 @@ async def refer_observation(chat: ChatFormat, observation: Observation, environm
     try:
         return observation if MARK not in observation.text else replace(observation, text=await chat.refer(observation.text))
     except InvalidImage as error:
-        raise EnvironmentFault(f"{environment}: an observation shows {error}") from error
+        raise EnvironmentFault(f"{environment}: the images of an observation are invalid: {error}") from error
 
 
 def with_instructions(prompt: Sequence[Message], instructions: str | None) -> tuple[Message, ...]:

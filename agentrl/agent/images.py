@@ -16,8 +16,8 @@ from agentrl.base.media import InvalidImage, MediaFolder, image_token, normalize
 from agentrl.errors import InfrastructureError, UserError
 from agentrl.records.images import MARK, MAX_IMAGES, NAME_DIGITS, REFERENCE, image_ids
 
-UNREADABLE = "(an image, which this model cannot read)"
-_CACHED = 1024  # images whose token ids are remembered
+UNREADABLE = "(an image that this model cannot read)"
+_CACHED = 1024  # images whose token ids are cached
 _OTHER_MODEL = "use a model whose images transformers processes with Pillow, such as SmolVLM (Idefics3), or install torchvision"
 
 
@@ -73,7 +73,7 @@ class ImageTokens:
         if not blocks:
             return tuple(ids)
         if ids.count(self.token) != len(blocks):
-            raise UserError(f"a text with images contains {self._processor.image_token!r}", fix="remove this token of the model")
+            raise UserError(f"a text with images contains {self._processor.image_token!r}", fix="remove this token from the text")
         waiting = iter(blocks)
         return tuple(token for one in ids for token in (next(waiting) if one == self.token else (one,)))
 
@@ -113,9 +113,9 @@ def process_images(processor: Any, images: Sequence[Any], **options: Any) -> Any
 
 def _placeholder(render: Callable[[Any], str], token: str) -> str:
     """Returns what the chat template writes for an image; the processor's token if the template knows no images."""
-    words = {"type": "text", "text": "-"}
+    dash = {"type": "text", "text": "-"}
     try:
-        plain, shown = render([words, words]), render([words, {"type": "image"}, words])
+        plain, shown = render([dash, dash]), render([dash, {"type": "image"}, dash])
     except Exception:  # a template is a program, and may raise anything
         return token
     start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(plain, shown, strict=False)))

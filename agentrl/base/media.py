@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 MAX_PIXELS = 1 << 22
 MAX_SIDE = 8192
 MAX_STORED = 16 << 20
-"""Bytes of a stored image: more than `MAX_PIXELS` take."""
+"""Largest stored image in bytes; more than `MAX_PIXELS` need."""
 NUMPY = b"\x93NUMPY"
 """The first bytes of an npy file."""
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -60,7 +60,7 @@ class MediaFolder:
         sha256 = hashlib.sha256(png).hexdigest()
         name, stored = sha256[:10], self._local(sha256[:10])
         if not int(name, 16) or (stored not in (None, png) and _name(stored or b"") == name):
-            raise InvalidImage("another image has nearly the same sha256")
+            raise InvalidImage("another image has the same first 10 digits of its sha256")
         if stored != png:
             if self._send is not None:
                 self._send(name, png)

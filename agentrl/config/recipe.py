@@ -109,7 +109,7 @@ class Recipe(Section):
     a Redis stream carries the groups of rollout workers. With the option keep_steps=N both delete episodes of older steps; the
     ledger stays."""
     trackers: tuple[parts.Tracker, ...] = resumable((Part("terminal"), Part("tensorboard")))
-    """Receivers of metrics, in addition to `metrics.jsonl`."""
+    """Receivers of metrics, in addition to `metrics.jsonl`. terminal: progress. tensorboard: event files in logs/tensorboard."""
     sandbox: SandboxConfig = resumable(SandboxConfig())
     serving: ServingConfig = resumable(ServingConfig())
     objective: ObjectiveConfig = ObjectiveConfig()

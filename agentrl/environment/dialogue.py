@@ -112,7 +112,7 @@ class Dialogue:
         self.said: list[tuple[str, str]] = []
         self._calls: list[tuple[str, dict[str, Any]]] = []
         self._user: User | None = None if user == POLICY else resolve(user)
-        self.policy_user = "" if self._user is not None else TRAINED if train_user else POLICY  # who plays the user needs `play_user`
+        self.policy_user = "" if self._user is not None else TRAINED if train_user else POLICY  # if not empty, `play_user` must be called
         self._translate: Translate | None = resolve(translate) if translate else None
         self._backend: Backend | None = resolve(backend)(records or {}) if backend else None
         schemas = () if self._backend is None else tuple(self._backend.schemas)

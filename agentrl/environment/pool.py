@@ -98,8 +98,8 @@ class ProcessPool:
             if (total := sum(sizes.values())) > self._memory:
                 largest = max(sizes, key=lambda process: sizes[process])
                 largest.fail(
-                    f"the environments use {total >> 20:,} MiB of memory, more than {self._memory >> 20:,}, and its process the most,"
-                    f" {sizes[largest] >> 20:,}; lower rollout.concurrency, or use environments that need less"
+                    f"the environments use {total >> 20:,} MiB of memory; at most {self._memory >> 20:,} are allowed. The largest process,"
+                    f" with {sizes[largest] >> 20:,}, was killed; lower rollout.concurrency, or use environments that need less"
                 )
 
     async def _process(self, alone: bool) -> _Process:

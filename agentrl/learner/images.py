@@ -55,10 +55,10 @@ class ImageInputs:
         features = self._features(trunk, [name for *_, name in blocks], recorded, input_ids.device).to(embedded)
         if not blocks:  # other ranks may have images, and all must compute with the same parameters
             return embedded + 0.0 * features.sum()
-        places = (input_ids >= FIRST) & (plain == self.token)
-        if places.sum() != len(features):
-            raise LearnerError(f"the model has {len(features)} features for {int(places.sum())} image tokens: {_SAME}")
-        return embedded.masked_scatter(places[..., None], features)
+        mask = (input_ids >= FIRST) & (plain == self.token)
+        if mask.sum() != len(features):
+            raise LearnerError(f"the model has {len(features)} features for {int(mask.sum())} image tokens: {_SAME}")
+        return embedded.masked_scatter(mask[..., None], features)
 
     def _features(self, trunk: Any, names: list[str], recorded: list[int], device: torch.device) -> Tensor:
         """Returns the features [N, H] of images; those of a blank one without names."""

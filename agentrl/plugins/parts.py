@@ -190,7 +190,7 @@ ENVIRONMENTS = {
 
 
 def environment_kind(ref: str) -> EnvironmentKind | None:
-    """Returns the kind of environments that a reference has as its prefix; None for a plug-in reference."""
+    """Returns the kind of environments that the prefix of a reference selects; None for a plug-in reference."""
     return ENVIRONMENTS.get(ref.partition(":")[0])
 
 

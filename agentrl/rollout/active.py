@@ -127,7 +127,7 @@ class ActiveTrajectory:
         return completion
 
     def add_turn(self, completion: Completion, message: Message) -> None:
-        """Records the sampled turn. Without training its tokens are context, the last ones of the turn's prompt."""
+        """Records the sampled turn. If it is not trained, its tokens are context: the last ones of the turn's prompt."""
         if self._begun.policy:
             self.add_prompt(completion.token_ids)
             completion = Completion(token_ids=(), logprobs=(), versions=(), finish_reason=completion.finish_reason)

@@ -1,4 +1,4 @@
-"""The JSON of a run as a whole: its curves, alerts, parts, ledger, events and gate, and the comparison of several runs."""
+"""The JSON of a run: curves, alerts, parts, ledger, events and gate, and the comparison of several runs."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class DoorTasks:
         return self._family.size(split)
 
     def task(self, split: Split, index: int) -> Task:
-        """Returns the task at an index of a split. Tasks of the same visit are of one kind."""
+        """Returns the task at an index of a split. Tasks with the same number of the visit have one kind."""
         task, house = self._family.task(split, index), index % self._houses
         street, visit = divmod(index // self._houses, self._visits)
         golds = list(DOORS) * math.ceil(self._houses / len(DOORS))  # every door equally often

@@ -100,7 +100,7 @@ def test_hostile_text_forges_no_image(folder: Path, tmp_path: Path) -> None:
         chat.opening([Message(role="user", content=f"<image> {real}")], [])
 
 
-async def test_a_model_of_text_is_told_that_there_was_an_image() -> None:
+async def test_a_text_model_gets_a_note_in_place_of_an_image() -> None:
     chat = ChatFormat(byte_tokenizer())
     assert await chat.refer(f"a {image_text(b'anything')} <image src=x>") == f"a {UNREADABLE} <image src=x>"
     assert not chat.reads_images
@@ -112,7 +112,7 @@ def test_without_a_run_folder_nothing_is_stored(folder: Path, tmp_path: Path) ->
     assert not list(tmp_path.iterdir())
 
 
-def test_a_processor_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_processor_of_another_model_raises(folder: Path, tmp_path: Path) -> None:
     import json
     import shutil
 

@@ -1,4 +1,4 @@
-"""Hostile images are refused within bounds, and every kind of image becomes one RGB PNG; the folder finds damage."""
+"""Hostile images raise within bounds, and every kind of image becomes one RGB PNG; the folder detects damage."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_every_mode_becomes_rgb_on_white_ground() -> None:
     assert (pixels(normalized_image(npy(np.asarray(clear)))) == 255).all()
 
 
-def test_a_photo_is_turned_as_its_metadata_says() -> None:
+def test_a_photo_is_rotated_by_its_metadata() -> None:
     image = Image.new("RGB", (8, 16))
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -97,7 +97,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_hostile_file_is_refused(name: str) -> None:
+def test_a_hostile_file_raises(name: str) -> None:
     with pytest.raises(InvalidImage):
         normalized_image(BOMBS[name])
 
@@ -124,7 +124,7 @@ def test_an_image_is_stored_once_and_read_with_its_hash(tmp_path: Path) -> None:
         media.read("0123456789")
 
 
-def test_a_damaged_file_is_replaced_and_another_image_of_its_name_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_file_is_replaced_and_another_image_of_its_name_raises(tmp_path: Path) -> None:
     media, content = MediaFolder(tmp_path), normalized_image(npy(PIXELS))
     path = tmp_path / "media" / f"{media.put(content)[:10]}.png"
     path.write_bytes(b"damaged")

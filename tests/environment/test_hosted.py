@@ -179,7 +179,7 @@ def test_a_host_starts_in_the_project_of_the_recipe(prefix: str, tmp_path: Path,
     assert (spec.folder, spec.python) == (project, str(python))
 
 
-async def test_one_table_says_which_families_have_a_host() -> None:
+async def test_the_table_of_environments_has_the_hosts() -> None:
     recipe = Recipe(name="r", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="fake:x"))
     assert recipe.agent.ref == HOSTED_AGENT
     assert recipe.but({"tasks.family": {"ref": "fake:x", "options": {"solver": "agentrl"}}}).agent.ref == "turns"

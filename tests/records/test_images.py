@@ -1,4 +1,4 @@
-"""Tagged token ids: a context determines its images, and plain ids and blocks are found again."""
+"""Tagged token ids: a context determines its images, and plain ids and blocks survive a round trip."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PIECES = st.lists(st.tuples(TOKENS, SHA256, st.lists(st.integers(0, FIRST - 1), 
 
 
 @given(PIECES, TOKENS)
-def test_ids_and_images_are_found_again(pieces: list[tuple[list[int], str, list[int]]], end: list[int]) -> None:
+def test_ids_and_images_survive_a_round_trip(pieces: list[tuple[list[int], str, list[int]]], end: list[int]) -> None:
     """Also those of equal images without a token between them. The ids fit into a record."""
     context: list[int] = []
     plain: list[int] = []

@@ -39,7 +39,7 @@ def test_a_prompt_of_text_stays_what_it_is(tmp_path: Path) -> None:
     images.check({}, (1, 2, 3))
 
 
-def test_a_sampled_image_token_and_too_many_images_are_refused(tmp_path: Path, names: list[str]) -> None:
+def test_a_sampled_image_token_and_too_many_images_raise(tmp_path: Path, names: list[str]) -> None:
     """The policy can sample both, so the server's answer would be a fault that the policy provokes."""
     images, block = PromptImages(tmp_path, TOKEN), image_ids(BLOCK, names[0])
     for prompt in ((TOKEN, *block), (*block, 1, TOKEN), (TOKEN,)):
