@@ -176,7 +176,7 @@ class AgentEnvironment:
         return {STATE: {"first": self.first, "notes": self._notes, "snapshot": base64.b64encode(state).decode(), **costs}}
 
     async def _save(self, note: str) -> str:
-        """Writes a note of the environment. Returns what the agent is shown if that fails; empty otherwise."""
+        """Writes a note of the environment. Returns the error text for the agent; empty if the note was saved."""
         memory = self._episode.memory
         if not note or memory is None:
             return ""

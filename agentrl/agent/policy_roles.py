@@ -37,7 +37,7 @@ class TrainedPlayer:
         self._said: ParsedCompletion | None = None
 
     def resume(self, observation: str) -> None:
-        """Continues after the recorded turns. `observation` is the first one of the role."""
+        """Continues after the recorded turns. `observation` is the role's first one."""
         turn = self.trajectory.turns[-1]
         self._first = self._prompt(observation)
         self._said = ParsedCompletion(message=turn.message, end=(*turn.prompt_ids, *turn.completion_ids)[-1])

@@ -28,13 +28,13 @@ _FORWARDED = (*_ENDING, signal.SIGHUP, signal.SIGWINCH, signal.SIGTSTP)
 
 
 def supervise(command: Sequence[str], folder: Path, *, restarts: int) -> int:
-    """Runs a driver and returns its exit code. If it is killed or fails, it is started again with --resume, unless this process
-    received a signal to end.
+    """Runs a driver and returns its exit code. Restarts it with --resume if it is killed or fails, unless this process received a signal
+    to end.
 
     Args:
         command: `agentrl train ... --run-dir FOLDER`, as arguments.
         folder: the run folder.
-        restarts: number of restarts in a row. Work of ten minutes starts the count again.
+        restarts: number of restarts in a row. Ten minutes of work reset the count.
     """
     counted, resume = Restarts(), "--resume" in command
     while True:

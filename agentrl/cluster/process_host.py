@@ -38,7 +38,7 @@ _PIPE_BYTES = 1 << 20  # more than the pipe holds
 
 
 class ProcessHost:
-    """Starts processes that die with the calling thread, and knows them until they have ended.
+    """Starts processes that die with the calling thread, and tracks them until they end.
 
     Each leads its own session, so a terminal's ctrl-C does not reach it, and holds the shared lock of the run folder: the next driver waits
     for its end.

@@ -70,7 +70,7 @@ _OVERLAPS = Needs("steps that overlap: set max_staleness above 0", lambda recipe
 
 HOSTED_AGENT = "agentrl.environment.hosted:HostedAgent"
 OWN_SOLVER = "agentrl"
-"""The option `solver` of a family whose program drives the model, with which the turn loop plays its tasks."""
+"""Value of the option `solver` with which the turn loop plays the tasks of a family whose program otherwise drives the model."""
 
 
 class Recipe(Section):
