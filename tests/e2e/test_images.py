@@ -58,7 +58,8 @@ recipe = Recipe(
     steps=1,
     policy=PolicyConfig(model="vision", dtype="float32", max_model_len=512),
     tasks=TasksConfig(family="mine:Look"),
-    rollout=RolloutConfig(group=GroupConfig(size=4), groups_per_step=3, concurrency=8, workers=1, sampling=SamplingConfig(temperature=3.0)),
+    rollout=RolloutConfig(group=GroupConfig(size=4), groups_per_step=3, concurrency=8, workers=1, sampling=SamplingConfig(temperature=2.0)),
+    objective=ObjectiveConfig(entropy_coef=0.1),  # trains groups with equal scores too
     evaluation=EvalConfig(heldout=0),
     serving=ServingConfig(max_num_seqs=8, kv_cache_gb=0.2, threads=1),
     learner=LearnerConfig(lr=1e-3, ranks=1, threads=1),
