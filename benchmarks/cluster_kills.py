@@ -86,8 +86,7 @@ class Experiment:
     def inject(self, kind: str, rng: random.Random) -> str:
         """Causes a fault, and ends it if it has an end. Returns what it hit."""
         if kind == "driver":
-            pids = [pid for pid in process_tree(self.driver.pid) if _is_driver(pid)]
-            os.kill(pids[-1], signal.SIGKILL)  # the child of its supervisor
+            self._signal_driver(signal.SIGKILL)
             return kind
         if kind == "head":
             self.head.kill()
@@ -112,7 +111,7 @@ class Experiment:
 
     def stop(self) -> list[str]:
         """Ends the run after its current step. Returns what is wrong with its records."""
-        self.driver.send_signal(signal.SIGINT)
+        self._signal_driver(signal.SIGINT)
         code = self.driver.wait(STEP_S)
         steps = steps_of(self.run)
         store = SqliteStore(self.run / "experience.sqlite")
@@ -121,6 +120,10 @@ class Experiment:
         if steps != list(range(1, len(steps) + 1)):
             problems.append(f"the steps are {steps}")
         return [*problems, f"exit code {code}"] if code not in (0, 130) else problems
+
+    def _signal_driver(self, number: int) -> None:
+        """Sends a signal to the driver, the child of its supervisor."""
+        os.kill([pid for pid in process_tree(self.driver.pid) if _is_driver(pid)][-1], number)
 
     def _join(self, name: str) -> None:
         self.cluster.add(self.others[name], **{NODES[name]: 1})

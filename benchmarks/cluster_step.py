@@ -31,7 +31,7 @@ from tests.cluster.hosts import hosts  # noqa: E402
 from tests.cluster.ray_nodes import running  # noqa: E402
 
 WAYS = ("machine", "node", "hosts")
-SHORT = ("rollout.groups_per_step=8", "evaluation.heldout=0", "evaluation.heldout_real=0")
+SHORT = ("rollout.groups_per_step=8", "evaluation.heldout=0", "evaluation.heldout_real=0", "evaluation.sampling.temperature=1.0")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,6 +40,7 @@ PRIORITY = {"RAY_worker_niceness": "0"}
 """Variable of a node whose parts get as much of a shared machine as other programs; Ray's default is 15."""
 SURVIVING = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_rpc_server_reconnect_timeout_s": "300"}
 """Variables of a cluster that survives the end of its head for five minutes."""
+ADDRESS_FILE = Path(tempfile.gettempdir(), "ray", "ray_current_cluster")
 DISK = "mount -t tmpfs -o size=4g none {runs} && exec {command}"  # hides the driver's disk from the host
 
 
@@ -57,7 +58,12 @@ class Cluster:
         self.start_head()
 
     def start_head(self) -> None:
-        """Starts the head's node."""
+        """Starts the head's node, also after its death.
+
+        A killed head leaves the file with its address, and Ray does not start if a process of the machine uses that address: here those
+        of the other hosts, which share its process table.
+        """
+        ADDRESS_FILE.unlink(missing_ok=True)
         options = ("--head", f"--port={PORT}", "--num-cpus=0", "--include-dashboard=false")
         self.head_node = self._start(self.head, *options)
 
