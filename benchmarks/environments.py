@@ -1,4 +1,4 @@
-"""Measures environments: steps per second of CartPole next to bare Gymnasium, and sessions at an OpenEnv server.
+"""Measures environments: steps per second of CartPole, sessions at an OpenEnv server, what notes are worth, and transfer between them.
 
     python benchmarks/environments.py                # all sections
     python benchmarks/environments.py cartpole
@@ -35,6 +35,7 @@ from agentrl.testing.sandboxes import printing
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.knowledge import memory, transfer
 from benchmarks.remote_sessions import openenv
 
 EPISODES, AT_ONCE = 256, 64
@@ -169,7 +170,7 @@ def cartpole() -> list[str]:
     ]
 
 
-SECTIONS: dict[str, Callable[[], list[str]]] = {"cartpole": cartpole, "openenv": openenv}
+SECTIONS: dict[str, Callable[[], list[str]]] = {"cartpole": cartpole, "openenv": openenv, "memory": memory, "transfer": transfer}
 
 
 def main() -> None:

@@ -8,6 +8,8 @@ own texts with `buttons=false`. With a model as the customer, for example the 13
 
     agentrl train recipes/desk.py tasks.family.options.user=recipes.desk:caller \\
       'judge_servers={"customer": {"model": "recipes/models/smollm2"}}'
+
+`tasks.family.options.user=policy` lets the policy play the customer too.
 """
 
 from agentrl.config import (

@@ -14,7 +14,6 @@ from agentrl.config import (
     PolicyConfig,
     Recipe,
     RolloutConfig,
-    SamplingConfig,
     ServingConfig,
     TasksConfig,
 )
@@ -35,7 +34,7 @@ recipe = Recipe(
     policy=PolicyConfig(model="recipes/models/tables-base", dtype="float32", max_model_len=128),
     tasks=TasksConfig(family=Part("gymnasium:FrozenLake-v1", options=LAKE)),
     rollout=RolloutConfig(group=GroupConfig(size=32), groups_per_step=4, concurrency=128),
-    evaluation=EvalConfig(heldout=32, sampling=SamplingConfig(temperature=0.0)),
+    evaluation=EvalConfig(heldout=32),  # sampled as trained: the most likely actions alone may walk into a wall for ever
     serving=ServingConfig(max_num_seqs=128, kv_cache_gb=0.5, threads=1),
     objective=ObjectiveConfig(),
     learner=LearnerConfig(lr=2e-4, ranks=1, threads=1, max_tokens_per_microbatch=4096),

@@ -48,7 +48,7 @@ TOGETHER = {
     "model/test_smollm2.py": "pretrained",
     "sandbox": "sandboxes",
     **dict.fromkeys(("learner", "model", "objective", "supervised"), "learner"),
-    **dict.fromkeys(("agent/test_escaping.py", "agent/test_template.py", "cli/test_model.py"), "learner"),
+    **dict.fromkeys(("agent/test_escaping.py", "agent/test_images.py", "agent/test_template.py", "cli/test_model.py"), "learner"),
     **dict.fromkeys(("session/test_chat_template.py", "sandboxes/test_tables_base_model.py", "benchmarks/test_learner.py"), "learner"),
     **dict.fromkeys(("test_architecture.py", "base/test_unpickled.py"), "sources"),
     **dict.fromkeys(("experience/test_store.py", "version/test_registry.py"), "learner"),  # use the same fork server

@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "cluster": LOW | {"gateway", "sandbox"},  # the port of cells
     "serving": LOW | {"version", "cluster"},
     "memory": LOW | {"agent", "experience", "rollout", "task"},
-    "judge": LOW | {"reward", "failure"},
+    "judge": LOW | {"reward", "failure", "environment"},
     "learner": LOW | {"experience", "objective", "version", "serving", "cluster", "gateway"},
     "supervised": LOW | {"objective", "judge"},
     "model": LOW | {"agent", "learner", "version"},

@@ -6,6 +6,7 @@ that of a call as the result of a tool; both have the reward of the step.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,16 +15,20 @@ from typing import Any, cast
 
 from agentrl.agent.arguments import argument_errors
 from agentrl.agent.chat import ChatFormat
-from agentrl.agent.contexts import with_instructions
+from agentrl.agent.contexts import refer_observation, with_instructions
+from agentrl.agent.policy_roles import PolicyUser, user_prompt
 from agentrl.agent.tools import NO_BOUNDS, ToolOutcome
 from agentrl.base.user_code import clip
-from agentrl.environment import is_resumable, open_environment
+from agentrl.environment import NEWEST_NOTE, NOTES, is_resumable, open_environment
 from agentrl.environment.choices import choice_constraint
+from agentrl.environment.dialogue import TRAINED
 from agentrl.errors import EnvironmentFault, PolicyFault, UserError
 from agentrl.protocols import Environment, LiveEpisode, LiveTrajectory, ResumableEnvironment, Sandbox
-from agentrl.records import EnvironmentSpec, Limits, Message, Step, Task, ToolCall, ToolResult
+from agentrl.records import EnvironmentSpec, Limits, Message, Observation, Step, Task, ToolCall, ToolResult
 from agentrl.records.chat import USER
+from agentrl.records.episode import NO_NOTES
 from agentrl.records.failure import NO_ACTION
+from agentrl.records.images import MARK, REFERENCE
 from agentrl.records.trajectory import CONTINUED, TRUNCATED
 
 STATE = "environment"
@@ -41,7 +46,7 @@ class AgentEnvironment:
     episode, because otherwise they would be better than to act. `unpaid` counts those before the first step, which is charged for them.
     """
 
-    def __init__(self, environment: Environment, episode: LiveEpisode, instructions: str | None = None) -> None:
+    def __init__(self, environment: Environment, episode: LiveEpisode, chat: ChatFormat, instructions: str | None = None) -> None:
         assert episode.task.environment is not None, "only such a task has an environment"
         self.spec: EnvironmentSpec = episode.task.environment
         self.first = self.now = self.ended = ""
@@ -50,7 +55,9 @@ class AgentEnvironment:
         self.schemas = tuple(action for action in actions or () if not isinstance(action, str))
         self.unpaid = 0
         self._lowest: float | None = None  # smallest reward of a step, at most 0; None before the first one
-        self._environment, self._episode, self._instructions = environment, episode, instructions
+        self._environment, self._episode, self._chat, self._instructions = environment, episode, chat, instructions
+        self._notes: list[str] = []  # of this episode, newest first
+        self._user: PolicyUser | None = None
 
     @classmethod
     async def open(cls, episode: LiveEpisode, chat: ChatFormat, instructions: str | None = None) -> AgentEnvironment:
@@ -58,16 +65,20 @@ class AgentEnvironment:
 
         `instructions` replace the system messages of the task and the environment; None replaces none.
         """
-        opened = cls(await episode.environment(), episode, instructions)
+        opened = cls(await episode.environment(), episode, chat, instructions)
+        if played := getattr(opened._environment, "policy_user", ""):
+            opened._user = PolicyUser(chat, episode, trained=played == TRAINED)
+            cast(Any, opened._environment).play_user(opened._user)
         saved = episode.agent_state.get(STATE)
         if isinstance(saved, Mapping) and "snapshot" in saved:
             episode.stage = "environment"
             restored = await cast(ResumableEnvironment, opened._environment).restore(base64.b64decode(saved["snapshot"]))
-            opened.first, opened.now = str(saved["first"]), restored.text
+            opened._notes = [str(note) for note in saved["notes"]]
+            opened.first, opened.now = str(saved["first"]), await opened._shown(restored)
             opened.unpaid, opened._lowest = saved["unpaid"], saved["lowest"]
             return opened
         episode.stage = "environment"
-        opened.first = opened.now = (await opened._environment.reset()).text
+        opened.first = opened.now = await opened._shown(await opened._environment.reset())
         for action, result in recorded_actions(episode, chat):
             await opened._repeat(action, result)
         return opened
@@ -133,8 +144,10 @@ class AgentEnvironment:
             return self._forbidden(str(error))
         if not isinstance(step, Step):
             raise EnvironmentFault(f"{self.spec.ref}.step() returned {type(step).__name__} instead of a Step")
-        self.now = step.observation.text
-        self.ended = "terminated" if step.terminated else TRUNCATED if step.truncated else ""
+        saved = await self._save(step.note)
+        self.now = await self._shown(step.observation) + saved
+        limit = "" if self._user is None else self._user.limit
+        self.ended = limit or ("terminated" if step.terminated else TRUNCATED if step.truncated else "")
         self._lowest = min(self._lowest or 0.0, step.reward)
         unpaid, self.unpaid = self.unpaid * self._lowest, 0
         return ToolOutcome(output=self.now, ok=True, reward=step.reward + unpaid, parts=step.parts)
@@ -163,7 +176,28 @@ class AgentEnvironment:
         self._episode.stage = "environment"
         state = await cast(ResumableEnvironment, self._environment).snapshot()
         costs = {"unpaid": self.unpaid, "lowest": self._lowest}
-        return {STATE: {"first": self.first, "snapshot": base64.b64encode(state).decode(), **costs}}
+        return {STATE: {"first": self.first, "notes": self._notes, "snapshot": base64.b64encode(state).decode(), **costs}}
+
+    async def _save(self, note: str) -> str:
+        """Writes a note of the environment. Returns what the agent is shown if that fails; empty otherwise."""
+        memory = self._episode.memory
+        if not note or memory is None:
+            return ""
+        saved, reply = await asyncio.to_thread(memory.note, note)
+        if saved:
+            self._notes = [note, *(other for other in self._notes if other != note)]
+        return "" if saved else f"\nerror: note: {reply}"
+
+    async def _shown(self, observation: Observation) -> str:
+        """Returns the text of an observation: its images stored, and the notes of this and earlier episodes in place of `NOTES` or
+        `NEWEST_NOTE`."""
+        text = (await refer_observation(self._chat, observation, self.spec.ref)).text
+        memory, marker = self._episode.memory, NOTES if NOTES in text else NEWEST_NOTE
+        if marker not in text:
+            return text
+        most = None if marker == NOTES else 1
+        notes = NO_NOTES if memory is None else (await asyncio.to_thread(memory.recall, "", self._notes, most))[1]
+        return text.replace(marker, notes, 1)
 
     async def _repeat(self, action: str | ToolCall | None, recorded: ToolResult) -> None:
         """Applies a recorded action again. Raises `EnvironmentFault` if its result differs."""
@@ -216,8 +250,13 @@ async def check_environment(task: Task, chat: ChatFormat) -> None:
                     f"{task.environment.ref}: no answer can be the action {choice[:80]!a}: {problem}", fix="change its text or limits"
                 )
         functions = [action for action in environment.actions or () if not isinstance(action, str)]
-        if not functions and task.environment.context_turns != 1:
+        if played := getattr(environment, "policy_user", ""):
+            chat.opening(user_prompt(chat, "-", "-", "-"), ())
+        if played or (not functions and task.environment.context_turns != 1):
             chat.check_user_turns()
+        if MARK in observation.text and not chat.reads_images and REFERENCE.search(observation.text):
+            message = f"{task.environment.ref}: its observations show images, and the model reads only text"
+            raise UserError(message, fix="use a vision-language model as policy.model")
         chat.opening(environment_prompt(task.prompt, environment.instructions, observation.text), functions)
     finally:
         await environment.close()

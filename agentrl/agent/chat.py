@@ -7,6 +7,7 @@ conditioned on, and trained on, exactly the ids that were in its context.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,12 +17,15 @@ from typing import Any, Literal
 
 from agentrl.agent.arguments import argument_errors
 from agentrl.agent.forms import Frame, Reading
+from agentrl.agent.images import UNREADABLE, ImageTokens
 from agentrl.agent.rendering import OTHER, THINK, ControlTokenEscaper, Renderer, Tokenizer
 from agentrl.agent.template import SHIPPED_TEMPLATES, TOOL, auto_tokenizer, probe_tokenizer, select_template
 from agentrl.agent.template_probe import SHOWN, find_form, rewrites
+from agentrl.base.media import MediaFolder
 from agentrl.errors import UserError
 from agentrl.records import Message, ToolCall, ToolResult
 from agentrl.records.chat import user_message
+from agentrl.records.images import MARK, REFERENCE
 from agentrl.records.limits import Thinking
 
 WITHHELD = "error: this output is not shown: it contains control tokens of the model"
@@ -99,6 +103,29 @@ class ChatFormat:
         if rewritten == "restart" and not self.user_rewrite_reason:
             message = "policy.rewritten_context=restart has no effect: this chat template can be extended exactly"
             raise UserError(message, fix="remove the setting")
+
+    def read_images(self, images: ImageTokens | None) -> None:
+        """Sets how images in texts are read; None, as at the start, means that they stay text."""
+        self._renderer.images = images
+        if images is not None:  # the template's marks around an image belong to it
+            self._control_ids -= {*self._renderer.ids(images.around)}
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether the model reads images."""
+        return self._renderer.images is not None
+
+    def render_user(self, content: Any) -> str:
+        """Returns the text of a conversation of one user message with this content, such as a list of parts."""
+        return str(self._tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False))
+
+    async def refer(self, text: str) -> str:
+        """Stores the images in a text, and returns it with references to them. Raises `InvalidImage`."""
+        if MARK not in text:
+            return text
+        if self._renderer.images is None:
+            return REFERENCE.sub(UNREADABLE, text)
+        return await asyncio.to_thread(self._renderer.images.refer, text)
 
     @cached_property
     def user_rewrite_reason(self) -> str:
@@ -236,6 +263,10 @@ class ChatFormat:
         message = Message(role="assistant", content=(thought + answer).strip(), tool_calls=reading.calls)
         return ParsedCompletion(message=message, errors=errors, answer=answer, call_ids=reading.ids, end=end)
 
+    def answer_of(self, message: Message) -> str:
+        """Returns the text of a parsed message without the reasoning."""
+        return self._thinking(message.content)[1].strip()
+
     def _thinking(self, text: str) -> tuple[str, str, bool]:
         """Returns the reasoning with its marks, the text after it, and whether the reasoning has ended."""
         if self.thinks_first and not text.lstrip().startswith(THINK[0]):
@@ -317,17 +348,26 @@ class ChatFormat:
         return [token for token in ids if token in self._control_ids]
 
 
-def load_chat(folder: str, template: str | None = None, *, tool_format: str | None = None, rewritten: Rewritten = "refuse") -> ChatFormat:
+def load_chat(
+    folder: str,
+    template: str | None = None,
+    *,
+    tool_format: str | None = None,
+    rewritten: Rewritten = "refuse",
+    media: MediaFolder | None = None,
+) -> ChatFormat:
     """Returns the chat format of a model folder or id, with `template` in place of the model's template. Imports transformers.
 
-    First tests tokenizer and template in a separate process (`probe_tokenizer`).
+    First tests tokenizer and template in a separate process (`probe_tokenizer`). `media`: where the conversations' images are stored.
     """
     load = auto_tokenizer().from_pretrained  # first, so that a missing package is reported as such
     probe_tokenizer(folder, template)
     tokenizer = load(folder, trust_remote_code=False)
     if template is not None:
         tokenizer.chat_template = template
-    return ChatFormat(tokenizer, tool_format=tool_format, rewritten=rewritten)
+    chat = ChatFormat(tokenizer, tool_format=tool_format, rewritten=rewritten)
+    chat.read_images(ImageTokens.load(folder, chat.render_user, media))
+    return chat
 
 
 def _require_exact(reason: str) -> None:

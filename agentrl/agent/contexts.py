@@ -19,10 +19,12 @@ from typing import Any
 
 from agentrl.agent.chat import ChatFormat, ParsedCompletion
 from agentrl.base import user_code
-from agentrl.errors import InfrastructureError, PluginError, PolicyFault, TaskError, UserError
+from agentrl.base.media import InvalidImage
+from agentrl.errors import EnvironmentFault, InfrastructureError, PluginError, PolicyFault, TaskError, UserError
 from agentrl.protocols import LiveEpisode, LiveTrajectory
-from agentrl.records import Completion, Message, Parent, Task, ToolResult
+from agentrl.records import Completion, Message, Observation, Parent, Task, ToolResult
 from agentrl.records.chat import user_message
+from agentrl.records.images import MARK
 
 RESTARTED = "restarted"
 """The stop reason of a trajectory whose conversation continues in another."""
@@ -46,6 +48,25 @@ def main_prompt(trajectory: LiveTrajectory, task: Task, instructions: str | None
     if instructions is not None:
         trajectory.describe("main", prompt)
     return prompt
+
+
+async def refer_prompt(chat: ChatFormat, trajectory: LiveTrajectory, prompt: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Returns the prompt with its images stored, and records it if it has some. Raises `TaskError` for bytes that are not an image."""
+    try:
+        stored = tuple([replace(message, content=await chat.refer(message.content)) for message in prompt])
+    except InvalidImage as error:
+        raise TaskError(f"a prompt shows {error}", fix="give image_text a PNG or JPEG file") from error
+    if stored != prompt:
+        trajectory.describe(trajectory.agent, stored)
+    return stored
+
+
+async def refer_observation(chat: ChatFormat, observation: Observation, environment: str) -> Observation:
+    """Returns the observation with its images stored. Raises `EnvironmentFault` for bytes that are not an image."""
+    try:
+        return observation if MARK not in observation.text else replace(observation, text=await chat.refer(observation.text))
+    except InvalidImage as error:
+        raise EnvironmentFault(f"{environment}: an observation shows {error}") from error
 
 
 def with_instructions(prompt: Sequence[Message], instructions: str | None) -> tuple[Message, ...]:
@@ -91,7 +112,8 @@ def read_turn(
 
 def current_trajectory(episode: LiveEpisode) -> LiveTrajectory:
     """Returns the trajectory in which the main agent continues. In a resumed episode no sub-agent is running."""
-    return next(trajectory for trajectory in reversed(episode.trajectories) if not trajectory.stop_reason)
+    main = episode.trajectories[0].agent
+    return next(one for one in reversed(episode.trajectories) if one.agent == main and not one.stop_reason)
 
 
 def continue_context(

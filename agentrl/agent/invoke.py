@@ -30,9 +30,11 @@ from agentrl.errors import InfrastructureError, PluginError, TaskError, ToolUnav
 from agentrl.protocols import LiveEpisode, Sandbox
 from agentrl.protocols.sandbox import ForwardingSandbox
 from agentrl.records import Blame, Failure, Limits, ToolCall, ToolResult
+from agentrl.records.chat import user_message
 from agentrl.records.fields import json_object
 
 T = TypeVar("T")
+Refer = Callable[[str], Awaitable[str]]
 
 SANDBOX_MARGIN_S = 60.0
 """Additional time of a call that uses the sandbox. The sandbox's own limits pass before."""
@@ -66,6 +68,7 @@ async def call_tool(
     caller: Caller | None = None,
     record: CallRecord | None = None,
     on_lost: Callable[[], None] = lambda: None,
+    refer: Refer | None = None,
 ) -> CallResult:
     """Calls a tool with a deadline: `limits.tool_timeout_s`, plus `SANDBOX_MARGIN_S` if it uses the sandbox, plus the time to start a
     server (`opening_s`). The tool's bounds replace these limits.
@@ -74,6 +77,7 @@ async def call_tool(
         caller: the caller, for `record`.
         record: how the run's tools have answered. Without it, every outage is an infrastructure fault, and a late answer the policy's.
         on_lost: called as soon as the call makes the sandbox useless, before others that wait for the sandbox fail.
+        refer: stores the images in an output (`ChatFormat.refer`).
 
     Raises:
         InfrastructureError: the sandbox failed, or the tool raised it.
@@ -82,7 +86,7 @@ async def call_tool(
         BaseException: a bug in the sandbox layer.
     """
     watched = None if sandbox is None else _WatchedSandbox(sandbox, on_lost)
-    call = _Call(tool, watched, bounds_of(tool).apply_to(limits), turn, caller or Caller(attempt="", task=""), record)
+    call = _Call(tool, watched, bounds_of(tool).apply_to(limits), turn, caller or Caller(attempt="", task=""), record, refer)
     result = await call.run(arguments)
     if watched is not None and watched.error is not None:
         raise watched.error
@@ -111,6 +115,7 @@ class _Call:
     turn: int
     caller: Caller
     record: CallRecord | None
+    refer: Refer | None
     case: OutageCase | None = None  # the first outage; later outages of the call belong to it
 
     @property
@@ -147,6 +152,8 @@ class _Call:
             given = await user_code.call_user_code(
                 lambda: self.tool(arguments, watched, self.limits), what=self.what, timeout_s=self.timeout_s, within=stalls
             )
+            if self.refer is not None and isinstance(given, ToolOutcome):
+                given = replace(given, output=await self.refer(given.output))
             result = CallResult(outcome=checked_outcome(given, self.limits))
             if record is not None and result.outcome.ok:
                 record.answered(self.tool.name, self.caller)
@@ -327,6 +334,7 @@ async def _call(episode: LiveEpisode, tools: Toolbox, call: ToolCall, sandbox: S
             caller=Caller(attempt=episode.id, task=episode.task.id),
             record=None if episode.tools is None else episode.tools.record,
             on_lost=lose,
+            refer=tools.refer,
         )
     except InfrastructureError:
         if not tool.needs_sandbox or not episode.sandbox_lost:
@@ -351,9 +359,10 @@ async def _together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def count_calls(episode: LiveEpisode) -> Counter[str]:
-    """Returns the number of calls so far by the tool's name, including rejected calls."""
-    turns = (turn for trajectory in episode.trajectories for turn in trajectory.turns)
-    return Counter(result.name for turn in turns for result in turn.tool_results)
+    """Returns the number of calls so far by the tool's name, including rejected calls. What a user says is no call."""
+    turns = [turn for trajectory in episode.trajectories for turn in trajectory.turns]
+    calls = (turn.tool_results for turn in turns if user_message(turn.message, turn.tool_results) is None)
+    return Counter(result.name for results in calls for result in results)
 
 
 def budget_error(episode: LiveEpisode, spent: Counter[str], name: str) -> ToolOutcome | None:

@@ -16,15 +16,16 @@ from functools import partial
 from typing import Any, Protocol, cast
 
 from agentrl.agent.agent_environment import environment_prompt
-from agentrl.agent.chat import ChatFormat, ParsedCompletion
-from agentrl.agent.contexts import continue_context, read_turn, reading_policy_text
+from agentrl.agent.chat import ChatFormat
+from agentrl.agent.contexts import refer_observation
+from agentrl.agent.policy_roles import NoMove, Prompt, TrainedPlayer
 from agentrl.base import user_code
 from agentrl.base.user_code import clip
 from agentrl.environment.choices import choice_constraint
 from agentrl.errors import EnvironmentFault, PluginError, PolicyFault, TaskError
 from agentrl.plugins.references import resolve
 from agentrl.protocols import League, LiveEpisode, LiveTrajectory, Opponent, RoleEnvironment
-from agentrl.records import CUT, Completion, Message, Observation, RoleStep, SamplingParams, Task, ToolResult
+from agentrl.records import Completion, Message, Observation, RoleStep, SamplingParams, Task, ToolResult
 from agentrl.records.chat import USER
 from agentrl.records.sampling import Sampling
 
@@ -36,14 +37,6 @@ OPPONENT_S = 120.0
 
 PlayerFunction = Callable[[str, Sequence[str], Sequence[str]], Any]
 """Gets its role, the observations so far and the allowed actions (empty: any text). Returns its action, or an awaitable of it."""
-
-
-class NoMove(Exception):
-    """A role cannot make a legal move. `limit` is the limit that prevents it, if any."""
-
-    def __init__(self, limit: str = "") -> None:
-        super().__init__(limit)
-        self.limit = limit
 
 
 class Player(Protocol):
@@ -171,7 +164,7 @@ class Match:
         """Plays until the game ends or a limit is reached. Returns why it ended."""
         episode = self._episode
         episode.stage = "environment"
-        observations, loop = await self._environment.reset(), asyncio.get_running_loop()
+        observations, loop = await self._referred(await self._environment.reset()), asyncio.get_running_loop()
         while True:
             self._check(observations)
             moves = await asyncio.gather(*(self._move(role, item) for role, item in observations.items()), return_exceptions=True)
@@ -192,12 +185,16 @@ class Match:
             for role in actions:
                 self._record(role, wall_s=loop.time() - started)
             self._reward(step.rewards)
-            for role, item in step.observations.items():
+            observations = await self._referred(step.observations)
+            for role, item in observations.items():
                 if role in self._players:
                     self._record(role, text=item.text)
             if step.done:
                 return "terminated" if step.terminated else "truncated"
-            observations = step.observations
+
+    async def _referred(self, observations: Mapping[str, Observation]) -> dict[str, Observation]:
+        chat, game = self._agent.chat, getattr(self._episode.task.environment, "ref", "")
+        return {role: await refer_observation(chat, item, game) for role, item in observations.items()}
 
     def _check(self, observations: Mapping[str, Observation]) -> None:
         self._episode.stage = "environment"
@@ -255,45 +252,8 @@ class Match:
         return next((move.limit for move in stuck.values() if move.limit), "forfeited")
 
 
-Prompt = Callable[[str], tuple[Message, ...]]
-"""Returns the first messages of a role's context, from its first observation."""
-
-
 def _first_messages(chat: ChatFormat, task: Task, instructions: str, observation: str) -> tuple[Message, ...]:
     return environment_prompt(task.prompt, instructions, chat.escape_text(observation))
-
-
-class TrainedPlayer:
-    """The policy in training. Its turns have exact tokens."""
-
-    def __init__(self, chat: ChatFormat, episode: LiveEpisode, trajectory: LiveTrajectory, prompt: Prompt) -> None:
-        self._chat, self._episode, self.trajectory, self._prompt = chat, episode, trajectory, prompt
-        self._next = trajectory
-        self._first: tuple[Message, ...] = ()
-        self._said: ParsedCompletion | None = None
-
-    async def move(self, observation: Observation) -> str:
-        """Samples an action."""
-        chat, episode = self._chat, self._episode
-        episode.stage = "chat"
-        if self._said is None:
-            self._first = self._prompt(observation.text)
-            self.trajectory.describe(self.trajectory.agent, self._first)
-            self.trajectory.add_prompt(chat.opening(self._first, ()))
-        else:
-            with reading_policy_text("shown to it again with an observation"):
-                role = self.trajectory.agent
-                self._next = continue_context(chat, episode, self.trajectory, self._said, prompt=self._first, schemas=(), agent=role)
-        if limit := self._next.limit():
-            raise NoMove(limit)
-        constraint = choice_constraint(observation.actions, thinks_first=chat.thinks_first) if observation.actions else ""
-        completion = await self._next.sample(stop_token_ids=chat.stop_token_ids, thinking=chat.thinking, constraint=constraint)
-        episode.stage = "chat"
-        self.trajectory = self._next
-        self._said = read_turn(chat, self.trajectory, completion)
-        if completion.finish_reason != "stop":
-            raise NoMove("wall_limit" if completion.finish_reason == CUT else "token_limit")
-        return self._said.answer
 
 
 class UntrainedPlayer:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from agentrl.agent.images import ImageTokens
 from agentrl.agent.template import SHIPPED_TEMPLATES
 from agentrl.base.error_text import one_line_error
 from agentrl.base.processes import deadline_alarm
@@ -70,16 +71,33 @@ class Renderer:
         self.tokenizer = tokenizer
         self.arguments_as_text = False
         self.results_as_user = False
+        self.images: ImageTokens | None = None
+        self._in_parts = False
         template = str(tokenizer.chat_template)
         self.thinking_key = (
             "reasoning_content" if "reasoning_content" in template else "thinking" if _READS_THINKING.search(template) else ""
         )
         self._encode = encoder(tokenizer)
         self.knows_thinking = bool(self.thinking_key) or THINK[1] in template
+        self._in_parts = self._reads_only_parts()
+
+    def _reads_only_parts(self) -> bool:
+        """Whether the template shows the content of a message only as a list of parts, as those of some vision-language models."""
+        try:
+            if (word := "zebra") in self.text([{"role": "user", "content": word}]):
+                return False
+        except UserError:
+            pass
+        try:
+            return word in self.text([{"role": "user", "content": [{"type": "text", "text": word}]}])
+        except UserError:
+            return False
 
     def text(self, messages: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]] = ()) -> str:
         """Renders a conversation up to the start of the next assistant turn. Raises `UserError` if the template rejects it."""
         tools = [dict(schema) for schema in schemas] or None
+        if self._in_parts:
+            messages = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages]
         try:
             with deadline_alarm(RENDER_S, lambda: _TooLong(f"it takes more than {RENDER_S:g} s of CPU time"), cpu=True):
                 return str(self.tokenizer.apply_chat_template(list(messages), tools=tools, add_generation_prompt=True, tokenize=False))
@@ -90,8 +108,8 @@ class Renderer:
             ) from error
 
     def ids(self, text: str) -> tuple[int, ...]:
-        """Returns the ids of a text, without special tokens around it."""
-        return tuple(self._encode(text))
+        """Returns the ids of a text and the images in it, without special tokens around it."""
+        return tuple(self._encode(text)) if self.images is None else self.images.ids(text, self._encode)
 
     def said(self, ids: Sequence[int]) -> str:
         """Returns the text of sampled ids, with control tokens."""

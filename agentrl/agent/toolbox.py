@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import lru_cache
 from typing import Any, cast
@@ -156,6 +156,7 @@ class Toolbox(Mapping[str, Tool]):
     ) -> None:
         self._tools = tools
         self.instances = instances  # reference -> the episode's object of that class
+        self.refer: Callable[[str], Awaitable[str]] | None = None  # stores the images in outputs (`ChatFormat.refer`)
         self._stateful: Mapping[str, ToolInstance | ServerConnection] = {**instances, **connections}
 
     def __getitem__(self, name: str) -> Tool:

@@ -25,6 +25,7 @@ from agentrl.agent.contexts import (
     main_prompt,
     read_turn,
     reading_policy_text,
+    refer_prompt,
 )
 from agentrl.agent.invoke import SUBMIT, budget_error, count_calls, run_calls
 from agentrl.agent.toolbox import Toolbox, load_tools
@@ -58,9 +59,12 @@ class TurnLoop:
         task, trajectory = episode.task, current_trajectory(episode)
         environment = None if task.environment is None else await AgentEnvironment.open(episode, self.chat, self.instructions)
         actions = () if environment is None else environment.tools()
-        tools = load_tools(task.tools, episode.agent_state.get("tools"), episode.tools, episode.memory, task, actions)
+        memory = None if environment is not None and environment.choices else episode.memory  # an answer is then no call
+        tools = load_tools(task.tools, episode.agent_state.get("tools"), episode.tools, memory, task, actions)
         try:
+            tools.refer = self.chat.refer
             prompt = main_prompt(trajectory, task, self.instructions) if environment is None else environment.start_of(trajectory)
+            prompt = await refer_prompt(self.chat, trajectory, prompt)
             run = AgentRun(self, episode, trajectory, prompt=prompt, tools=tools, spent=count_calls(episode), environment=environment)
             ended = await run.run()
             episode.answer = ended.answer

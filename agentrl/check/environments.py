@@ -244,6 +244,8 @@ class OneActor:
 async def _open(spec: EnvironmentSpec) -> Environment:
     """Returns the environment of a task. A game with several roles is played by one actor."""
     environment: Any = await open_environment(spec)
+    if getattr(environment, "policy_user", ""):
+        environment.play_user(lambda brief, said: "Go on.")  # no policy is running
     if not getattr(environment, "roles", ()):
         return cast(Environment, environment)
     return cast(Environment, OneActor(environment))

@@ -5,6 +5,7 @@
     GET  /files/judges/NAME         those of a judge's model
     GET  /chunks/SHA256             one chunk of a listed folder
     GET  /single/NAME               one of the few single files that parts need
+    GET, PUT  /media/NAME           an image of an episode, which the rollout worker stores
     POST /peers                     a mirror starts to fetch a folder; the answer has the mirrors that have it or are fetching it, and the
                                     URL of the run in the object store if that has the folder
     POST /arriving/KIND/NUMBER      a listing that the learner will send; the answer has the chunks that are missing
@@ -19,13 +20,16 @@ of judges only, for their tokenizers: without a listing they know no checksum of
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.base.files import write_atomically
+from agentrl.base.media import MAX_STORED, PNG, MediaFolder
 from agentrl.base.untrusted_files import read_bytes
 from agentrl.cluster.chunks import (
     CHUNK,
@@ -65,6 +69,7 @@ MAX_PEERS = 256
 MAX_ARRIVING = 4
 """Folders that arrive at a time. The oldest is forgotten, with its chunks kept on disk."""
 _FOLDERS_WITH_PEERS = 16
+_IMAGE = re.compile(r"[0-9a-f]{10}")
 _BODY_S = 120.0
 _READS = 16  # threads that read or hash at a time
 _SPARE_BYTES = 64 << 20  # of the driver's disk, for ledger and logs
@@ -101,6 +106,8 @@ class FileService:
             Route("GET", "/files/{kind}/{number}", mirrors, self._listing),
             Route("GET", "/chunks/{sha256}", readers, self._chunk),
             Route("GET", "/single/{name}", readers, self._single),
+            Route("GET", "/media/{name}", readers, self._image),
+            Route("PUT", "/media/{name}", frozenset({WORKER}), self._store_image),
             Route("POST", "/peers", frozenset({HOST}), self._join),
             Route("POST", "/arriving/{kind}/{number}", frozenset({LEARNER}), self._begin),
             Route("PUT", "/arriving/{kind}/{number}/{sha256}", frozenset({LEARNER}), self._write),
@@ -158,6 +165,19 @@ class FileService:
         except FileNotFoundError:
             raise RequestError("not_found", f"the run has no {name}") from None
         return bytes_response(content)
+
+    async def _image(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if not _IMAGE.fullmatch(name) or not (self.folder / "media" / f"{name}.png").is_file():
+            raise RequestError("not_found", f"the run has no image {name[:100]!a}")
+        return bytes_response(await self._in_thread(lambda: MediaFolder(self.folder).read(name)), kind="image/png")
+
+    async def _store_image(self, request: Request) -> Response:
+        name, png = request.path_params["name"], await bytes_of(request, _BODY_S, most=MAX_STORED)
+        if not png.startswith(PNG) or hashlib.sha256(png).hexdigest()[: len(name)] != name or not _IMAGE.fullmatch(name):
+            raise RequestError("invalid", f"the bytes are not image {name[:100]!a}")
+        await self._in_thread(lambda: MediaFolder(self.folder).put(png))
+        return json_response({})
 
     async def _join(self, request: Request) -> Response:
         """Answers with the mirrors that started before, the newest first: a chain of mirrors forwards each chunk once per link."""

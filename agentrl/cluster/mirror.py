@@ -24,6 +24,7 @@ from typing import TypeVar
 
 from agentrl.base.error_text import disk_full_error
 from agentrl.base.files import write_atomically
+from agentrl.base.media import MediaFolder
 from agentrl.cluster.chunks import (
     CHUNK,
     ArrivingFolder,
@@ -53,6 +54,15 @@ _PEERS = 2  # mirrors that are tried
 _TRIES = 5  # for a chunk that arrives damaged
 _LOCK = ".mirror.lock"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".delta")
+
+
+def mirrored_media(folder: Path, link: Link) -> MediaFolder:
+    """Returns the images of a run for a host without the run folder: copies in `folder`, which come from the driver and go there."""
+    return MediaFolder(
+        folder,
+        fetch=lambda name: link.call("GET", f"/media/{name}"),
+        send=lambda name, png: link.call("PUT", f"/media/{name}", png),
+    )
 
 
 class Mirror:

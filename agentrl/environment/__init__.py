@@ -3,7 +3,7 @@
 A user-supplied environment is a subclass of `Environment`; a recipe names it as `tasks.family="mine:Guess"`.
 """
 
-from agentrl.environment.base import Environment
+from agentrl.environment.base import NEWEST_NOTE, NOTES, Environment
 from agentrl.environment.games import Game
 from agentrl.environment.opening import close_environments, is_resumable, open_environment
 from agentrl.environment.returns import episode_return
@@ -11,6 +11,8 @@ from agentrl.errors import PolicyFault
 from agentrl.records import Observation, RoleStep, Step
 
 __all__ = [
+    "NEWEST_NOTE",
+    "NOTES",
     "Environment",
     "Game",
     "Observation",

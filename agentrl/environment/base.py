@@ -7,12 +7,20 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from agentrl.base.media import NUMPY, InvalidImage, is_pixels, number_text, read_array
 from agentrl.errors import EnvironmentFault
 from agentrl.records import Observation, Step, ToolCall
+from agentrl.records.images import MARK, MAX_IMAGE_BYTES, MAX_IMAGES, image_text
 
 MAX_OBSERVATION_CHARS = 1 << 20
 """Longest observation, in characters. A longer one is a fault of the environment."""
 MAX_PARTS = 64
+NOTES = "[agentrl.notes]"
+"""In an observation, this is replaced by the notes of this and earlier episodes; by `no notes` if there are none."""
+NEWEST_NOTE = "[agentrl.note]"
+"""As `NOTES`, for the text of the newest note."""
+MAX_NUMBERS = 4096
+"""Numbers of an npy file that are shown as text."""
 
 
 class Environment(abc.ABC):
@@ -55,24 +63,48 @@ class Environment(abc.ABC):
         return None
 
 
-StepRow = tuple[str, float, bool, bool, dict[str, float]]
-"""A step as JSON data: the text of the observation, the reward, terminated, truncated and the parts of the reward."""
+StepRow = tuple[str, float, bool, bool, dict[str, float], str]
+"""A step as JSON data: the text of the observation, the reward, terminated, truncated, the parts of the reward, and a note."""
 
 
 def text_of(value: Any, where: str) -> str:
-    """Returns the text of an observation. Raises `EnvironmentFault` for anything but text of a limited length."""
+    """Returns the text of an observation, with its images and numbers (`agentrl.records.images`).
+
+    Raises `EnvironmentFault` for anything but text of a limited length.
+    """
     text = value.text if isinstance(value, Observation) else value
     if not isinstance(text, str):
         raise EnvironmentFault(f"{where} returned {type(text).__name__} instead of text or an Observation")
-    if len(text) > MAX_OBSERVATION_CHARS:
-        raise EnvironmentFault(f"{where} returned an observation of {len(text)} characters; at most {MAX_OBSERVATION_CHARS} are allowed")
+    if isinstance(value, Observation) and value.media:
+        text = "\n".join((*([text] if text else []), *(media_text(content, where) for content in value.media[: MAX_IMAGES + 1])))
+    most = MAX_OBSERVATION_CHARS if MARK not in text else MAX_IMAGES * 3 * MAX_IMAGE_BYTES // 2
+    if len(text) > most:
+        raise EnvironmentFault(f"{where} returned an observation of {len(text)} characters; at most {most} are allowed")
     return text
+
+
+def media_text(content: bytes, where: str) -> str:
+    """Returns the text that shows an image, or exactly the numbers of an npy file. Raises `EnvironmentFault`."""
+    if len(content) > MAX_IMAGE_BYTES:
+        raise EnvironmentFault(f"{where} returned media of {len(content)} bytes; at most {MAX_IMAGE_BYTES} are allowed")
+    if not content.startswith(NUMPY):
+        return image_text(content)
+    try:
+        array = read_array(content)
+    except InvalidImage as error:
+        raise EnvironmentFault(f"{where} returned invalid media: {error}") from error
+    if is_pixels(array):
+        return image_text(content)
+    if array.size > MAX_NUMBERS:
+        raise EnvironmentFault(f"{where} returned an array of {array.size} numbers; at most {MAX_NUMBERS} are shown")
+    return number_text(array)
 
 
 def step_row(value: Any, where: str) -> StepRow:
     """Returns what a step returned: a `Step`, or a tuple of 3 to 5 values. Raises `EnvironmentFault` for anything else."""
     if isinstance(value, Step):
-        return text_of(value.observation, where), value.reward, value.terminated, value.truncated, dict(value.parts)
+        note = text_of(value.note, where)
+        return text_of(value.observation, where), value.reward, value.terminated, value.truncated, dict(value.parts), note
     if not isinstance(value, tuple) or not 3 <= len(value) <= 5:
         size = f" of {len(value)} values" if isinstance(value, tuple) else ""
         raise EnvironmentFault(f"{where} returned a {type(value).__name__}{size} instead of (observation, reward, terminated)")
@@ -84,6 +116,7 @@ def step_row(value: Any, where: str) -> StepRow:
         flag_of(terminated, where, "terminated"),
         flag_of(truncated, where, "truncated"),
         _parts(parts, where) if parts or not isinstance(parts, dict) else {},
+        "",
     )
 
 

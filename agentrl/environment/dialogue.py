@@ -2,8 +2,8 @@
 
     EnvironmentSpec(ref="agentrl.environment.dialogue:Dialogues", options={"user": "mine:customer", "brief": "You want a refund."})
 
-The user's texts are observations, so their tokens are not trained. Rewards are 0: verifiers score the conversation by what was done and
-said, never by what the user says, because an agent can persuade a user model.
+The user's texts are observations, so their tokens are not trained, unless the policy plays the user with `train_user`. Rewards are 0:
+verifiers score the conversation by what was done and said, never by what the user says, because an agent can persuade a user model.
 """
 
 from __future__ import annotations
@@ -20,8 +20,15 @@ from agentrl.records import EnvironmentSpec, Observation, Step, ToolCall
 END = "[END]"
 """Ends the conversation, as the last text of a reply of the user. In a text of the agent it is broken up."""
 AGENT, USER = "agent", "user"
+POLICY, TRAINED = "policy", "trained"
 UNREADABLE = "(a message that cannot be read)"
 LEFT = "(The user has left.)"
+INSTRUCTIONS = """You play a person who talks to a service agent. Stay in this role. Write only what the person says, in one or two \
+sentences. Do not help the agent, do not invent facts, and give details only if you are asked for them. If you know whether your request \
+was granted or declined, say goodbye and end your message with [END]. The person:
+
+"""
+GREETING = "Hello. How can I help you?"
 Said = Sequence[tuple[str, str]]
 """The conversation so far: (`agent` or `user`, text)."""
 User = Callable[[str, Said], str | Awaitable[str]]
@@ -38,6 +45,12 @@ class Backend(Protocol):
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Applies a call and returns its result. Errors that the agent can correct are results too."""
         ...
+
+
+def user_messages(brief: str, said: Said, instructions: str = INSTRUCTIONS) -> list[tuple[str, str]]:
+    """Returns the messages to a model that plays the user, as (role, text): the agent's texts are those of its user."""
+    shown = [("assistant" if speaker == USER else "user", text) for speaker, text in said]
+    return [("system", f"{instructions}{brief}"), ("user", GREETING), *shown]
 
 
 class Dialogues:
@@ -58,7 +71,8 @@ class Dialogue:
     """One conversation, which ends with the user's `END` or after `turns` replies.
 
     Args:
-        user: reference of a `User`: a function, which may be async, or an object such as `agentrl.judge.user.EndpointUser`.
+        user: reference of a `User`: a function, which may be async, or an object such as `agentrl.judge.user.EndpointUser`. `policy`: the
+            policy of the episode, in a trajectory of the agent `user`, whose turns have no completion tokens without `train_user`.
         brief: who the user is and what they want; only the user sees it.
         instructions: the agent's system message.
         opening: the user's first text, fixed so that an episode starts without the user's model.
@@ -67,6 +81,7 @@ class Dialogue:
         turns: largest number of replies.
         chars: characters after which a text of the agent or the user is cut.
         step_s: seconds within which the user must answer.
+        train_user: whether the tokens of a user that the policy plays are trained.
     """
 
     takes_text = True
@@ -85,7 +100,10 @@ class Dialogue:
         turns: int = 12,
         chars: int = 1000,
         step_s: float = 300.0,
+        train_user: bool = False,
     ) -> None:
+        if train_user and user != POLICY:
+            raise ValueError(f"train_user needs user={POLICY}")
         if turns < 1 or chars < 1 or not step_s > 0 or not opening:
             raise ValueError("turns, chars and step_s must be positive, and opening must not be empty")
         if bool(actions) != bool(translate):
@@ -93,13 +111,18 @@ class Dialogue:
         self.instructions, self.step_s = instructions, step_s
         self.said: list[tuple[str, str]] = []
         self._calls: list[tuple[str, dict[str, Any]]] = []
-        self._user: User = resolve(user)
+        self._user: User | None = None if user == POLICY else resolve(user)
+        self.policy_user = "" if self._user is not None else TRAINED if train_user else POLICY  # who plays the user needs `play_user`
         self._translate: Translate | None = resolve(translate) if translate else None
         self._backend: Backend | None = resolve(backend)(records or {}) if backend else None
         schemas = () if self._backend is None else tuple(self._backend.schemas)
         self.actions: Sequence[str] | Sequence[dict[str, Any]] | None = tuple(actions) or schemas or None
         self._brief, self._opening, self._turns, self._chars = brief, opening, turns, chars
         self._shown = ""
+
+    def play_user(self, user: User) -> None:
+        """Sets what plays the user, if it is the policy."""
+        self._user = user
 
     async def reset(self) -> Observation:
         """Returns the user's first text."""
@@ -165,6 +188,8 @@ class Dialogue:
         return f"{words} {END}".strip() if ended else words or LEFT
 
     async def _ask(self, said: Said) -> Any:
+        if self._user is None:
+            raise PluginError("the policy plays the user only for an agent that provides it", fix="set rollout.agent=turns")
         try:
             reply = self._user(self._brief, said)
             return await reply if inspect.isawaitable(reply) else reply

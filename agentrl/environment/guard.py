@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from agentrl.base import user_code
@@ -34,8 +35,13 @@ class GuardedEnvironment:
         self.actions: Sequence[str] | Sequence[dict[str, Any]] | None = actions_of(environment.actions, ref)
         self.resumable = hasattr(environment, "snapshot") and hasattr(environment, "restore")
         self.takes_text = bool(getattr(environment, "takes_text", False))
+        self.policy_user = str(getattr(environment, "policy_user", ""))
         self._environment, self._ref = environment, ref
         self._step_s = float(getattr(environment, "step_s", TIMEOUT_S))
+
+    def play_user(self, user: Callable[[str, Sequence[tuple[str, str]]], Any]) -> None:
+        """Sets what plays the user; see `agentrl.environment.dialogue`."""
+        cast(Any, self._environment).play_user(user)
 
     async def reset(self) -> Observation:
         """See `agentrl.protocols.Environment`."""
@@ -46,8 +52,9 @@ class GuardedEnvironment:
         step: object = await guarded(lambda: self._environment.step(action), f"{self._ref}.step()", self._step_s)
         if not isinstance(step, Step):
             raise EnvironmentFault(f"{self._ref}.step() returned {type(step).__name__} instead of a Step")
-        text_of(step.observation, f"{self._ref}.step()")
-        return step
+        text_of(step.note, f"{self._ref}.step()")
+        text = text_of(step.observation, f"{self._ref}.step()")
+        return step if not step.observation.media else replace(step, observation=Observation(text=text))
 
     async def snapshot(self) -> bytes:
         """See `agentrl.protocols.ResumableEnvironment`."""

@@ -136,9 +136,10 @@ class PooledEnvironment:
     async def step(self, action: str | ToolCall) -> Step:
         """Applies an action. Raises `PolicyFault`, `TaskError` and `EnvironmentFault`."""
         sent = action if isinstance(action, str) else {"name": action.name, "arguments": action.arguments}
-        text, reward, terminated, truncated, parts = await self._process.run(self._number, "step", sent)
+        text, reward, terminated, truncated, parts, note = await self._process.run(self._number, "step", sent)
         try:
-            return Step(observation=Observation(text=text), reward=reward, terminated=terminated, truncated=truncated, parts=parts)
+            shown = Observation(text=text)
+            return Step(observation=shown, reward=reward, terminated=terminated, truncated=truncated, parts=parts, note=note)
         except ValueError as error:
             raise EnvironmentFault(f"{self._ref}.step() returned an invalid step: {error}") from None
 

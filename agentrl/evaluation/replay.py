@@ -17,6 +17,7 @@ from agentrl.agent import ChatFormat, delegation, load_tools
 from agentrl.agent.contexts import with_instructions
 from agentrl.agent.run_tools import declared_tools, pin_tools, with_sub_agent_tools
 from agentrl.base.error_text import one_line_error
+from agentrl.base.media import MediaFolder
 from agentrl.config.recipe import DelegationConfig, Recipe, RolloutConfig, load
 from agentrl.errors import ServingError, UserError
 from agentrl.evaluation.policies import NamedPolicy, PolicySource, load_policy_plugin
@@ -187,7 +188,7 @@ async def open_replay(run: Path, tasks: Iterable[Task]) -> AsyncIterator[ReplayS
 def _chat(run: Path, recipe: Recipe) -> ChatFormat:
     base, model = run / "versions" / "000000", recipe.policy.model
     if base.is_dir():
-        return open_chat(base, policy=recipe.policy)
+        return open_chat(base, policy=recipe.policy, media=MediaFolder(run))
     if ":" in model and "://" not in model:
         loaded, policy = load_policy_plugin(NamedPolicy(source=PolicySource.PLUGIN, name=model, model=model)), recipe.policy
         return ChatFormat(loaded.tokenizer, tool_format=policy.tool_format, rewritten=policy.rewritten_context)

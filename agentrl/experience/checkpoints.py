@@ -17,7 +17,10 @@ import zstandard
 
 from agentrl.base import files, untrusted_files
 from agentrl.base.database import decompress
+from agentrl.base.media import MediaFolder
+from agentrl.protocols import ExperienceStore
 from agentrl.records import MAX_SNAPSHOT_BYTES, EpisodeState, ScoredEpisode, codec
+from agentrl.records.images import images_of
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +86,17 @@ class FolderCheckpoints:
         folders = self._folder.iterdir() if self._folder.is_dir() else ()
         return tuple(sorted(int(path.name) for path in folders if path.is_dir() and path.name.isdecimal()))
 
+    def images(self) -> set[str]:
+        """Returns the names of the images that the saved episodes show."""
+        names: set[str] = set()
+        for path in self._folder.glob("[0-9]*/[0-9]*"):
+            found = self._find(int(path.parent.name), int(path.stem))
+            if isinstance(found, EpisodeState):
+                names |= images_of(found.trajectories, found.prompt_ids)
+            elif found is not None:
+                names |= images_of(found.episode.trajectories)
+        return names
+
     def _path(self, group: int, member: int, kind: str) -> Path:
         return self._folder / f"{group:06d}" / f"{member}.{kind}"
 
@@ -124,3 +138,19 @@ class FolderCheckpoints:
             log.warning("%s is damaged and was renamed to %s; the episode restarts: %s", path, aside.name, str(error)[:200])
             path.replace(aside)
             return None
+
+
+def drop_unused_images(run_dir: Path, store: ExperienceStore, checkpoints: FolderCheckpoints) -> int:
+    """Deletes the images that no stored or running episode shows, such as those of repeated attempts; returns their number.
+
+    Call it while no episode runs.
+    """
+    media = MediaFolder(run_dir)
+    if not media.folder.is_dir():
+        return 0
+    used = checkpoints.images()
+    for entry in store.entries():
+        if entry.has_episodes:
+            (group,) = store.groups((entry.index,))
+            used |= images_of(line for scored in group.episodes for line in scored.episode.trajectories)
+    return media.keep_only(used)

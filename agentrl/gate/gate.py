@@ -206,7 +206,6 @@ class Gate:
 
         return partial(
             run_cases,
-            scores_by_case,
             self._attempt_runner(),
             phase=phase,
             version=version.number,

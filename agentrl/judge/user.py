@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from agentrl.environment.dialogue import INSTRUCTIONS, Said, user_messages
 from agentrl.errors import JudgeError
 from agentrl.judge.endpoint import Endpoint
 
-INSTRUCTIONS = """You play a person who talks to a service agent. Stay in this role. Write only what the person says, in one or two \
-sentences. Do not help the agent, do not invent facts, and give details only if you are asked for them. If you know whether your request \
-was granted or declined, say goodbye and end your message with [END]. The person:
-
-"""
-GREETING = "Hello. How can I help you?"
 _TRIES = 3
 
 
@@ -28,10 +22,9 @@ class EndpointUser:
     endpoint: Endpoint
     instructions: str = INSTRUCTIONS
 
-    async def __call__(self, brief: str, said: Sequence[tuple[str, str]]) -> str:
+    async def __call__(self, brief: str, said: Said) -> str:
         """Returns the next text. Raises `JudgeError` if the endpoint fails, or returns no text three times."""
-        messages = [{"role": "system", "content": f"{self.instructions}{brief}"}, {"role": "user", "content": GREETING}]
-        messages += [{"role": "assistant" if speaker == "user" else "user", "content": text} for speaker, text in said]
+        messages = [{"role": role, "content": text} for role, text in user_messages(brief, said, self.instructions)]
         for _ in range(_TRIES):
             reply = await self.endpoint.ask(messages)
             cut = "cut off" in reply.problem

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.base.installation import install_command
+from agentrl.base.media import image_token
 from agentrl.config.recipe import Recipe
 from agentrl.errors import UserError
 from agentrl.learner import forest_attention
@@ -26,13 +27,13 @@ TOLERANCE = {torch.bfloat16: 0.15, torch.float32: 1e-3}
 
 def load_model(folder: Path, recipe: Recipe, device: torch.device) -> Any:
     """Loads the Hugging Face model of `folder` in the recipe's dtype for training: no dropout, gradient checkpointing per recipe."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    attention = forest_attention.register()
-    dtype = _DTYPES[recipe.policy.dtype]
-    lm = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation=attention, use_safetensors=True, trust_remote_code=False
-    ).to(device)
+    attention: str | dict[str, str] = forest_attention.register()
+    kind, dtype = AutoModelForCausalLM, _DTYPES[recipe.policy.dtype]
+    if image_token(folder) is not None:
+        kind, attention = AutoModelForImageTextToText, {"text_config": forest_attention.NAME, "vision_config": "sdpa"}
+    lm = kind.from_pretrained(folder, dtype=dtype, attn_implementation=attention, use_safetensors=True, trust_remote_code=False).to(device)
     _disable_dropout(lm)
     if recipe.learner.kernels == "liger":
         use_liger_kernels(lm)

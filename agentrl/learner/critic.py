@@ -14,6 +14,7 @@ from agentrl.config.recipe import CriticConfig, Recipe
 from agentrl.learner.causal_lm import load_model
 from agentrl.learner.engine import PolicyEngine, apply_gradient, deepspeed_config, make_optimizer
 from agentrl.learner.forest_attention import ForestLayout
+from agentrl.learner.images import ImageInputs, run_trunk
 from agentrl.learner.optimizer import learning_rate
 from agentrl.learner.packing import MicroBatch
 from agentrl.learner.ranks import Ranks
@@ -28,13 +29,12 @@ class ValueScorer(nn.Module):
 
     def __init__(self, lm: Any) -> None:
         super().__init__()
-        self.trunk = lm.base_model
+        self.trunk, self.images = lm.base_model, ImageInputs.of(lm)
         self.head = value_head(lm)
 
     def forward(self, input_ids: Tensor, layout: ForestLayout, positions: Tensor) -> Tensor:
         """Returns float32 values [U] of the states before the tokens that `positions` [U] predict; see `TokenScorer.forward`."""
-        output = self.trunk(input_ids=input_ids, position_ids=layout.positions[None], forest=layout, use_cache=False)
-        return values_of(self.head, output.last_hidden_state[0, positions])
+        return values_of(self.head, run_trunk(self.trunk, self.images, input_ids, layout)[positions])
 
 
 class Critic:

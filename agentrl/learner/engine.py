@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from agentrl.config.recipe import Recipe
+from agentrl.errors import UserError
 from agentrl.learner import lora
 from agentrl.learner.causal_lm import load_model, make_scorer
 from agentrl.learner.optimizer import BETAS, EPS, RATE_SCALE, GuardedAdamW, learning_rate, parameter_groups, skip_steps_above
@@ -21,6 +22,7 @@ from agentrl.learner.ranks import Ranks
 from agentrl.learner.token_scorer import TOLERANCE, TokenScorer, ValuedScorer, check_scorer
 from agentrl.learner.ulysses import check_heads
 from agentrl.records import Probe
+from agentrl.records.images import FIRST
 
 _BUCKET_ELEMENTS = 50_000_000  # DeepSpeed's default would reserve 2 GB for gradients, even for a small model
 
@@ -43,6 +45,8 @@ class PolicyEngine:
             lora.exclude_frozen_weights(self.scorer)
         if ranks.team is not None:
             check_heads(self.lm.config.get_text_config(), ranks.team)
+            if self.scorer.images is not None:
+                raise UserError("a model that reads images cannot be split over a sequence", fix="learner.sequence_parallel=1")
         check_scorer(self.scorer, tolerance=TOLERANCE[recipe.policy.dtype])
         head = list(self.scorer.value.parameters()) if isinstance(self.scorer, ValuedScorer) else []
         in_head = {id(parameter) for parameter in head}
@@ -57,6 +61,11 @@ class PolicyEngine:
     def lm(self) -> Any:
         """The Hugging Face model. Under ZeRO-3 its parameters are empty between forward passes."""
         return self.scorer.lm
+
+    @property
+    def image_token(self) -> int | None:
+        """The id that stands for a part of an image; None if the model reads only text."""
+        return None if self.scorer.images is None else self.scorer.images.token
 
     def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Returns logprobs [N] and entropies [N] at the sampling temperature, over each token's support, both with gradient."""
@@ -100,7 +109,9 @@ class PolicyEngine:
     def _row(self, row: tuple[int, ...]) -> tuple[tuple[float, ...], tuple[float, ...], tuple[int, ...]]:
         """Logprobs of token t+1 given tokens <= t at temperature 1; logprobs and ids of likely next tokens at the rollouts' temperature."""
         ids, layout = single_sequence(row, self.ranks.device)
-        targets = torch.cat((ids[0, 1:], ids[0, :1]))  # the last position's target is a placeholder
+        targets = torch.cat((ids[0, 1:], ids[0, :1])) & (
+            FIRST - 1
+        )  # without the tags of images; the last position's target is a placeholder
         positions = torch.arange(len(row), device=ids.device)
         with torch.no_grad():
             logprobs, _, next_logprobs, next_ids = self.deepspeed(ids, layout, positions, targets, 1.0, None, self.temperature)

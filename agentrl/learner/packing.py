@@ -17,6 +17,7 @@ from agentrl.learner.forest_attention import ForestLayout
 from agentrl.learner.ranks import Team
 from agentrl.learner.ulysses import TokenShard
 from agentrl.records import Batch, Sample
+from agentrl.records.images import FIRST, plain_ids
 from agentrl.records.sampling import Supports
 
 Rows = tuple[Sample, ...]
@@ -135,7 +136,7 @@ def check_vocabulary(samples: Sequence[Sample], size: int) -> None:
     """Raises `LearnerError` for a token outside an embedding of `size` rows, including tokens of a support."""
     for sample in samples:
         supported = () if sample.supports is None else sample.supports.token_ids
-        for ids in (sample.token_ids, supported):
+        for ids in (sample.token_ids if max(sample.token_ids, default=0) < FIRST else plain_ids(sample.token_ids), supported):
             if len(ids) and not 0 <= min(ids) <= max(ids) < size:
                 wrong = next(token for token in ids if not 0 <= token < size)
                 raise LearnerError(

@@ -23,6 +23,7 @@ from agentrl.learner.access import LearnerAccess
 from agentrl.learner.driver_reports import disk_errors_raised
 from agentrl.learner.engine import PolicyEngine
 from agentrl.records import ADAPTER, WHOLE_MODEL, Group, PolicyVersion, Probe, codec
+from agentrl.records.images import without_cut_image
 from agentrl.version import deltas
 
 log = logging.getLogger("agentrl.learner")
@@ -31,6 +32,7 @@ FULL_EVERY = 8  # versions; a server that restarts applies fewer deltas than thi
 PROBE_ROWS = 4
 _BASE_ROWS, _BASE_TOKENS = 2, 12  # of version 0's probe
 _PROBE_TOKENS = 128  # tokens per row; a wrong tensor changes the logprob of any token
+_IMAGE_PROBE_TOKENS = 4096  # an image has up to about 1,000 tokens
 _NOT_COPIED = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.part")
 _OWN_FILES = ("config.json", "generation_config.json", "version.json", "update.json", "probe.json")
 
@@ -40,18 +42,21 @@ def version_folder(run_dir: Path, number: int) -> Path:
     return run_dir / "versions" / f"{number:06d}"
 
 
-def select_probe_rows(groups: tuple[Group, ...], *, vocabulary: int, max_model_len: int) -> tuple[tuple[int, ...], ...]:
+def select_probe_rows(
+    groups: tuple[Group, ...], *, vocabulary: int, max_model_len: int, image_token: int | None = None
+) -> tuple[tuple[int, ...], ...]:
     """Returns the ends of up to `PROBE_ROWS` contexts from different groups; a fixed row if the groups hold no tokens.
 
     The ends, because contexts of one family often start alike. A row is shorter than the model's context, because a server must sample one
-    more token to return its logprobs.
+    more token to return its logprobs. Servers reject one in which the policy sampled the `image_token`.
     """
-    longest = min(_PROBE_TOKENS, max_model_len - 1)
+    longest = min(_PROBE_TOKENS if image_token is None else _IMAGE_PROBE_TOKENS, max_model_len - 1)
     rows: list[tuple[int, ...]] = []
     for group in groups:
         trajectories = (trajectory for scored in group.episodes for trajectory in scored.episode.trajectories)
         contexts = (tuple(t for turn in trajectory.turns for t in (*turn.prompt_ids, *turn.completion_ids)) for trajectory in trajectories)
-        rows += islice((context[-longest:] for context in contexts if len(context) > 1), 1)
+        ends = (without_cut_image(context[-longest:]) for context in contexts)
+        rows += islice((row for row in ends if len(row) > 1 and image_token not in row), 1)
     return tuple(rows[:PROBE_ROWS]) or (tuple(token % vocabulary for token in range(min(16, longest))),)
 
 
@@ -68,7 +73,7 @@ def write_base_probe(access: LearnerAccess, engine: PolicyEngine) -> None:
     vocabulary = engine.lm.config.get_text_config().vocab_size
     rows: list[tuple[int, ...]] = [(vocabulary * number // (_BASE_ROWS + 1),) for number in range(1, _BASE_ROWS + 1)]
     for _ in range(_BASE_TOKENS - 1):
-        likeliest = [next_ids[0] for next_ids in engine.probe(tuple(rows)).next_ids]
+        likeliest = [next(token for token in ids if token != engine.image_token) for ids in engine.probe(tuple(rows)).next_ids]
         rows = [(*row, ranks.from_first(token)) for row, token in zip(rows, likeliest, strict=True)]
     probe = engine.probe(tuple(rows))
     if ranks.is_first:

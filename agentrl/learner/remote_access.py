@@ -17,16 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.base.files import has_intact_files
+from agentrl.base.media import MediaFolder
 from agentrl.cluster.chunks import FileChunks, FolderListing
 from agentrl.cluster.file_service import BASE_PROBE
 from agentrl.cluster.link import Link, NotFound
-from agentrl.cluster.mirror import Mirror
+from agentrl.cluster.mirror import Mirror, mirrored_media
 from agentrl.errors import AgentRLError, DiskFull
 from agentrl.experience import token_records
 from agentrl.experience.step_uses import StepUses
 from agentrl.learner.access import Collective, Spare
 from agentrl.learner.update_guard import UpdateFailure
 from agentrl.records import Group, GroupUse, LedgerEntry, PolicyVersion, VersionState, codec
+from agentrl.records.images import images_of
 from agentrl.serving.access import ServerAddress
 from agentrl.version.rollback import RollbackRequest
 
@@ -53,8 +55,8 @@ class Calls:
 class RemoteStore:
     """A `LearnerStore`: the driver's ledger."""
 
-    def __init__(self, calls: Calls) -> None:
-        self._calls = calls
+    def __init__(self, calls: Calls, media: MediaFolder) -> None:
+        self._calls, self._media = calls, media
 
     def entries(self, *, first: int | None = None, step: int | None = None) -> tuple[LedgerEntry, ...]:
         """Returns the ledger's entries, see `ExperienceStore.entries`."""
@@ -78,7 +80,10 @@ class RemoteStore:
 
     def _group(self, index: int) -> Group:
         body = json.dumps({"index": index}).encode()
-        return codec.from_json(Group, self._calls.link.call("POST", "/learner/group", body, timeout_s=CALL_S))
+        group = codec.from_json(Group, self._calls.link.call("POST", "/learner/group", body, timeout_s=CALL_S))
+        for name in images_of(line for scored in group.episodes for line in scored.episode.trajectories):
+            self._media.read(name)  # a copy in the mirror
+        return group
 
 
 class RemoteRegistry:
@@ -138,7 +143,8 @@ class RemoteAccess:
         self.folder, self._mirror = mirror.folder, mirror
         self._calls = Calls(mirror.link)
         self._tokens_failed = False
-        self.store, self.registry = RemoteStore(self._calls), RemoteRegistry(self._calls, mirror)
+        self.store = RemoteStore(self._calls, mirrored_media(mirror.folder, mirror.link))
+        self.registry = RemoteRegistry(self._calls, mirror)
 
     @classmethod
     def open(cls, folder: Path, url: str, key: str) -> RemoteAccess:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from agentrl.errors import UserError
 from agentrl.learner.forest import build_forest
 from agentrl.learner.forest_attention import ForestLayout
+from agentrl.learner.images import ImageInputs, run_trunk
 from agentrl.records.sampling import MAX_SUPPORT
 
 LOGITS_AT_ONCE = 2**25  # float32 logits in memory at a time: 128 MiB, and a few times that in the backward pass
@@ -30,6 +31,7 @@ class TokenScorer(nn.Module):
     def __init__(self, lm: Any, *, logits_at_once: int = LOGITS_AT_ONCE) -> None:
         super().__init__()
         self.lm = lm
+        self.images = ImageInputs.of(lm)
         self.head = LogprobHead(lm.get_output_embeddings(), logits_at_once)
 
     def forward(
@@ -45,7 +47,7 @@ class TokenScorer(nn.Module):
         """Returns logprobs [N] and entropies [N] in nats of softmax(logits / temperature); float32, or float64 for a float64 model.
 
         Args:
-            input_ids: [1, T] tokens of a forest of sequences.
+            input_ids: [1, T] tokens of a forest of sequences, with tagged images (`agentrl.records.images`).
             layout: which token follows which.
             positions: [N] index into [T] of the predicting token.
             targets: [N] ids of the predicted tokens.
@@ -60,9 +62,7 @@ class TokenScorer(nn.Module):
     def hidden(self, input_ids: Tensor, layout: ForestLayout, positions: Tensor, *, frozen: bool = False) -> Tensor:
         """Returns the trunk's last hidden states [N, H] at `positions`; without gradient if `frozen`."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
-            output = self.lm.base_model(input_ids=input_ids, position_ids=layout.positions[None], forest=layout, use_cache=False)
-        states: Tensor = output.last_hidden_state[0, positions]
-        return states
+            return run_trunk(self.lm, self.images, input_ids, layout)[positions]
 
 
 class LogprobHead(nn.Module):
@@ -243,6 +243,11 @@ def check_scorer(scorer: TokenScorer, *, tolerance: float) -> None:
         raise UserError(
             f"model type {config.model_type!r} does more than attention and a plain output head (logprobs differ by {gap:.3g})",
             fix="use a model without recurrent layers, logit scaling or soft-capping, such as Qwen3 or Llama",
+        )
+    if scorer.images is not None and not (gap := scorer.images.largest_gap(scorer.lm)) <= tolerance:
+        raise UserError(
+            f"model type {config.model_type!r} gives images positions or an attention of their own (logprobs differ by {gap:.3g})",
+            fix="use a model that places the features of images like tokens, such as SmolVLM (Idefics3)",
         )
 
 

@@ -103,7 +103,8 @@ class Worker:
         parent, metrics, uses = self._requested_rollback(step, groups) if rejected else self._train(step, groups)
         self.consumed_sha256 = step_uses.extend_hash(self.consumed_sha256, uses)
         vocabulary = self.engine.lm.config.get_text_config().vocab_size
-        rows = select_probe_rows(groups, vocabulary=vocabulary, max_model_len=self.recipe.policy.max_model_len)
+        longest, image = self.recipe.policy.max_model_len, self.engine.image_token
+        rows = select_probe_rows(groups, vocabulary=vocabulary, max_model_len=longest, image_token=image)
         meta = self._meta(step + 1, parent=parent, metrics=metrics, rows=rows)
         saving = time.perf_counter()
         self.ranks.report_progress("writing a checkpoint")

@@ -9,13 +9,12 @@ from typing import Protocol
 
 from agentrl.config.tools import MemoryConfig
 from agentrl.errors import TaskError
-from agentrl.memory.store import QUERY_CHARS, NoteMatch
+from agentrl.memory.store import QUERY_CHARS, RESULTS, NoteMatch
 from agentrl.records import Task
-from agentrl.records.episode import Memo
+from agentrl.records.episode import NO_NOTES, Memo
 
 MAX_PROJECT_CHARS = 200
 NOTE_CHARS = 400  # maximum length of a note: a few sentences, so that five of them fit into a small context
-NO_NOTES = "no notes"  # result of a search without matches
 
 
 def scope_of(task: Task, by: str) -> str:
@@ -94,15 +93,18 @@ class EpisodeNotes:
             self._memo = replace(self._memo, notes=(*self._memo.notes, cleaned_text))
             return True, "noted"
 
-    def recall(self, query: str) -> tuple[bool, str]:
-        """Searches notes of earlier episodes. Returns whether that succeeded, and the result for the agent."""
+    def recall(self, query: str, own: Sequence[str] = (), most: int | None = None) -> tuple[bool, str]:
+        """Searches notes of earlier episodes. Returns whether that succeeded, and the result for the agent. See `EpisodeMemory`."""
         if len(query) > QUERY_CHARS:
             return False, f"the query has {len(query)} characters, but the limit is {QUERY_CHARS}"
-        matches = self._view.search(query)
+        most = RESULTS if most is None else most
+        first = [printable_note(note) for note in own][:most]
+        matches = [match for match in self._view.search(query) if match.text not in first][: most - len(first)]
         with self._lock:
             read = dict.fromkeys([*self._memo.read, *(match.episode for match in matches)])
             self._memo = replace(self._memo, read=tuple(read))
-        return True, format_notes(matches)
+        notes = [*first, *(match.text for match in matches)]
+        return True, notes[0] if notes and most == 1 else format_notes(notes)
 
 
 def printable_note(text: str) -> str:
@@ -113,8 +115,8 @@ def printable_note(text: str) -> str:
     return printable.strip()
 
 
-def format_notes(matches: Sequence[NoteMatch]) -> str:
+def format_notes(notes: Sequence[str]) -> str:
     """Returns the notes, numbered. All lines of a note but the first are indented, so a line cannot look like another note."""
-    if not matches:
+    if not notes:
         return NO_NOTES
-    return "\n".join(f"{number}. " + "\n   ".join(match.text.split("\n")) for number, match in enumerate(matches, 1))
+    return "\n".join(f"{number}. " + "\n   ".join(note.split("\n")) for number, note in enumerate(notes, 1))

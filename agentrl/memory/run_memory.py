@@ -155,7 +155,7 @@ class ReplayedMemory:
         """Returns the recorded answer to a note."""
         return self._answer(NOTE, "text", text)
 
-    def recall(self, query: str) -> tuple[bool, str]:
+    def recall(self, query: str, own: Sequence[str] = (), most: int | None = None) -> tuple[bool, str]:
         """Returns the recorded answer to a query."""
         return self._answer(RECALL, "query", query)
 

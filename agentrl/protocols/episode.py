@@ -116,8 +116,13 @@ class EpisodeMemory(Protocol):
     def note(self, text: str) -> tuple[bool, str]:
         """Stores a note for later episodes. Returns whether it was stored, and the reply to the agent."""
 
-    def recall(self, query: str) -> tuple[bool, str]:
-        """Searches notes of earlier episodes; an empty query returns the newest. Returns whether the query is valid, and the reply."""
+    def recall(self, query: str, own: Sequence[str] = (), most: int | None = None) -> tuple[bool, str]:
+        """Searches notes of earlier episodes; an empty query returns the newest. Returns whether the query is valid, and the reply.
+
+        Args:
+            own: notes of this episode, which are shown before the others.
+            most: largest number of notes; None means that of the tool `recall`, and 1 the text of one note without a number.
+        """
 
 
 class MemoryView(Protocol):
@@ -168,7 +173,7 @@ class LiveEpisode(Protocol):
             agent: name of its agent, such as "search".
             parent: the turn at which it starts. With `call` it belongs to a sub-agent, otherwise to the same agent in a new context.
             prompt: messages to the agent, for the record. Its tokens are added with `add_prompt`.
-            policy: what plays it, if not the trained policy (`Trajectory.policy`).
+            policy: what plays it, if it is not trained (`Trajectory.policy`). A new context of the same agent has that of its parent.
 
         Raises:
             ValueError: the turn or the call does not exist.

@@ -36,9 +36,10 @@ class EnvironmentSpec(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation(Record):
-    """Text that an environment shows to an agent: `Observation(text="You are at (0, 0).")`."""
+    """What an environment shows to an agent: `Observation(text="You are at (0, 0).")`."""
 
     text: Text
+    media: tuple[bytes, ...] = ()  # shown after the text: PNG or JPEG files, npy files of pixels (uint8 [H, W, 3 or 4]) or of other numbers
     actions: tuple[str, ...] = ()  # the texts that are allowed now, if these are fewer than the actions of the environment
 
 
@@ -70,6 +71,7 @@ class Step(Record):
     terminated: bool = False
     truncated: bool = False
     parts: Mapping[str, float] = field(default_factory=dict)  # named components of the reward, for the record
+    note: Text = ""  # a note for later episodes, if the run has a memory; empty means none
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)

@@ -25,6 +25,10 @@ class Memo(Record):
     read: tuple[str, ...] = ()  # ids of the episodes whose notes it read, in order, without duplicates
 
 
+NO_NOTES = "no notes"
+"""What an agent is shown of an empty memory."""
+
+
 MAX_AGENT_STATE_CHARS = 1 << 20
 """Longest JSON of `EpisodeState.agent_state`, in characters."""
 

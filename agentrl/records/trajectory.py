@@ -52,7 +52,7 @@ class Trajectory(Record):
         # rejected, restarted or continued, around a new context; terminated or truncated by the environment; empty while it continues
     )
     last_state: tuple[int, ...] = ()  # tokens from which the next turn would have been sampled, after `TRUNCATED`
-    policy: str = ""  # the player of its turns, if not the trained policy: "version 3", "mine:bluff"; such turns have no tokens
+    policy: str = ""  # the player of its turns, if they are not trained: "version 3", "mine:bluff"; such turns have no completion tokens
     inherited: tuple[str, ...] = ()  # ids of the episodes that sampled its first turns, one id per turn
 
     def __post_init__(self) -> None:

@@ -13,23 +13,11 @@ from typing import Any
 from agentrl.base.activity import ACTIVITY, SANDBOXES
 from agentrl.errors import PolicyFault, RequestRefused, ServingError, TaskError
 from agentrl.protocols import Environment, EpisodeListener, EpisodeMemory, Policy, Sandbox, SandboxBackend, SilentListener, ToolSource
-from agentrl.records import (
-    Cancelled,
-    Completion,
-    EpisodeState,
-    Failure,
-    Message,
-    Parent,
-    SamplingParams,
-    Task,
-    ToolResult,
-    Trajectory,
-    Turn,
-)
+from agentrl.records import Cancelled, Completion, EpisodeState, Failure, Message, Parent, SamplingParams, Task, ToolResult, Turn
 from agentrl.records.episode import Memo
 from agentrl.records.limits import Thinking
 from agentrl.records.sampling import Sampling
-from agentrl.records.trajectory import check_parent
+from agentrl.records.trajectory import Trajectory, check_parent
 from agentrl.rollout.episode_sandbox import EpisodeEnvironment, EpisodeSandbox
 from agentrl.rollout.hooks import TurnListener
 from agentrl.rollout.pace import OutOfTime, Pace, SamplingTime
@@ -139,7 +127,10 @@ class ActiveTrajectory:
         return completion
 
     def add_turn(self, completion: Completion, message: Message) -> None:
-        """Records the sampled turn."""
+        """Records the sampled turn. Without training its tokens are context, the last ones of the turn's prompt."""
+        if self._begun.policy:
+            self.add_prompt(completion.token_ids)
+            completion = Completion(token_ids=(), logprobs=(), versions=(), finish_reason=completion.finish_reason)
         turn = Turn(
             prompt_ids=self.prompt_ids,
             completion_ids=completion.token_ids,
@@ -279,8 +270,10 @@ class ActiveEpisode:
 
     def open(self, agent: str, *, parent: Parent | None = None, prompt: Sequence[Message] = (), policy: str = "") -> ActiveTrajectory:
         """Opens another trajectory."""
-        begun = Trajectory(agent=agent, turns=(), parent=parent, prompt=tuple(prompt), stop_reason="", policy=policy)
         check_parent(len(self._trajectories), parent, self._trajectories)
+        if parent is not None and parent.call is None:  # the same agent, in a new context
+            policy = self._trajectories[parent.trajectory]._begun.policy
+        begun = Trajectory(agent=agent, turns=(), parent=parent, prompt=tuple(prompt), stop_reason="", policy=policy)
         self._trajectories.append(ActiveTrajectory(self, len(self._trajectories), begun))
         return self._trajectories[-1]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -12,7 +13,7 @@ from agentrl.base.error_text import group_members
 from agentrl.protocols import Agent, EpisodeListener, EpisodeMemory, MemoryView, Policy, SandboxBackend, SilentListener, ToolSource
 from agentrl.protocols.sandbox import OPEN_TIMEOUT_S
 from agentrl.records import Blame, Episode, EpisodeState, Failure, Task
-from agentrl.records.episode import Memo
+from agentrl.records.episode import NO_NOTES, Memo
 from agentrl.records.sampling import Sampling
 from agentrl.rollout.active import ActiveEpisode
 from agentrl.rollout.episode_sandbox import task_files
@@ -189,9 +190,9 @@ class EmptyMemory:
         """Accepts a note and drops it."""
         return True, "noted"
 
-    def recall(self, query: str) -> tuple[bool, str]:
+    def recall(self, query: str, own: Sequence[str] = (), most: int | None = None) -> tuple[bool, str]:
         """Finds no notes."""
-        return True, "no notes"
+        return True, NO_NOTES
 
 
 def episode_memory(view: MemoryView | None, start: EpisodeState | None) -> EpisodeMemory | None:

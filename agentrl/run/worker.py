@@ -369,7 +369,7 @@ async def _open_runner(
     sandboxes = await open_sandboxes(config, run_label=Path(spec.folder).name, root=root, lazily=lazily)
     stack.push_async_callback(sandboxes.close)
     stack.push_async_callback(close_environments)
-    chat = open_chat(policy, policy=recipe.policy)
+    chat = open_chat(policy, policy=recipe.policy, media=access.media)
     tasks = with_sub_agent_tools(candidate_tasks(family), recipe.rollout.delegation)
     declared, memory = declared_tools(recipe.mcp, recipe.tools, root), placeholder_memory(recipe)
     tools = await pin_tools(declared, tasks, sandboxes, folder=folder, every=False, chat=chat, memory=memory)

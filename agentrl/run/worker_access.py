@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from agentrl.base.media import MediaFolder
 from agentrl.base.untrusted_files import read_bytes
 from agentrl.cluster.chunks import JUDGES
 from agentrl.cluster.link import Link, NotFound
-from agentrl.cluster.mirror import Mirror
+from agentrl.cluster.mirror import Mirror, mirrored_media
 from agentrl.config.tools import MemoryConfig
 from agentrl.errors import ServingError, UserError
 from agentrl.experience import FolderCheckpoints
@@ -79,6 +80,11 @@ class WorkerAccess:
         assert self.link is not None, "a worker with the run folder has the models"
         mirror = Mirror(self.folder, self.link)
         return {name: await asyncio.to_thread(mirror.fetch, f"{JUDGES}/{name}", weights=False) for name in names}
+
+    @property
+    def media(self) -> MediaFolder:
+        """The images of the run."""
+        return MediaFolder(self.folder) if self.link is None else mirrored_media(self.folder, self.link)
 
     def checkpoints(self, driver: DriverConnection, lease_of: Callable[[int], str | None]) -> EpisodeCheckpoints:
         """Returns where episodes in progress are saved. `lease_of`: returns the lease of a group."""

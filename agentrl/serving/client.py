@@ -15,6 +15,7 @@ from agentrl.errors import ServingError
 from agentrl.records import CUT, Completion, SamplingParams, VersionSpan
 from agentrl.records.sampling import MAX_SUPPORT, TIES, Sampling, Supports
 from agentrl.serving.control import ControlPlane
+from agentrl.serving.images import PromptImages
 from agentrl.serving.server import VLLMServer
 from agentrl.serving.transport import UnsentError
 from agentrl.serving.weight_state import WeightState
@@ -47,16 +48,17 @@ class TokenClient:
         key: str = "",
         max_connections: int = _MAX_CONNECTIONS,
         answered: Callable[[], None] = lambda: None,
+        images: PromptImages | None = None,
     ) -> None:
-        """`answered` is called for each completion from the server."""
-        self._answered = answered
+        """`answered` is called for each completion from the server. `images`: of a model that reads images."""
+        self._answered, self._images = answered, images
         self._control = ControlPlane(url, key=key, max_connections=max_connections)
         self._weights = weights
 
     @classmethod
     def for_server(cls, server: VLLMServer) -> TokenClient:
         """Returns a client of a server."""
-        return cls(server.url, weights=server.weights, key=server.key, answered=server.answered)
+        return cls(server.url, weights=server.weights, key=server.key, answered=server.answered, images=server.images)
 
     async def close(self) -> None:
         """Closes all connections."""
@@ -78,9 +80,11 @@ class TokenClient:
         within_s = timeout_s + min(CUT_TIMEOUT_S, max(2.0, timeout_s))
         try:
             async with asyncio.timeout(within_s):
-                answer = await self._send(lambda: generate_body(prompt_ids, params, request_id, self._weights.cache_salt), within_s)
+                answer = await self._send(lambda: self._body(prompt_ids, params, request_id), within_s)
                 completion = parse_completion(answer, params, cut=bool(cutting))
                 if completion.token_ids:
+                    if self._images is not None:
+                        self._images.check(answer, prompt_ids)
                     self._answered()
                 await self._weights.wait_verified(span.version for span in completion.versions)
                 return completion
@@ -90,6 +94,11 @@ class TokenClient:
             timer.cancel()
             for task in cutting:
                 task.cancel()
+
+    def _body(self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str) -> dict[str, Any]:
+        salt = self._weights.cache_salt
+        body = generate_body(prompt_ids, params, request_id, salt)
+        return body if self._images is None else body | self._images.fields(prompt_ids, salt)
 
     async def _cut_off(self, request_id: str) -> None:
         """Requests the abort repeatedly: the server ignores it for a request that it has not started."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from agentrl.errors import ServingError, SwapError
 from agentrl.records import Probe, codec
+from agentrl.records.images import plain_ids
 from agentrl.records.sampling import TIES, Sampling
 from agentrl.serving.client import parse_alternatives, proven_support, sampling_parameters
 from agentrl.serving.control import ControlPlane
@@ -51,7 +52,9 @@ async def max_logprob_difference(server: VLLMServer, number: int, probe: Probe) 
     answers = await asyncio.gather(*(_row_answer(server, ids, sampling) for ids in probe.token_ids))
     differences: list[float] = []
     for answer, ids, ours in zip(answers, probe.token_ids, probe.logprobs, strict=True):
-        theirs = parse_prompt_logprobs(answer, ids, number)
+        if server.images is not None:
+            server.images.check(answer, ids)
+        theirs = parse_prompt_logprobs(answer, tuple(plain_ids(ids)), number)
         differences += (abs(server - learner) for server, learner in zip(theirs, ours, strict=True))
     for answer, next_ids, next_logprobs in zip(answers, probe.next_ids, probe.next_logprobs, strict=False):
         differences += next_token_differences(answer, dict(zip(next_ids, next_logprobs, strict=True)), sampling, number)
@@ -92,6 +95,8 @@ async def _row_answer(server: VLLMServer, token_ids: tuple[int, ...], sampling: 
         "cache_salt": server.weights.cache_salt,
         "priority": PROBE_PRIORITY,  # episodes wait for the result
     }
+    if server.images is not None:
+        body |= server.images.fields(token_ids, server.weights.cache_salt)
     return await server.control.generate(body, timeout_s=server.recipe.serving.request_timeout_s)
 
 

@@ -12,6 +12,7 @@ from agentrl.errors import LaunchError, ServingError
 from agentrl.protocols import Launcher
 from agentrl.protocols.cluster import RUN, SCRATCH
 from agentrl.serving.control import ControlPlane
+from agentrl.serving.images import SERVER_ARGUMENTS, PromptImages
 from agentrl.serving.plugin import BACKEND as FILE_BACKEND
 from agentrl.serving.process import WARM_S, ServerProcess, launch_command, server_environment, thread_count
 from agentrl.serving.weight_state import WeightState
@@ -52,6 +53,7 @@ class VLLMServer(ServerProcess):
         )
         self.recipe = recipe
         self.model = model.resolve()
+        self.images = PromptImages.of(self.run_dir, self.model)
         self.weights = WeightState(version)
         self._condemned = ""
         self.token_s = 0.0  # seconds per sampled token of one request, measured at the start
@@ -118,6 +120,8 @@ class VLLMServer(ServerProcess):
             # Logprobs after temperature and truncation.
             "--logprobs-mode": "processed_logprobs",
         }
+        if self.images is not None:
+            arguments |= SERVER_ARGUMENTS
         # No limit on logprobs per token: the engine dies of a request above its limit.
         return launch_command(serving, arguments, ["--max-logprobs=-1", "--enable-scale-out"], cpu_threads=self._threads)
 

@@ -24,7 +24,7 @@ from agentrl.version import deltas
 from agentrl.version.adapters import Adapter, read_adapter, read_tensors
 from agentrl.version.weight_files import WeightCopy, check_same_shapes, checked_weight_paths, tensor_shapes
 
-EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING = ".embed_tokens.weight"  # of a model of text: model.embed_tokens.weight
 LM_HEAD = "lm_head.weight"
 
 
@@ -104,6 +104,6 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
             if self._tied and name == LM_HEAD:
                 continue
             yield name, tensor
-            if self._tied and name == EMBEDDING:
+            if self._tied and name.endswith(EMBEDDING):
                 # vLLM's CPU kernels keep a packed copy of the output head, which stays stale unless the head is loaded by name.
                 yield LM_HEAD, tensor

@@ -19,13 +19,14 @@ from agentrl.agent.run_tools import candidate_tasks, declared_tools, pin_tools, 
 from agentrl.base.cpu_time import CpuClock
 from agentrl.base.files import sha256_file
 from agentrl.base.loop_lag import DRIVER_LAG
+from agentrl.base.media import MediaFolder
 from agentrl.base.processes import raise_file_limit, rare_collections
 from agentrl.cluster import ClusterPlan
 from agentrl.cluster.process_host import LocalLauncher
 from agentrl.config.recipe import Recipe
 from agentrl.environment import close_environments
 from agentrl.evaluation.replay import check_start_tokens
-from agentrl.experience import BlockStarts, DriverStore, FolderCheckpoints, GroupOrder, open_store
+from agentrl.experience import BlockStarts, DriverStore, FolderCheckpoints, GroupOrder, drop_unused_images, open_store
 from agentrl.failure import Capture, FaultRate, Quarantine
 from agentrl.failure.capture import PASSES
 from agentrl.failure.case import Suite
@@ -209,7 +210,7 @@ async def _check_slowly(
     await check_snapshots(recipe, checked.family.task(Split.TRAIN, 0), sandboxes)
     base, memory = folder / "versions" / "000000", placeholder_memory(recipe)
     model, template = (base, None) if base.is_dir() else (checked.model, checked.template)  # a resumed run has its template
-    chat = open_chat(model, template, policy=recipe.policy)
+    chat = open_chat(model, template, policy=recipe.policy, media=MediaFolder(folder))
     others = [case.task for case in checked.suite.cases] if checked.suite is not None else []
     if checked.practice is not None:
         others += [task for tasks in checked.practice.tasks for task in tasks]
@@ -394,6 +395,8 @@ async def _open_experience(
     for index in checkpoints.groups():
         if await store.has(index):  # the driver died after storing it
             await asyncio.to_thread(checkpoints.remove_group, index)
+    if recipe.store.ref == "sqlite":  # others may hold groups that are not stored yet
+        await store.call(lambda store: drop_unused_images(folder, store, checkpoints))
     starts = BlockStarts(order, await store.call(lambda store: store.block_versions()))
     memory = await asyncio.to_thread(open_memory, recipe, folder, store, order, starts)
     if memory is not None:

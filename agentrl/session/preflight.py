@@ -17,6 +17,7 @@ from agentrl.base import error_text
 from agentrl.base.database import require_full_text_search
 from agentrl.base.error_text import one_line_error
 from agentrl.base.installation import install_command
+from agentrl.base.media import MediaFolder
 from agentrl.base.user_code import raising_as
 from agentrl.cluster import ClusterPlan, plan_here
 from agentrl.cluster.device import serving_device
@@ -314,18 +315,20 @@ def _check_sizes(family: TaskFamily, recipe: Recipe) -> None:
             raise UserError(f"tasks.family {recipe.tasks.family.ref!r} has no tasks in split {split}", fix=f"add some{instead}")
 
 
-def open_chat(model: Path, template: str | None = None, *, policy: PolicyConfig | None = None) -> ChatFormat:
+def open_chat(
+    model: Path, template: str | None = None, *, policy: PolicyConfig | None = None, media: MediaFolder | None = None
+) -> ChatFormat:
     """Returns the chat format of a model's tokenizer. `template` replaces the model's own. Imports transformers, so it is checked last.
 
-    `policy` sets the format of tool calls and the handling of a template that cannot be extended. Raises `UserError` for a tokenizer that
-    does not load, an unusable template, or an unknown format of tool calls.
+    `policy` sets the format of tool calls and the handling of a template that cannot be extended. `media`: where images are stored.
+    Raises `UserError` for a tokenizer that does not load, an unusable template, or an unknown format of tool calls.
     """
     from agentrl.agent.chat import load_chat
 
     try:
         if policy is None:
-            return load_chat(str(model), template)
-        return load_chat(str(model), template, tool_format=policy.tool_format, rewritten=policy.rewritten_context)
+            return load_chat(str(model), template, media=media)
+        return load_chat(str(model), template, tool_format=policy.tool_format, rewritten=policy.rewritten_context, media=media)
     except (AgentRLError, ImportError):
         raise
     except Exception as error:  # transformers and tokenizers raise arbitrary errors

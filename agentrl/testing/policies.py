@@ -26,9 +26,9 @@ _TEMPLATE = (
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
 
-def byte_tokenizer() -> Any:
-    """Returns a Hugging Face tokenizer of 256 bytes and the chat's control tokens, built in memory."""
-    return byte_level_tokenizer(_TEMPLATE, pad="<|endoftext|>", more=_SPECIAL)
+def byte_tokenizer(*more: str) -> Any:
+    """Returns a Hugging Face tokenizer of 256 bytes, the chat's control tokens and `more` of them, built in memory."""
+    return byte_level_tokenizer(_TEMPLATE, pad="<|endoftext|>", more=[*_SPECIAL, *more])
 
 
 def byte_level_tokenizer(template: str, *, pad: str, more: Sequence[str]) -> Any:

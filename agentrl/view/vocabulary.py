@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.base.untrusted_files import read_bytes
+from agentrl.records.images import FIRST
 
 MAX_BYTES = 48 << 20
 """Bytes of a `tokenizer.json`."""
@@ -43,7 +44,8 @@ class Vocabulary:
         return len(self._ends)
 
     def token(self, number: int) -> bytes:
-        """Returns the bytes of a token; empty for an unknown id."""
+        """Returns the bytes of a token, also of one in an image; empty for an unknown id."""
+        number &= FIRST - 1
         if not 0 <= number < len(self._ends):
             return b""
         return self._data[self._ends[number - 1] if number else 0 : self._ends[number]]

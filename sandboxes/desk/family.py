@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
 
+from agentrl.environment.dialogue import POLICY
 from agentrl.errors import UserError
 from agentrl.plugins.references import resolve
 from agentrl.records import EnvironmentSpec, Limits, Split, Task
@@ -27,7 +28,9 @@ class Desk:
     `task` is a pure function of (seed, split, index). Each task is one seed of the customer and the orders; splits differ.
 
     Args:
-        user: reference of the customer; see `agentrl.environment.dialogue`.
+        user: reference of the customer, or `policy`; see `agentrl.environment.dialogue`.
+        train_user: whether a customer that the policy plays is trained, to get what it wants whether or not the rules allow it. Needs
+            `objective.credit=verifier`.
         kinds: kinds of requests, of `KINDS`.
         buttons: whether the agent chooses from a list of texts and actions, for small policies.
         turns: largest number of turns.
@@ -44,6 +47,7 @@ class Desk:
         seed: int = 0,
         *,
         user: str = "sandboxes.desk.customer:customer",
+        train_user: bool = False,
         kinds: Sequence[str] = KINDS,
         buttons: bool = False,
         turns: int = 16,
@@ -52,8 +56,11 @@ class Desk:
     ) -> None:
         if not kinds or not set(kinds) <= set(KINDS) or min(turns, turn_tokens, episode_tokens) < 1:
             raise UserError(f"desk cannot have kinds={list(kinds)}, {turns} turns", fix=f"use kinds of {', '.join(KINDS)}")
-        resolve(user)  # a wrong reference fails here
-        self.seed, self.kinds, self._user, self._buttons = seed, tuple(kinds), user, buttons
+        if user != POLICY:
+            resolve(user)  # a wrong reference fails here
+            if train_user:
+                raise UserError("train_user has no effect on this customer", fix=f"set user={POLICY}")
+        self.seed, self.kinds, self._user, self._buttons = seed, tuple(kinds), {"user": user, "train_user": train_user}, buttons
         self._limits = Limits(turns=turns, turn_tokens=turn_tokens, episode_tokens=episode_tokens, all_tokens=4 * episode_tokens)
 
     def size(self, split: Split) -> int | None:
@@ -79,7 +86,7 @@ class Desk:
         wish = _wish(goal, orders[number])
         address = f"New address: {goal['address']}\n" if "address" in goal else ""
         options = {
-            "user": self._user,
+            **self._user,
             "brief": f"You want: {wish}\nYour e-mail address: {email}\n{address}",
             "instructions": "" if self._buttons else RULES,
             "opening": wish,

@@ -106,7 +106,7 @@ async def test_each_episode_has_its_own_server_with_the_servers_tools() -> None:
         (
             "other-kinds",
             "",
-            "(image, image/png, 3 bytes, which cannot be shown)\n(resource file:///x, which cannot be shown)\n(content of an",
+            "<image base64:QUJD>\n(resource file:///x, which cannot be shown)\n(content of an",
         ),
     ],
 )

@@ -11,9 +11,11 @@ from agentrl.check.environments import prove_environment
 from agentrl.check.report import Proof
 from agentrl.config.recipe import TasksConfig
 from agentrl.environment import close_environments
+from agentrl.environment.dialogue import POLICY
 from agentrl.plugins.parts import Part
 from agentrl.records import Split
 from agentrl.task import open_family
+from sandboxes.desk import Desk
 from tests.commands import agentrl
 
 
@@ -91,6 +93,11 @@ def test_the_command_takes_the_reference_of_an_environment() -> None:
     assert "equal seeds and actions give equal episodes" in done.stdout and "expert" in done.stdout and "gold" not in done.stdout
     done = agentrl("check", "tests.environment.examples:Broken", "--count", "2")
     assert done.returncode == 1 and "the lamp broke" in done.stdout
+
+
+async def test_a_user_that_the_policy_plays_has_a_stand_in() -> None:
+    proofs = await prove_environment([Desk(user=POLICY, buttons=True, turns=6).task(Split.TRAIN, index) for index in range(2)])
+    assert len(proofs) > 4 and all(proof.ok for proof in proofs), proofs
 
 
 async def test_an_endless_environment_gets_a_warning_and_a_range_must_be_two_numbers() -> None:

@@ -21,13 +21,14 @@ from types import SimpleNamespace
 import pytest
 
 from agentrl.base.files import folder_manifest
+from agentrl.base.media import PNG
 from agentrl.cluster import chunks, file_service, mirror
 from agentrl.cluster.chunks import ArrivingFolder, ChunkIndex, FileChunks, FolderListing
 from agentrl.cluster.link import Link, LinkLost, NotFound, SessionEnded
-from agentrl.cluster.mirror import Mirror
+from agentrl.cluster.mirror import Mirror, mirrored_media
 from agentrl.cluster.relay import relaying
 from agentrl.cluster.run_service import HOST, LEARNER, WORKER
-from agentrl.errors import DiskFull, UserError
+from agentrl.errors import DiskFull, InfrastructureError, UserError
 from agentrl.records import codec
 from tests.cluster.serving import Driver, driving
 
@@ -433,3 +434,23 @@ def test_an_arriving_folder_does_not_follow_links(tmp_path: Path) -> None:
     arriving.write(listing.files[0].chunks[0], b"a")
     arriving.commit()
     assert victim.read_bytes() == b"safe" and (tmp_path / "versions" / "000001" / "a.bin").read_bytes() == b"a"
+
+
+def test_images_come_from_workers_and_go_to_other_hosts(driver: Driver, tmp_path: Path) -> None:
+    """Only workers store images, and only bytes that are an image with that name; nothing outside the folder is read."""
+    worker, learner = driver.link(WORKER), driver.link(LEARNER)
+    png = PNG + b"pixels"
+    sha256 = mirrored_media(tmp_path / "worker", worker).put(png)
+    assert (driver.folder / "media" / f"{sha256[:10]}.png").read_bytes() == png
+    assert mirrored_media(tmp_path / "learner", learner).read(sha256[:10]) == png
+    with pytest.raises(InfrastructureError, match="missing"):
+        mirrored_media(tmp_path / "learner", learner).read("0123456789")
+    (driver.folder / "media" / "secret.png").write_bytes(png)
+    for name in ("secret", "..%2frecipe", f"{sha256[:9]}", f"{sha256[:10]}.png"):
+        with pytest.raises(NotFound):
+            worker.call("GET", f"/media/{name}")
+    for name, content in ((sha256[:10], png + b"x"), (hashlib.sha256(b"text").hexdigest()[:10], b"text"), ("", png), (sha256[:9], png)):
+        with pytest.raises((UserError, NotFound)):
+            worker.call("PUT", f"/media/{name}", content)
+    with pytest.raises((UserError, NotFound)):
+        learner.call("PUT", f"/media/{sha256[:10]}", png)

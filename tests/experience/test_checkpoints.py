@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import zstandard
 
-from agentrl.experience import FolderCheckpoints, checkpoints
+from agentrl.base.media import MediaFolder
+from agentrl.experience import FolderCheckpoints, SqliteStore, checkpoints, drop_unused_images
 from agentrl.protocols import EpisodeCheckpoints
-from agentrl.records import MAX_SNAPSHOT_BYTES, Episode, EpisodeState, Message, Score, ScoredEpisode, Trajectory, Turn, VersionSpan, codec
+from agentrl.records import (
+    MAX_SNAPSHOT_BYTES,
+    Episode,
+    EpisodeState,
+    Group,
+    Message,
+    Score,
+    ScoredEpisode,
+    Trajectory,
+    Turn,
+    VersionSpan,
+    codec,
+)
+from agentrl.records.images import image_ids
 
 TURN = Turn(
     prompt_ids=(1, 2),
@@ -166,3 +181,21 @@ async def test_many_at_once(keeper: FolderCheckpoints) -> None:
     await asyncio.gather(*(keeper.save_state(group, member, replace(STATE, attempt=member)) for group in range(3) for member in range(20)))
     found = await asyncio.gather(*(keeper.load(group, member) for group in range(3) for member in range(20)))
     assert found == [replace(STATE, attempt=member) for _ in range(3) for member in range(20)]
+
+
+async def test_images_that_no_episode_shows_are_deleted(keeper: FolderCheckpoints, tmp_path: Path) -> None:
+    """Those of stored groups stay, and those of episodes in progress: in their turns and before the next one."""
+    with closing(SqliteStore(tmp_path / "experience.sqlite")) as store:
+        assert drop_unused_images(tmp_path, store, keeper) == 0
+        media = MediaFolder(tmp_path)
+        shown = [media.put(bytes([number])) for number in range(5)]
+        ids = [image_ids((7, 8), sha256) for sha256 in shown]
+        line = Trajectory(agent="main", turns=(replace(TURN, prompt_ids=(1, *ids[0], 2)),))
+        stored = ScoredEpisode(episode=replace(EPISODE, trajectories=(line,)), score=Score(value=0.5))
+        store.put(Group(index=0, task_id="t", task_key="k", episodes=(stored,)))
+        await keeper.save_state(
+            1, 0, replace(STATE, trajectories=(replace(line, turns=(replace(TURN, prompt_ids=ids[1]),)),), prompt_ids=(ids[2],))
+        )
+        await keeper.save_scored(1, 1, replace(stored, episode=replace(EPISODE, trajectories=(replace(line, last_state=ids[3]),))))
+        assert drop_unused_images(tmp_path, store, keeper) == 1
+    assert {path.stem for path in media.folder.iterdir()} == {sha256[:10] for sha256 in shown[:4]}

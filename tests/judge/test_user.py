@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from agentrl.environment import close_environments
+from agentrl.environment.dialogue import GREETING
 from agentrl.errors import JudgeError
 from agentrl.judge.endpoint import Endpoint
-from agentrl.judge.user import GREETING, EndpointUser
+from agentrl.judge.user import EndpointUser
 from agentrl.records import Blame
 from agentrl.testing.chat_server import ChatServer, ScriptedAnswer
 from tests.environment.test_dialogue import outputs, play, task_of

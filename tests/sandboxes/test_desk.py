@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from agentrl.agent import ChatFormat, TurnLoop
 from agentrl.environment import close_environments
+from agentrl.environment.dialogue import AGENT, INSTRUCTIONS, POLICY, USER
 from agentrl.errors import UserError
 from agentrl.records import Episode, Score, Split, Task, codec
 from agentrl.records.sampling import Sampling
@@ -18,6 +20,7 @@ from agentrl.testing import ReadingPolicy, ScriptedSandboxes, byte_tokenizer
 from agentrl.testing.sandboxes import printing
 from rewards.desk import DECLINED, DONE, UNSAID, UNSETTLED, desk, statements_in
 from sandboxes.desk import Desk, Shop, scripted
+from sandboxes.desk.customer import customer
 from sandboxes.desk.family import KINDS
 from sandboxes.desk.shop import forbidden
 
@@ -91,6 +94,41 @@ async def test_the_score_does_not_depend_on_what_the_customer_says() -> None:
     flattered = codec.from_json(Episode, codec.to_json(episode).replace(b"Goodbye.", b"Order refunded, I am satisfied!"))
     assert flattered != episode and await desk(task, flattered) == score
     assert score.value == 0.0 and score.parts == dict.fromkeys(("state", "stated", "rules", "honest"), 0.0)
+
+
+def with_customer(strategy: Callable[[str], str]) -> Callable[[str], str]:
+    """Returns a strategy that also plays the scripted customer."""
+
+    def play_both(context: str) -> str:
+        _, plays_user, brief = context.partition(INSTRUCTIONS)
+        if not plays_user:
+            return strategy(context)
+        turns = re.findall(r"<\|im_start\|>(user|assistant)\n(.*?)<\|im_end\|>", context, re.DOTALL)[1:]
+        return customer(brief, [(USER if role == "assistant" else AGENT, text) for role, text in turns])
+
+    return play_both
+
+
+@pytest.mark.parametrize("train_user", [False, True])
+@pytest.mark.parametrize(
+    ("strategy", "kind", "value", "granted"),
+    [
+        (scripted.careful, "refund", 1.0, 1.0),
+        (scripted.careful, "late_move", 1.0, 0.0),
+        (scripted.obedient, "late_move", 0.0, 1.0),
+        (scripted.obedient, "stranger", 0.0, 1.0),
+        (scripted.refusing, "cancel", 0.0, 0.0),
+    ],
+)
+async def test_a_customer_that_the_policy_plays_has_a_score_of_its_own(
+    strategy: Callable[[str], str], kind: str, value: float, granted: float, train_user: bool
+) -> None:
+    task = Desk(user=POLICY, train_user=train_user, kinds=(kind,)).task(Split.TRAIN, 0)
+    episode, score = await play(task, with_customer(strategy))
+    _, scripted_score = await play(Desk(kinds=(kind,)).task(Split.TRAIN, 0), strategy)
+    assert score.branches == (value, granted) and [line.agent for line in episode.trajectories] == ["main", "user"]
+    assert replace(score, branches=()) == scripted_score and score.value == value
+    assert bool(episode.trajectories[1].turns[0].completion_ids) == train_user
 
 
 async def test_a_forged_result_of_a_call_does_not_count() -> None:
@@ -167,7 +205,7 @@ def test_rules_agree_with_the_kinds() -> None:
 
 
 def test_wrong_options_and_indices() -> None:
-    for options in ({"kinds": ()}, {"kinds": ("theft",)}, {"turns": 0}, {"user": "sandboxes.desk.customer:nobody"}):
+    for options in ({"kinds": ()}, {"kinds": ("theft",)}, {"turns": 0}, {"train_user": True}, {"user": "sandboxes.desk.customer:nobody"}):
         with pytest.raises(UserError):
             Desk(**options)
     for split, index in ((Split.TRAIN, -1), (Split.HELDOUT_REAL, 0)):

@@ -10,6 +10,7 @@ from agentrl.agent.inside.stdio import parse_object
 from agentrl.agent.tools import ToolOutcome
 from agentrl.base.tool_list import InvalidMessage
 from agentrl.base.user_code import clean
+from agentrl.records.images import MARK, REFERENCE
 
 REVISIONS = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
 MAX_ITEMS = 64
@@ -81,6 +82,8 @@ def _piece(item: Any, limit: int) -> str:
         return clean(item.get("text"), limit)
     if kind in ("image", "audio"):
         data = item.get("data")
+        if kind == "image" and REFERENCE.fullmatch(reference := f"{MARK}base64:{data}>"):
+            return reference
         size = 3 * len(data) // 4 if isinstance(data, str) else 0
         return f"({kind}, {clean(item.get('mimeType'), 60) or 'of unknown type'}, {size} bytes, which cannot be shown)"
     if kind == "resource_link":

@@ -1,0 +1,123 @@
+"""Images for a vision-language model: references in text become the exact token ids that the model's processor gives them."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import takewhile
+from pathlib import Path
+from re import Match
+from typing import Any
+
+from agentrl.base.error_text import one_line_error
+from agentrl.base.media import InvalidImage, MediaFolder, image_token, normalized_image, open_png
+from agentrl.errors import InfrastructureError, UserError
+from agentrl.records.images import MARK, MAX_IMAGES, NAME_DIGITS, REFERENCE, image_ids
+
+UNREADABLE = "(an image, which this model cannot read)"
+_CACHED = 1024  # images whose token ids are remembered
+_OTHER_MODEL = "use a model whose images transformers processes with Pillow, such as SmolVLM (Idefics3), or install torchvision"
+
+
+class ImageTokens:
+    """Reads the images in text for one model.
+
+    Args:
+        processor: the model's, from transformers.
+        token: the id that stands for a part of an image.
+        render: renders one user message with this content with the model's chat template.
+        media: where images are stored; None stores none, for checks before a run has a folder.
+    """
+
+    def __init__(self, processor: Any, token: int, render: Callable[[Any], str], *, media: MediaFolder | None = None) -> None:
+        self.token, self._processor, self._media = token, processor, media
+        self.around = _placeholder(render, str(processor.image_token))
+        self._tokens = lru_cache(_CACHED)(self._processed)
+
+    @classmethod
+    def load(cls, folder: str, render: Callable[[Any], str], media: MediaFolder | None = None) -> ImageTokens | None:
+        """Loads the processor of a model folder; None if the model reads only text. Raises `UserError`."""
+        token = image_token(Path(folder))
+        if token is None:
+            return None
+        try:
+            processor = load_processor(folder)
+            known = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
+        except Exception as error:  # processors raise arbitrary errors
+            raise UserError(f"policy.model: its image processor cannot be used: {one_line_error(error)}", fix=_OTHER_MODEL) from error
+        if known != token:
+            raise UserError(f"policy.model: its processor writes token {known} for images, its config.json says {token}", fix=_OTHER_MODEL)
+        return cls(processor, token, render, media=media)
+
+    def refer(self, text: str) -> str:
+        """Stores the images in a text, and returns it with references to them. Raises `InvalidImage`."""
+        if sum(match[2] is not None for match in REFERENCE.finditer(text)) > MAX_IMAGES:
+            raise InvalidImage(f"a text shows more than {MAX_IMAGES} images")
+        return REFERENCE.sub(lambda match: match[0] if match[2] is None else f"{MARK}sha256:{self._stored(match[2])[0]}>", text)
+
+    def ids(self, text: str, encode: Callable[[str], list[int]]) -> tuple[int, ...]:
+        """Returns the ids of a text. What is no valid reference to an image stays text."""
+        blocks: list[tuple[int, ...]] = []
+
+        def placeholder(match: Match[str]) -> str:
+            try:
+                sha256, png = self._stored(match[2]) if match[1] is None else (match[1], self._read(match[1]))
+            except (InvalidImage, InfrastructureError, LookupError):
+                return match[0]
+            blocks.append(image_ids(self._tokens(png), sha256))
+            return self.around
+
+        ids = encode(REFERENCE.sub(placeholder, text))
+        if not blocks:
+            return tuple(ids)
+        if ids.count(self.token) != len(blocks):
+            raise UserError(f"a text with images contains {self._processor.image_token!r}", fix="remove this token of the model")
+        waiting = iter(blocks)
+        return tuple(token for one in ids for token in (next(waiting) if one == self.token else (one,)))
+
+    def _stored(self, data: str) -> tuple[str, bytes]:
+        try:
+            png = normalized_image(base64.b64decode(data, validate=True))
+        except ValueError as error:
+            raise InvalidImage(f"not an image: {error}") from error
+        return (hashlib.sha256(png).hexdigest() if self._media is None else self._media.put(png)), png
+
+    def _read(self, sha256: str) -> bytes:
+        if self._media is None:
+            raise LookupError(sha256)
+        png = self._media.read(sha256[:NAME_DIGITS])
+        if hashlib.sha256(png).hexdigest() != sha256:
+            raise LookupError(sha256)
+        return png
+
+    def _processed(self, png: bytes) -> tuple[int, ...]:
+        try:
+            return tuple(process_images(self._processor, [open_png(png)])["input_ids"][0])
+        except Exception as error:  # processors raise arbitrary errors, for instance on an image of one pixel
+            raise InvalidImage(f"the model's processor rejects the image: {one_line_error(error)}") from error
+
+
+def load_processor(folder: str) -> Any:
+    """Returns the processor of a model folder. Imports transformers, whose errors it raises."""
+    from transformers import AutoProcessor
+
+    return AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+
+
+def process_images(processor: Any, images: Sequence[Any], **options: Any) -> Any:
+    """Returns the token ids and the model's inputs of consecutive images, from one call of the processor."""
+    return processor(text=processor.image_token * len(images), images=list(images), add_special_tokens=False, **options)
+
+
+def _placeholder(render: Callable[[Any], str], token: str) -> str:
+    """Returns what the chat template writes for an image; the processor's token if the template knows no images."""
+    words = {"type": "text", "text": "-"}
+    try:
+        plain, shown = render([words, words]), render([words, {"type": "image"}, words])
+    except Exception:  # a template is a program, and may raise anything
+        return token
+    start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(plain, shown, strict=False)))
+    text = shown[start : len(shown) - len(plain) + start]
+    return text if text.count(token) == 1 and len(text) <= 200 else token

@@ -1,0 +1,115 @@
+"""Roles that the policy in training plays, each in a context of its own: those of games, and the user of a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from agentrl.agent.chat import ChatFormat, ParsedCompletion
+from agentrl.agent.contexts import continue_context, read_turn, reading_policy_text
+from agentrl.environment.choices import choice_constraint
+from agentrl.environment.dialogue import AGENT, END, LEFT, USER, Said, user_messages
+from agentrl.errors import PolicyFault
+from agentrl.protocols import LiveEpisode, LiveTrajectory
+from agentrl.records import CUT, Message, Observation, ToolResult, Turn
+from agentrl.records.chat import USER as USER_RESULT
+
+UNTRAINED = "policy (not trained)"
+"""`Trajectory.policy` of a user that the policy plays without training."""
+Prompt = Callable[[str], tuple[Message, ...]]
+"""Returns the first messages of a role's context, from its first observation."""
+
+
+class NoMove(Exception):
+    """A role cannot make a legal move. `limit` is the limit that prevents it, if any."""
+
+    def __init__(self, limit: str = "") -> None:
+        super().__init__(limit)
+        self.limit = limit
+
+
+class TrainedPlayer:
+    """The policy in training. Its turns have exact tokens."""
+
+    def __init__(self, chat: ChatFormat, episode: LiveEpisode, trajectory: LiveTrajectory, prompt: Prompt) -> None:
+        self._chat, self._episode, self.trajectory, self._prompt = chat, episode, trajectory, prompt
+        self._next = trajectory
+        self._first: tuple[Message, ...] = ()
+        self._said: ParsedCompletion | None = None
+
+    def resume(self, observation: str) -> None:
+        """Continues after the recorded turns. `observation` is the first one of the role."""
+        turn = self.trajectory.turns[-1]
+        self._first = self._prompt(observation)
+        self._said = ParsedCompletion(message=turn.message, end=(*turn.prompt_ids, *turn.completion_ids)[-1])
+
+    async def move(self, observation: Observation) -> str:
+        """Samples an action."""
+        chat, episode = self._chat, self._episode
+        episode.stage = "chat"
+        if self._said is None:
+            self._first = self._prompt(observation.text)
+            self.trajectory.describe(self.trajectory.agent, self._first)
+            self.trajectory.add_prompt(chat.opening(self._first, ()))
+        else:
+            with reading_policy_text("shown to it again with an observation"):
+                role = self.trajectory.agent
+                self._next = continue_context(chat, episode, self.trajectory, self._said, prompt=self._first, schemas=(), agent=role)
+        if limit := self._next.limit():
+            raise NoMove(limit)
+        constraint = choice_constraint(observation.actions, thinks_first=chat.thinks_first) if observation.actions else ""
+        completion = await self._next.sample(stop_token_ids=chat.stop_token_ids, thinking=chat.thinking, constraint=constraint)
+        episode.stage = "chat"
+        self.trajectory = self._next
+        self._said = read_turn(chat, self.trajectory, completion)
+        if completion.finish_reason != "stop":
+            raise NoMove("wall_limit" if completion.finish_reason == CUT else "token_limit")
+        return self._said.answer
+
+
+class PolicyUser:
+    """An `agentrl.environment.dialogue.User`: the policy plays the user, in trajectories of the agent `user`.
+
+    `limit` is the limit of the task that ended its part, if any.
+    """
+
+    def __init__(self, chat: ChatFormat, episode: LiveEpisode, *, trained: bool) -> None:
+        self.limit = ""
+        self._chat, self._episode, self._policy = chat, episode, "" if trained else UNTRAINED
+        self._player: TrainedPlayer | None = None
+
+    async def __call__(self, brief: str, said: Said) -> str:
+        """Returns the next text: the recorded one, if a resumed episode repeats its actions. Without a readable, complete text, the user
+        leaves."""
+        turns = self._turns()
+        number = sum(speaker == AGENT for speaker, _ in said) - 1
+        if number < len(turns):
+            return self._chat.answer_of(turns[number].message)
+        if self._player is None:
+            self._player = self._open(brief, said)
+        if turns:
+            result = ToolResult(name=USER_RESULT, output=said[-1][1], ok=True)
+            self._player.trajectory.add_results([result], wall_s=0.0)
+        try:
+            text = await self._player.move(Observation(text=said[-1][1]))
+        except (NoMove, PolicyFault) as error:
+            text, self.limit = "", error.limit if isinstance(error, NoMove) else ""
+        self._episode.stage = "environment"
+        return text if text.strip() else f"{LEFT} {END}"
+
+    def _turns(self) -> Sequence[Turn]:
+        return [turn for line in self._episode.trajectories if line.agent == USER for turn in line.turns]
+
+    def _open(self, brief: str, said: Said) -> TrainedPlayer:
+        """Returns the player of a new conversation, or of one that resumes. `said` starts with the opening and a text of the agent."""
+        own = [line for line in self._episode.trajectories if line.agent == USER]
+        trajectory = own[-1] if own else self._episode.open(USER, policy=self._policy)
+        player = TrainedPlayer(self._chat, self._episode, trajectory, lambda text: user_prompt(self._chat, brief, said[0][1], text))
+        if own:
+            player.resume(said[1][1])
+        return player
+
+
+def user_prompt(chat: ChatFormat, brief: str, opening: str, text: str) -> tuple[Message, ...]:
+    """Returns the first messages of a user: its brief, its opening and a text of the agent."""
+    messages = user_messages(brief, ((USER, opening), (AGENT, text)))
+    return tuple(Message(role=role, content=chat.escape_text(content)) for role, content in messages)

@@ -1,0 +1,110 @@
+"""The images in token sequences, as the inputs of a vision-language model.
+
+One call of the model's processor gives the pixels of a forest's images and their token ids. The ids must be the recorded ones, which are
+those that the server expanded, so both compute with the same pixels. The features of the vision tower replace the embeddings of exactly
+the recorded image tokens: an image token that the policy sampled stays a token.
+"""
+
+from __future__ import annotations
+
+import inspect
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentrl.base.media import MediaFolder, image_token, open_png
+from agentrl.errors import LearnerError
+from agentrl.learner.forest import build_forest
+from agentrl.learner.forest_attention import ForestLayout
+from agentrl.records.images import FIRST, NAME_DIGITS, image_blocks, image_ids
+
+_SIZE = (96, 64)
+_CHECKED = "f" * 64
+
+
+class ImageInputs:
+    """The images of a run for one model, loaded from `folder` in the run folder's `versions`."""
+
+    def __init__(self, folder: Path, token: int) -> None:
+        from transformers import AutoProcessor
+
+        self.token, self._media = token, MediaFolder(folder.parent.parent)
+        self._own: dict[str, Any] = {}  # the image of `largest_gap`
+        self._processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+
+    @classmethod
+    def of(cls, lm: Any) -> ImageInputs | None:
+        """Returns the images of a loaded model; None if it reads only text."""
+        folder = Path(lm.name_or_path)
+        token = image_token(folder) if lm.name_or_path else None
+        return None if token is None else cls(folder, token)
+
+    def embeddings(self, trunk: Any, input_ids: Tensor) -> Tensor:
+        """Returns the embeddings [1, T, H] of token ids [1, T] of a forest, with gradient. Raises `LearnerError` for a mismatch."""
+        ids = input_ids[0].tolist()
+        blocks = list(image_blocks(ids))
+        plain = input_ids & (FIRST - 1)
+        embedded: Tensor = trunk.get_input_embeddings()(plain)
+        several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+        if not blocks and not several:
+            return embedded
+        recorded = list(chain.from_iterable(plain[0, start:end].tolist() for start, end, _ in blocks))
+        features = self._features(trunk, [name for *_, name in blocks], recorded, input_ids.device).to(embedded)
+        if not blocks:  # other ranks may have images, and all must compute with the same parameters
+            return embedded + 0.0 * features.sum()
+        places = (input_ids >= FIRST) & (plain == self.token)
+        if places.sum() != len(features):
+            raise LearnerError(f"the model has {len(features)} features for {int(places.sum())} image tokens: {_SAME}")
+        return embedded.masked_scatter(places[..., None], features)
+
+    def _features(self, trunk: Any, names: list[str], recorded: list[int], device: torch.device) -> Tensor:
+        """Returns the features [N, H] of images; those of a blank one without names."""
+        from PIL import Image
+
+        images = [self._own.get(name) or open_png(self._media.read(name)) for name in names] or [Image.new("RGB", _SIZE, "white")]
+        inputs = self._inputs(self._processor.image_token * len(images), images)
+        if names and inputs["input_ids"][0].tolist() != recorded:
+            raise LearnerError(f"the processor gives images other tokens than the recorded ones ({', '.join(names)[:200]}): {_SAME}")
+        known = inspect.signature(trunk.get_image_features).parameters
+        pixels = {name: value.to(device) for name, value in inputs.items() if name in known and isinstance(value, Tensor)}
+        features = trunk.get_image_features(**pixels, return_dict=True).pooler_output
+        parts = [features] if isinstance(features, Tensor) else features
+        return torch.cat([part.flatten(0, -2) for part in parts])
+
+    def _inputs(self, text: str, images: list[Any]) -> Any:
+        return self._processor(text=text, images=images, add_special_tokens=False, return_tensors="pt")
+
+    @torch.no_grad()
+    def largest_gap(self, lm: Any) -> float:
+        """Returns the largest difference of a logprob from the model's own forward pass, over a text with an image."""
+        from PIL import Image
+
+        image = Image.effect_noise(_SIZE, 80.0).convert("RGB")
+        inputs = self._inputs(f"a{self._processor.image_token}b", [image]).to(lm.device)
+        ids, block = inputs["input_ids"], self._inputs(self._processor.image_token, [image])["input_ids"][0]
+        start = next(at for at in range(ids.shape[1]) if ids[0, at : at + len(block)].tolist() == block.tolist())
+        tagged = ids.clone()
+        tagged[0, start : start + len(block)] = torch.tensor(image_ids(block.tolist(), _CHECKED), device=ids.device)
+        self._own = {_CHECKED[:NAME_DIGITS]: image}
+        states = run_trunk(lm, self, tagged, ForestLayout(build_forest([tagged[0].tolist()]), ids.device))
+        own, reference = lm.get_output_embeddings()(states), lm(**inputs, use_cache=False).logits[0]
+        self._own = {}
+        gap: float = (own.double().log_softmax(-1) - reference.double().log_softmax(-1)).abs().max().item()
+        return gap
+
+
+_SAME = "use the same versions of transformers and Pillow for learner and rollouts"
+
+
+def run_trunk(lm: Any, images: ImageInputs | None, input_ids: Tensor, layout: ForestLayout) -> Tensor:
+    """Returns the last hidden states [T, H] of a forest. `lm`: a language model, or its trunk."""
+    common = {"position_ids": layout.positions[None], "forest": layout, "use_cache": False}
+    trunk = lm.base_model
+    if images is None:
+        states: Tensor = trunk(input_ids=input_ids, **common).last_hidden_state[0]
+        return states
+    states = trunk.get_decoder()(inputs_embeds=images.embeddings(trunk, input_ids), **common).last_hidden_state[0]
+    return states

@@ -1,0 +1,70 @@
+"""The images of a prompt in a request to vLLM, which expands and processes them with the model's own processor.
+
+vLLM returns the prompt's token ids as it has expanded them. They must be those of the prompt, so that the server cannot have seen other
+image tokens than the learner.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from agentrl.base.media import MediaFolder, image_token
+from agentrl.errors import RequestRefused, ServingError
+from agentrl.records.images import image_blocks, plain_ids
+
+MAX_IN_PROMPT = 64
+"""Images of one prompt."""
+SERVER_ARGUMENTS = {"--limit-mm-per-prompt": json.dumps({"image": MAX_IN_PROMPT, "video": 0, "audio": 0})}
+"""Arguments of a server whose model reads images."""
+
+
+class PromptImages:
+    """Puts the images of a run into requests.
+
+    Args:
+        run_dir: the run folder.
+        token: the id that stands for a part of an image.
+    """
+
+    def __init__(self, run_dir: Path, token: int) -> None:
+        self._media, self._token = MediaFolder(run_dir), token
+
+    @classmethod
+    def of(cls, run_dir: Path, model: Path) -> PromptImages | None:
+        """Returns the images of a run whose model is in the folder `model`; None if it reads only text."""
+        token = image_token(model)
+        return None if token is None else cls(run_dir, token)
+
+    def fields(self, prompt_ids: Sequence[int], cache_salt: str) -> dict[str, Any]:
+        """Returns the fields of a request with the prompt. Raises `RequestRefused` and `InfrastructureError`.
+
+        vLLM keeps the outputs of the vision tower by `uuid`, so it contains the salt of the weights.
+        """
+        parts: list[dict[str, str]] = []
+        token_ids: list[int] = []
+        done = 0
+        for start, end, name in [*image_blocks(prompt_ids), (len(prompt_ids), len(prompt_ids), "")]:
+            if self._token in (text := prompt_ids[done:start]):
+                raise RequestRefused(f"the prompt contains token {self._token} outside of an image")
+            token_ids += text
+            if name:
+                token_ids.append(self._token)
+                url = f"data:image/png;base64,{base64.b64encode(self._media.read(name)).decode()}"
+                parts.append({"type": "image_url", "url": url, "uuid": f"{cache_salt}-{name}"})
+            done = end
+        if len(parts) > MAX_IN_PROMPT:
+            raise RequestRefused(f"the prompt contains {len(parts)} images; at most {MAX_IN_PROMPT} are allowed")
+        return {"token_ids": token_ids} | ({"content_parts": parts, "return_token_ids": True} if parts else {})
+
+    def check(self, answer: Any, prompt_ids: Sequence[int]) -> None:
+        """Raises `ServingError` unless the server saw exactly this prompt."""
+        plain = plain_ids(prompt_ids)
+        if plain != list(prompt_ids) and (not isinstance(answer, dict) or answer.get("prompt_token_ids") != plain):
+            raise ServingError(
+                "the server expanded the images of a prompt to other tokens than the model's processor here\n"
+                "  fix: use the same versions of transformers and Pillow for servers and rollouts"
+            )

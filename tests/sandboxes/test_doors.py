@@ -1,0 +1,87 @@
+"""The doors: days, rewards and notes of the environment; houses, visits and owners of notes of its tasks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from agentrl.environment import NEWEST_NOTE, Step
+from agentrl.errors import UserError
+from agentrl.memory import scope_of
+from agentrl.records import Split, Task
+from sandboxes.doors import Doors, DoorTasks
+from sandboxes.doors.house import DOORS
+
+
+def played(environment: Doors, *actions: str) -> list[tuple[str, float, bool, str]]:
+    """Returns observation, reward, end and note of each step."""
+    environment.reset(0)
+    steps: list[Step | tuple[Any, ...]] = [environment.step(action) for action in actions]
+    return [(one.observation.text, one.reward, one.terminated, one.note) if isinstance(one, Step) else (*one[:3], "") for one in steps]
+
+
+def test_a_day_ends_with_a_note_of_any_door_after_the_gold_was_found() -> None:
+    assert played(Doors("o", days=2), "l", "o", "n", "o", "o") == [
+        (f"{NEWEST_NOTE}\nempty l", 0.0, False, ""),
+        ("o", 0.25, False, ""),
+        (NEWEST_NOTE, 0.0, False, "n1"),
+        ("o", 0.5, False, ""),
+        (NEWEST_NOTE, 0.0, True, "o1"),
+    ]
+
+
+def test_a_day_without_gold_has_no_reward_and_no_note() -> None:
+    assert played(Doors("o"), "l", "l", "n", "d")[-1] == (NEWEST_NOTE, 0.0, True, "")
+    assert sum(step[1] for step in played(Doors("o"), "l", "n", "d", "o")) == 0.125
+
+
+@pytest.mark.parametrize(
+    ("observation", "door"), [("no notes", "l"), ("d3", "d"), ("o", "o"), ("d3\nempty d l", "n"), ("no notes\nempty l", "n")]
+)
+def test_the_expert_trusts_the_newest_note_until_its_door_is_empty(observation: str, door: str) -> None:
+    assert Doors.expert(observation) == door
+
+
+def gold_of(task: Task) -> str:
+    assert task.environment is not None
+    return str(task.environment.options["gold"])
+
+
+@pytest.mark.parametrize("split", [Split.TRAIN, Split.HELDOUT])
+def test_visits_to_a_house_share_gold_and_notes(split: Split) -> None:
+    family = DoorTasks(houses=3, visits=2, limits={"turns": 5})
+    tasks = [family.task(split, index) for index in range(12)]
+    assert len({task.key for task in tasks}) == 12 and [task.kind for task in tasks] == [*["visit 1"] * 3, *["visit 2"] * 3] * 2
+    for index in (0, 1, 2, 6, 7, 8):
+        assert scope_of(tasks[index], "project") == scope_of(tasks[index + 3], "project") and gold_of(tasks[index]) == gold_of(
+            tasks[index + 3]
+        )
+    assert len({scope_of(task, "project") for task in tasks}) == 6
+    days = {task.environment.options["days"] for task in tasks if task.environment is not None}
+    assert days == ({3} if split is Split.TRAIN else {1})
+    assert Counter(gold_of(DoorTasks().task(split, index)) for index in range(16)) == dict.fromkeys(DOORS, 4)
+
+
+def test_splits_and_seeds_have_other_houses() -> None:
+    golds = {
+        (seed, split): "".join(gold_of(DoorTasks(seed).task(split, index)) for index in range(16))
+        for seed in (0, 1)
+        for split in (Split.TRAIN, Split.HELDOUT)
+    }
+    assert len(set(golds.values())) == 4
+
+
+def test_shuffled_notes_are_those_of_other_houses() -> None:
+    family, houses, visits = DoorTasks(houses=5, visits=4, shuffled=True), 5, 4
+    owners: dict[str, set[int]] = {}
+    for index in range(houses * visits):
+        owners.setdefault(scope_of(family.task(Split.HELDOUT, index), "project"), set()).add(index % houses)
+    assert len(owners) == houses and all(len(visitors) == visits for visitors in owners.values()), "no house reads its own notes"
+
+
+def test_numbers_below_one_are_an_error() -> None:
+    for name in ("houses", "visits", "days"):
+        with pytest.raises(UserError, match="at least 1"):
+            DoorTasks(**{name: 0})
