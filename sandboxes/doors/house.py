@@ -12,7 +12,7 @@ from agentrl.environment.family import EnvironmentFamily
 from agentrl.errors import UserError
 from agentrl.records import Split, Task
 
-DOORS = ("l", "n", "o", "d")  # letters to which the untrained policy gives similar probabilities
+DOORS = ("l", "n", "o", "d")  # one token each; the untrained policy often repeats the letter that it sees
 
 
 class Doors(Environment):
