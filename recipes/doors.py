@@ -25,12 +25,12 @@ from agentrl.config import (
 from agentrl.plugins.parts import Part
 
 HOUSES, VISITS = 16, 6
-LIMITS = {"turns": 15, "turn_tokens": 4, "episode_tokens": 128, "all_tokens": 1024}
+LIMITS = {"turns": 6, "turn_tokens": 4, "episode_tokens": 128, "all_tokens": 1024}
 VISITED = {"houses": HOUSES, "visits": VISITS, "context_turns": 1, "limits": LIMITS}
 
 recipe = Recipe(
     name="doors",
-    steps=24,
+    steps=12,
     max_staleness=0,
     policy=PolicyConfig(model="recipes/models/tables-base", dtype="float32", max_model_len=128),
     tasks=TasksConfig(family=Part("sandboxes.doors:DoorTasks", options=VISITED)),

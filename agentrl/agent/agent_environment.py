@@ -135,9 +135,8 @@ class AgentEnvironment:
             return ToolOutcome(output="error: the episode has ended", ok=False)
         if isinstance(action, str) and self.choices and action not in self.choices:
             return self._forbidden(f"the action must be one of {', '.join(self.choices)}")
-        for schema in () if isinstance(action, str) else self.schemas:
-            if schema["function"]["name"] == action.name and (wrong := argument_errors(schema, action.arguments)):
-                return self._forbidden(wrong)
+        if isinstance(action, ToolCall) and (wrong := self._wrong_arguments(action)):
+            return self._forbidden(wrong)
         self._episode.stage = "environment"
         try:
             step = await self._environment.step(action)
@@ -152,6 +151,10 @@ class AgentEnvironment:
         self._lowest = min(self._lowest or 0.0, step.reward)
         unpaid, self.unpaid = self.unpaid * self._lowest, 0
         return ToolOutcome(output=self.now, ok=True, reward=step.reward + unpaid, parts=step.parts)
+
+    def _wrong_arguments(self, call: ToolCall) -> str:
+        schema = next((one for one in self.schemas if one["function"]["name"] == call.name), None)
+        return "" if schema is None else argument_errors(schema, call.arguments)
 
     def charge(self, results: Sequence[ToolResult]) -> tuple[ToolResult, ...]:
         """Returns the results of the calls of a turn. The last one has the cost if none of them is an action or a working call."""

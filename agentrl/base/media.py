@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from agentrl.base import untrusted_files
 from agentrl.base.error_text import one_line_error
@@ -145,9 +145,8 @@ def read_array(content: bytes) -> NDArray[Any]:
     import numpy as np
 
     try:
-        file = io.BytesIO(content)
-        version = np.lib.format.read_magic(file)
-        read: Any = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+        file, layout = io.BytesIO(content), cast(Any, np.lib.format)
+        read = {(1, 0): layout.read_array_header_1_0, (2, 0): layout.read_array_header_2_0}[layout.read_magic(file)]
         shape, fortran, dtype = read(file, max_header_size=_HEADER)
         if dtype.kind not in "biuf" or math.prod(shape) * dtype.itemsize != len(content) - file.tell():
             raise InvalidImage(f"an npy file of {dtype} {shape} cannot have {len(content)} bytes, or has no numbers")

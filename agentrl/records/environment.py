@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from agentrl.records.fields import JsonObject, Record, Text
 
@@ -37,6 +38,8 @@ class EnvironmentSpec(Record):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation(Record):
     """What an environment shows to an agent: `Observation(text="You are at (0, 0).")`."""
+
+    __pydantic_config__: ClassVar[Any] = {"ser_json_bytes": "base64", "val_json_bytes": "base64"}  # for agentrl.records.codec
 
     text: Text
     media: tuple[bytes, ...] = ()  # shown after the text: PNG or JPEG files, npy files of pixels (uint8 [H, W, 3 or 4]) or of other numbers

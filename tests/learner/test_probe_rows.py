@@ -49,6 +49,8 @@ def test_groups_without_tokens_get_a_fixed_probe_row() -> None:
 class Counting:
     """A policy of 900 tokens, each followed by the next."""
 
+    image_token = None
+
     lm = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=900)))
     ranks = SimpleNamespace(is_first=True, from_first=int)
 
