@@ -135,8 +135,12 @@ class AgentEnvironment:
             return ToolOutcome(output="error: the episode has ended", ok=False)
         if isinstance(action, str) and self.choices and action not in self.choices:
             return self._forbidden(f"the action must be one of {', '.join(self.choices)}")
-        for schema in () if isinstance(action, str) else self.schemas:
-            if schema["function"]["name"] == action.name and (wrong := argument_errors(schema, action.arguments)):
+        for schema in self.schemas:
+            if (
+                not isinstance(action, str)
+                and schema["function"]["name"] == action.name
+                and (wrong := argument_errors(schema, action.arguments))
+            ):
                 return self._forbidden(wrong)
         self._episode.stage = "environment"
         try:
@@ -188,7 +192,7 @@ class AgentEnvironment:
     async def _shown(self, observation: Observation) -> str:
         """Returns the text of an observation: its images stored, and the notes of this and earlier episodes in place of `NOTES` or
         `NEWEST_NOTE`."""
-        text = (await refer_observation(self._chat, observation, self.spec.ref)).text
+        text = (await refer_observation(self._chat, self._episode, observation)).text
         memory, marker = self._episode.memory, NOTES if NOTES in text else NEWEST_NOTE
         if marker not in text:
             return text

@@ -61,12 +61,20 @@ async def refer_prompt(chat: ChatFormat, trajectory: LiveTrajectory, prompt: tup
     return stored
 
 
-async def refer_observation(chat: ChatFormat, observation: Observation, environment: str) -> Observation:
-    """Returns the observation with its images stored. Raises `EnvironmentFault` for bytes that are not an image."""
+async def refer_observation(chat: ChatFormat, episode: LiveEpisode, observation: Observation) -> Observation:
+    """Returns the observation with its images stored.
+
+    Raises `EnvironmentFault` for bytes that are not an image, unless the policy has written a reference, which the environment may show:
+    such bytes stay text, because the policy must not end its episode as a fault.
+    """
     try:
         return observation if MARK not in observation.text else replace(observation, text=await chat.refer(observation.text))
     except InvalidImage as error:
-        raise EnvironmentFault(f"{environment}: an observation shows {error}") from error
+        turns = (turn for trajectory in episode.trajectories for turn in trajectory.turns)
+        if any(MARK in f"{turn.message.content}{turn.message.tool_calls}" for turn in turns):
+            return observation
+        ref = getattr(episode.task.environment, "ref", "")
+        raise EnvironmentFault(f"{ref}: an observation shows {error}") from error
 
 
 def with_instructions(prompt: Sequence[Message], instructions: str | None) -> tuple[Message, ...]:
