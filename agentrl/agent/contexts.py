@@ -50,7 +50,7 @@ def main_prompt(trajectory: LiveTrajectory, task: Task, instructions: str | None
     return prompt
 
 
-async def refer_prompt(chat: ChatFormat, trajectory: LiveTrajectory, prompt: tuple[Message, ...]) -> tuple[Message, ...]:
+async def refer_prompt(chat: ChatFormat, trajectory: LiveTrajectory, prompt: tuple[Message, ...], *, trusted: bool) -> tuple[Message, ...]:
     """Returns the prompt with its images stored, and records it if it has some. Raises `TaskError` for bytes that are not an image."""
     try:
         stored = tuple([replace(message, content=await chat.refer(message.content)) for message in prompt])
@@ -58,6 +58,11 @@ async def refer_prompt(chat: ChatFormat, trajectory: LiveTrajectory, prompt: tup
         raise TaskError(f"a prompt shows {error}", fix="give image_text a PNG or JPEG file") from error
     if stored != prompt:
         trajectory.describe(trajectory.agent, stored)
+        try:
+            if trusted:  # an observation in it is escaped later
+                chat.opening(stored, ())
+        except UserError as error:  # such as an image token of the model in the text
+            raise TaskError(f"a prompt with images cannot be read: {error.message}", fix=error.fix) from error
     return stored
 
 

@@ -64,7 +64,7 @@ class TurnLoop:
         try:
             tools.refer = self.chat.refer
             prompt = main_prompt(trajectory, task, self.instructions) if environment is None else environment.start_of(trajectory)
-            prompt = await refer_prompt(self.chat, trajectory, prompt)
+            prompt = await refer_prompt(self.chat, trajectory, prompt, trusted=environment is None)
             run = AgentRun(self, episode, trajectory, prompt=prompt, tools=tools, spent=count_calls(episode), environment=environment)
             ended = await run.run()
             episode.answer = ended.answer

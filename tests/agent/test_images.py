@@ -5,19 +5,21 @@ from __future__ import annotations
 import hashlib
 import io
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from PIL import Image
 
 from agentrl.agent import ChatFormat, TurnLoop
+from agentrl.agent.contexts import refer_prompt
 from agentrl.agent.images import UNREADABLE, ImageTokens
 from agentrl.agent.invoke import call_tool
 from agentrl.agent.tools import ToolOutcome
 from agentrl.base.media import InvalidImage, MediaFolder, open_png
 from agentrl.config.recipe import TasksConfig
 from agentrl.environment import Environment, close_environments
-from agentrl.errors import InfrastructureError, UserError
+from agentrl.errors import InfrastructureError, TaskError, UserError
 from agentrl.plugins.parts import Part
 from agentrl.records import Blame, Episode, Limits, Message, Observation, Split, Step
 from agentrl.records.images import MAX_IMAGES, MAX_IN_PROMPT, count_images, image_blocks, image_text, plain_ids
@@ -216,3 +218,10 @@ async def test_a_context_full_of_images_is_a_limit_and_no_fault(folder: Path, tm
     (line,) = episode.trajectories
     assert not episode.failures and episode.stop_reason == "token_limit" and len(line.turns) == turns + 1
     assert sum(count_images(turn.prompt_ids) for turn in line.turns) == MAX_IN_PROMPT
+
+
+async def test_a_prompt_with_a_token_for_images_is_a_broken_task(folder: Path, tmp_path: Path) -> None:
+    chat, _ = load(folder, tmp_path)
+    with pytest.raises(TaskError, match="remove this token"):
+        trajectory: Any = SimpleNamespace(agent="main", describe=lambda *_: None)
+        await refer_prompt(chat, trajectory, (Message(role="user", content=f"<image> {image_text(noise(8, 8))}"),), trusted=True)
