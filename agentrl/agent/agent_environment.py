@@ -191,7 +191,7 @@ class AgentEnvironment:
     async def _shown(self, observation: Observation) -> str:
         """Returns the text of an observation: its images stored, and the notes of this and earlier episodes in place of `NOTES` or
         `NEWEST_NOTE`."""
-        text = (await refer_observation(self._chat, observation, self.spec.ref)).text
+        text = (await refer_observation(self._chat, self._episode, observation)).text
         memory, marker = self._episode.memory, NOTES if NOTES in text else NEWEST_NOTE
         if marker not in text:
             return text

@@ -50,7 +50,7 @@ def main_prompt(trajectory: LiveTrajectory, task: Task, instructions: str | None
     return prompt
 
 
-async def refer_prompt(chat: ChatFormat, trajectory: LiveTrajectory, prompt: tuple[Message, ...]) -> tuple[Message, ...]:
+async def refer_prompt(chat: ChatFormat, trajectory: LiveTrajectory, prompt: tuple[Message, ...], *, trusted: bool) -> tuple[Message, ...]:
     """Returns the prompt with its images stored, and records it if it has images. Raises `TaskError` for bytes that are not an image."""
     try:
         stored = tuple([replace(message, content=await chat.refer(message.content)) for message in prompt])
@@ -58,15 +58,28 @@ async def refer_prompt(chat: ChatFormat, trajectory: LiveTrajectory, prompt: tup
         raise TaskError(f"the images of a prompt are invalid: {error}", fix="give image_text a PNG or JPEG file") from error
     if stored != prompt:
         trajectory.describe(trajectory.agent, stored)
+        try:
+            if trusted:  # an observation in it is escaped later
+                chat.opening(stored, ())
+        except UserError as error:  # such as an image token of the model in the text
+            raise TaskError(f"a prompt with images cannot be read: {error.message}", fix=error.fix) from error
     return stored
 
 
-async def refer_observation(chat: ChatFormat, observation: Observation, environment: str) -> Observation:
-    """Returns the observation with its images stored. Raises `EnvironmentFault` for bytes that are not an image."""
+async def refer_observation(chat: ChatFormat, episode: LiveEpisode, observation: Observation) -> Observation:
+    """Returns the observation with its images stored.
+
+    Raises `EnvironmentFault` for bytes that are not an image, unless the policy has written a reference, which the environment may show:
+    such bytes stay text, because the policy must not end its episode as a fault.
+    """
     try:
         return observation if MARK not in observation.text else replace(observation, text=await chat.refer(observation.text))
     except InvalidImage as error:
-        raise EnvironmentFault(f"{environment}: the images of an observation are invalid: {error}") from error
+        turns = (turn for trajectory in episode.trajectories for turn in trajectory.turns)
+        if any(MARK in f"{turn.message.content}{turn.message.tool_calls}" for turn in turns):
+            return observation
+        ref = getattr(episode.task.environment, "ref", "")
+        raise EnvironmentFault(f"{ref}: the images of an observation are invalid: {error}") from error
 
 
 def with_instructions(prompt: Sequence[Message], instructions: str | None) -> tuple[Message, ...]:

@@ -12,8 +12,8 @@ from re import Match
 from typing import Any
 
 from agentrl.base.error_text import one_line_error
-from agentrl.base.media import InvalidImage, MediaFolder, image_token, normalized_image, open_png
-from agentrl.errors import InfrastructureError, UserError
+from agentrl.base.media import InvalidImage, MediaFolder, MissingImage, image_token, normalized_image, open_png
+from agentrl.errors import UserError
 from agentrl.records.images import MARK, MAX_IMAGES, NAME_DIGITS, REFERENCE, image_ids
 
 UNREADABLE = "(an image that this model cannot read)"
@@ -58,13 +58,13 @@ class ImageTokens:
         return REFERENCE.sub(lambda match: match[0] if match[2] is None else f"{MARK}sha256:{self._stored(match[2])[0]}>", text)
 
     def ids(self, text: str, encode: Callable[[str], list[int]]) -> tuple[int, ...]:
-        """Returns the ids of a text. What is no valid reference to an image stays text."""
+        """Returns the ids of a text. What is no valid reference to an image stays text. Raises `MediaFolder.read`'s error for damage."""
         blocks: list[tuple[int, ...]] = []
 
         def placeholder(match: Match[str]) -> str:
             try:
                 sha256, png = self._stored(match[2]) if match[1] is None else (match[1], self._read(match[1]))
-            except (InvalidImage, InfrastructureError, LookupError):
+            except (InvalidImage, MissingImage, LookupError):
                 return match[0]
             blocks.append(image_ids(self._tokens(png), sha256))
             return self.around

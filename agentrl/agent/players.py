@@ -193,8 +193,7 @@ class Match:
                 return "terminated" if step.terminated else "truncated"
 
     async def _referred(self, observations: Mapping[str, Observation]) -> dict[str, Observation]:
-        chat, game = self._agent.chat, getattr(self._episode.task.environment, "ref", "")
-        return {role: await refer_observation(chat, item, game) for role, item in observations.items()}
+        return {role: await refer_observation(self._agent.chat, self._episode, item) for role, item in observations.items()}
 
     def _check(self, observations: Mapping[str, Observation]) -> None:
         self._episode.stage = "environment"

@@ -64,7 +64,7 @@ class TurnLoop:
         try:
             tools.refer = self.chat.refer
             prompt = main_prompt(trajectory, task, self.instructions) if environment is None else environment.start_of(trajectory)
-            prompt = await refer_prompt(self.chat, trajectory, prompt)
+            prompt = await refer_prompt(self.chat, trajectory, prompt, trusted=environment is None)
             run = AgentRun(self, episode, trajectory, prompt=prompt, tools=tools, spent=count_calls(episode), environment=environment)
             ended = await run.run()
             episode.answer = ended.answer
@@ -129,7 +129,7 @@ class AgentRun:
         episode.stage = "chat"
         constraint = "" if self._environment is None else self._environment.constraint(chat)
         if not self.trajectory.tokens:
-            self._start()
+            self._start(self._prompt)
         while not (limit := self._limit()):
             completion = await self.trajectory.sample(stop_token_ids=chat.stop_token_ids, thinking=chat.thinking, constraint=constraint)
             episode.stage = "chat"
@@ -218,9 +218,9 @@ class AgentRun:
             message, turn = f"a turn is no action: {why}", self._episode.turn_count
             self._episode.add_failure(Failure(stage="environment", blame=Blame.POLICY, kind=NO_ACTION, message=message, turn=turn))
 
-    def _start(self) -> None:
+    def _start(self, prompt: Sequence[Message]) -> None:
         """Adds the prompt to a new context. The observation that ends the prompt of an environment is hostile."""
-        chat, prompt = self._loop.chat, self._prompt
+        chat = self._loop.chat
         if self._environment is None:
             self.trajectory.add_prompt(chat.opening(prompt, self._schemas))
         else:
@@ -234,7 +234,7 @@ class AgentRun:
         parent = Parent(trajectory=self.trajectory.index, turn=len(self.trajectory.turns) - 1)
         self._prompt = environment.prompt(environment.now)
         self.trajectory = self._episode.open(self.trajectory.agent, parent=parent, prompt=self._prompt)
-        self._start()
+        self._start(self._prompt)
         return ""
 
     async def _compacted(self, compactor: Compactor, delta: Sequence[int], room: int) -> str:
@@ -251,7 +251,7 @@ class AgentRun:
                 self.trajectory.end("compacted")
                 parent = Parent(trajectory=attempt.trajectory.index, turn=0)
                 self.trajectory = self._episode.open(self.trajectory.agent, parent=parent, prompt=prompt)
-                self.trajectory.add_prompt(self._loop.chat.opening(prompt, self._schemas))
+                self._start(prompt)
                 return ""
         return "token_limit"
 

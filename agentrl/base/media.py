@@ -43,6 +43,10 @@ class InvalidImage(ValueError):
     """Bytes that are not an image within the bounds."""
 
 
+class MissingImage(InfrastructureError):
+    """An image that a media folder does not have. A text may refer to one that never existed."""
+
+
 class MediaFolder:
     """The images of one run, by name: the first 10 hexadecimal digits of the sha256 of their files. Safe for threads and processes.
 
@@ -54,6 +58,7 @@ class MediaFolder:
     ) -> None:
         self.folder = run_dir / "media"
         self._fetch, self._send = fetch, send
+        self._sent: set[str] = set()
 
     def put(self, png: bytes) -> str:
         """Stores a normalized image durably, here and at the driver, and returns its sha256. Raises `InvalidImage` and `OSError`."""
@@ -61,14 +66,15 @@ class MediaFolder:
         name, stored = sha256[:10], self._local(sha256[:10])
         if not int(name, 16) or (stored not in (None, png) and _name(stored or b"") == name):
             raise InvalidImage("another image has the same first 10 digits of its sha256")
+        if self._send is not None and name not in self._sent:  # a copy of an earlier session may be missing at the driver
+            self._send(name, png)
+            self._sent.add(name)
         if stored != png:
-            if self._send is not None:
-                self._send(name, png)
             self._write(name, png)
         return sha256
 
     def read(self, name: str) -> bytes:
-        """Returns the file of an image. Raises `InfrastructureError` if it is missing or damaged."""
+        """Returns the file of an image. Raises `MissingImage`, and `InfrastructureError` if it is damaged or the driver does not answer."""
         content = self._local(name)
         if content is None and self._fetch is not None:
             with contextlib.suppress(LookupError):
@@ -76,9 +82,8 @@ class MediaFolder:
                 if _name(content) == name:
                     self._write(name, content)
         if content is None or _name(content) != name:
-            raise InfrastructureError(
-                f"{self._path(name)} is {'missing' if content is None else 'damaged'}\n  fix: restore the run's folder media from a copy"
-            )
+            kind, state = (MissingImage, "missing") if content is None else (InfrastructureError, "damaged")
+            raise kind(f"{self._path(name)} is {state}\n  fix: restore the run's folder media from a copy")
         return content
 
     def keep_only(self, names: set[str]) -> int:

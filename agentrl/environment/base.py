@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from agentrl.base.media import NUMPY, InvalidImage, is_pixels, number_text, read_array
 from agentrl.errors import EnvironmentFault
 from agentrl.records import Observation, Step, ToolCall
-from agentrl.records.images import MARK, MAX_IMAGE_BYTES, MAX_IMAGES, image_text
+from agentrl.records.images import MARK, MAX_IMAGE_BYTES, MAX_IMAGES, REFERENCE, image_text
 
 MAX_OBSERVATION_CHARS = 1 << 20
 """Longest observation, in characters. A longer one is a fault of the environment."""
@@ -76,10 +76,15 @@ def text_of(value: Any, where: str) -> str:
     if not isinstance(text, str):
         raise EnvironmentFault(f"{where} returned {type(text).__name__} instead of text or an Observation")
     if isinstance(value, Observation) and value.media:
-        text = "\n".join((*([text] if text else []), *(media_text(content, where) for content in value.media[: MAX_IMAGES + 1])))
-    most = MAX_OBSERVATION_CHARS if MARK not in text else MAX_IMAGES * 3 * MAX_IMAGE_BYTES // 2
-    if len(text) > most:
-        raise EnvironmentFault(f"{where} returned an observation of {len(text)} characters; at most {most} are allowed")
+        if len(value.media) > MAX_IMAGES:
+            raise EnvironmentFault(f"{where} returned {len(value.media)} media; at most {MAX_IMAGES} are allowed")
+        text = "\n".join((*([text] if text else []), *(media_text(content, where) for content in value.media)))
+    if len(text) > MAX_OBSERVATION_CHARS:
+        words = REFERENCE.sub("", text) if MARK in text and len(text) <= MAX_IMAGES * 3 * MAX_IMAGE_BYTES // 2 else text
+        if len(words) > MAX_OBSERVATION_CHARS:
+            raise EnvironmentFault(
+                f"{where} returned an observation of {len(words)} characters; at most {MAX_OBSERVATION_CHARS} are allowed"
+            )
     return text
 
 
@@ -95,8 +100,8 @@ def media_text(content: bytes, where: str) -> str:
         raise EnvironmentFault(f"{where} returned invalid media: {error}") from error
     if is_pixels(array):
         return image_text(content)
-    if array.size > MAX_NUMBERS:
-        raise EnvironmentFault(f"{where} returned an array of {array.size} numbers; at most {MAX_NUMBERS} are shown")
+    if not 0 < array.size <= MAX_NUMBERS:  # one without numbers may have any number of empty rows
+        raise EnvironmentFault(f"{where} returned an array of {array.size} numbers; 1 to {MAX_NUMBERS} are shown")
     return number_text(array)
 
 

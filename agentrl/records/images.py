@@ -28,6 +28,8 @@ MAX_IMAGE_BYTES = 4 << 20
 """Bytes of an image before it is stored."""
 MAX_IMAGES = 8
 """Images of one observation or tool output."""
+MAX_IN_PROMPT = 64
+"""Images of a context. No turn follows one with more."""
 REFERENCE = re.compile(rf"<image (?:sha256:([0-9a-f]{{64}})|base64:([A-Za-z0-9+/]{{4,{4 * -(-MAX_IMAGE_BYTES // 3)}}}={{0,2}}))>")
 _TAG = 23
 
@@ -60,6 +62,11 @@ def image_blocks(token_ids: Sequence[int]) -> Iterator[tuple[int, int, str]]:
             while at < len(token_ids) and token_ids[at] >> _TAG == tag and not token_ids[at] & FIRST:
                 at += 1
             yield start, at, f"{tag:0{NAME_DIGITS}x}"
+
+
+def count_images(token_ids: Sequence[int]) -> int:
+    """Returns the number of images in a context."""
+    return sum(token & FIRST > 0 for token in token_ids) if max(token_ids, default=0) >= FIRST else 0
 
 
 def images_of(trajectories: Iterable[Trajectory], prompts: Iterable[Sequence[int]] = ()) -> set[str]:

@@ -15,6 +15,7 @@ from agentrl.errors import PolicyFault, RequestRefused, ServingError, TaskError
 from agentrl.protocols import Environment, EpisodeListener, EpisodeMemory, Policy, Sandbox, SandboxBackend, SilentListener, ToolSource
 from agentrl.records import Cancelled, Completion, EpisodeState, Failure, Message, Parent, SamplingParams, Task, ToolResult, Turn
 from agentrl.records.episode import Memo
+from agentrl.records.images import MAX_IN_PROMPT, count_images
 from agentrl.records.limits import Thinking
 from agentrl.records.sampling import Sampling
 from agentrl.records.trajectory import Trajectory, check_parent
@@ -73,10 +74,12 @@ class ActiveTrajectory:
         left = room - self.tokens
         if limits.all_tokens is not None:  # concurrent turns count once they are recorded
             room, left = min(room, limits.all_tokens), min(left, limits.all_tokens - self._episode.tokens)
-        budget = min(limits.turn_tokens, left)
+        images = count_images((*self._context, *self.prompt_ids))
+        budget = min(limits.turn_tokens, left) if images <= MAX_IN_PROMPT else 0
         if budget <= 0 and not self._episode.turns_begun:
             raise TaskError(
-                f"task {task.id!r}: its prompt has {len(self.prompt_ids)} tokens, but the limit for prompt and answer is {room}",
+                f"task {task.id!r}: its prompt has {len(self.prompt_ids)} tokens and {images} images, but the limit for prompt and answer"
+                f" is {room} tokens, and {MAX_IN_PROMPT} images",
                 fix="shorten the prompt, or raise limits.episode_tokens, limits.all_tokens and policy.max_model_len",
             )
         return budget

@@ -14,10 +14,8 @@ from typing import Any
 
 from agentrl.base.media import MediaFolder, image_token
 from agentrl.errors import RequestRefused, ServingError
-from agentrl.records.images import image_blocks, plain_ids
+from agentrl.records.images import MAX_IN_PROMPT, image_blocks, plain_ids
 
-MAX_IN_PROMPT = 64
-"""Images of one prompt."""
 SERVER_ARGUMENTS = {"--limit-mm-per-prompt": json.dumps({"image": MAX_IN_PROMPT, "video": 0, "audio": 0})}
 """Arguments of a server whose model reads images."""
 

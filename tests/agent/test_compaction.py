@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 
 from agentrl.agent.contexts import HEAD, MAX_SUMMARY_TOKENS, SUMMARY_REQUEST
+from agentrl.config.recipe import TasksConfig
 from agentrl.config.rollout import DelegationConfig
-from agentrl.records import Episode, EpisodeState, Parent, Task, codec
+from agentrl.environment import close_environments
+from agentrl.plugins.parts import Part
+from agentrl.records import Episode, EpisodeState, Parent, Split, Task, codec
 from agentrl.rollout import CaptureState, EpisodeRunner
+from agentrl.task import open_family
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
 from tests.agent.trees import PRINT, asked, contexts, delegate, make_runner, outputs, said, shown, tree_task
@@ -154,3 +158,21 @@ async def test_control_tokens_in_a_summary_are_escaped(task_of_pages: Task, runs
     runner.policy.reads = lambda context: f"{HEAD in context}" if HEAD in context else reading(9, forged)(context)  # type: ignore[attr-defined]
     episode = await runner.run(task_of_pages, episode_id="e")
     assert episode.answer == "True" and episode.trajectories[2].prompt[0].content.endswith("seen 2< |im_start|>")
+
+
+async def test_an_observation_forges_no_turn_after_a_summary(tokenizer: Any) -> None:
+    """The first observation of an environment is hostile also in the context that continues from a summary."""
+    config = TasksConfig(family=Part("tests.environment.examples:Echo"))
+    task = open_family(config, seed=0).task(Split.TRAIN, 0)
+
+    def reads(context: str) -> str:
+        return "short" if SUMMARY_REQUEST in context.rpartition("<|im_end|>\n<|im_start|>assistant")[0][-400:] else "a" * 200
+
+    runner = make_runner(tokenizer, reads, compaction=0.2)
+    try:
+        episode = await runner.run(task, episode_id="e")
+    finally:
+        await close_environments()
+    assert ("main", "compacted") in agents(episode)
+    for turn in (turn for line in episode.trajectories for turn in line.turns):
+        assert "<|im_start|>system" not in tokenizer.decode(turn.prompt_ids)

@@ -5,20 +5,29 @@ from __future__ import annotations
 import hashlib
 import io
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from agentrl.agent import ChatFormat
+from agentrl.agent import ChatFormat, TurnLoop
+from agentrl.agent.contexts import refer_prompt
 from agentrl.agent.images import UNREADABLE, ImageTokens
 from agentrl.agent.invoke import call_tool
 from agentrl.agent.tools import ToolOutcome
 from agentrl.base.media import InvalidImage, MediaFolder, open_png
-from agentrl.errors import UserError
-from agentrl.records import Limits, Message
-from agentrl.records.images import MAX_IMAGES, image_blocks, image_text, plain_ids
-from agentrl.testing import byte_tokenizer
+from agentrl.config.recipe import TasksConfig
+from agentrl.environment import Environment, close_environments
+from agentrl.errors import InfrastructureError, TaskError, UserError
+from agentrl.plugins.parts import Part
+from agentrl.records import Blame, Episode, Limits, Message, Observation, Split, Step
+from agentrl.records.images import MAX_IMAGES, MAX_IN_PROMPT, count_images, image_blocks, image_text, plain_ids
+from agentrl.records.sampling import Sampling
+from agentrl.rollout import EpisodeRunner
+from agentrl.task import open_family
+from agentrl.testing import ScriptedPolicy, ScriptedSandboxes, byte_tokenizer
+from agentrl.testing.sandboxes import printing
 from agentrl.testing.tiny_vision import write_vision_model
 
 PARTS_ONLY = (
@@ -147,3 +156,72 @@ async def test_a_tool_shows_images_that_are_longer_than_its_output_may_be(folder
     assert unread.output == f"seen: {UNREADABLE}"
     failed = await call_tool(Camera(b"text"), {}, None, limits, turn=0, refer=chat.refer)
     assert not failed.outcome.ok and "not an image" in failed.outcome.output
+
+
+def test_a_damaged_image_is_a_fault_and_no_text(folder: Path, tmp_path: Path) -> None:
+    """One that never existed is a forged reference, which stays text."""
+    chat, _ = load(folder, tmp_path)
+    chat.tool_delta([image_text(noise(8, 8))])
+    (stored,) = (tmp_path / "media").iterdir()
+    reference = f"<image sha256:{hashlib.sha256(stored.read_bytes()).hexdigest()}>"
+    assert list(image_blocks(chat.tool_delta([reference])))
+    stored.write_bytes(b"damaged")
+    with pytest.raises(InfrastructureError, match="damaged"):
+        chat.tool_delta([reference])
+    stored.unlink()
+    assert not list(image_blocks(chat.tool_delta([reference])))
+
+
+LIMITS = {"turns": 20, "turn_tokens": 200, "episode_tokens": 32_000, "tool_output_chars": 1000}
+
+
+class Mirror(Environment):
+    """Shows the agent's text; for `broken` an image that is none, and for `album` as many images as one observation may have."""
+
+    def reset(self, seed: int) -> str:
+        return "go"
+
+    def step(self, action: str) -> Step:
+        media = {"broken": (b"no image",), "album": (noise(8, 8),) * MAX_IMAGES}.get(action, ())
+        return Step(observation=Observation(text=action, media=media), terminated=action == "end")
+
+
+async def played(chat: ChatFormat, tokenizer: Any, *texts: str) -> Episode:
+    config = TasksConfig(family=Part("tests.agent.test_images:Mirror", {"limits": LIMITS}))
+    runner = EpisodeRunner(
+        policy=ScriptedPolicy.saying(tokenizer, *texts),
+        sandboxes=ScriptedSandboxes(printing("")),
+        agent=TurnLoop(chat=chat),
+        sampling=Sampling(),
+        max_model_len=32_000,
+        request_timeout_s=60.0,
+    )
+    try:
+        return await runner.run(open_family(config, seed=0).task(Split.TRAIN, 0), episode_id="e")
+    finally:
+        await close_environments()
+
+
+async def test_a_policy_cannot_end_its_episode_as_a_fault_of_the_environment(folder: Path, tmp_path: Path) -> None:
+    """An environment that shows the policy's text shows what looks like a broken image; its own broken image is its fault."""
+    chat, processor = load(folder, tmp_path)
+    episode = await played(chat, processor.tokenizer, f"say {image_text(b'no image')}", "end")
+    assert not episode.failures and episode.stop_reason == "terminated"
+    (failure,) = (await played(chat, processor.tokenizer, "broken", "end")).failures
+    assert failure.blame is Blame.INFRASTRUCTURE and "not an image" in failure.message
+
+
+async def test_a_context_full_of_images_is_a_limit_and_no_fault(folder: Path, tmp_path: Path) -> None:
+    chat, processor = load(folder, tmp_path)
+    turns = MAX_IN_PROMPT // MAX_IMAGES
+    episode = await played(chat, processor.tokenizer, *["album"] * (turns + 2))
+    (line,) = episode.trajectories
+    assert not episode.failures and episode.stop_reason == "token_limit" and len(line.turns) == turns + 1
+    assert sum(count_images(turn.prompt_ids) for turn in line.turns) == MAX_IN_PROMPT
+
+
+async def test_a_prompt_with_a_token_for_images_is_a_broken_task(folder: Path, tmp_path: Path) -> None:
+    chat, _ = load(folder, tmp_path)
+    with pytest.raises(TaskError, match="remove this token"):
+        trajectory: Any = SimpleNamespace(agent="main", describe=lambda *_: None)
+        await refer_prompt(chat, trajectory, (Message(role="user", content=f"<image> {image_text(noise(8, 8))}"),), trusted=True)

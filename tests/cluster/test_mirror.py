@@ -454,3 +454,16 @@ def test_images_come_from_workers_and_go_to_other_hosts(driver: Driver, tmp_path
             worker.call("PUT", f"/media/{name}", content)
     with pytest.raises((UserError, NotFound)):
         learner.call("PUT", f"/media/{sha256[:10]}", png)
+
+
+def test_an_image_that_the_driver_has_dropped_is_sent_again(driver: Driver, tmp_path: Path) -> None:
+    """The host's copy of an earlier session is no proof that the driver still has it; one session sends it once."""
+    png, worker = PNG + b"pixels", driver.link(WORKER)
+    sha256 = mirrored_media(tmp_path / "worker", worker).put(png)
+    stored = driver.folder / "media" / f"{sha256[:10]}.png"
+    stored.unlink()
+    media = mirrored_media(tmp_path / "worker", worker)
+    assert media.put(png) == sha256 and stored.read_bytes() == png
+    stored.unlink()
+    media.put(png)
+    assert not stored.exists()

@@ -14,7 +14,7 @@ from agentrl.environment import Environment, close_environments, open_environmen
 from agentrl.environment.base import MAX_NUMBERS, MAX_OBSERVATION_CHARS, text_of
 from agentrl.errors import EnvironmentFault
 from agentrl.records import EnvironmentSpec, Observation, Step
-from agentrl.records.images import MAX_IMAGE_BYTES, MAX_IMAGES, REFERENCE, image_text
+from agentrl.records.images import MARK, MAX_IMAGE_BYTES, MAX_IMAGES, REFERENCE, image_text
 
 REF = "tests.environment.test_media:"
 PIXELS = np.arange(12, dtype=np.uint8).reshape(2, 2, 3)
@@ -85,6 +85,7 @@ BAD: dict[str, tuple[bytes, ...]] = {
     "large": (bytes(MAX_IMAGE_BYTES + 1),),
     "numbers": (npy(np.zeros(MAX_NUMBERS + 1)),),
     "pickle": (b"\x93NUMPY\x01\x00v\x00{'descr': '|O', 'fortran_order': False, 'shape': (1,), }",),
+    "empty": (npy(np.zeros((3, 0))),),
     "text": (npy(np.array(["a"])),),
     "many": (b"\x89PNG" * (1 << 20),) * (2 * MAX_IMAGES),
 }
@@ -101,3 +102,15 @@ def test_only_images_may_be_long() -> None:
         text_of("a" * (MAX_OBSERVATION_CHARS + 1), "reset()")
     long = text_of(Observation(text="a", media=(bytes(MAX_IMAGE_BYTES),)), "reset()")
     assert len(long) > MAX_OBSERVATION_CHARS and REFERENCE.search(long)
+
+
+def test_a_mark_does_not_make_a_text_long() -> None:
+    for text in (f"{MARK}{'a' * MAX_OBSERVATION_CHARS}", f"{image_text(bytes(9))}{'a' * (MAX_OBSERVATION_CHARS + 1)}"):
+        with pytest.raises(EnvironmentFault, match="characters"):
+            text_of(text, "reset()")
+
+
+def test_no_media_are_dropped() -> None:
+    assert text_of(Observation(text="", media=(npy(np.array(7)),) * MAX_IMAGES), "reset()").split() == ["7"] * MAX_IMAGES
+    with pytest.raises(EnvironmentFault, match="9 media"):
+        text_of(Observation(text="", media=(npy(np.array(7)),) * (MAX_IMAGES + 1)), "reset()")

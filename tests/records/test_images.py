@@ -14,6 +14,7 @@ from agentrl.records.images import (
     MAX_IMAGE_BYTES,
     NAME_DIGITS,
     REFERENCE,
+    count_images,
     image_blocks,
     image_ids,
     image_text,
@@ -73,3 +74,8 @@ def test_a_reference_has_one_form() -> None:
     assert REFERENCE.fullmatch(f"<image sha256:{'a' * 64}>")
     for text in ("<image>", "<image sha256:ab>", f"<image sha256:{'A' * 64}>", "<image base64:>", "<image base64:a b>", "<image src='x'>"):
         assert not REFERENCE.search(text), text
+
+
+def test_images_of_a_context_are_counted() -> None:
+    image = image_ids((5, 5, 6), "ab" * 32)
+    assert [count_images(ids) for ids in ((), (1, FIRST - 1), image, (*image, 1, *image, *image))] == [0, 0, 1, 3]

@@ -9,8 +9,8 @@ import pytest
 
 from agentrl.base.media import MediaFolder
 from agentrl.errors import InfrastructureError, RequestRefused, ServingError
-from agentrl.records.images import image_ids, plain_ids
-from agentrl.serving.images import MAX_IN_PROMPT, PromptImages
+from agentrl.records.images import MAX_IN_PROMPT, image_ids, plain_ids
+from agentrl.serving.images import PromptImages
 
 TOKEN = 9
 BLOCK = [8, TOKEN, TOKEN, 8]
