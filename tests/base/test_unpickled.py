@@ -48,7 +48,9 @@ def wrong_call(node: ast.Call) -> list[str]:
         found.append(f"{where} with pickles")
     if name.endswith(".from_pretrained") and not false(given.get("trust_remote_code")) and "gguf_file" not in given:
         found.append(f"{where} without trust_remote_code=False")
-    weights = name.endswith(".from_pretrained") and not any(part in name for part in ("Tokenizer", "tokenizer", "AutoConfig"))
+    weights = name.endswith(".from_pretrained") and not any(
+        part in name for part in ("Tokenizer", "tokenizer", "AutoConfig", "AutoProcessor")
+    )
     if weights and not (true(given.get("use_safetensors")) or any(word.arg is None for word in node.keywords)):
         found.append(f"{where} without use_safetensors=True")
     if name == "eval" or name.endswith(("read_pickle", "unsafe_load", "full_load")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -98,3 +99,13 @@ async def test_a_node_without_the_sandbox_backend(tmp_path: Path, monkeypatch: p
         await store.close()
     assert not [one for one in psutil.process_iter(["cmdline"]) if str(tmp_path) in (one.info["cmdline"] or [])]
     assert os.path.exists(tmp_path / "logs" / "worker-0.log")
+
+
+def test_a_connection_whose_server_process_dies_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    died = subprocess.CompletedProcess((), 1, b"", b"RuntimeError: Starting Ray client server failed. See ray_client_server_23000.err")
+    answers = [died, died, subprocess.CompletedProcess((), 0, b"agentrl-nodes:[]\n", b"")]
+    monkeypatch.setattr(subprocess, "run", lambda *args, **options: answers.pop(0))
+    assert list_nodes("ray://127.0.0.1:1", wait_s=30.0) == [] and not answers
+    monkeypatch.setattr(subprocess, "run", lambda *args, **options: died)
+    with pytest.raises(UserError, match="client server failed"):
+        list_nodes("ray://127.0.0.1:1", wait_s=0.5)

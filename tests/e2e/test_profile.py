@@ -24,6 +24,6 @@ def test_a_profile_of_two_steps_adds_up_and_leaves_no_folder(forked: tuple[str, 
     data = json.loads(output.splitlines()[-1])
     assert (data["first_step"], data["steps"]) == (2, 2) and data["wall_s"] > 0
     for table in (data["busy_at_once"], data["learner"], *data["parts"].values()):
-        assert sum(table.values()) == pytest.approx(data["wall_s"], rel=0.02), "within 2%"
+        assert sum(table.values()) == pytest.approx(data["wall_s"], rel=0.02, abs=0.2), "within 2%, or a part's report at each end"
     assert sum(data["cpu_s"].values()) == pytest.approx(data["cpus"] * data["wall_s"], rel=0.1)
     assert data["learner"]["computing a micro-batch"] > 0 and data["cpu_s"]["driver"] > 0
