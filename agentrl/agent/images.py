@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
 from re import Match
 from typing import Any
 
 from agentrl.base.error_text import one_line_error
-from agentrl.base.media import InvalidImage, MediaFolder, MissingImage, image_token, normalized_image, open_png
+from agentrl.base.media import (
+    InvalidImage,
+    MediaFolder,
+    MissingImage,
+    image_token,
+    load_processor,
+    normalized_image,
+    open_png,
+    process_images,
+)
 from agentrl.errors import UserError
 from agentrl.records.images import MARK, MAX_IMAGES, NAME_DIGITS, REFERENCE, image_ids
 
@@ -34,7 +42,7 @@ class ImageTokens:
     def __init__(self, processor: Any, token: int, render: Callable[[Any], str], *, media: MediaFolder | None = None) -> None:
         self.token, self._processor, self._media = token, processor, media
         self.around = _placeholder(render, str(processor.image_token))
-        self._tokens = lru_cache(_CACHED)(self._processed)
+        self._known: dict[str, tuple[int, ...]] = {}  # sha256 -> token ids
 
     @classmethod
     def load(cls, folder: str, render: Callable[[Any], str], media: MediaFolder | None = None) -> ImageTokens | None:
@@ -66,7 +74,7 @@ class ImageTokens:
                 sha256, png = self._stored(match[2]) if match[1] is None else (match[1], self._read(match[1]))
             except (InvalidImage, MissingImage, LookupError):
                 return match[0]
-            blocks.append(image_ids(self._tokens(png), sha256))
+            blocks.append(image_ids(self._tokens(sha256, png), sha256))
             return self.around
 
         ids = encode(REFERENCE.sub(placeholder, text))
@@ -82,7 +90,8 @@ class ImageTokens:
             png = normalized_image(base64.b64decode(data, validate=True))
         except ValueError as error:
             raise InvalidImage(f"not an image: {error}") from error
-        return (hashlib.sha256(png).hexdigest() if self._media is None else self._media.put(png)), png
+        self._tokens(sha256 := hashlib.sha256(png).hexdigest(), png)  # the processor must accept it, or its source is at fault
+        return (sha256 if self._media is None else self._media.put(png)), png
 
     def _read(self, sha256: str) -> bytes:
         if self._media is None:
@@ -92,23 +101,19 @@ class ImageTokens:
             raise LookupError(sha256)
         return png
 
-    def _processed(self, png: bytes) -> tuple[int, ...]:
-        try:
-            return tuple(process_images(self._processor, [open_png(png)])["input_ids"][0])
-        except Exception as error:  # processors raise arbitrary errors, for instance on an image of one pixel
-            raise InvalidImage(f"the model's processor rejects the image: {one_line_error(error)}") from error
-
-
-def load_processor(folder: str) -> Any:
-    """Returns the processor of a model folder. Imports transformers, whose errors it raises."""
-    from transformers import AutoProcessor
-
-    return AutoProcessor.from_pretrained(folder, trust_remote_code=False)
-
-
-def process_images(processor: Any, images: Sequence[Any], **options: Any) -> Any:
-    """Returns the token ids and the model's inputs of consecutive images, from one call of the processor."""
-    return processor(text=processor.image_token * len(images), images=list(images), add_special_tokens=False, **options)
+    def _tokens(self, sha256: str, png: bytes) -> tuple[int, ...]:
+        known = self._known.get(sha256)
+        if known is None:
+            try:
+                known = tuple(process_images(self._processor, self._processor.image_token, [open_png(png)])["input_ids"][0])
+            except MemoryError:
+                raise
+            except Exception as error:  # processors raise arbitrary errors, for instance on an image of one pixel
+                raise InvalidImage(f"the model's processor rejects the image: {one_line_error(error)}") from error
+            if len(self._known) >= _CACHED:
+                self._known.pop(next(iter(self._known)), None)
+            self._known[sha256] = known
+        return known
 
 
 def _placeholder(render: Callable[[Any], str], token: str) -> str:

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -132,7 +132,7 @@ def normalized_image(content: bytes) -> bytes:
         clean.paste(image, mask=image.getchannel("A"))
         clean.save(file := io.BytesIO(), "PNG", compress_level=3)
         return file.getvalue()
-    except InvalidImage:
+    except (InvalidImage, MemoryError):
         raise
     except Exception as error:  # decoders raise arbitrary errors on hostile files
         raise InvalidImage(f"it is no PNG, JPEG or npy file: {one_line_error(error)}") from error
@@ -156,7 +156,7 @@ def read_array(content: bytes) -> NDArray[Any]:
         if dtype.kind not in "biuf" or math.prod(shape) * dtype.itemsize != len(content) - file.tell():
             raise InvalidImage(f"an npy file of {dtype} {shape} cannot have {len(content)} bytes, or has no numbers")
         return np.frombuffer(content, dtype, offset=file.tell()).reshape(shape, order="F" if fortran else "C")
-    except InvalidImage:
+    except (InvalidImage, MemoryError):
         raise
     except Exception as error:  # its parser raises arbitrary errors on hostile files
         raise InvalidImage(f"it is no npy file: {one_line_error(error)}") from error
@@ -189,3 +189,15 @@ def image_token(folder: Path) -> int | None:
         return None
     token = config.get("image_token_id", config.get("image_token_index")) if isinstance(config, dict) else None
     return token if isinstance(token, int) and isinstance(config.get("vision_config"), dict) else None
+
+
+def load_processor(folder: str | Path) -> Any:
+    """Returns the processor of a model folder. Imports transformers, whose errors it raises."""
+    from transformers import AutoProcessor
+
+    return AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+
+
+def process_images(processor: Any, text: str, images: Sequence[Image], **options: Any) -> Any:
+    """Returns the token ids of a text with the processor's tokens for images, and the model's inputs of the images, from one call."""
+    return processor(text=text, images=list(images), add_special_tokens=False, **options)

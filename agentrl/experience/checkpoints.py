@@ -90,11 +90,11 @@ class FolderCheckpoints:
         """Returns the names of the images that the saved episodes show."""
         names: set[str] = set()
         for path in self._folder.glob("[0-9]*/[0-9]*"):
-            found = self._find(int(path.parent.name), int(path.stem))
-            if isinstance(found, EpisodeState):
-                names |= images_of(found.trajectories, found.prompt_ids)
-            elif found is not None:
-                names |= images_of(found.episode.trajectories)
+            saved = self._find(int(path.parent.name), int(path.stem))
+            if isinstance(saved, EpisodeState):
+                names |= images_of(saved.trajectories, saved.prompt_ids)
+            elif saved is not None:
+                names |= images_of(saved.episode.trajectories)
         return names
 
     def _path(self, group: int, member: int, kind: str) -> Path:

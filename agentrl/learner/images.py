@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agentrl.base.media import MediaFolder, image_token, open_png
+from agentrl.base.media import MediaFolder, image_token, load_processor, open_png, process_images
 from agentrl.errors import LearnerError
 from agentrl.learner.forest import build_forest
 from agentrl.learner.forest_attention import ForestLayout
@@ -29,11 +29,9 @@ class ImageInputs:
     """The images of a run for one model, loaded from `folder` in the run folder's `versions`."""
 
     def __init__(self, folder: Path, token: int) -> None:
-        from transformers import AutoProcessor
-
         self.token, self._media = token, MediaFolder(folder.parent.parent)
         self._own: dict[str, Any] = {}  # the image of `largest_gap`
-        self._processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+        self._processor = load_processor(folder)
 
     @classmethod
     def of(cls, lm: Any) -> ImageInputs | None:
@@ -75,7 +73,7 @@ class ImageInputs:
         return torch.cat([part.flatten(0, -2) for part in parts])
 
     def _inputs(self, text: str, images: list[Any]) -> Any:
-        return self._processor(text=text, images=images, add_special_tokens=False, return_tensors="pt")
+        return process_images(self._processor, text, images, return_tensors="pt")
 
     @torch.no_grad()
     def largest_gap(self, lm: Any) -> float:

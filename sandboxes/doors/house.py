@@ -87,6 +87,6 @@ class DoorTasks:
         Random(f"doors:{self._seed}:{split}:{street}").shuffle(golds)
         owner = (house + visit) % self._houses if self._shuffled else house  # of the notes
         data = {"kind": f"visit {visit + 1}", "project": f"{split} {street} {owner}"}
-        assert task.environment is not None, "the family is of an environment"
+        assert task.environment is not None, "tasks of this family have an environment"
         options = {"gold": golds[house], "days": self._days if split is Split.TRAIN else 1, "visit": visit + 1}
         return replace(task, data=data, environment=replace(task.environment, options=options))

@@ -225,3 +225,15 @@ async def test_a_prompt_with_a_token_for_images_is_a_broken_task(folder: Path, t
     with pytest.raises(TaskError, match="remove this token"):
         trajectory: Any = SimpleNamespace(agent="main", describe=lambda *_: None)
         await refer_prompt(chat, trajectory, (Message(role="user", content=f"<image> {image_text(noise(8, 8))}"),), trusted=True)
+
+
+def test_an_image_that_the_processor_rejects_is_its_sources_fault(folder: Path, tmp_path: Path) -> None:
+    """It is reported when the image is stored. When a context is rendered, an error would count as the policy's."""
+    chat, _ = load(folder, tmp_path)
+    images = chat._renderer.images
+    assert images is not None
+    images._processor = lambda *args, **options: 1 // 0
+    images._processor.image_token = "<image>"
+    with pytest.raises(InvalidImage, match=r"the model's processor rejects the image: .*division"):
+        images.refer(image_text(noise(3, 3)))
+    assert not (tmp_path / "media").exists()
