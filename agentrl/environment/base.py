@@ -80,10 +80,10 @@ def text_of(value: Any, where: str) -> str:
             raise EnvironmentFault(f"{where} returned {len(value.media)} media; at most {MAX_IMAGES} are allowed")
         text = "\n".join((*([text] if text else []), *(media_text(content, where) for content in value.media)))
     if len(text) > MAX_OBSERVATION_CHARS:
-        words = REFERENCE.sub("", text) if MARK in text and len(text) <= MAX_IMAGES * 3 * MAX_IMAGE_BYTES // 2 else text
-        if len(words) > MAX_OBSERVATION_CHARS:
+        visible = REFERENCE.sub("", text) if MARK in text and len(text) <= MAX_IMAGES * 3 * MAX_IMAGE_BYTES // 2 else text
+        if len(visible) > MAX_OBSERVATION_CHARS:
             raise EnvironmentFault(
-                f"{where} returned an observation of {len(words)} characters; at most {MAX_OBSERVATION_CHARS} are allowed"
+                f"{where} returned an observation of {len(visible)} characters; at most {MAX_OBSERVATION_CHARS} are allowed"
             )
     return text
 
