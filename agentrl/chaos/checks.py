@@ -99,7 +99,7 @@ def _step_problems(run: Subject, steps: int) -> Iterator[str]:
 def _left(run: Subject, orphans: frozenset[str]) -> Iterator[str]:
     """Processes and sandboxes that outlive the run by more than a minute."""
     deadline = time.monotonic() + _GONE_S
-    while (left := run.left()) and time.monotonic() < deadline:
+    while ((left := run.left()) or orphaned_sandboxes() - orphans) and time.monotonic() < deadline:
         time.sleep(0.1)
     yield from (f"process {pid} is still running: {line}" for pid, line in left.items() if pid != os.getpid())
     yield from (f"sandbox {name} is left over" for name in sorted(orphaned_sandboxes() - orphans))

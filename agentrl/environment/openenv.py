@@ -80,8 +80,8 @@ class OpenEnvSession(Session):
         return self.result(_text(data), data.get("reward"), terminated=done and not truncated, truncated=truncated)
 
     async def close(self) -> bool:
-        """Requests the end of the session, and waits until the server closes the connection."""
-        from websockets.exceptions import ConnectionClosed
+        """Requests the end of the session, and waits until the server closes the connection. False if a request is in progress."""
+        from websockets.exceptions import ConcurrencyError, ConnectionClosed
 
         if self._socket is None:
             return False
@@ -91,6 +91,8 @@ class OpenEnvSession(Session):
                 await self._socket.recv()
         except ConnectionClosed as closed:
             return closed.rcvd is not None
+        except ConcurrencyError:  # the answer to that request would be taken from it
+            return False
 
     def abort(self) -> None:
         """Drops the connection."""
@@ -155,6 +157,8 @@ class OpenEnvSession(Session):
 
     async def _exchange(self, socket: ClientConnection, message: str) -> bytes:
         """Sends a message and returns the next one. A server that opens no session says so before the first message."""
+        from websockets.exceptions import ConnectionClosed
+
         first, self._begun = not self._begun, True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0):
@@ -162,7 +166,11 @@ class OpenEnvSession(Session):
                 if first and b'"error"' in early[:200]:
                     return early
                 raise EnvironmentFault(f"{self.server.what} sent an answer that was not requested")
-        await socket.send(message)
+        try:
+            await socket.send(message)
+        except ConnectionClosed:  # a full server may have said so, and closed the connection, after the check above
+            if not first:
+                raise
         parts, size = [], 0
         async for part in socket.recv_streaming(decode=False):
             parts.append(part)

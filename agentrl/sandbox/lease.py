@@ -28,13 +28,20 @@ _stuck: set[Path] = set()
 
 
 def lease() -> str:
-    """This process's lease."""
-    pid = os.getpid()
+    """This process's lease. Raises `SandboxError` if no descriptor is free to read it the first time."""
+    return _lease_of(os.getpid())
+
+
+@functools.cache
+def _lease_of(pid: int) -> str:
     return f"{_boot()}-{pid}-{start_time(pid)}"
 
 
 def alive(other: str) -> bool:
-    """Whether the process with the lease `other` still runs. True for text that is not a lease, because it may not be ours."""
+    """Whether the process with the lease `other` still runs. True for text that is not a lease, because it may not be ours.
+
+    Raises `SandboxError` if no descriptor is free to find out.
+    """
     match = _LEASE.fullmatch(other)
     if match is None:
         return True
@@ -102,9 +109,11 @@ def _boot() -> str:
 
 
 def start_time(pid: int) -> int | None:
-    """Clock ticks after boot at which the process started. None if it does not exist or is a zombie."""
+    """Clock ticks after boot at which the process started. None if it does not exist or is a zombie. Raises `SandboxError`."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
+    except OSError as error:  # a live driver must not count as dead because this process has no free descriptor
+        raise SandboxError(f"cannot read when process {pid} started: {error.strerror}") from error
     return None if fields[0] in "ZX" else int(fields[19])

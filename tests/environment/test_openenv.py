@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx  # noqa: F401  # its import takes longer than the deadlines of these tests
 import pytest
-import websockets.asyncio.client  # noqa: F401
+from websockets.asyncio.client import ClientConnection
 from websockets.asyncio.server import ServerConnection
 
 from agentrl.environment.remote import RemoteEnvironment, RemoteOpener, RemoteServer
@@ -235,6 +235,20 @@ async def test_a_cancelled_step_ends_the_session(opener: RemoteOpener) -> None:
         assert counts(opener) == (1, 0, 1)
 
 
+async def test_closing_does_not_wait_for_a_step_in_progress(opener: RemoteOpener) -> None:
+    async def step(socket: ServerConnection, data: Any) -> None:
+        await hang(socket)
+
+    async with fake_openenv(on_step=step) as fake:
+        environment = await begin(opener, fake)
+        task = asyncio.create_task(environment.step("left"))
+        await asyncio.sleep(0.05)
+        await opener.close()
+        with pytest.raises(EnvironmentFault, match="ended the session"):
+            await task
+        assert counts(opener) == (1, 0, 1)
+
+
 async def test_a_rejected_action_is_the_policys_unless_the_schema_changed(opener: RemoteOpener) -> None:
     problem = {"loc": ["move"], "msg": "Input should be 'left' or 'right'"}
 
@@ -315,6 +329,29 @@ async def test_sessions_wait_for_the_limit_that_a_server_states(opener: RemoteOp
         await asyncio.gather(*(episode() for _ in range(8)))
         opened, closed, lost = counts(opener)
         assert (closed, lost) == (opened, 0)
+
+
+async def test_a_full_server_that_has_already_closed_the_connection(opener: RemoteOpener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer may arrive after the client looked for one, and before the client sends its first message."""
+    send = ClientConnection.send
+
+    async def late(socket: ClientConnection, *message: Any) -> None:
+        if fake.sessions == 1:
+            await socket.wait_closed()
+        await send(socket, *message)
+
+    async def refuse(socket: ServerConnection) -> None:
+        if fake.sessions == 1:
+            await asyncio.sleep(0.05)
+            full = {"code": "CAPACITY_REACHED", "message": "full", "active_sessions": 1, "max_sessions": 1}
+            await socket.send(json.dumps({"type": "error", "data": full}))
+            await socket.close()
+
+    monkeypatch.setattr(ClientConnection, "send", late)
+    async with fake_openenv(on_open=refuse) as fake:
+        environment = await begin(opener, fake)
+        await environment.close()
+        assert (fake.sessions, counts(opener)) == (2, (1, 1, 0))
 
 
 async def test_invalid_options_are_errors_of_the_recipe(opener: RemoteOpener) -> None:

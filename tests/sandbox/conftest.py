@@ -2,7 +2,7 @@
 
 import pytest
 
-from agentrl.sandbox import select_backend
+from agentrl.sandbox import prune, select_backend
 from tests.sandbox.building import BOTH, IMAGE, SPEC, left
 
 
@@ -18,6 +18,13 @@ def nothing_is_left():
     """Fails a test after which a sandbox or control group of this process exists, once its backend is closed."""
     yield
     assert left() == []
+
+
+@pytest.fixture
+def no_orphans():
+    """Removes what processes that a test kills leave, so that tests on other workers do not find it after theirs."""
+    yield
+    prune()
 
 
 @pytest.fixture(params=BOTH)

@@ -15,7 +15,7 @@ import pytest
 from agentrl.config.tools import SandboxConfig
 from agentrl.errors import SandboxError, SandboxTimeout, SandboxUnavailable, UserError
 from agentrl.records import codec
-from agentrl.sandbox import BubblewrapBackend, images, limits, open_sandboxes
+from agentrl.sandbox import BubblewrapBackend, images, lease, limits, open_sandboxes
 from agentrl.sandbox.attacks import host_steps, run_attacks
 from agentrl.sandbox.cell import CellBackend, backend, open_cells, server, wire
 from agentrl.sandbox.cell.server import Cell
@@ -24,7 +24,7 @@ from tests.sandbox.building import SPEC, left, processes_of
 from tests.sandbox.test_egress import ANSWER, Server
 from tests.waiting import until
 
-pytestmark = pytest.mark.bubblewrap
+pytestmark = [pytest.mark.bubblewrap, pytest.mark.usefixtures("no_orphans")]
 KEY = "0123456789abcdef" * 2
 FETCH = "import urllib.request as r\nprint(r.urlopen('http://127.0.0.1:{}/', timeout=10).read().decode())"
 
@@ -128,6 +128,16 @@ async def test_if_a_cell_dies_its_sandboxes_fail_and_others_open_elsewhere(root)
     finally:
         process.kill()
         process.stdout.close()
+
+
+async def test_a_cell_removes_what_dead_cells_left():
+    folder = lease.runtime_folder() / "00000000-1-1" / "agentrl-00000000-1-1-0"
+    folder.mkdir(parents=True)
+    process, _ = cell_process()
+    assert not folder.exists()
+    process.terminate()
+    assert process.wait(timeout=30) == 0
+    process.stdout.close()
 
 
 @pytest.mark.slow

@@ -25,7 +25,10 @@ from tests.sandbox.building import SPEC
 from tests.sandbox.test_cell import DRIVER, KEY
 from tests.waiting import until, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.bubblewrap, pytest.mark.skipif(os.geteuid() != 0, reason="needs root")]
+pytestmark = [
+    *(pytest.mark.slow, pytest.mark.bubblewrap, pytest.mark.usefixtures("no_orphans")),
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root"),
+]
 ROOT = Path(__file__).resolve().parents[2]
 MEMORY_MB = 1536
 RIGHTS = ("SETPCAP", "SYS_ADMIN", "SYS_CHROOT", "NET_ADMIN", "MKNOD", "CHOWN", "DAC_OVERRIDE", "FOWNER", *limits.server_capabilities())

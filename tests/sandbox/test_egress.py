@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import os
 import socket
@@ -398,6 +399,7 @@ async def test_closing_ends_everything(tmp_path):
     def state():
         return len(os.listdir("/proc/self/fd")), sorted(thread.name for thread in threading.enumerate() if "egress t" in thread.name)
 
+    gc.collect()  # of sockets that earlier tests left
     async with Server(hang_up=False) as server:
         before = state()
         async with proxied(tmp_path, f"127.0.0.1:{server.port}") as listener:

@@ -5,6 +5,7 @@ import contextlib
 import os
 import resource
 import signal
+import subprocess
 import threading
 import time
 from dataclasses import replace
@@ -15,7 +16,7 @@ import pytest
 from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.sandbox import BubblewrapBackend, WarmPool, images, limits, list_open, prune, select_backend
 from agentrl.sandbox import backend as backends
-from agentrl.sandbox.lease import runtime_folder
+from agentrl.sandbox.lease import alive, lease, runtime_folder, start_time
 from tests.sandbox.building import IMAGE, SPEC, left
 from tests.waiting import until
 
@@ -113,6 +114,26 @@ async def test_lack_of_descriptors_is_a_typed_error_and_leaves_nothing(backend, 
     await (await backend.open(SPEC)).close()
     await backend.close()
     assert left() == []
+
+
+def test_lack_of_descriptors_makes_no_driver_dead():
+    """Otherwise another driver's sandboxes are removed, and this one's folders belong to nobody."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        own, other = lease(), f"{lease().partition('-')[0]}-{process.pid}-{start_time(process.pid)}"
+        taken = fill_up()
+        now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (taken[-1] + 1, most))
+            with pytest.raises(SandboxError, match=f"when process {process.pid} started: Too many open files"):
+                alive(other)
+            assert lease() == own
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (now, most))
+            for descriptor in taken:
+                os.close(descriptor)
+        assert alive(other)
+        process.kill()
+    assert not alive(other)
 
 
 def fill_up():

@@ -27,7 +27,7 @@ from agentrl.base.error_text import one_line_error
 from agentrl.base.processes import available_memory
 from agentrl.errors import AgentRLError, SandboxError, SandboxUnavailable, UserError
 from agentrl.records import SandboxSpec
-from agentrl.sandbox import egress, images, limits
+from agentrl.sandbox import cleanup, egress, images, limits
 from agentrl.sandbox.bubblewrap import BubblewrapBackend, unavailable_reason
 from agentrl.sandbox.cell import wire
 from agentrl.sandbox.frames import encode
@@ -360,6 +360,10 @@ async def serve_cell(key: str, listen: str, *, sandboxes: int = MAX_SANDBOXES, m
             f"a cell needs bubblewrap: {problem}",
             fix="install it; a pod needs hostUsers: false, procMount: Unmasked and seccompProfile: Unconfined",
         )
+    try:
+        await asyncio.to_thread(cleanup.prune)  # what killed cells left on this host
+    except SandboxError as error:
+        log.warning("sandboxes of dead cells are not removed: %s", error)
     cell, stop = Cell(key, sandboxes=sandboxes, memory_mb=memory_mb), asyncio.Event()
     host, port = wire.parse_address(listen, least_port=0)
     for number in (signal.SIGTERM, signal.SIGINT):
