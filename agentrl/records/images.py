@@ -79,3 +79,11 @@ def without_cut_image(token_ids: Sequence[int]) -> tuple[int, ...]:
     """Returns the end of a context without the tokens of an image whose first ones are cut off."""
     start = next((at for at, token in enumerate(token_ids) if token < FIRST or token & FIRST), len(token_ids))
     return tuple(token_ids[start:])
+
+
+def without_end(token_ids: Sequence[int], most: int) -> tuple[int, ...]:
+    """Returns the first `most` tokens, without the tokens of an image whose last ones are cut off."""
+    end = min(max(most, 0), len(token_ids))
+    while 0 < end < len(token_ids) and token_ids[end] >= FIRST and not token_ids[end] & FIRST:
+        end -= 1
+    return tuple(token_ids[:end])

@@ -11,7 +11,7 @@ from typing import Any
 
 from agentrl.errors import ServingError, SwapError
 from agentrl.records import Probe, codec
-from agentrl.records.images import plain_ids
+from agentrl.records.images import plain_ids, without_end
 from agentrl.records.sampling import TIES, Sampling
 from agentrl.serving.client import parse_alternatives, proven_support, sampling_parameters
 from agentrl.serving.control import ControlPlane
@@ -44,20 +44,23 @@ def read_probe(folder: Path) -> Probe | None:
 async def max_logprob_difference(server: VLLMServer, number: int, probe: Probe) -> float:
     """Returns the largest absolute difference (nats) between the server's and the learner's logprobs; inf if one is not finite.
 
-    Raises `SwapError` for answers of another version than `number` or without logprobs, and `ServingError` for none.
+    Rows are cut to the server's context, which may be shorter than that of the run that trained the model. Raises `SwapError` for answers of another version than `number` or without logprobs, and `ServingError` for none.
     """
     sampling = server.recipe.rollout.distribution
     if probe.temperature is not None:
         sampling = replace(sampling, temperature=probe.temperature)
-    answers = await asyncio.gather(*(_row_answer(server, ids, sampling) for ids in probe.token_ids))
+    rows = [without_end(ids, server.max_tokens - 1) for ids in probe.token_ids]  # the server samples one more token
+    answers = await asyncio.gather(*(_row_answer(server, ids, sampling) for ids in rows))
     differences: list[float] = []
-    for answer, ids, ours in zip(answers, probe.token_ids, probe.logprobs, strict=True):
+    for answer, ids, ours in zip(answers, rows, probe.logprobs, strict=True):
         if server.images is not None:
             server.images.check(answer, ids)
         theirs = parse_prompt_logprobs(answer, tuple(plain_ids(ids)), number)
-        differences += (abs(server - learner) for server, learner in zip(theirs, ours, strict=True))
-    for answer, next_ids, next_logprobs in zip(answers, probe.next_ids, probe.next_logprobs, strict=False):
-        differences += next_token_differences(answer, dict(zip(next_ids, next_logprobs, strict=True)), sampling, number)
+        differences += (abs(server - learner) for server, learner in zip(theirs, ours[: len(ids) - 1], strict=True))
+    is_whole = [ids == row for ids, row in zip(rows, probe.token_ids, strict=True)]
+    for answer, whole, next_ids, next_logprobs in zip(answers, is_whole, probe.next_ids, probe.next_logprobs, strict=False):
+        if whole:
+            differences += next_token_differences(answer, dict(zip(next_ids, next_logprobs, strict=True)), sampling, number)
     return max((d if math.isfinite(d) else math.inf for d in differences), default=0.0)
 
 

@@ -21,6 +21,7 @@ from agentrl.records.images import (
     images_of,
     plain_ids,
     without_cut_image,
+    without_end,
 )
 
 TOKENS = st.lists(st.integers(0, FIRST - 1), max_size=6)
@@ -66,6 +67,18 @@ def test_the_end_of_a_context_starts_with_no_part_of_an_image(
     if 0 <= cut >= len(context) - most:
         with pytest.raises(ValueError, match="start inside image"):
             list(image_blocks(context[cut:]))
+
+
+@given(PIECES, TOKENS, st.integers(0, 60))
+def test_the_start_of_a_context_ends_with_no_part_of_an_image(
+    pieces: list[tuple[list[int], str, list[int]]], end: list[int], most: int
+) -> None:
+    context = [token for text, sha256, image in pieces for token in (*text, *image_ids(image, sha256))] + end
+    row = without_end(context, most)
+    assert tuple(context[: len(row)]) == row and len(row) <= most
+    spans = list(image_blocks(context))
+    assert not any(start < len(row) < stop for start, stop, _ in spans)
+    assert len(row) == min(most, len(context)) or any(start == len(row) and stop > most for start, stop, _ in spans)
 
 
 def test_a_reference_has_one_form() -> None:

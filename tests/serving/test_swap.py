@@ -411,6 +411,19 @@ async def test_an_empty_probe_has_no_difference(tmp_path: Path) -> None:
         assert await max_logprob_difference(server, 0, PROBE) == 0.0
 
 
+async def test_rows_are_cut_to_a_context_that_is_shorter_than_in_training(tmp_path: Path) -> None:
+    """The token after a row is not compared if the row's end is cut."""
+    next_token = {"next_ids": (tuple(OURS),), "next_logprobs": (tuple(OURS.values()),)}
+    row = tuple(range(1, 19))
+    probe = Probe(token_ids=(row,), logprobs=((-1.0,) * 13 + (-1.25, -9.0, -9.0, -9.0),), **next_token)
+    engine = Engine()
+    engine.logprobs = (-1.0,) * 14
+    async with channel(tmp_path, engine) as (_, server, script):
+        server.recipe = server.recipe.but("policy.max_model_len=16")
+        assert await max_logprob_difference(server, 0, probe) == 0.25
+        assert [call.body["token_ids"] for call in script.calls if call.path.endswith("/generate")] == [list(row[:15])]
+
+
 @pytest.mark.parametrize("answer", [{}, [], {"choices": []}, {"choices": [{"weight_versions": [{}]}], "prompt_logprobs": [None]}])
 def test_an_answer_without_logprobs_rejects_the_version(answer: Any) -> None:
     with pytest.raises(SwapError, match="version 5: malformed answer to the logprob probe"):
