@@ -44,7 +44,9 @@ def read_probe(folder: Path) -> Probe | None:
 async def max_logprob_difference(server: VLLMServer, number: int, probe: Probe) -> float:
     """Returns the largest absolute difference (nats) between the server's and the learner's logprobs; inf if one is not finite.
 
-    Rows are cut to the server's context, which may be shorter than that of the run that trained the model. Raises `SwapError` for answers of another version than `number` or without logprobs, and `ServingError` for none.
+    Rows are cut to the server's context, which may be shorter than that of the run that trained the model.
+
+    Raises `SwapError` for answers of another version than `number` or without logprobs, and `ServingError` for none.
     """
     sampling = server.recipe.rollout.distribution
     if probe.temperature is not None:
