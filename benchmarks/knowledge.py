@@ -7,6 +7,7 @@ Runs are in `runs/knowledge`. A finished one is read and not repeated, so an int
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -62,6 +63,8 @@ def run(verb: str, name: str, recipe: str, overrides: Sequence[str]) -> Path:
             sys.exit(f"error: {folder} is a run with other settings\nfix: delete it")
         return folder
     resume = ["--resume"] if verb == "train" and (folder / "run.json").exists() else []
+    if verb == "eval":
+        shutil.rmtree(folder, ignore_errors=True)  # an interrupted evaluation starts again
     subprocess.run([sys.executable, "-m", "agentrl", *command, "--run-dir", str(folder), *resume], cwd=ROOT, check=True)
     finished.write_text(json.dumps(command))
     return folder
