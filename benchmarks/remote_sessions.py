@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 
@@ -29,9 +30,10 @@ def memory(pid: int) -> str:
 async def play(url: str, pid: int, report: Callable[[str], None]) -> RemoteOpener:
     """Plays the episodes."""
     opener, seeds, started = RemoteOpener(), iter(range(EPISODES)), time.monotonic()
-    all_open = asyncio.Barrier(SESSIONS)
+    all_open, reported = asyncio.Barrier(SESSIONS), 0
 
     async def worker() -> None:
+        nonlocal reported
         for seed in seeds:
             environment = await opener.open(EnvironmentSpec(ref=f"openenv:{url}/corridor", seed=seed, options={"sessions": SESSIONS}))
             action = "left" if json.loads((await environment.reset()).text)["goal"] < 0 else "right"
@@ -42,7 +44,8 @@ async def play(url: str, pid: int, report: Callable[[str], None]) -> RemoteOpene
             assert step.reward == 1.0
             await environment.close()
             (server,) = opener.servers.values()
-            if (server.closed + server.lost) % (EPISODES // 10) == 0:
+            if (ended := server.closed + server.lost) >= reported + EPISODES // 10:
+                reported = ended
                 row = f"{server.opened:,} | {server.closed:,} | {server.lost} | {memory(os.getpid())} | {memory(pid)}"
                 report(f"| {time.monotonic() - started:.0f} | {row} |")
 
@@ -50,12 +53,24 @@ async def play(url: str, pid: int, report: Callable[[str], None]) -> RemoteOpene
     return opener
 
 
+def first_counts(url: str) -> dict[str, int]:
+    """Returns the server's counts as soon as it answers. Its port is known before that."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            with urllib.request.urlopen(f"{url}/counts") as page:
+                return dict(json.load(page))
+        except urllib.error.URLError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
 def openenv() -> list[str]:
     """1,000 concurrent sessions over 10,000 episodes."""
     rows = ["| s | opened | closed | lost | MiB | files | MiB of the server | files |", "|---|---|---|---|---|---|---|---|"]
     with real_server("openenv_server.py", "0", str(SESSIONS)) as url:
-        with urllib.request.urlopen(f"{url}/counts") as page:
-            pid = json.load(page)["pid"]
+        pid = first_counts(url)["pid"]
         opener = asyncio.run(play(url, pid, rows.append))
         with urllib.request.urlopen(f"{url}/counts") as page:
             counts = json.load(page)

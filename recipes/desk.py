@@ -38,8 +38,8 @@ recipe = Recipe(
     rollout=RolloutConfig(group=GroupConfig(size=32), groups_per_step=8, concurrency=256),
     evaluation=EvalConfig(heldout=64, heldout_real=0, sampling=SamplingConfig(temperature=0.0)),
     serving=ServingConfig(max_num_seqs=256, kv_cache_gb=0.5, threads=1),
-    objective=ObjectiveConfig(entropy_coef=0.01),
-    learner=LearnerConfig(lr=1e-4, ranks=1, threads=1, max_tokens_per_microbatch=8192),
+    objective=ObjectiveConfig(entropy_coef=0.03),
+    learner=LearnerConfig(lr=2e-4, ranks=1, threads=1, max_tokens_per_microbatch=8192),
 )
 
 caller = EndpointUser(endpoint=Endpoint(url=served("customer"), model="customer", temperature=0.7, max_tokens=48))
