@@ -6,6 +6,7 @@ The driver has no state that is not in the run folder, so a killed driver loses 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -74,9 +75,22 @@ def _run(command: Sequence[str]) -> tuple[int, bool]:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=prepare)
         with _forwarding(process) as forwarded:
             signal.pthread_sigmask(signal.SIG_SETMASK, held)
-            return process.wait(), not forwarded.isdisjoint(_ENDING)
+            return _wait(process), not forwarded.isdisjoint(_ENDING)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, held)
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    """Returns the exit code. Wakes up each second: a signal that arrives just before a wait does not interrupt it, so its handler waits."""
+    descriptor = os.pidfd_open(process.pid)
+    try:
+        ending = select.poll()
+        ending.register(descriptor, select.POLLIN)
+        while not ending.poll(1000):
+            pass
+    finally:
+        os.close(descriptor)
+    return process.wait()
 
 
 @contextmanager

@@ -69,10 +69,13 @@ class HostSpec:
         """Returns the command line."""
         return [self.python, str(INSIDE / self.script), *arguments]
 
-    def variables(self) -> dict[str, str]:
-        """Returns the process's environment: this process's, without secrets and Python settings, and `environment`."""
+    def variables(self, temporary: str) -> dict[str, str]:
+        """Returns the process's environment: this process's, without secrets and Python settings, and `environment`.
+
+        `temporary`: folder for its temporary files, which it cannot remove itself because it is killed.
+        """
         own = child_environment(os.environ)
-        return {name: value for name, value in own.items() if not name.startswith("PYTHON")} | {**self.environment}
+        return {name: value for name, value in own.items() if not name.startswith("PYTHON")} | {**self.environment, "TMPDIR": temporary}
 
 
 def describe(spec: HostSpec) -> Any:
@@ -80,7 +83,7 @@ def describe(spec: HostSpec) -> Any:
 
     Raises `UserError` if the script reports an error, ends without a description, or takes more than `DESCRIBE_S` seconds.
     """
-    with tempfile.TemporaryDirectory(prefix="agentrl-host-") as folder:
+    with _temporary_folder() as folder:
         file, output = Path(folder, "description"), Path(folder, "output")
         status = _run(spec, file, output)
         described: Any = None
@@ -95,6 +98,10 @@ def describe(spec: HostSpec) -> Any:
     return described.get("result")
 
 
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="agentrl-host-", ignore_cleanup_errors=True)
+
+
 def _run(spec: HostSpec, file: Path, output: Path) -> int:
     """Runs `describe FILE` and returns its status. Raises `UserError`."""
     try:
@@ -105,7 +112,7 @@ def _run(spec: HostSpec, file: Path, output: Path) -> int:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 cwd=spec.folder,
-                env=spec.variables(),
+                env=spec.variables(str(file.parent)),
                 start_new_session=True,
             )
     except OSError as error:
@@ -178,9 +185,14 @@ class _Process:
     """One process of a host."""
 
     def __init__(
-        self, spec: HostSpec, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        spec: HostSpec,
+        process: asyncio.subprocess.Process,
+        folder: tempfile.TemporaryDirectory[str],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
     ) -> None:
-        self._spec, self._process, self._writer = spec, process, writer
+        self._spec, self._process, self._folder, self._writer = spec, process, folder, writer
         self.reason = ""  # why it ended
         self._calls: dict[int, _Call] = {}
         self._serving: set[asyncio.Task[None]] = set()
@@ -196,6 +208,7 @@ class _Process:
     @classmethod
     async def start(cls, spec: HostSpec) -> _Process:
         """Starts the process. Raises `HostDied`."""
+        folder = _temporary_folder()
         ours, theirs = socket.socketpair()
         try:
             process = await asyncio.create_subprocess_exec(
@@ -205,15 +218,16 @@ class _Process:
                 stderr=subprocess.STDOUT,
                 pass_fds=(theirs.fileno(),),
                 cwd=spec.folder,
-                env=spec.variables(),
+                env=spec.variables(folder.name),
                 start_new_session=True,  # so that ctrl-C reaches only this process
             )
         except OSError as error:
             ours.close()
+            folder.cleanup()
             raise HostDied(f"{spec.name}: {spec.python} cannot be started: {error.strerror or error}") from None
         finally:
             theirs.close()
-        return cls(spec, process, *await asyncio.open_connection(sock=ours, limit=MAX_MESSAGE))
+        return cls(spec, process, folder, *await asyncio.open_connection(sock=ours, limit=MAX_MESSAGE))
 
     async def close(self) -> None:
         """Kills the process and waits for its end."""
@@ -262,6 +276,7 @@ class _Process:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             code = await asyncio.shield(self._process.wait())
+            await asyncio.shield(asyncio.to_thread(self._folder.cleanup))
             await asyncio.wait({parts[1]}, timeout=1.0)
             for task in (*parts, *self._serving):
                 task.cancel()

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -118,6 +119,20 @@ def test_the_driver_ends_with_its_parent(number: signal.Signals, tmp_path: Path)
         assert parent.wait(60) == (-number if number == signal.SIGKILL else 128 + number)
         wait_until(lambda: read_stat(pid).has_ended)
         assert (tmp_path / "starts").read_text() == "\n", "it was started once"
+
+
+def test_a_signal_that_interrupts_no_system_call_ends_the_driver(tmp_path: Path) -> None:
+    """It arrives just before the wait, or, as here, at another thread."""
+
+    def terminate() -> None:
+        wait_until(lambda: (tmp_path / "waits").exists())
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+    thread, start = threading.Thread(target=terminate), time.monotonic()
+    thread.start()
+    assert run(tmp_path, ["wait"], restarts=0) == (143, [""])
+    thread.join()
+    assert time.monotonic() - start < 30
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from agentrl.environment.host import INSIDE, Host, HostDied, HostSpec, describe
 from agentrl.errors import InfrastructureError, PolicyFault, TaskError, UserError
 
 SCRIPT = f"""
-import asyncio, json, os, subprocess, sys, time
+import asyncio, json, os, subprocess, sys, tempfile, time
 sys.path.insert(0, {str(INSIDE)!r})
 from host_channel import Channel, Fault, main
 
@@ -38,6 +38,7 @@ async def fail(params, caller): raise Fault(params["blame"], "it is " + params["
 async def raises(params, caller): raise {{"KeyError": KeyError, "SystemExit": SystemExit}}[params["what"]]("gone")
 async def block(params, caller): time.sleep(params["s"])
 async def child(params, caller): return subprocess.Popen(["sleep", "600"]).pid
+async def keep(params, caller): return tempfile.mkstemp()[1]
 async def ask(params, caller): return await caller.request("answer", **params)
 async def die(params, caller):
     print("last words", flush=True)
@@ -64,7 +65,7 @@ async def send(params, caller):
     caller._channel._writer.write(eval(params["line"]))
     await asyncio.sleep(30)
 
-main(describe, serve, echo, pid, fail, raises, block, child, ask, die, sleep, late, send)
+main(describe, serve, echo, pid, fail, raises, block, child, keep, ask, die, sleep, late, send)
 """
 
 Start = Callable[..., Host]
@@ -213,6 +214,14 @@ async def test_what_the_host_starts_dies_with_it(start: Start) -> None:
             await asyncio.sleep(0.01)
 
 
+async def test_temporary_files_of_a_host_go_with_it(start: Start) -> None:
+    host = start()
+    file = Path(await host.call("keep", {}, timeout_s=20))
+    assert file.is_file()
+    await host.close()
+    assert not file.exists() and not file.parent.exists()
+
+
 def test_a_host_dies_with_its_driver_even_if_its_loop_is_blocked(start: Start, tmp_path: Path) -> None:
     host = start()
 
@@ -278,5 +287,5 @@ def test_the_host_gets_no_secret_and_no_python_setting(start: Start, monkeypatch
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijklmnopqrstuvwxyz")
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
     spec = HostSpec(name="fake", python="python3", script="x.py", config={}, environment={"MINE": "1"})
-    variables = spec.variables()
-    assert variables["MINE"] == "1" and not {"HF_TOKEN", "PYTHONPATH"} & set(variables)
+    variables = spec.variables("/its")
+    assert (variables["MINE"], variables["TMPDIR"]) == ("1", "/its") and not {"HF_TOKEN", "PYTHONPATH"} & set(variables)
