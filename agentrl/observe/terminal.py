@@ -220,8 +220,13 @@ def sparkline(values: Iterable[float], width: int = 40) -> str:
     if not shown:
         return ""
     low, high = min(shown), max(shown)
-    scale = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_SPARKS[round((value - low) * scale)] for value in shown)
+    return "".join(_SPARKS[level(value, low, high, len(_SPARKS) - 1)] for value in shown)
+
+
+def level(value: float, low: float, high: float, highest: int, *, flat: int = 0) -> int:
+    """Returns the level of a value between `low` and `high`, from 0 to `highest`; `flat` if the two are equal. All are finite."""
+    span = high / 2 - low / 2  # halves, so that it is finite
+    return round((value / 2 - low / 2) / span * highest) if span > 0 else flat
 
 
 def _clock(seconds: float) -> str:

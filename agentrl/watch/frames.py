@@ -16,7 +16,7 @@ from rich.text import Text
 
 from agentrl.base.user_code import one_line, printable
 from agentrl.observe.stats import format_count, format_duration
-from agentrl.observe.terminal import sparkline
+from agentrl.observe.terminal import level, sparkline
 
 Format = Callable[[float], str]
 MAX_LINES = 20_000
@@ -188,16 +188,15 @@ def plot(values: Sequence[float], width: int, height: int) -> list[str]:
         return [" " * max(0, width)] * height
     low, high = min(points), max(points)
     levels = 4 * height - 1
-    scale = levels / (high - low) if high > low else 0.0
     grid = [[0] * width for _ in range(height)]
     before = None
     for at, value in enumerate(points):
-        level = round((value - low) * scale) if scale else levels // 2
-        first, last = (level, level) if before is None else (min(before, level), max(before, level))
-        for y in range(first, last + 1):  # a vertical stroke connects neighbours
-            row, dot = divmod(levels - y, 4)
+        y = level(value, low, high, levels, flat=levels // 2)
+        first, last = (y, y) if before is None else (min(before, y), max(before, y))
+        for stroke in range(first, last + 1):  # a vertical stroke connects neighbours
+            row, dot = divmod(levels - stroke, 4)
             grid[row][at // 2] |= _DOTS[at % 2][dot]
-        before = level
+        before = y
     return ["".join(chr(0x2800 + bits) for bits in row) for row in grid]
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import re
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console, Group
 
+from agentrl.observe.terminal import sparkline
 from agentrl.watch import frames
 from agentrl.watch.frames import (
     Curve,
@@ -152,6 +154,12 @@ def test_a_selected_episode_is_visible_wherever_it_is() -> None:
         run = RunFrame(name="x", state="running", episodes=RUN.episodes, selected=selected)
         for height in (5, 9, 24):
             assert f"> g{selected:06d}" in "\n".join(line.plain for line in run_frame(run, Size(80, height)))
+
+
+@pytest.mark.parametrize("values", [(0.0, 5e-324), (0.0, 2e-308), (-1.7e308, 1.7e308), (1.0, 1.0)])
+def test_curves_of_extreme_values(values: tuple[float, float]) -> None:
+    """The inverse of a difference, or the difference, may be infinite."""
+    assert all(len(row) == 4 for row in plot(values, 4, 2)) and len(sparkline(values)) == 2
 
 
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=200), st.integers(1, 80), st.integers(1, 6))
