@@ -9,7 +9,6 @@ import asyncio
 import json
 import os
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable
 
@@ -53,24 +52,12 @@ async def play(url: str, pid: int, report: Callable[[str], None]) -> RemoteOpene
     return opener
 
 
-def first_counts(url: str) -> dict[str, int]:
-    """Returns the server's counts as soon as it answers. Its port is known before that."""
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            with urllib.request.urlopen(f"{url}/counts") as page:
-                return dict(json.load(page))
-        except urllib.error.URLError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.1)
-
-
 def openenv() -> list[str]:
     """1,000 concurrent sessions over 10,000 episodes."""
     rows = ["| s | opened | closed | lost | MiB | files | MiB of the server | files |", "|---|---|---|---|---|---|---|---|"]
     with real_server("openenv_server.py", "0", str(SESSIONS)) as url:
-        pid = first_counts(url)["pid"]
+        with urllib.request.urlopen(f"{url}/counts") as page:
+            pid = json.load(page)["pid"]
         opener = asyncio.run(play(url, pid, rows.append))
         with urllib.request.urlopen(f"{url}/counts") as page:
             counts = json.load(page)

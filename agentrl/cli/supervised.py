@@ -81,7 +81,9 @@ def _run(command: Sequence[str]) -> tuple[int, bool]:
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:
-    """Returns the exit code. Wakes up each second: a signal that arrives just before a wait does not interrupt it, so its handler waits."""
+    """Returns the exit code. Handlers run within a second, even for a signal that arrives just before a system call and so does not
+    interrupt it.
+    """
     descriptor = os.pidfd_open(process.pid)
     try:
         ending = select.poll()

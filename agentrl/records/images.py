@@ -83,7 +83,7 @@ def without_cut_image(token_ids: Sequence[int]) -> tuple[int, ...]:
 
 def without_end(token_ids: Sequence[int], most: int) -> tuple[int, ...]:
     """Returns the first `most` tokens, without the tokens of an image whose last ones are cut off."""
-    end = min(max(most, 0), len(token_ids))
+    end = min(most, len(token_ids))
     while 0 < end < len(token_ids) and token_ids[end] >= FIRST and not token_ids[end] & FIRST:
         end -= 1
     return tuple(token_ids[:end])

@@ -154,6 +154,7 @@ def main() -> None:
         app.mount(f"/{name}", create_fastapi_app(*kinds, max_concurrent_envs=FEW if name == "few" else sessions, env_name=name))
     config = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error")
     server, socket = uvicorn.Server(config), config.bind_socket()
+    socket.listen(2048)  # so that whoever reads the port can connect
     print(socket.getsockname()[1], flush=True)
     server.run(sockets=[socket])
 

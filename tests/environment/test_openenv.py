@@ -134,7 +134,7 @@ def sending(*messages: str | bytes) -> Answer:
     return send
 
 
-async def hang(socket: ServerConnection) -> None:
+async def hang(socket: ServerConnection, _: Any = None) -> None:
     await socket.wait_closed()
 
 
@@ -219,10 +219,7 @@ async def test_a_late_answer_is_not_taken_for_the_next(opener: RemoteOpener) -> 
 
 
 async def test_a_cancelled_step_ends_the_session(opener: RemoteOpener) -> None:
-    async def step(socket: ServerConnection, data: Any) -> None:
-        await hang(socket)
-
-    async with fake_openenv(on_step=step) as fake:
+    async with fake_openenv(on_step=hang) as fake:
         environment = await begin(opener, fake)
         task = asyncio.create_task(environment.step("left"))
         await asyncio.sleep(0.05)
@@ -236,10 +233,7 @@ async def test_a_cancelled_step_ends_the_session(opener: RemoteOpener) -> None:
 
 
 async def test_closing_does_not_wait_for_a_step_in_progress(opener: RemoteOpener) -> None:
-    async def step(socket: ServerConnection, data: Any) -> None:
-        await hang(socket)
-
-    async with fake_openenv(on_step=step) as fake:
+    async with fake_openenv(on_step=hang) as fake:
         environment = await begin(opener, fake)
         task = asyncio.create_task(environment.step("left"))
         await asyncio.sleep(0.05)

@@ -117,7 +117,7 @@ async def test_lack_of_descriptors_is_a_typed_error_and_leaves_nothing(backend, 
 
 
 def test_lack_of_descriptors_makes_no_driver_dead():
-    """Otherwise another driver's sandboxes are removed, and this one's folders belong to nobody."""
+    """A live driver that counts as dead loses its sandboxes. A wrong lease in the name of a folder keeps it for ever."""
     with subprocess.Popen(["sleep", "60"]) as process:
         own, other = lease(), f"{lease().partition('-')[0]}-{process.pid}-{start_time(process.pid)}"
         taken = fill_up()
