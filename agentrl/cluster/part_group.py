@@ -21,6 +21,7 @@ class PartGroup:
     def __init__(self, members: Sequence[PartHandle]) -> None:
         self._members = tuple(members)
         self._first = members[0]
+        self._failure = 0  # exit code of the first member that failed; the others are killed then
 
     @property
     def host(self) -> str:
@@ -54,9 +55,9 @@ class PartGroup:
 
     @property
     def returncode(self) -> int | None:
-        """0 if all members have ended with 0, the first other code if all have ended, and None while one runs."""
+        """The code of the first member that failed, 0 if none did, and None while one runs."""
         codes = [member.returncode for member in self._members]
-        return None if None in codes else next((code for code in codes if code), 0)
+        return None if None in codes else self._failure or next((code for code in codes if code), 0)
 
     @property
     def lost(self) -> str:
@@ -66,7 +67,8 @@ class PartGroup:
     async def wait(self) -> int:
         """Returns the exit code after the end of all members. Kills the others when one has failed: they would wait for it."""
         while (code := self.returncode) is None:
-            if any(member.returncode for member in self._members):
+            if failure := next((member.returncode for member in self._members if member.returncode), 0):
+                self._failure = self._failure or failure
                 await self.kill()
                 continue
             ending = [asyncio.ensure_future(member.wait()) for member in self._members if member.returncode is None]

@@ -97,7 +97,9 @@ def supervised_driver(folder: Path, driver: str, **options: Any) -> Iterator[tup
     """Yields the process that supervises a driver, and the id of the driver."""
     code = f"import sys; from pathlib import Path; from agentrl.cli.supervised import supervise; folder = Path({str(folder)!r})\n"
     code += f"sys.exit(supervise([sys.executable, '-c', {driver!r}, str(folder)], folder, restarts=1))"
+    ignored = signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # by tests that a shell runs in the background
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **options)
+    signal.signal(signal.SIGQUIT, ignored)
     try:
         wait_until(lambda: (folder / "waits").exists())
         yield parent, int((folder / "pid").read_text())

@@ -89,5 +89,5 @@ async def test_a_failed_member_ends_the_others_which_would_wait_for_it(tmp_path:
     group = PartGroup([waits, fails])
     assert group.returncode is None and waits.pid in group.processes()
     async with asyncio.timeout(20):
-        assert await group.wait() in (-9, 1)
+        assert await group.wait() == 1, "not the code of one that was killed for it"
     assert waits.returncode == -9 and group.processes() == {}

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.base.files import read_json_lines
+from agentrl.base.processes import read_stat
 from agentrl.experience import SqliteStore
 from agentrl.records import Group
 from tests.ledgers import indices
@@ -33,9 +34,10 @@ def stored(run: Path) -> dict[int, Group]:
 
 
 def workers_of(run: Path) -> list[int]:
-    """Process ids of the rollout workers of a run."""
+    """Process ids of the rollout workers of a run, without the processes that they are about to start, which share their command line."""
     own = ["-m", "agentrl.run.worker", str(run)]
-    return [pid for pid, words in command_lines() if any(words[at : at + 3] == own for at in range(len(words)))]
+    pids = [pid for pid, words in command_lines() if any(words[at : at + 3] == own for at in range(len(words)))]
+    return [pid for pid in pids if read_stat(pid).parent not in pids]
 
 
 def working_folder(pid: int) -> Path | None:
