@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -324,10 +325,13 @@ class Careless(Environment):
 
 
 class Hungry(Environment):
-    """A step takes as many MiB of memory as its action says, in this process or in one that it starts, and some seconds."""
+    """A step takes as many MiB of memory as its action says, in this process or in one that it starts, and some seconds.
 
-    def __init__(self, seconds: float = 0.0, child: bool = False) -> None:
-        self.seconds, self.child = seconds, child
+    With `signal` it takes the memory later: once this file exists.
+    """
+
+    def __init__(self, seconds: float = 0.0, child: bool = False, signal: str = "") -> None:
+        self.seconds, self.child, self.signal = seconds, child, signal
 
     def reset(self, seed: int) -> str:
         return "Go."
@@ -336,10 +340,20 @@ class Hungry(Environment):
         code = f"import time; eaten = b'x' * ({action} << 20); time.sleep(600)"
         if self.child:
             subprocess.Popen([sys.executable, "-c", code])
+        elif self.signal:
+            threading.Thread(target=self.eat_later, args=(int(action),), daemon=True).start()
         else:
-            self.eaten = b"x" * (int(action) << 20)
+            self.eat(int(action))
         time.sleep(self.seconds)
         return "eaten", 0.0, False
+
+    def eat(self, mebibytes: int) -> None:
+        self.eaten = b"x" * (mebibytes << 20)
+
+    def eat_later(self, mebibytes: int) -> None:
+        while not Path(self.signal).exists():
+            time.sleep(0.02)
+        self.eat(mebibytes)
 
 
 class Toll(Doors):

@@ -65,10 +65,11 @@ async def test_the_process_that_takes_the_most_memory_is_killed(child: bool) -> 
 
 
 @pytest.mark.slow
-async def test_memory_between_two_operations_blames_no_environment() -> None:
+async def test_memory_between_two_operations_blames_no_environment(tmp_path: Path) -> None:
     pool = ProcessPool(processes=1, timeout_s=30.0, memory=300 << 20)
-    hungry, other = await opened(pool, "Hungry"), await opened(pool, "Slow", seconds=20.0)
+    hungry, other = await opened(pool, "Hungry", signal=str(tmp_path / "eat")), await opened(pool, "Slow", seconds=20.0)
     assert (await hungry.step("300")).observation.text == "eaten"
+    (tmp_path / "eat").touch()
     process = pool._processes[0]
     async with asyncio.timeout(30):
         while process.alive:
