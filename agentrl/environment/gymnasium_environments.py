@@ -68,7 +68,7 @@ class GymnasiumEnvironment(Environment):
         **options: Any,
     ) -> None:
         self._name = id.rpartition(":")[2].partition("-v")[0].rpartition("/")[2]
-        self._wrapped, self._drawn = _make(id, options, draw=formatter is None)
+        self._wrapped, self._drawn = self._create(id, options, draw=formatter is None)
         self._format: Callable[[Any], str] | None = None if formatter is None else resolve(formatter)
         self._space = self._wrapped.action_space
         self._seen = self._wrapped.observation_space
@@ -103,6 +103,24 @@ class GymnasiumEnvironment(Environment):
         """Closes the environment."""
         self._wrapped.close()
 
+    def _create(self, id: str, options: dict[str, Any], *, draw: bool) -> tuple[Any, bool]:
+        """Returns the wrapped environment, and whether its observations are drawn as text. Raises `PluginError`."""
+        module, _, name = id.rpartition(":")
+        try:
+            gymnasium = importlib.import_module("gymnasium")
+            if module:
+                importlib.import_module(module)
+        except ImportError as error:
+            raise PluginError(f"gymnasium:{id} needs a package that is not installed: {error}", fix=install_command("gymnasium")) from error
+        try:
+            environment = gymnasium.make(name, disable_env_checker=True, **options)
+            if not draw or "render_mode" in options or "ansi" not in environment.metadata.get("render_modes", ()):
+                return environment, False
+            environment.close()
+            return gymnasium.make(name, disable_env_checker=True, render_mode="ansi", **options), True
+        except gymnasium.error.Error as error:
+            raise PluginError(f"gymnasium:{id} cannot be created: {str(error)[:500]}", fix="see gymnasium.pprint_registry()") from error
+
     def _value(self, action: str | ToolCall) -> Any:
         if isinstance(action, ToolCall):
             if action.name != "act" or "action" not in action.arguments:
@@ -118,7 +136,7 @@ class GymnasiumEnvironment(Environment):
 
     def _text(self, observation: Any) -> str:
         if not is_inside(self._seen, observation):
-            raise EnvironmentFault(f"gymnasium:{self._name} returned an observation outside its space {str(self._seen)[:200]}")
+            raise EnvironmentFault(f"{self._name} returned an observation outside its space {str(self._seen)[:200]}")
         if self._format is not None:
             return self._format(observation)
         if self._drawn:
@@ -140,22 +158,3 @@ def _mark(match: re.Match[str]) -> str:
     code, text = match[1].partition(";")[0], match[2]
     first, last = "()" if code == "34" else "{}" if code == "35" else "[]"
     return f"{first}{text}{last}"
-
-
-def _make(id: str, options: dict[str, Any], *, draw: bool) -> tuple[Any, bool]:
-    """Returns an environment, and whether its observations are drawn as text. Raises `PluginError`."""
-    module, _, name = id.rpartition(":")
-    try:
-        gymnasium = importlib.import_module("gymnasium")
-        if module:
-            importlib.import_module(module)
-    except ImportError as error:
-        raise PluginError(f"gymnasium:{id} needs a package that is not installed: {error}", fix=install_command("gymnasium")) from error
-    try:
-        environment = gymnasium.make(name, disable_env_checker=True, **options)
-        if not draw or "render_mode" in options or "ansi" not in environment.metadata.get("render_modes", ()):
-            return environment, False
-        environment.close()
-        return gymnasium.make(name, disable_env_checker=True, render_mode="ansi", **options), True
-    except gymnasium.error.Error as error:
-        raise PluginError(f"gymnasium:{id} cannot be created: {str(error)[:500]}", fix="see gymnasium.pprint_registry()") from error

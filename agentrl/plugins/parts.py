@@ -175,6 +175,7 @@ class EnvironmentKind:
 ENVIRONMENT_FAMILY = "agentrl.environment.family:EnvironmentFamily"
 _REMOTE_FAMILY = "agentrl.environment.remote_family:RemoteFamily"
 ENVIRONMENTS = {
+    "envpool": EnvironmentKind(family=ENVIRONMENT_FAMILY, pooled="agentrl.environment.envpool_environments:EnvPoolEnvironment"),
     "gymnasium": EnvironmentKind(family=ENVIRONMENT_FAMILY, pooled="agentrl.environment.gymnasium_environments:GymnasiumEnvironment"),
     "inspect": EnvironmentKind(
         family="agentrl.environment.inspect_tasks:InspectFamily", host="agentrl.environment.inspect_tasks:host_spec"

@@ -270,6 +270,10 @@ def describe(cell: int) -> str:
     return f"cell {cell}"
 
 
+def shape(frames: Any) -> str:
+    return f"frames {frames.shape}"
+
+
 class Trap(Environment):
     """Each step costs 1, and the third ends the episode. A leap ends the process."""
 
