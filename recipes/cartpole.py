@@ -33,12 +33,12 @@ POLE = {
 
 recipe = Recipe(
     name="cartpole",
-    steps=60,
+    steps=40,
     policy=PolicyConfig(model="recipes/models/tables-base", dtype="float32", max_model_len=128),
     tasks=TasksConfig(family=Part("gymnasium:CartPole-v1", options=POLE)),
-    rollout=RolloutConfig(group=GroupConfig(size=16), groups_per_step=4, concurrency=64),
+    rollout=RolloutConfig(group=GroupConfig(size=16), groups_per_step=2, concurrency=32),
     evaluation=EvalConfig(heldout=32, sampling=SamplingConfig(temperature=0.0)),
-    serving=ServingConfig(max_num_seqs=64, kv_cache_gb=0.5, threads=1),
+    serving=ServingConfig(max_num_seqs=32, kv_cache_gb=0.5, threads=1),
     objective=ObjectiveConfig(clip_low=0.2, clip_high=0.28),
     learner=LearnerConfig(lr=2e-4, ranks=1, threads=1, max_tokens_per_microbatch=8192),
 )
