@@ -25,7 +25,7 @@ def test_a_profile_of_two_steps_adds_up_and_leaves_no_folder(forked: tuple[str, 
     assert (data["first_step"], data["steps"]) == (2, 2) and data["wall_s"] > 0
     for table in (data["busy_at_once"], *data["parts"].values()):
         assert sum(table.values()) == pytest.approx(data["wall_s"], rel=0.02), "within 2%"
-    assert sum(data["learner"].values()) == pytest.approx(data["wall_s"], rel=0.02, abs=0.2), (
+    assert sum(data["learner"].values()) == pytest.approx(data["wall_s"], rel=0.02, abs=0.5), (
         "its own clock starts and ends with its reports"
     )
     assert sum(data["cpu_s"].values()) == pytest.approx(data["cpus"] * data["wall_s"], rel=0.1)
