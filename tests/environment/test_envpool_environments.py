@@ -10,7 +10,6 @@ from agentrl.errors import PluginError, TaskError
 from agentrl.records import ToolCall
 from tests.commands import agentrl
 
-pytest.importorskip("envpool")
 pytestmark = pytest.mark.models  # installed by `make setup-models`
 
 
