@@ -20,10 +20,10 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import httpx
 import pytest
 import requests
@@ -84,6 +84,8 @@ def by_requests(url: str) -> None:
 
 
 def by_aiohttp(url: str) -> None:
+    import aiohttp
+
     async def get() -> None:
         patience = aiohttp.ClientTimeout(total=2.0)
         async with aiohttp.ClientSession(timeout=patience, raise_for_status=True) as session, session.get(url) as response:
@@ -106,7 +108,8 @@ def raised(code: Callable[[], Any]) -> BaseException:
     raise AssertionError("nothing was raised")
 
 
-CLIENTS = [by_urllib, by_httpx, by_requests, by_aiohttp]
+WITHOUT_AIOHTTP = pytest.mark.skipif(find_spec("aiohttp") is None, reason="aiohttp is not installed")
+CLIENTS = [by_urllib, by_httpx, by_requests, pytest.param(by_aiohttp, marks=WITHOUT_AIOHTTP)]
 
 
 @pytest.mark.sampled(3)

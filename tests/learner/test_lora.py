@@ -122,12 +122,14 @@ def test_peft_and_the_merge_read_a_published_adapter_alike(tmp_path: Path) -> No
 
 
 def test_a_layer_that_cannot_be_merged_raises() -> None:
+    pytest.importorskip("peft")
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=32))
     with pytest.raises(UserError, match=r"transformer\.h\.0\.attn\.c_attn of this model is not a plain linear layer"):
         lora.attach(model, CONFIG, seed=0)
 
 
 def test_the_seed_determines_the_adapter_and_keeps_the_random_state() -> None:
+    pytest.importorskip("peft")
     made = []
     for seed in (3, 3, 4):
         torch.manual_seed(0)

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections import namedtuple
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -325,6 +326,7 @@ def test_a_model_folder_with_wrong_types_raises(config: dict[str, object], token
     assert "save_pretrained" in error.value.fix
 
 
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 @pytest.mark.parametrize("verb", ["train", "eval", "sample"])
 def test_without_training_the_gates_own_server_needs_no_gpu(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
