@@ -7,6 +7,7 @@ import math
 import types
 import typing
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from enum import Enum
 from typing import Annotated, Any
 
@@ -255,3 +256,15 @@ _FITTING: dict[str, Callable[[Held], Held]] = {
     "Score": _score,
     "Sample": _sample,
 }
+
+
+def numbered(groups: list[nouns.Group]) -> list[nouns.Group]:
+    """The groups as a run numbers them: no two have the same index, and no episodes of two groups have the same id."""
+    return [
+        replace(
+            group,
+            index=index,
+            episodes=tuple(replace(one, episode=replace(one.episode, id=f"{index} {one.episode.id}")) for one in group.episodes),
+        )
+        for index, group in enumerate(groups)
+    ]

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 
 from agentrl.config.section import Section
 from agentrl.plugins import parts
+
+
+def _weights(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """Returns one weight or two. Raises one `ValueError` instead of one for each of the types."""
+    try:
+        checked = check(value)
+    except ValidationError:
+        checked = -1.0
+    if min(checked if isinstance(checked, tuple) else (checked,)) < 0:
+        raise ValueError("write one number of at least 0, or two in a list: [first, last]")
+    return checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +108,20 @@ class ObjectiveConfig(Section):
     """Estimator of the KL divergence from version 0. k1, k2, k3: in the loss. k1_reward: subtracted from the episode's score."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL divergence."""
-    entropy_coef: float = Field(0.0, ge=0)
-    """Weight of the entropy bonus in the loss."""
+    entropy_coef: Annotated[float | tuple[float, float], WrapValidator(_weights)] = 0.0
+    """Weight of the entropy bonus in the loss. `[first, last]`: changes linearly from the first to the last step."""
 
     @property
     def divides_by_std(self) -> bool:
         """Whether advantages are divided by the standard deviation of their group."""
         return self.advantage.ref != "rloo" if self.normalize_std is None else self.normalize_std
+
+    def entropy_weight(self, done: float) -> float:
+        """Returns the weight of the entropy bonus after a share `done` of the run: 0 in its first step, 1 in its last one."""
+        if not isinstance(self.entropy_coef, tuple):
+            return self.entropy_coef
+        first, last = self.entropy_coef
+        return first + (last - first) * min(max(done, 0.0), 1.0)
 
     @property
     def ratio_cap(self) -> float:

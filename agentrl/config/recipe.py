@@ -178,6 +178,8 @@ class Recipe(Section):
                 f"learner.lr_schedule={self.learner.lr_schedule} decays until the last step, but a run with steps=None has none: set"
                 " constant or inverse_sqrt, or set steps"
             )
+        if isinstance(self.objective.entropy_coef, tuple) and (self.steps is None or self.steps < 2):
+            yield "objective.entropy_coef changes from the first to the last step: set steps to at least 2, or one number"
         if self.depth > self.max_staleness + 1:
             yield f"pipeline_depth must be at most max_staleness + 1 = {self.max_staleness + 1}: lower it, or raise max_staleness"
         if self.tasks.weighting and self.objective.advantage.ref in ("reinforce++", "gae"):

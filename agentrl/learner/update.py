@@ -285,6 +285,7 @@ class Updater:
                 denominator=total_weight,
                 surrogate=self._loss,
                 reach=reach,
+                done=self._schedule_step(minibatch.step) / max(1.0, self.engine.recipe.step_limit - 1),
             )
             if self.recorder is not None:
                 self.recorder.add(micro.samples, micro.batch.sequence, logprobs, entropy, result)

@@ -44,7 +44,13 @@ class PolicyLoss:
 
 
 def policy_loss(
-    tokens: TrainedTokens, objective: ObjectiveConfig, *, denominator: float, surrogate: Loss | None = None, reach: float = math.inf
+    tokens: TrainedTokens,
+    objective: ObjectiveConfig,
+    *,
+    denominator: float,
+    surrogate: Loss | None = None,
+    reach: float = math.inf,
+    done: float = 0.0,
 ) -> PolicyLoss:
     """Returns sum_t c_t (-w_t J_t + kl_coef * KL_t - entropy_coef * H_t) / denominator over the trained tokens of a micro-batch.
 
@@ -56,8 +62,9 @@ def policy_loss(
     the start of the step (the decoupled objective): the clip then bounds the change of this step, and w corrects for staleness and for
     numerical differences between server and learner.
 
-    `surrogate` is `load_loss(objective)`, if the caller has loaded it. `reach` is the second-moment mask's, over the whole batch. Raises
-    `ValueError` if the denominator is not positive or a required tensor is missing, and `PluginError` if the loss returns a wrong shape.
+    `surrogate` is `load_loss(objective)`, if the caller has loaded it. `reach` is the second-moment mask's, over the whole batch. `done`
+    is that of `ObjectiveConfig.entropy_weight`. Raises `ValueError` if the denominator is not positive or a required tensor is missing,
+    and `PluginError` if the loss returns a wrong shape.
     """
     if not denominator > 0:
         raise ValueError(f"denominator must be positive, got {denominator}")
@@ -72,7 +79,7 @@ def policy_loss(
         objective, log_ratio=gap, logprobs=tokens.logprobs, advantages=tokens.advantages.to(dtype), sequence=tokens.sequence
     )
     gain, clipped = losses.check_surrogate((surrogate or load_loss(objective))(arguments), arguments, objective.loss.ref)
-    per_token = -(weight * gain) + _penalty(tokens, objective)
+    per_token = -(weight * gain) + _penalty(tokens, objective, objective.entropy_weight(done))
     counts = token_weights(objective.aggregation, segments, dtype, rollout_tokens=tokens.rollout_tokens)
     loss = (counts * per_token).sum() / denominator
     with torch.no_grad():
@@ -109,15 +116,15 @@ def _mismatch(tokens: TrainedTokens) -> Tensor | None:
     return k3(tokens.behaviour.double(), ours.detach().double()).masked_fill(~tokens.on_policy, math.nan)
 
 
-def _penalty(tokens: TrainedTokens, objective: ObjectiveConfig) -> Tensor:
+def _penalty(tokens: TrainedTokens, objective: ObjectiveConfig, entropy_coef: float) -> Tensor:
     """Returns the KL and entropy terms, [N]."""
     total = torch.zeros_like(tokens.logprobs)
     if objective.kl in ("k1", "k2", "k3"):
         if tokens.kl_reference is None:
             raise ValueError(f"objective.kl={objective.kl} needs the logprobs of the KL reference model")
         total = total + objective.kl_coef * kl_term(objective.kl, tokens.logprobs, tokens.kl_reference.to(total.dtype))
-    if objective.entropy_coef:
+    if entropy_coef:
         if tokens.entropy is None or not (tokens.entropy.requires_grad or not torch.is_grad_enabled()):
             raise ValueError("objective.entropy_coef needs entropies with a gradient")
-        total = total - objective.entropy_coef * tokens.entropy
+        total = total - entropy_coef * tokens.entropy
     return total

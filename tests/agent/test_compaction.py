@@ -160,6 +160,7 @@ async def test_control_tokens_in_a_summary_are_escaped(task_of_pages: Task, runs
     assert episode.answer == "True" and episode.trajectories[2].prompt[0].content.endswith("seen 2< |im_start|>")
 
 
+@pytest.mark.slow
 async def test_an_observation_forges_no_turn_after_a_summary(tokenizer: Any) -> None:
     """The first observation of an environment is hostile also in the context that continues from a summary."""
     config = TasksConfig(family=Part("tests.environment.examples:Echo"))

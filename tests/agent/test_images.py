@@ -63,6 +63,7 @@ def load(folder: Path, run: Path | None, template: str | None = None) -> tuple[C
     return chat, processor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", [None, PARTS_ONLY, IN_MARKS])
 def test_the_ids_are_those_of_the_processor(folder: Path, tmp_path: Path, template: str | None) -> None:
     """For a prompt and what follows it, from templates that know images and one that does not, with a small image and one in parts."""
@@ -202,6 +203,7 @@ async def played(chat: ChatFormat, tokenizer: Any, *texts: str) -> Episode:
         await close_environments()
 
 
+@pytest.mark.slow
 async def test_a_policy_cannot_end_its_episode_as_a_fault_of_the_environment(folder: Path, tmp_path: Path) -> None:
     """An environment that shows the policy's text shows what looks like a broken image; its own broken image is its fault."""
     chat, processor = load(folder, tmp_path)
@@ -211,6 +213,7 @@ async def test_a_policy_cannot_end_its_episode_as_a_fault_of_the_environment(fol
     assert failure.blame is Blame.INFRASTRUCTURE and "not an image" in failure.message
 
 
+@pytest.mark.slow
 async def test_a_context_full_of_images_is_a_limit_and_no_fault(folder: Path, tmp_path: Path) -> None:
     chat, processor = load(folder, tmp_path)
     turns = MAX_IN_PROMPT // MAX_IMAGES

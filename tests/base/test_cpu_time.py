@@ -93,6 +93,7 @@ def test_the_part_of_a_process_is_that_of_its_command_and_its_children_inherit_i
     }
 
 
+@pytest.mark.slow
 def test_real_processes_count_while_they_run_and_after_they_ended() -> None:
     clock = CpuClock()
     burn = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"

@@ -28,6 +28,7 @@ def _start_a_child(told: multiprocessing.Queue[int]) -> None:
     time.sleep(60)
 
 
+@pytest.mark.slow
 def test_a_child_dies_with_its_parent() -> None:
     context = multiprocessing.get_context("spawn")
     told = context.Queue()

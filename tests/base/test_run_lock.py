@@ -76,12 +76,14 @@ def test_no_child_inherits_the_lock(tmp_path: Path) -> None:
         child.wait()
 
 
+@pytest.mark.slow
 def test_of_four_in_the_same_instant_one_gets_the_folder(tmp_path: Path) -> None:
     found = raced(tmp_path, tmp_path / "run")
     assert sorted(answer.startswith("refused") for answer in found) == [False, True, True, True], found
     assert all("is driven by another agentrl: process" in answer for answer in found if answer.startswith("refused"))
 
 
+@pytest.mark.slow
 def test_four_in_the_same_instant_without_a_folder_get_four(tmp_path: Path) -> None:
     assert sorted(Path(answer).name for answer in raced(tmp_path)) == ["q", "q-2", "q-3", "q-4"]
 

@@ -227,6 +227,7 @@ def test_texts_without_urls_are_not_changed(text: str) -> None:
     assert hide_logins(text.replace("://", ""), "[x]") == text.replace("://", "")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "text", ["://" * 100_000, "http://a:" * 50_000, "https://hooks/" + "a/" * 100_000, "Bearer " * 100_000, "@" * 300_000]

@@ -18,6 +18,8 @@ from agentrl.task import open_family
 from sandboxes.desk import Desk
 from tests.commands import agentrl
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 async def closed(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:

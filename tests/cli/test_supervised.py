@@ -52,6 +52,7 @@ def run(folder: Path, ends: list[object], restarts: int) -> tuple[int, list[str]
     return code, (folder / "starts").read_text().splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ends", "restarts", "code", "starts"),
     [

@@ -65,6 +65,7 @@ def templates(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {"head": cluster["headGroupSpec"]["template"], **groups}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, LARGE], ids=["small", "large"])
 def test_every_object_is_valid(changes: dict[str, Any]) -> None:
     objects = written(build({**RECIPE, **changes}), egress=("203.0.113.0/24",))
@@ -86,6 +87,7 @@ def check_pod(name: str, template: dict[str, Any]) -> None:
 CLAIMED = {"sandbox": {"backend": {"ref": "agent-sandbox", "options": {"slots": 8}}}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, CLAIMED], ids=["cells", "claims"])
 def test_with_cells_only_they_run_programs_and_hold_their_key(changes: dict[str, Any]) -> None:
     recipe = build({**RECIPE, **LARGE, **changes})

@@ -201,6 +201,7 @@ async def test_a_hostile_peer_cannot_stop_a_mirror_or_fill_its_memory(tmp_path: 
     assert status == 403, "workers serve no mirrors"
 
 
+@pytest.mark.slow
 async def test_mirrors_forward_what_they_receive_and_distrust_each_other(tmp_path: Path, driver: Driver) -> None:
     """The driver sends most chunks once. A mirror whose chunks are damaged, or that ends, costs the others no more than a retry."""
     rng, folder = random.Random(2), driver.folder / "versions" / "000001"

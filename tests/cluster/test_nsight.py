@@ -41,6 +41,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str = "non
     return calls
 
 
+@pytest.mark.slow
 async def test_learner_and_servers_start_under_nsys_and_are_recorded_between_start_and_stop(tmp_path: Path, calls: Path) -> None:
     """A part gets the process id of its parent, which is now nsys, so that it dies with it."""
     nsight = NsightSessions(tmp_path / "nsight")

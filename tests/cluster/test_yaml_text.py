@@ -2,12 +2,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from agentrl.cluster.yaml_text import to_yaml
 from tests.strategies import examples
+
+pytestmark = pytest.mark.slow
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.text(" \n:-#|>'\"ab", max_size=8)
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False, width=32) | TEXT

@@ -231,6 +231,7 @@ def test_every_key_is_read_and_can_be_set(key: str) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(30)
 @pytest.mark.parametrize("key", [key for key, conditions in CONDITIONS.items() if conditions])
 def test_a_key_without_effect_in_a_recipe_is_an_error_that_names_it(key: str) -> None:

@@ -44,6 +44,7 @@ JSON = st.recursive(
 PARTS = st.builds(Part, st.sampled_from(["a:b", "./c.py:d"]), options=st.dictionaries(st.text("abc.-", min_size=1, max_size=4), JSON))
 
 
+@pytest.mark.slow
 @given(st.lists(PARTS, max_size=3), PARTS)
 def test_a_recipe_with_options_survives_recipe_json_and_overrides(trackers: list[Part], family: Part) -> None:
     made = BASE.but({"tasks.family": family, "trackers": trackers})

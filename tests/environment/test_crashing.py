@@ -23,6 +23,8 @@ from agentrl.testing.sandboxes import printing
 from tests.chats import chat_of
 from tests.episodes import tokenizer as tokenizer
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 async def closed() -> AsyncIterator[None]:

@@ -140,6 +140,7 @@ async def test_a_call_that_is_late_or_cancelled_is_cancelled_in_the_host(start: 
     await host.close()
 
 
+@pytest.mark.slow
 async def test_a_killed_host_fails_its_calls_and_is_restarted(start: Start) -> None:
     host = start()
     old = await host.call("pid", {}, timeout_s=20)
@@ -152,6 +153,7 @@ async def test_a_killed_host_fails_its_calls_and_is_restarted(start: Start) -> N
     await host.close()
 
 
+@pytest.mark.slow
 async def test_a_host_that_keeps_dying_is_not_started_again(start: Start) -> None:
     host = start()
     for _ in range(hosting.MAX_DEATHS + 1):

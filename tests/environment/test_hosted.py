@@ -94,6 +94,7 @@ async def play(task: Task, *, agent: HostedAgent | None = None, script: Any = la
     return episode, score
 
 
+@pytest.mark.slow
 async def test_the_hosts_value_is_the_score(task: Task) -> None:
     episode, score = await play(task)
     assert (score.value, episode.answer, episode.trajectories[0].stop_reason, episode.failures) == (0.25, "3", "answered", ())

@@ -69,6 +69,7 @@ async def closed() -> AsyncIterator[None]:
     await close_environments()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Shows", "Opener"])
 async def test_images_and_numbers_arrive_exactly(name: str) -> None:
     environment = await open_environment(EnvironmentSpec(ref=REF + name))

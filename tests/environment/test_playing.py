@@ -24,6 +24,8 @@ from agentrl.testing.sandboxes import printing
 from tests.chats import chat_of
 from tests.episodes import tokenizer as tokenizer
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = "tests.environment.examples:"
 
 

@@ -13,6 +13,8 @@ from agentrl.environment.pool import PooledEnvironment, ProcessPool
 from agentrl.errors import EnvironmentCrash, EnvironmentFault, NeighborCrash, PluginError, PolicyFault, TaskError
 from agentrl.records import EnvironmentSpec
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = "tests.environment.examples:"
 
 

@@ -205,6 +205,7 @@ async def test_a_wait_beyond_the_patience_is_a_fault(opener: RemoteOpener) -> No
             await begin(opener, url, wait_s=0.3)
 
 
+@pytest.mark.slow
 async def test_more_episodes_than_sessions_wait(opener: RemoteOpener) -> None:
     server = Ors()
     most = 0

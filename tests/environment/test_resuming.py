@@ -20,6 +20,8 @@ from tests.environment.test_crashing import CALL, UNKNOWN
 from tests.environment.test_playing import task_of
 from tests.episodes import tokenizer as tokenizer
 
+pytestmark = pytest.mark.slow
+
 ACTIONS = ("1", "x", "2", "1", "4")
 
 

@@ -67,6 +67,7 @@ async def decided(tmp_path: Path, weights: str, *, size: int = 64, margin: float
     return done, blocks, [number for number, _ in plain.RecordingChannel.swapped]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("scripted")
 async def test_a_worse_candidate_is_rolled_back_after_few_attempts(tmp_path: Path) -> None:
     done, blocks, _ = await decided(tmp_path, "awful", size=256)
@@ -74,6 +75,7 @@ async def test_a_worse_candidate_is_rolled_back_after_few_attempts(tmp_path: Pat
     assert (done.baseline, done.candidate, done.interval.value) == (1.0, 0.0, -1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("scripted")
 async def test_an_equal_candidate_is_promoted_and_a_quarter_of_the_attempts_were_its_own(tmp_path: Path) -> None:
     done, blocks, swaps = await decided(tmp_path, "good still", size=256)

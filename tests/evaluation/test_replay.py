@@ -91,6 +91,7 @@ def trace_of(run: Path) -> Trace:
         return next(iter(collection.traces()))
 
 
+@pytest.mark.slow
 def test_a_case_starts_at_the_failing_turn_and_samples_only_from_there(run: Path, tmp_path: Path) -> None:
     assert promote("failing")[0] == ""
     (case,) = load_suite(tmp_path / "late").cases
@@ -111,6 +112,7 @@ def test_a_case_starts_at_the_failing_turn_and_samples_only_from_there(run: Path
     assert promote(1)[0] == "" and [one.start is None for one in load_suite(tmp_path / "late").cases].count(True) == 1
 
 
+@pytest.mark.slow
 def test_tokens_of_another_tokenizer_raise_before_anything_runs(run: Path, tmp_path: Path) -> None:
     promote("failing")
     code = CliRunner().invoke(app, ["eval", "late", "--policy", f"{HERE}:foreign", BACKEND, "--run-dir", "again"]).exit_code

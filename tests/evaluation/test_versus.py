@@ -66,6 +66,7 @@ async def test_a_worse_version_is_stopped_after_the_first_block(tmp_path: Path) 
     assert {one.versions for one in after.attempts} == {(2,)}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("scripted")
 async def test_an_equal_version_is_tried_on_every_case_with_few_swaps(tmp_path: Path) -> None:
     comparison, policy, pair = await comparison_of(tmp_path, "good still", margin=0.01)

@@ -6,7 +6,6 @@ import json
 import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from agentrl.experience.episode_index import EpisodeIndex
 from agentrl.experience.episode_query import EpisodeQuery
 from agentrl.records import Group, GroupUse, codec
 from agentrl.testing.store_contract import make_group
-from tests.strategies import examples, records
+from tests.strategies import examples, numbered, records
 
 FILES = {"jsonl": write_lines, "parquet": write_parquet}
 Write = Callable[[Iterable[ExportedEpisode], Path], int]
@@ -36,6 +35,7 @@ def stored(folder: Path, groups: list[Group]) -> list[ExportedEpisode]:
             return [ExportedEpisode.of(record) for record in index.records(index.numbers(EpisodeQuery()))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FILES)
 @given(groups=st.lists(records(Group), max_size=3))
 @settings(max_examples=examples(40))
@@ -43,7 +43,7 @@ def test_any_episode_is_read_back_equal(kind: str, groups: list[Group]) -> None:
     if kind == "parquet":
         pytest.importorskip("pyarrow")
     with tempfile.TemporaryDirectory() as folder:
-        episodes = stored(Path(folder), [replace(group, index=index) for index, group in enumerate(groups)])
+        episodes = stored(Path(folder), numbered(groups))
         path = Path(folder) / f"episodes.{kind}"
         assert FILES[kind](episodes, path) == len(episodes)
         # Through JSON, in which NaN does not differ from itself.

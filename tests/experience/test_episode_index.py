@@ -37,7 +37,7 @@ from agentrl.records import (
     Turn,
     VersionSpan,
 )
-from tests.strategies import records
+from tests.strategies import numbered, records
 
 WORDS = ("alpha", "beta", "gamma")
 
@@ -152,6 +152,7 @@ def pages(index: EpisodeIndex, query: EpisodeQuery) -> Iterator[episode_index.Ep
         query = replace(query, after=page.next)
 
 
+@pytest.mark.slow
 @given(groups(), st.lists(queries, min_size=8, max_size=8), st.sampled_from([3, 10_000]), st.sampled_from([0, 10_000]))
 @settings(max_examples=15)
 def test_any_query_returns_what_the_groups_say_in_pages(some: list[Group], asked: list[EpisodeQuery], most: int, rare: int) -> None:
@@ -177,11 +178,12 @@ def test_any_query_returns_what_the_groups_say_in_pages(some: list[Group], asked
             assert facets.tools.get("python", 0) == len(index.numbers(EpisodeQuery(tool="python")))
 
 
+@pytest.mark.slow
 @given(st.lists(records(Group), max_size=3))
 def test_any_group_can_be_indexed(some: list[Group]) -> None:
     """Names, texts and numbers that a model, a sandbox or a worker has chosen do not keep a group from being stored."""
     with tempfile.TemporaryDirectory() as folder, closing(SqliteStore(Path(folder) / "experience.sqlite")) as store:
-        stored = store.put_all([replace(group, index=index) for index, group in enumerate(some)])
+        stored = store.put_all(numbered(some))
         with EpisodeIndex(Path(folder)) as index:
             page = index.search(EpisodeQuery(limit=1000))
             assert all(stored) and len(page.rows) == sum(len(group.episodes) for group in some)

@@ -150,6 +150,7 @@ ORDERS = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(200))
 @given(data=st.data(), order=ORDERS)
 def test_a_run_never_gets_stuck_and_takes_every_group_once(data: st.DataObject, order: GroupOrder) -> None:

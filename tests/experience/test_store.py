@@ -302,6 +302,7 @@ def test_a_lock_held_too_long_ends_the_wait(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.slow
 def test_old_episodes_are_deleted_and_the_ledger_and_its_hashes_stay(tmp_path: Path) -> None:
     """After more steps the file is not larger. A group that no step has used, or a step of another process, keeps its episodes."""
     store, everything = SqliteStore(tmp_path / "bounded.sqlite", keep_steps=4), SqliteStore(tmp_path / "all.sqlite")

@@ -48,6 +48,8 @@ from agentrl.version.rollback import BUDGET_STEPS
 from tests.chats import chat_of, shared_tokenizer
 from tests.gate import test_rolled_back as plain
 
+pytestmark = pytest.mark.slow
+
 RECIPE = plain.RECIPE.but(gate=GateConfig(suite="evals/x", every=2, repeats=4), steps=6)
 scripted = plain.scripted
 CASES = 12

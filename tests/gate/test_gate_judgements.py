@@ -65,6 +65,7 @@ async def test_the_gate_reports_stage_attempts_and_rate(tmp_path: Path) -> None:
     await plain.close(run)
 
 
+@pytest.mark.slow
 async def test_a_gate_on_its_own_server_does_not_change_the_stage(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     run.gate_server = SimpleNamespace(policy=Player(run))
@@ -137,6 +138,7 @@ async def test_if_only_the_suite_got_worse_the_three_worst_cases_are_shown(tmp_p
     await plain.close(run)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("suite_alone")
 async def test_a_changed_case_is_neither_compared_nor_shown(tmp_path: Path) -> None:
     run = await opened(tmp_path)
@@ -149,6 +151,7 @@ async def test_a_changed_case_is_neither_compared_nor_shown(tmp_path: Path) -> N
     await plain.close(run)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("suite_alone")
 async def test_a_case_without_scores_takes_no_slot_among_the_cases_that_are_shown(tmp_path: Path) -> None:
     run = await opened(tmp_path)
@@ -168,6 +171,7 @@ async def test_a_case_without_scores_takes_no_slot_among_the_cases_that_are_show
     await plain.close(run)
 
 
+@pytest.mark.slow
 async def test_a_suite_whose_cases_all_changed_starts_with_a_new_baseline(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     await serving_the_second(run, "good 1", "bad c03")
@@ -179,6 +183,7 @@ async def test_a_suite_whose_cases_all_changed_starts_with_a_new_baseline(tmp_pa
     await plain.close(run)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("meanwhile", ["rolled back", "deleted", "made anew"])
 async def test_a_version_that_the_learner_retracts_during_its_attempts_gets_no_verdict(meanwhile: str, tmp_path: Path) -> None:
@@ -202,6 +207,7 @@ async def test_a_version_that_the_learner_retracts_during_its_attempts_gets_no_v
     await plain.close(run)
 
 
+@pytest.mark.slow
 async def test_versions_are_due_at_the_recipes_interval_from_the_newest_with_a_verdict(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     run.recipe = RECIPE.but({"steps": 5})
@@ -245,6 +251,7 @@ async def test_a_rolled_back_version_is_not_evaluated_unless_it_is_the_last(tmp_
     await plain.close(run)
 
 
+@pytest.mark.slow
 async def test_the_serving_version_stays_if_nothing_else_was_promoted(tmp_path: Path) -> None:
     run = await opened(tmp_path)
     await serve_result(run.registry, run.served, run.tracker.alert)

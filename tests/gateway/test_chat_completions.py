@@ -37,6 +37,7 @@ def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
+@pytest.mark.slow
 async def test_a_conversation_with_tools_is_one_trajectory_of_exact_tokens(lead: Any, tokenizer: Any) -> None:
     seen: list[Any] = []
 

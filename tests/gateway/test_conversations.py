@@ -147,6 +147,7 @@ async def test_a_restart_after_an_unused_answer_belongs_to_the_main_agent(lead: 
     assert other.agent == "sub-agent", "another request while a call is running"
 
 
+@pytest.mark.slow
 async def test_two_sub_agents_with_the_same_task_belong_to_two_calls(lead: Any) -> None:
     async def program(http: Any) -> None:
         await words(http, LEAD, user(TASK), tools=(ASK,))
@@ -256,6 +257,7 @@ async def test_calls_may_come_back_with_other_ids(lead: Any) -> None:
     assert [one.name for one in line.turns[0].tool_results] == ["look", "look"]
 
 
+@pytest.mark.slow
 async def test_a_coding_agent_with_kept_reasoning_and_reminders(lead: Any, tokenizer: Any) -> None:
     """As Claude Code does: a late system message, kept reasoning, and thinking blocks sent back."""
     keep: Any = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}

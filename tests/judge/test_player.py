@@ -36,6 +36,7 @@ async def test_an_answer_that_names_no_action_or_several_is_a_fault(says: str) -
         await player.endpoint.close()
 
 
+@pytest.mark.slow
 async def test_an_endpoint_that_dies_in_a_game_is_infrastructure(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = ScriptedPolicy(tokenizer, lambda turn, _: "b")
     for answer, excluded in ((ScriptedAnswer(text="p"), False), (ScriptedAnswer(status=400), True)):

@@ -134,6 +134,21 @@ class Scenario:
             found[name] = {"weights": gather_weights(engine), "metrics": metrics, "penalties": penalties}
         return found
 
+    def entropy(self, stage: int) -> dict[str, Any]:
+        """Two updates with an entropy weight that changes, with both weights one after the other, and with the first one."""
+
+        def made(weight: float | tuple[float, float]) -> Recipe:
+            return self.with_learner(zero_stage=stage).model_copy(update={"objective": ObjectiveConfig(entropy_coef=weight)})
+
+        weights = {}
+        for name, coefficients in {"changing": [(0.5, 0.1)] * 2, "one by one": [0.5, 0.1], "constant": [0.5, 0.5]}.items():
+            engine = self.engine(made(coefficients[0]))
+            for batch, coefficient in zip(self.batches, coefficients, strict=True):
+                engine.recipe = made(coefficient)
+                Updater(engine).update(batch)
+            weights[name] = gather_weights(engine)
+        return weights
+
     def resume(self, stage: int, variant: str = "plain") -> dict[str, Any]:
         """Update, checkpoint, update - and the second update again from the checkpoint, in a fresh engine."""
         made = self.variant(stage, variant, weight_decay=0.1)

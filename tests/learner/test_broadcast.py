@@ -138,6 +138,7 @@ def test_a_collective_that_hangs_is_aborted_at_its_deadline(tmp_path: Path, weig
     assert weights.shut == 1 and weights.sent == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("abort", ["lambda: None", "lambda: time.sleep(60)", "lambda: 1 / 0"])
 def test_a_collective_that_no_abort_ends_ends_the_process(abort: str) -> None:
     """Neither does an abort that hangs or raises keep the process."""

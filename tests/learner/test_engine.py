@@ -31,7 +31,7 @@ SCENARIOS = {  # two ranks before one, which continues what they leave
         *("reshape-0", "reshape-2", "reshape-3", "cross-3-0", "cross-0-2", "crossppo-0-3", "odd-0", "refused-2", "hostile-0", "hostile-2"),
         *("stage-0-lora", "stage-1-lora", "stage-2-lora", "stage-3-lora", "resume-0-lora", "reshape-2-lora", "reshape-3-lora"),
         *("poisoned-2-lora", "stage-1-offload", "stage-2-offload", "stage-3-offload", "resume-2-offload", "resume-3-offload"),
-        *("poisoned-2-offload", "poisoned-3-offload"),
+        *("poisoned-2-offload", "poisoned-3-offload", "entropy-0"),
     ],
 }
 
@@ -277,6 +277,12 @@ def test_the_kl_reference_model_stays_version_0(results: dict[tuple[int, str], d
     penalties = results[1, "objective-0-256"]["reinforce++"]["penalties"]
     assert len(penalties) == 15
     assert any(penalties.values())
+
+
+def test_an_entropy_weight_changes_from_the_first_to_the_last_step(results: dict[tuple[int, str], dict[str, Any]]) -> None:
+    weights = results[1, "entropy-0"]
+    assert _gap(weights["changing"], weights["one by one"]) == 0.0
+    assert _gap(weights["changing"], weights["constant"]) > 1e-4
 
 
 def test_different_objectives_are_different_updates(results: dict[tuple[int, str], dict[str, Any]]) -> None:

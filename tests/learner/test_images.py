@@ -74,6 +74,7 @@ def score(lm: Any, samples: Sequence[Sample]) -> torch.Tensor:
     return logprobs[batch.expand]
 
 
+@pytest.mark.slow
 def test_a_forest_with_images_has_the_logprobs_of_plain_sequences(run: Run) -> None:
     """Sequences that share an image, that differ only in the image, with equal images in a row, with several sizes, and without any."""
     one, two, wide = run.image(1), run.image(2), run.image(3, (30, 112))

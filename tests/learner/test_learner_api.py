@@ -78,6 +78,7 @@ def lossy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Link, "request", lose_first)
 
 
+@pytest.mark.slow
 def test_calls_whose_answers_are_lost_have_the_effect_of_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ends = []
     for name in ("direct", "remote"):

@@ -121,6 +121,7 @@ def test_peft_and_the_merge_read_a_published_adapter_alike(tmp_path: Path) -> No
     assert described["target_modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 
 
+@pytest.mark.slow
 def test_a_layer_that_cannot_be_merged_raises() -> None:
     pytest.importorskip("peft")
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=32))

@@ -70,6 +70,7 @@ def test_an_imported_folder_passes_all_checks(source: Path, imported: Path) -> N
     assert str(source.parent) not in json.dumps(record), "a record says nothing of the machine's folders"
 
 
+@pytest.mark.slow
 def test_the_same_import_again_does_nothing(source: Path, imported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importing, "_make", None)
     again = import_model(str(source), imported, chat_template="hermes")

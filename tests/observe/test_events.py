@@ -87,6 +87,7 @@ def test_events_are_recorded_on_nfs_and_the_error_of_a_lock_is_reported(
         assert len(faults) == 1 and "No locks available" in faults[0]
 
 
+@pytest.mark.slow
 def test_the_lock_of_a_killed_driver_is_free_while_its_children_run(tmp_path: Path) -> None:
     program = (
         "import subprocess, sys, time; from pathlib import Path; from agentrl.observe.event_log import EventLog\n"

@@ -99,6 +99,7 @@ def refused_or_read_back(kind: type[Any], data: st.DataObject) -> None:
 groups = strategies.records(Group).filter(lambda group: group.index >= 0)
 
 
+@pytest.mark.slow
 @given(groups)
 @drawn
 def test_groups_come_back_from_the_store(group: Group) -> None:
@@ -112,6 +113,7 @@ def test_groups_come_back_from_the_store(group: Group) -> None:
             store.close()
 
 
+@pytest.mark.slow
 @given(strategies.records(EpisodeState) | strategies.records(ScoredEpisode))
 @drawn
 def test_running_episodes_are_found_as_they_were_kept(record: EpisodeState | ScoredEpisode) -> None:

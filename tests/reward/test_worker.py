@@ -61,6 +61,7 @@ async def test_process_that_cannot_start_is_an_infrastructure_fault() -> None:
         await SubprocessWorker(act, prepare=dies).call(1)
 
 
+@pytest.mark.slow
 async def test_reply_to_another_request_is_rejected(worker: SubprocessWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Child, "_read", lambda self, process, within_s: b'{"number": 99999, "reply": 1.0}\n')
     with pytest.raises(InfrastructureError, match="answered request 99999"):
@@ -82,6 +83,7 @@ async def test_cancelled_request_is_never_sent() -> None:
     one.close()
 
 
+@pytest.mark.slow
 def test_only_module_level_functions_are_accepted() -> None:
     with pytest.raises(ValueError, match="module-level function"):
         SubprocessWorker(lambda request: request)

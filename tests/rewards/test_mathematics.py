@@ -35,6 +35,7 @@ def pairs(*, of_equal_values: bool) -> list[tuple[str, str]]:
     return [(truth, answer) for kind, truth, answer in rows if (kind == "equal") == of_equal_values]
 
 
+@pytest.mark.slow
 def test_honest_forms_of_the_value_are_right() -> None:
     assert [pair for pair in pairs(of_equal_values=True) if not equal(*pair)] == []
 

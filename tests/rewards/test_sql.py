@@ -183,6 +183,7 @@ async def test_sums_are_compared_within_the_tolerance_at_any_number_of_groups(gr
     assert await value(sql, "SELECT sum(v) / count(*), avg(v) * count(*) + (k = 7) FROM g GROUP BY k", **data) == 0.0
 
 
+@pytest.mark.slow
 def test_truth_with_indistinguishable_rows_is_a_task_fault() -> None:
     random = Random(0)
     script = "CREATE TABLE g(v, w); INSERT INTO g VALUES " + ", ".join(f"({random.random()}, {random.random()})" for _ in range(3000))

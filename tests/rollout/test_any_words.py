@@ -21,6 +21,8 @@ from agentrl.testing.sandboxes import printing
 from tests.chats import chat_of, shared_tokenizer
 from tests.strategies import examples
 
+pytestmark = pytest.mark.slow
+
 TURNS = 4
 TOKENIZER = shared_tokenizer()
 CHAT = chat_of(TOKENIZER)

@@ -346,6 +346,7 @@ def fresh(error: BaseException) -> BaseException:
 each_fault = pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(15)
 @each_fault
 async def test_an_exception_at_any_await_of_an_episode_becomes_a_typed_failure(tokenizer: Any, task: Task, error: BaseException) -> None:

@@ -61,6 +61,8 @@ from agentrl.testing.clock import run_virtually
 from agentrl.testing.sandboxes import printing, sample_task
 from tests.chats import chat_of, shared_tokenizer
 
+pytestmark = pytest.mark.slow
+
 TOKENIZER = shared_tokenizer()
 GROUPS, SIZE = 12, 8
 ARMS = ("solve", "fail", "provoke")

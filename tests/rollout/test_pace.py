@@ -110,6 +110,7 @@ def test_a_server_that_stalls_for_a_while_never_costs_a_score(speed: float, stal
     assert episode.left_out or has_every_token(policy, episode)
 
 
+@pytest.mark.slow
 @given(speed=st.floats(10.0, 100.0), slower=st.floats(2.6, 50.0))
 @settings(max_examples=examples(25))
 def test_a_server_much_slower_than_usual_is_an_infrastructure_fault(speed: float, slower: float) -> None:
@@ -119,6 +120,7 @@ def test_a_server_much_slower_than_usual_is_an_infrastructure_fault(speed: float
     assert episode.left_out and episode.failures[0].kind == "slow_server"
 
 
+@pytest.mark.slow
 @given(speed=st.floats(10.0, 100.0), slower=st.floats(0.2, 1.9))
 @settings(max_examples=examples(25))
 def test_a_server_about_as_fast_as_usual_is_not_a_fault(speed: float, slower: float) -> None:

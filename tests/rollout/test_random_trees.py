@@ -93,6 +93,7 @@ async def test_trees_at_their_limits_have_no_failure(task: Task, tokenizer: Any)
             assert not one.left_out and not one.failures, one.failures
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_every_sampled_token_is_in_exactly_one_sample(task: Task, tokenizer: Any) -> None:
     wide = replace(task, tools=("python",), limits=Limits(turns=16, turn_tokens=200, episode_tokens=700))

@@ -43,6 +43,7 @@ async def run_until(folder: Path, steps: int) -> tuple[int, Summary]:
         return run.served.version, loop._report(run, (), None)
 
 
+@pytest.mark.slow
 async def test_a_stopped_run_has_its_last_evaluation_and_a_resumed_one_continues(tmp_path: Path) -> None:
     """The second session continues a copy of the run folder at another path."""
     first, last = tmp_path / "first", 0
@@ -83,6 +84,7 @@ def tasks(*arguments: object) -> str:
     return result.output + str(result.exception or "")
 
 
+@pytest.mark.slow
 async def test_tasks_change_in_a_live_run_and_in_a_stopped_one_and_a_resumed_run_gives_each_group_the_same(tmp_path: Path) -> None:
     reference = "tests.run.endless:Numbered"
     recipe, last = endless_recipe(**{"tasks.family": reference}), 0
@@ -142,6 +144,7 @@ def test_a_change_that_cannot_work_is_an_error_and_changes_nothing(tmp_path: Pat
     assert message in said and read_changes(tmp_path) == [], said
 
 
+@pytest.mark.slow
 def test_a_request_that_depends_on_a_rejected_one_does_not_stop_later_requests(tmp_path: Path) -> None:
     reference = "tests.run.endless:Numbered"
     recipe = endless_recipe(**{"tasks.family": reference})
@@ -169,6 +172,7 @@ def test_a_family_with_late_scores_is_added_only_to_a_run_that_accepts_them(tmp_
     assert ("no score may be late" in said) is not accepted and len(read_changes(tmp_path)) == accepted, said
 
 
+@pytest.mark.slow
 def test_the_last_kind_of_a_family_cannot_be_removed(tmp_path: Path) -> None:
     recipe = endless_recipe(**{"tasks.family": "tests.run.endless:Numbered"})
     (tmp_path / "recipe.json").write_text(recipe.model_dump_json())

@@ -70,6 +70,7 @@ def steps_of(run: opening.Run) -> list[tuple[int, ...]]:
     return steps
 
 
+@pytest.mark.slow
 async def test_parked_groups_are_replaced_and_trained_when_their_scores_arrive(tmp_path: Path) -> None:
     scorer = Scores()
     journal, recipe = tmp_path / "journal.jsonl", recipe_of(groups_per_step=2)
@@ -194,6 +195,7 @@ def resume_and_die(folder: str, step: str) -> None:
     asyncio.run(resume())
 
 
+@pytest.mark.slow
 async def test_expired_scores_exclude_their_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scores = Scores()
     scores.expires_at = time.time() + 3600.0

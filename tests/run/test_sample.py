@@ -93,6 +93,7 @@ async def test_each_task_is_attempted_and_reported_by_kind(tmp_path: Path) -> No
     assert learning_tables(read_json_lines(tmp_path / "tasks.jsonl")), "the report shows the spread of each kind"
 
 
+@pytest.mark.slow
 async def test_resuming_samples_only_missing_groups_and_reports_all(tmp_path: Path) -> None:
     """Interrupted after the second of many groups: running groups finish, and no others start."""
     first, made = await played(tmp_path, 12, stop_after=2, group={"size": 2}, concurrency=2)
@@ -127,6 +128,7 @@ async def test_a_repeated_task_counts_once_and_groups_without_a_preference_do_no
     assert evaluation.attempts == evaluation.episodes == 6 and evaluation.pass_at[1] == 0.5 and evaluation.rate == found.totals.rate
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "given",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from agentrl.records import Episode, PendingPart, Score, Task
 from agentrl.run import loop
 from agentrl.testing import ScriptedSandboxes
@@ -11,6 +13,8 @@ from agentrl.testing.sandboxes import printing
 from tests.driving import Family, Journaled, make_recipe, opened
 from tests.late import opened_store
 from tests.session.test_score_server import served
+
+pytestmark = pytest.mark.slow
 
 
 async def score_late(task: Task, episode: Episode) -> Score:

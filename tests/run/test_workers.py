@@ -137,6 +137,7 @@ async def working(drive: Drive, name: str, *, remote: bool = False) -> AsyncIter
             connection.close()
 
 
+@pytest.mark.slow
 async def test_workers_sample_groups_with_the_exact_tokens_of_the_server(tmp_path: Path) -> None:
     async with driving(tmp_path) as drive, working(drive, "a"), working(drive, "b"):
         groups = await asyncio.gather(*(drive.leases.run_group(index, make_task(index)) for index in range(6)))

@@ -34,6 +34,7 @@ async def sandbox(request, root):
     await backend.close()
 
 
+@pytest.mark.slow
 def test_locks_of_processes_are_counted_and_those_of_open_files_are_not(tmp_path):
     watch = Watch()
     assert not watch.over_limit()

@@ -53,6 +53,7 @@ async def values(strategy: Callable[[str], str], **options: Any) -> dict[str, fl
     return {task.kind: (await play(task, strategy))[1].value for task in tasks}
 
 
+@pytest.mark.slow
 async def test_careful_work_scores_one_in_every_kind() -> None:
     assert await values(scripted.careful, seed=3) == dict.fromkeys(KINDS, 1.0)
     assert await values(scripted.buttons, seed=3, buttons=True) == dict.fromkeys(KINDS, 1.0)

@@ -47,6 +47,7 @@ def test_equilibria_of_kuhn_poker_are_not_exploitable_and_have_its_value(bluff: 
     assert best_response_value(Kuhn(), equilibrium(bluff), 1) == pytest.approx(1 / 18)
 
 
+@pytest.mark.slow
 def test_known_values_of_the_uniform_policy() -> None:
     """Of Kuhn poker: NashConv 11/12, as in OpenSpiel. At tic-tac-toe, a perfect player seldom fails to beat a random one."""
     assert len(KUHN) == 12 and exploitability(Kuhn(), uniform) == pytest.approx(11 / 24)
@@ -54,6 +55,7 @@ def test_known_values_of_the_uniform_policy() -> None:
     assert best_response_value(TicTacToe(), uniform, 0) == pytest.approx(0.99, abs=0.01)
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(0, 1), min_size=12, max_size=12))
 def test_a_best_response_is_the_best_of_all_pure_strategies(bets: list[float]) -> None:
     """An independent check: the value of each of the 64 pure strategies, by enumeration of the games."""
@@ -68,6 +70,7 @@ def test_a_best_response_is_the_best_of_all_pure_strategies(bets: list[float]) -
         assert best_response_value(Kuhn(), policy, player) == pytest.approx(max(gains), abs=1e-9)
 
 
+@pytest.mark.slow
 def test_perfect_play_draws_at_tic_tac_toe() -> None:
     known: dict[TicTacToe, float] = {}
 

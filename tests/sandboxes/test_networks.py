@@ -74,6 +74,7 @@ def test_a_longer_network_to_a_known_state_does_not_replace_the_shorter_one() ->
     assert archive.states[Outputs.of(CHANNELS, FOUR[:2]).key].network == ((2, 3), (0, 1))
 
 
+@pytest.mark.slow
 def test_an_archive_stays_within_its_bound() -> None:
     generator, archive = random.Random(0), Archive(8)
     pairs = comparators(8)

@@ -99,6 +99,7 @@ async def alive_for(server: Server, seconds: float) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("busy", [False, True])
 async def test_a_stuck_engine_with_healthy_routes_is_dead(tmp_path: Path, busy: bool) -> None:
