@@ -84,6 +84,11 @@ def parse_object(text: str) -> Line | None:
     return data if isinstance(data, dict) else None
 
 
+def as_mapping(value: Any) -> Line:
+    """Returns the value if it is a JSON object, else an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
 def as_list(value: Any) -> list[Any]:
     """Returns the value if it is a list, else an empty list."""
     return value if isinstance(value, list) else []

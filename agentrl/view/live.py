@@ -1,18 +1,30 @@
-"""Server-sent events: pages are notified when a run has changed and reload what they show. All viewers of a run share one poll."""
+"""The events of a run: the newest ones, and a stream that notifies pages when the run has changed. All viewers of a run share one poll."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import StoreError
-from agentrl.observe.event_log import newest_offset, read_events
+from agentrl.observe.event_log import MAX_PAGE, newest_offset, read_events
+from agentrl.observe.events import (
+    AlertRaised,
+    EvaluationFinished,
+    Event,
+    PartRestarted,
+    RunStarted,
+    StageStarted,
+    StepFinished,
+    VersionJudged,
+    VersionServed,
+    kind_of,
+)
 from agentrl.observe.run_folders import run_state
-from agentrl.view.run_data import NOTABLE, event_line
-from agentrl.view.source import Missing
+from agentrl.view.source import Missing, RunSource
 
 if TYPE_CHECKING:
     from agentrl.view.library import RunLibrary
@@ -23,6 +35,13 @@ MAX_ACTIVITY = 60
 """Events that a page gets at a time: the newest ones, and all notable ones."""
 LOOK_S = 1.0
 """Seconds between two looks at a run."""
+NEWEST_EVENTS = 40
+"""Events that a page shows at first."""
+NOTABLE = (AlertRaised, PartRestarted, VersionJudged, EvaluationFinished, RunStarted, StageStarted, VersionServed, StepFinished)
+_EVENTS_BACK = 64 << 10  # bytes before the end of the stream that the newest events are read from
+_NOTABLE_BACK = 4 << 20
+_MAX_NOTABLE = 200
+_PAGES = 8
 _SILENCE_S = 15.0  # after which a comment keeps the connection open
 GONE = {"gone": True}
 
@@ -111,3 +130,34 @@ class Live:
             except StoreError:
                 mark["store"] = None
             return mark
+
+
+def events_data(source: RunSource) -> dict[str, Any]:
+    """Returns the newest events and the newest notable ones, the newest first. A run without events has neither."""
+    try:
+        newest = _read_back(source.path, _EVENTS_BACK)
+        notable = [event for event in _read_back(source.path, _NOTABLE_BACK) if isinstance(event, NOTABLE)]
+    except (OSError, ValueError) as error:
+        return {"run": source.id, "newest": [], "notable": [], "notes": [f"events cannot be read: {str(error)[:300]}"]}
+    return {
+        "run": source.id,
+        "newest": [event_line(event) for event in newest[-NEWEST_EVENTS:][::-1]],
+        "notable": [event_line(event) for event in notable[-_MAX_NOTABLE:][::-1]],
+        "notes": [],
+    }
+
+
+def event_line(event: Event) -> dict[str, Any]:
+    """Returns an event with the name of its kind."""
+    return {"kind": kind_of(event), **asdict(event)}
+
+
+def _read_back(path: Path, back: int) -> list[Event]:
+    events, offset = list[Event](), newest_offset(path, back=back)
+    for _ in range(_PAGES):
+        page = read_events(path, after=offset, limit=MAX_PAGE)
+        events += page.events
+        if page.offset == offset:
+            break
+        offset = page.offset
+    return events

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.gateway.request import RequestError
-from agentrl.view import episode_data, failure_data, group_data, run_data, search_data
+from agentrl.view import episode_data, failure_data, gate_data, group_data, live, run_data, search_data
 from agentrl.view.library import RunLibrary, list_runs
 from agentrl.view.source import Missing, RunSource
 
@@ -101,8 +101,8 @@ ROUTES: Mapping[str, Callable[[RunLibrary, Query], Any] | Read] = {
     ),
     "runs/{run}/episodes": search_data.search_data,
     "runs/{run}/evaluated/{episode}": lambda source, query: episode_data.evaluated_data(source, query.path["episode"]),
-    "runs/{run}/events": lambda source, query: run_data.events_data(source),
-    "runs/{run}/gate/{version}": lambda source, query: run_data.gate_data(source, query.count("version")),
+    "runs/{run}/events": lambda source, query: live.events_data(source),
+    "runs/{run}/gate/{version}": lambda source, query: gate_data.gate_data(source, query.count("version")),
     "runs/{run}/facets": lambda source, query: search_data.facets_data(source),
     "runs/{run}/failures": failure_data.failures_data,
     "runs/{run}/failures/clusters": failure_data.clusters_data,

@@ -1,4 +1,4 @@
-"""The JSON of a run: curves, alerts, parts, ledger, events and gate, and the comparison of several runs."""
+"""The JSON of a run: curves, alerts, parts and ledger, and the comparison of several runs."""
 
 from __future__ import annotations
 
@@ -8,35 +8,19 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, TypeGuard
 
 from agentrl.errors import StoreError
-from agentrl.evaluation.results import EPISODES
-from agentrl.gate.verdict import evaluation_folder, read_verdict
 from agentrl.observe.charts import MAX_POINTS, metric_charts, reward_chart
 from agentrl.observe.drift import HISTORY, drift_alerts, limit_alerts
-from agentrl.observe.event_log import MAX_PAGE, newest_offset, read_events
-from agentrl.observe.events import (
-    AlertRaised,
-    EvaluationFinished,
-    Event,
-    PartRestarted,
-    RunStarted,
-    StageStarted,
-    StepFinished,
-    VersionJudged,
-    VersionServed,
-    kind_of,
-)
 from agentrl.observe.run_comparison import compare_folders
 from agentrl.observe.run_folders import run_state
-from agentrl.observe.rundata import Line, as_list, is_finite, iter_lines, read_object
+from agentrl.observe.rundata import Line, as_list, as_mapping, is_finite, iter_lines, read_object
 from agentrl.observe.stats import Rate
 from agentrl.observe.summary import SUMMARY_FILE, read_sessions
 from agentrl.observe.timeline import PREFIX, time_by_state
-from agentrl.view.failure_data import transcript_data
-from agentrl.view.source import Missing, RunSource
+from agentrl.view.gate_data import verdict_lines
+from agentrl.view.source import RunSource
 
 _ALERTED = 400  # newest steps whose alerts are computed
 _DROPS = 8
@@ -73,7 +57,7 @@ def run_data(source: RunSource) -> dict[str, Any]:
         "parts": _parts(source),
         "summary": _summary_facts(summary),
         "setbacks": _setbacks(source, notes),
-        "gate": _gate(source, notes),
+        "gate": verdict_lines(source, notes),
         "sessions": _sessions(source),
     }
 
@@ -192,117 +176,11 @@ def _setbacks(source: RunSource, notes: list[str]) -> list[Line]:
     ]
 
 
-def _gate(source: RunSource, notes: list[str]) -> list[Line]:
-    """Returns the verdicts of the gate, the newest first."""
-    folder = source.path / "gate"
-    try:
-        numbers = sorted((int(path.name) for path in folder.iterdir() if path.name.isdecimal() and len(path.name) < 12), reverse=True)
-    except OSError:
-        return []
-    rows = []
-    for number in numbers[:200]:
-        verdict = read_object(folder / f"{number:06d}" / "verdict.json", notes, most=_MAX_FILE, inside=source.path)
-        if verdict:
-            fields = {name: verdict.get(name) for name in ("outcome", "reason", "compared_with")}
-            figures = as_mapping(verdict.get("figures"))
-            rates = {name: figures.get(name) for name in ("pass_at_1", "low", "high", "attempts", "tokens") if is_finite(figures.get(name))}
-            rows.append({"version": number, **{name: str(value)[:600] for name, value in fields.items() if value is not None}, **rates})
-    return rows
-
-
-def as_mapping(value: Any) -> Line:
-    """Returns the value if it is a JSON object, else an empty one."""
-    return value if isinstance(value, dict) else {}
-
-
 def _sessions(source: RunSource) -> list[Line]:
     try:
         return [session.model_dump() for session in read_sessions(source.path)[-50:]]
     except (OSError, ValueError):
         return []
-
-
-NEWEST_EVENTS = 40
-"""Events that a page shows at first."""
-NOTABLE = (AlertRaised, PartRestarted, VersionJudged, EvaluationFinished, RunStarted, StageStarted, VersionServed, StepFinished)
-_EVENTS_BACK = 64 << 10  # bytes before the end of the stream that the newest events are read from
-_NOTABLE_BACK = 4 << 20
-_MAX_NOTABLE = 200
-_PAGES = 8
-
-
-def events_data(source: RunSource) -> dict[str, Any]:
-    """Returns the newest events and the newest notable ones, the newest first. A run without events has neither."""
-    try:
-        newest = _read_back(source.path, _EVENTS_BACK)
-        notable = [event for event in _read_back(source.path, _NOTABLE_BACK) if isinstance(event, NOTABLE)]
-    except (OSError, ValueError) as error:
-        return {"run": source.id, "newest": [], "notable": [], "notes": [f"events cannot be read: {str(error)[:300]}"]}
-    return {
-        "run": source.id,
-        "newest": [event_line(event) for event in newest[-NEWEST_EVENTS:][::-1]],
-        "notable": [event_line(event) for event in notable[-_MAX_NOTABLE:][::-1]],
-        "notes": [],
-    }
-
-
-def event_line(event: Event) -> dict[str, Any]:
-    """Returns an event with the name of its kind."""
-    return {"kind": kind_of(event), **asdict(event)}
-
-
-def _read_back(path: Path, back: int) -> list[Event]:
-    events, offset = list[Event](), newest_offset(path, back=back)
-    for _ in range(_PAGES):
-        page = read_events(path, after=offset, limit=MAX_PAGE)
-        events += page.events
-        if page.offset == offset:
-            break
-        offset = page.offset
-    return events
-
-
-_MAX_EPISODES = 64 << 20
-_GATE_CASES = 20
-
-
-def gate_data(source: RunSource, version: int) -> dict[str, Any]:
-    """Returns the verdict on a version with both transcripts of each regressed case. Raises `Missing` and `StoreError`."""
-    verdict = read_verdict(source.path, version)
-    if verdict is None:
-        raise Missing(f"the gate has no verdict on version {version}", fix="choose a version under Gate on the run's page")
-    shown = verdict.regressions[:_GATE_CASES]
-    after = _gate_episodes(source.path, version, {one.episode for one in shown})
-    before = _gate_episodes(source.path, verdict.reference, {one.before_episode for one in shown}) if verdict.reference is not None else {}
-    cases = [
-        {
-            "case": one.case[:200],
-            "turn": one.turn,
-            "before": _transcript(before, one.before_episode, f"version {verdict.reference}"),
-            "after": _transcript(after, one.episode, f"version {version}"),
-        }
-        for one in shown
-    ]
-    return {
-        "run": source.id,
-        "version": version,
-        "reference": verdict.reference,
-        "outcome": str(verdict.outcome),
-        "reason": verdict.reason[:2000],
-        "cases": cases,
-        "more": max(0, len(verdict.regressions) - _GATE_CASES),
-    }
-
-
-def _gate_episodes(run_dir: Path, version: int, wanted: set[str]) -> dict[str, Line]:
-    path = evaluation_folder(run_dir, version) / EPISODES
-    lines = iter_lines(path, {"episode": str, "messages": list}, [], most=_MAX_EPISODES, inside=run_dir)
-    return {line["episode"]: line for line in lines if line["episode"] in wanted}
-
-
-def _transcript(episodes: dict[str, Line], name: str, phase: str) -> dict[str, Any] | None:
-    line = episodes.get(name)
-    return None if line is None else transcript_data(phase, line)
 
 
 CURVES = ("reward_mean", "heldout", "entropy", "kl_behaviour", "clip_fraction", "grad_norm", "completion_tokens_mean", "step_s")

@@ -15,8 +15,7 @@ import pytest
 from agentrl.observe.event_log import EventLog
 from agentrl.observe.events import AlertRaised, EpisodeScored, StepFinished
 from agentrl.view import RunLibrary, live
-from agentrl.view.live import Live
-from agentrl.view.run_data import events_data
+from agentrl.view.live import Live, events_data
 from agentrl.view.source import RunSource
 from tests.view.conftest import serving
 

@@ -9,7 +9,7 @@ from agentrl.errors import StoreError
 from agentrl.evaluation.results import EPISODES
 from agentrl.gate.verdict import FILE, CaseRegression, GateOutcome, GateVerdict, evaluation_folder
 from agentrl.records import codec
-from agentrl.view.run_data import gate_data
+from agentrl.view.gate_data import gate_data
 from agentrl.view.source import Missing, RunSource
 
 
