@@ -75,15 +75,7 @@ def evaluate_suites_command(
 def evaluate_recipe(
     root: Path, recipe: Recipe, policy: NamedPolicy, *, repeats: int | None, threshold: float, run_dir: Path | None, as_json: bool
 ) -> None:
-    """Evaluates a policy that agentrl does not serve on the held-out tasks of a recipe, and prints the result.
-
-    Raises `UserError` for a model, which `--model` evaluates.
-    """
-    if policy.served:
-        raise UserError(
-            f"--policy {policy.name} is a model; with a recipe, --policy takes a URL or module:attr",
-            fix=f"agentrl eval RECIPE --model {policy.name}",
-        )
+    """Evaluates a policy that agentrl does not serve on the held-out tasks of a recipe, and prints the result."""
     with loading():
         from agentrl.evaluation.open_policy import held_out_suite, prepare_evaluation
 

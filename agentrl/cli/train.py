@@ -113,10 +113,7 @@ def _train_supervised(
 
 
 def evaluate(
-    recipe: Annotated[
-        Path,
-        typer.Argument(metavar="RECIPE|SUITE", help="Recipe file, or with --policy the folder of a suite."),
-    ],
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE|SUITE", help="Recipe file, or with --policy the folder of a suite.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Dotted overrides, such as evaluation.heldout=64. With --policy, further suites.")
     ] = None,
@@ -145,31 +142,33 @@ def evaluate(
 
     agentrl eval RECIPE evaluates the model of the recipe on its held-out tasks. With evaluation.attempts=8 each task is tried eight times,
     and the report shows pass@k and success against sampled tokens. With --suite the cases of a suite replace the held-out tasks. With
-    --policy module:attr or --policy URL it evaluates a policy that agentrl does not serve.
+    --policy it evaluates another policy, which agentrl may not serve: --policy URL or --policy module:attr.
 
     agentrl eval SUITE ... evaluates a policy on suites without a recipe. --policy defaults to the policy recorded in suite.toml. The exit
     code is 0 if every case passes, otherwise 1. A case passes if the mean score of its attempts reaches its threshold.
     """
     without_recipe = recipe.is_dir() and suite is None and not (model or key_env or request or header or tokens_name)
+    requests = RequestOptions.parse(request or (), header or (), tokens_name)
+    target = None if policy is None else find_policy(policy, model_name=model or "", key_env=key_env, requests=requests)
+    if target is not None and target.served and recipe.is_file() and not (junit or pin):
+        model, policy = policy, None  # the same as --model
+    given = [*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else [])]
     if policy is not None or without_recipe:
         if suite is not None:
             raise UserError("--policy and --suite exclude each other", fix="agentrl eval SUITE [SUITE ...] --policy POLICY")
-        requests = RequestOptions.parse(request or (), header or (), tokens_name)
-        target = None if policy is None else find_policy(policy, model_name=model or "", key_env=key_env, requests=requests)
-        arguments = [*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else [])]
         _evaluate_policy(
-            target, recipe, arguments, repeats=repeats, threshold=threshold, run_dir=run_dir, junit=junit, pin=pin, as_json=as_json
+            target, recipe, given, repeats=repeats, threshold=threshold, run_dir=run_dir, junit=junit, pin=pin, as_json=as_json
         )
         return
     of_policy = junit is not None or pin or bool(key_env or request or header or tokens_name)
     _check_recipe_options(recipe, of_policy=of_policy, of_suite=suite is None and (repeats is not None or threshold != 1.0))
-    given = (*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else []), *model_override(model))
+    changes = (*given, *model_override(model))
     if suite is None:
-        _evaluate_held_out(recipe, given, run_dir, as_json=as_json)
+        _evaluate_held_out(recipe, changes, run_dir, as_json=as_json)
     else:
         root, written = load_recipe(recipe, [])
         cases = open_suite(suite, repeats=repeats, threshold=threshold)
-        evaluate_suite(root, recipe, written, given, run_dir, cases, repeats=repeats, threshold=threshold, as_json=as_json)
+        evaluate_suite(root, recipe, written, changes, run_dir, cases, repeats=repeats, threshold=threshold, as_json=as_json)
 
 
 def _check_recipe_options(recipe: Path, *, of_policy: bool, of_suite: bool) -> None:

@@ -94,7 +94,6 @@ def test_a_failed_case_is_a_result_and_not_an_error(project: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--policy", "m"], "is a model"),
         (["--policy", "./own_policy.py:policy", "--pin"], "cannot be combined with the recipe"),
         (["--policy", "./own_policy.py:policy", "evaluation.heldout=0", "evaluation.heldout_real=0"], "no held-out task"),
         (["--policy", "./own_policy.py:nothing"], "nothing"),
@@ -105,6 +104,13 @@ def test_wrong_use_is_reported(arguments: list[str], said: str, project: Path) -
     (project / "m" / "config.json").write_text("{}")
     code, printed, error = asked(*arguments)
     assert code != 0 and isinstance(error, UserError) and said in str(error), (printed, error)
+
+
+def test_a_model_is_served_whichever_option_names_it(project: Path) -> None:
+    (project / "m").mkdir()
+    (project / "m" / "config.json").write_text("{}")
+    (_, _, first), (_, _, second) = (asked(option, "m") for option in ("--policy", "--model"))
+    assert isinstance(first, UserError) and str(first) == str(second) and f"{project / 'm'}" in str(first)
 
 
 URL = ("--policy", "http://127.0.0.1:9/v1", "--model", "m")
