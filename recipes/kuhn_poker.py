@@ -4,9 +4,9 @@
     agentrl versions league runs/kuhn
 
 In half of the groups a past version plays one of the two roles. The entropy bonus is in units of the reward, because advantages are not
-divided by their deviation. A policy without it circles around the equilibrium of the game. A bonus moves the equilibrium: one of 0.3 has an
-exploitability of 0.07, one of 0.15 of 0.03. So bonus and learning rate decrease during the run. `python benchmarks/selfplay.py` prints the
-exact exploitability.
+divided by their deviation. Without a bonus the policy circles around the game's equilibrium. A bonus moves the equilibrium: its
+exploitability is 0.07 with a bonus of 0.3 and 0.03 with 0.15. Therefore the bonus and the learning rate decrease during the run.
+`python benchmarks/selfplay.py` prints the exact exploitability.
 """
 
 from agentrl.config import (

@@ -259,7 +259,7 @@ _FITTING: dict[str, Callable[[Held], Held]] = {
 
 
 def numbered(groups: list[nouns.Group]) -> list[nouns.Group]:
-    """The groups as a run numbers them: no two have the same index, and no episodes of two groups have the same id."""
+    """Returns the groups with the indices 0, 1, ... and episode ids that no two groups share."""
     return [
         replace(
             group,

@@ -142,20 +142,20 @@ def evaluate(
 
     agentrl eval RECIPE evaluates the model of the recipe on its held-out tasks. With evaluation.attempts=8 each task is tried eight times,
     and the report shows pass@k and success against sampled tokens. With --suite the cases of a suite replace the held-out tasks. With
-    --policy it evaluates another policy, which agentrl may not serve: --policy URL or --policy module:attr.
+    --policy URL or --policy module:attr it evaluates a policy that agentrl does not serve. --policy MODEL equals --model MODEL.
 
     agentrl eval SUITE ... evaluates a policy on suites without a recipe. --policy defaults to the policy recorded in suite.toml. The exit
     code is 0 if every case passes, otherwise 1. A case passes if the mean score of its attempts reaches its threshold.
     """
     without_recipe = recipe.is_dir() and suite is None and not (model or key_env or request or header or tokens_name)
+    if policy is not None and suite is not None:
+        raise UserError("--policy and --suite exclude each other", fix="use --model, or agentrl eval SUITE [SUITE ...] --policy POLICY")
     requests = RequestOptions.parse(request or (), header or (), tokens_name)
     target = None if policy is None else find_policy(policy, model_name=model or "", key_env=key_env, requests=requests)
     if target is not None and target.served and recipe.is_file() and not (junit or pin):
         model, policy = policy, None  # the same as --model
     given = [*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else [])]
     if policy is not None or without_recipe:
-        if suite is not None:
-            raise UserError("--policy and --suite exclude each other", fix="agentrl eval SUITE [SUITE ...] --policy POLICY")
         _evaluate_policy(
             target, recipe, given, repeats=repeats, threshold=threshold, run_dir=run_dir, junit=junit, pin=pin, as_json=as_json
         )
@@ -179,7 +179,9 @@ def _check_recipe_options(recipe: Path, *, of_policy: bool, of_suite: bool) -> N
     if recipe.is_dir():
         raise UserError(f"{recipe} is a suite and needs --policy", fix=f"agentrl eval {recipe} --policy FOLDER or RUN@VERSION")
     if of_suite:
-        raise UserError("--repeats and --threshold need a suite", fix="add --suite evals/SUITE")
+        raise UserError(
+            "--repeats and --threshold need a suite", fix="add --suite evals/SUITE, or repeat held-out tasks with evaluation.attempts=3"
+        )
 
 
 def _evaluate_held_out(recipe: Path, given: tuple[str, ...], run_dir: Path | None, *, as_json: bool) -> None:

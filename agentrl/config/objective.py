@@ -13,14 +13,15 @@ from agentrl.plugins import parts
 
 
 def _weights(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    """Returns one weight or two. Raises one `ValueError` instead of one for each of the types."""
+    """Validates one weight or a pair; two equal weights become one. Raises a single `ValueError` instead of one error per type."""
     try:
         checked = check(value)
     except ValidationError:
         checked = -1.0
-    if min(checked if isinstance(checked, tuple) else (checked,)) < 0:
-        raise ValueError("write one number of at least 0, or two in a list: [first, last]")
-    return checked
+    weights = checked if isinstance(checked, tuple) else (checked,)
+    if min(weights) < 0:
+        raise ValueError("must be a number of at least 0, or a list of two: [first, last]")
+    return checked if len({*weights}) > 1 else weights[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,19 +110,19 @@ class ObjectiveConfig(Section):
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the KL divergence."""
     entropy_coef: Annotated[float | tuple[float, float], WrapValidator(_weights)] = 0.0
-    """Weight of the entropy bonus in the loss. `[first, last]`: changes linearly from the first to the last step."""
+    """Weight of the entropy bonus in the loss, at least 0. `[first, last]`: changes linearly from the first step to the last."""
 
     @property
     def divides_by_std(self) -> bool:
         """Whether advantages are divided by the standard deviation of their group."""
         return self.advantage.ref != "rloo" if self.normalize_std is None else self.normalize_std
 
-    def entropy_weight(self, done: float) -> float:
-        """Returns the weight of the entropy bonus after a share `done` of the run: 0 in its first step, 1 in its last one."""
+    def entropy_weight(self, progress: float) -> float:
+        """Returns the weight of the entropy bonus at `progress`, the completed share of the run: 0 in the first step, 1 in the last."""
         if not isinstance(self.entropy_coef, tuple):
             return self.entropy_coef
         first, last = self.entropy_coef
-        return first + (last - first) * min(max(done, 0.0), 1.0)
+        return first + (last - first) * min(max(progress, 0.0), 1.0)
 
     @property
     def ratio_cap(self) -> float:

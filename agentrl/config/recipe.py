@@ -179,7 +179,10 @@ class Recipe(Section):
                 " constant or inverse_sqrt, or set steps"
             )
         if isinstance(self.objective.entropy_coef, tuple) and (self.steps is None or self.steps < 2):
-            yield "objective.entropy_coef changes from the first to the last step: set steps to at least 2, or one number"
+            yield (
+                "objective.entropy_coef=[first, last] needs at least two steps: set steps to 2 or more, or objective.entropy_coef to one"
+                " number"
+            )
         if self.depth > self.max_staleness + 1:
             yield f"pipeline_depth must be at most max_staleness + 1 = {self.max_staleness + 1}: lower it, or raise max_staleness"
         if self.tasks.weighting and self.objective.advantage.ref in ("reinforce++", "gae"):

@@ -107,6 +107,8 @@ class Updater:
         wall_s = time.perf_counter() - start
         applied = [step.pop("applied") for step in steps]
         metrics["lr"] = learning_rate(self._learner, self.engine.recipe.step_limit, self._schedule_step(batch.step))
+        if isinstance(self._objective.entropy_coef, tuple):
+            metrics["entropy_coef"] = self._objective.entropy_weight(self._progress(batch.step))
         metrics["optimizer_steps"] = sum(applied)
         metrics["updates_left_out"] = len(applied) - sum(applied)
         metrics |= combine_steps(steps, [minibatch.denominator for minibatch, _ in prepared[: len(steps)]])
@@ -133,8 +135,12 @@ class Updater:
         return dict(penalties)
 
     def _schedule_step(self, step: int) -> int:
-        """Returns the step number of the learning rate's schedule, which a rollback sets back too."""
+        """Returns the step number in the schedules of learning rate and entropy weight, which a rollback sets back too."""
         return step - self.guard.counts.undone
+
+    def _progress(self, step: int) -> float:
+        """Returns the completed share of the run: 0 in the first step, 1 in the last."""
+        return self._schedule_step(step) / max(1.0, self.engine.recipe.step_limit - 1)
 
     def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
         """This rank's micro-batches; their tokens carry the index of their sample in `samples`."""
@@ -285,7 +291,7 @@ class Updater:
                 denominator=total_weight,
                 surrogate=self._loss,
                 reach=reach,
-                done=self._schedule_step(minibatch.step) / max(1.0, self.engine.recipe.step_limit - 1),
+                progress=self._progress(minibatch.step),
             )
             if self.recorder is not None:
                 self.recorder.add(micro.samples, micro.batch.sequence, logprobs, entropy, result)

@@ -31,7 +31,7 @@ class FailureCounts(Record):
     critic_bad_in_a_row: int = 0
     bad_groups: tuple[int, ...] = ()  # steps of the groups that were excluded within the last `BUDGET_STEPS` steps
     rollbacks: tuple[int, ...] = ()  # steps that were rolled back within the last `BUDGET_STEPS` steps
-    undone: int = 0  # steps by which rollbacks have set back the learning rate's schedule
+    undone: int = 0  # steps by which rollbacks have set back the schedules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

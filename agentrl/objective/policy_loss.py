@@ -50,7 +50,7 @@ def policy_loss(
     denominator: float,
     surrogate: Loss | None = None,
     reach: float = math.inf,
-    done: float = 0.0,
+    progress: float = 0.0,
 ) -> PolicyLoss:
     """Returns sum_t c_t (-w_t J_t + kl_coef * KL_t - entropy_coef * H_t) / denominator over the trained tokens of a micro-batch.
 
@@ -62,9 +62,9 @@ def policy_loss(
     the start of the step (the decoupled objective): the clip then bounds the change of this step, and w corrects for staleness and for
     numerical differences between server and learner.
 
-    `surrogate` is `load_loss(objective)`, if the caller has loaded it. `reach` is the second-moment mask's, over the whole batch. `done`
-    is that of `ObjectiveConfig.entropy_weight`. Raises `ValueError` if the denominator is not positive or a required tensor is missing,
-    and `PluginError` if the loss returns a wrong shape.
+    `surrogate` is `load_loss(objective)`, if the caller has loaded it. `reach` is the second-moment mask's, over the whole batch.
+    `progress` is that of `ObjectiveConfig.entropy_weight`. Raises `ValueError` if the denominator is not positive or a required tensor is
+    missing, and `PluginError` if the loss returns a wrong shape.
     """
     if not denominator > 0:
         raise ValueError(f"denominator must be positive, got {denominator}")
@@ -79,7 +79,7 @@ def policy_loss(
         objective, log_ratio=gap, logprobs=tokens.logprobs, advantages=tokens.advantages.to(dtype), sequence=tokens.sequence
     )
     gain, clipped = losses.check_surrogate((surrogate or load_loss(objective))(arguments), arguments, objective.loss.ref)
-    per_token = -(weight * gain) + _penalty(tokens, objective, objective.entropy_weight(done))
+    per_token = -(weight * gain) + _penalty(tokens, objective, objective.entropy_weight(progress))
     counts = token_weights(objective.aggregation, segments, dtype, rollout_tokens=tokens.rollout_tokens)
     loss = (counts * per_token).sum() / denominator
     with torch.no_grad():

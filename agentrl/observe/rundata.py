@@ -85,7 +85,7 @@ def parse_object(text: str) -> Line | None:
 
 
 def as_mapping(value: Any) -> Line:
-    """Returns the value if it is a JSON object, else an empty one."""
+    """Returns the value if it is a JSON object, otherwise an empty dict."""
     return value if isinstance(value, dict) else {}
 
 

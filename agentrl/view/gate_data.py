@@ -12,12 +12,12 @@ from agentrl.view.failure_data import transcript_data
 from agentrl.view.source import Missing, RunSource
 
 _MAX_EPISODES = 64 << 20
-_MAX_VERDICT = 2 << 20
+_MAX_VERDICT = 2 << 20  # a small JSON text may need twenty times its size in memory
 _GATE_CASES = 20
 
 
-def verdict_lines(source: RunSource, notes: list[str]) -> list[Line]:
-    """Returns the verdicts of the gate, the newest first."""
+def verdict_rows(source: RunSource, notes: list[str]) -> list[Line]:
+    """Returns the verdicts of the gate, newest first."""
     folder = source.path / "gate"
     try:
         numbers = sorted((int(path.name) for path in folder.iterdir() if path.name.isdecimal() and len(path.name) < 12), reverse=True)

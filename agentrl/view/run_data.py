@@ -19,7 +19,7 @@ from agentrl.observe.rundata import Line, as_list, as_mapping, is_finite, iter_l
 from agentrl.observe.stats import Rate
 from agentrl.observe.summary import SUMMARY_FILE, read_sessions
 from agentrl.observe.timeline import PREFIX, time_by_state
-from agentrl.view.gate_data import verdict_lines
+from agentrl.view.gate_data import verdict_rows
 from agentrl.view.source import RunSource
 
 _ALERTED = 400  # newest steps whose alerts are computed
@@ -57,7 +57,7 @@ def run_data(source: RunSource) -> dict[str, Any]:
         "parts": _parts(source),
         "summary": _summary_facts(summary),
         "setbacks": _setbacks(source, notes),
-        "gate": verdict_lines(source, notes),
+        "gate": verdict_rows(source, notes),
         "sessions": _sessions(source),
     }
 

@@ -26,7 +26,8 @@ def test_a_policy_trains_against_itself_and_a_past_version(
     tmp_path: Path, forked: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    few = ("steps=1", "learner.lr_schedule=constant", "rollout.groups_per_step=8", "rollout.group.size=4", "rollout.concurrency=32")
+    few = ("steps=1", "learner.lr_schedule=constant", "objective.entropy_coef=0.1")
+    few += ("rollout.groups_per_step=8", "rollout.group.size=4", "rollout.concurrency=32")
     code, output = agentrl("train", "recipes/kuhn_poker.py", *few, "--run-dir", str(run), by=forked)
     assert code == 0, output[-4000:]
     result = summary(run)

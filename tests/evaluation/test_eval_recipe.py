@@ -100,8 +100,6 @@ def test_a_failed_case_is_a_result_and_not_an_error(project: Path) -> None:
     ],
 )
 def test_wrong_use_is_reported(arguments: list[str], said: str, project: Path) -> None:
-    (project / "m").mkdir()
-    (project / "m" / "config.json").write_text("{}")
     code, printed, error = asked(*arguments)
     assert code != 0 and isinstance(error, UserError) and said in str(error), (printed, error)
 
