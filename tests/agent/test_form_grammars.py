@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from agentrl.agent.forms import FORMS
@@ -140,6 +140,8 @@ def test_any_arguments_round_trip(name: str, every: list[Arguments]) -> None:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", WRITERS)
 @given(every=st.lists(named, min_size=1, max_size=3), share=st.floats(0, 1))
+@example(every=[{"a": {"</arg_value></tool_call>": None}}], share=0.875)
+@example(every=[{"a": {"</parameter></function></tool_call>": None}}], share=0.875)
 def test_a_truncated_turn_contains_no_other_call(name: str, every: list[Arguments], share: float) -> None:
     """Nothing inside an argument becomes a call if the end of the argument is missing."""
     form, write = WRITERS[name]

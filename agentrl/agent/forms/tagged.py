@@ -85,8 +85,8 @@ def _value(
     start = at
     if kinds and "string" not in kinds and not text.startswith('"', _space(text, at)):
         try:
-            _, end = scan_json(text, at)
-            if closed := closing.match(text, _space(text, end)):
+            _, start = scan_json(text, at)  # tags inside the value close nothing, even if the turn ends before the value's own tag
+            if closed := closing.match(text, _space(text, start)):
                 return text[at : closed.start()], closed.end()
         except CallError as error:
             start = max(at, error.at)
