@@ -14,7 +14,7 @@ from typing import Any
 
 from agentrl.errors import UserError
 from agentrl.observe.run_folders import changed_at, held_locks, is_run, last_step, run_state
-from agentrl.observe.rundata import as_list, is_finite, read_object
+from agentrl.observe.rundata import as_list, as_mapping, is_finite, read_object
 from agentrl.observe.summary import SUMMARY_FILE
 from agentrl.view.source import RunSource
 
@@ -151,7 +151,7 @@ def _line(entry: RunEntry, marks: tuple[tuple[int, int], ...]) -> dict[str, Any]
         "id": entry.id,
         "name": entry.name,
         "recipe": _text(recipe.get("name")),
-        "model": _text(_mapping(recipe.get("policy")).get("model")),
+        "model": _text(as_mapping(recipe.get("policy")).get("model")),
         "step": last.get("step") if is_finite(last.get("step")) else None,
         "steps": steps if is_finite(steps) else None,
         "reward": last.get("reward_mean") if is_finite(last.get("reward_mean")) else None,
@@ -159,15 +159,11 @@ def _line(entry: RunEntry, marks: tuple[tuple[int, int], ...]) -> dict[str, Any]
         "after": _rate(summary.get("heldout_after")),
         "episodes": summary.get("episodes") if is_finite(summary.get("episodes")) else None,
         "tokens": summary.get("tokens_trained") if is_finite(summary.get("tokens_trained")) else None,
-        "wall_s": sum(value for value in _mapping(summary.get("wall_s")).values() if is_finite(value)) or None,
+        "wall_s": sum(value for value in as_mapping(summary.get("wall_s")).values() if is_finite(value)) or None,
         "problems": [_text(problem)[:500] for problem in as_list(summary.get("problems"))[:20]],
         "changed_at": changed_at(entry.path),
         "notes": notes,
     }
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 def _text(value: Any) -> str:
@@ -175,6 +171,6 @@ def _text(value: Any) -> str:
 
 
 def _rate(value: Any) -> dict[str, float] | None:
-    fields = {name: _mapping(value).get(name) for name in ("value", "ci_low", "ci_high", "n")}
+    fields = {name: as_mapping(value).get(name) for name in ("value", "ci_low", "ci_high", "n")}
     numbers = {name: float(number) for name, number in fields.items() if is_finite(number)}
     return numbers if len(numbers) == len(fields) else None

@@ -1,4 +1,4 @@
-"""Limits and figures that are not numbers."""
+"""Limits, figures that are not numbers, and the schedules of learning rate and entropy weight."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from agentrl.config.learner import UpdateMetric
 from agentrl.config.recipe import LearnerConfig, Limit
 from agentrl.learner.optimizer import learning_rate
 from agentrl.learner.update_guard import REFUSE_ALL, UpdateGuard
+from agentrl.objective.policy_loss import policy_loss
 from agentrl.records import Batch
+from tests.objective.test_policy_loss import draw, made
 
 PART = Batch(step=3, samples=(), denominator=1, group_indices=(7,))
 
@@ -55,3 +57,12 @@ def test_the_rate_rises_and_then_follows_its_schedule(schedule: str, expected: l
     assert [learning_rate(learner, 6, step) / 2.0 for step in range(6)] == pytest.approx(expected)
     if schedule in ("constant", "inverse_sqrt"):
         assert [learning_rate(learner, math.inf, step) / 2.0 for step in range(6)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("progress", "weight"), [(0.0, 0.5), (0.25, 0.4), (1.0, 0.1), (1.5, 0.1)])
+def test_an_entropy_weight_changes_linearly_and_not_beyond_the_last_step(progress: float, weight: float) -> None:
+    tokens = draw(0)
+    changing, constant = (
+        policy_loss(tokens, made({"entropy_coef": value}), denominator=100, progress=progress).loss.item() for value in ([0.5, 0.1], weight)
+    )
+    assert changing == pytest.approx(constant, abs=1e-12)

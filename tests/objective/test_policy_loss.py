@@ -158,15 +158,6 @@ def test_value_and_gradient_against_the_formulas(changes: dict[str, Any], proxim
     np.testing.assert_allclose(found[1].numpy(), by_entropy, atol=1e-14)
 
 
-@pytest.mark.parametrize(("progress", "weight"), [(0.0, 0.5), (0.25, 0.4), (1.0, 0.1), (1.5, 0.1)])
-def test_an_entropy_weight_changes_linearly_and_not_beyond_the_last_step(progress: float, weight: float) -> None:
-    tokens = draw(0)
-    changing, constant = (
-        policy_loss(tokens, made({"entropy_coef": value}), denominator=100, progress=progress).loss.item() for value in ([0.5, 0.1], weight)
-    )
-    assert changing == pytest.approx(constant, abs=1e-12)
-
-
 def _part(tokens: TrainedTokens, keep: Tensor) -> TrainedTokens:
     values = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
     return TrainedTokens(**{name: None if value is None else value[keep] for name, value in values.items()})
