@@ -241,6 +241,18 @@ class Broken(Till):
         await asyncio.sleep(60)
 
 
+class Rejecting(Till):
+    """A class that accepts no state."""
+
+    @tool
+    async def use(self) -> str:
+        """Use it."""
+        return "used"
+
+    def restore(self, state: Any) -> None:
+        raise KeyError("restore")
+
+
 class Unopened(Till):
     def __init__(self) -> None:
         raise OSError("no such database")
@@ -282,12 +294,11 @@ async def test_a_field_of_the_wrong_type_is_not_a_valid_state(tokenizer: Any, ta
 
 
 async def test_a_rejected_state_is_reported_and_not_replaced(tokenizer: Any, task: Task, make_runner: Any) -> None:
-    keep, mine = Keep(), using(task, "Broken")
-    mine = replace(mine, limits=replace(mine.limits, tool_timeout_s=0.1))
+    keep, mine = Keep(), using(task, "Rejecting")
     runner = make_runner(ScriptedPolicy.saying(tokenizer, "<tool_call>", saying("use"), saying("use"), "done"))
     await runner.run(mine, episode_id="e", on_turn=keep)
     assert keep.states[0] is not None
-    start = replace(keep.states[0], agent_state={"tools": {ref("Broken"): 3}})
+    start = replace(keep.states[0], agent_state={"tools": {ref("Rejecting"): 3}})
     episode = await runner.run(mine, episode_id="e", start=start)
     assert outputs(episode)[1:] == ["error: use failed: KeyError: 'restore'"] * 2
     assert [(failure.blame, failure.kind) for failure in episode.failures] == [(Blame.POLICY, "KeyError")] * 2

@@ -9,7 +9,7 @@ nothing leads out of it.
 
 An archive is simple tar (POSIX.1-1988 headers, pax records for long names), written and read as a stream. It contains regular files,
 folders, links and hard links. The standard library's `tarfile` takes longer to import than most archives take to write, and is lenient by
-design. What is read here is hostile: anything that this module does not write is rejected.
+design. Archives that are read may be hostile: whatever this module would not write is rejected.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Creates files that claim to be far larger than the disk, where the host reads and snapshots.
+"""Creates sparse files whose size exceeds the disk, at paths that the host reads and in the snapshot.
 
 kind: resources
 seconds: 10
