@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 from agentrl.agent.chat import load_chat
 from agentrl.experience import SqliteStore
@@ -25,6 +24,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.deepspeed]
 def test_a_policy_trains_against_itself_and_a_past_version(
     tmp_path: Path, forked: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from transformers import AutoTokenizer  # not at the top: it imports DeepSpeed and pandas, and every worker collects this file
+
     run = tmp_path / "run"
     few = ("steps=1", "learner.lr_schedule=constant", "objective.entropy_coef=0.1")
     few += ("rollout.groups_per_step=8", "rollout.group.size=4", "rollout.concurrency=32")
