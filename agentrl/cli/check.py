@@ -28,7 +28,7 @@ RuntimeName = Annotated[str, typer.Option(help="Container runtime for Docker, su
 
 
 def check(
-    target: Annotated[Path, typer.Argument(help="Folder of task folders, a recipe file, or an environment such as mine:Guess.")],
+    target: Annotated[str, typer.Argument(help="Folder of task folders, a recipe file, or an environment such as mine:Guess.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Dotted overrides of the recipe, such as tasks.verifiers=...")] = None,
     count: Annotated[
         int | None, typer.Option(min=1, help="Number of tasks per split. Default: all tasks of a folder, 24 of a recipe.")
@@ -45,8 +45,8 @@ def check(
     from agentrl.session.judge_servers import standalone_judge_servers
 
     source, config = open_target(target, sandbox, overrides or [])
-    wanted = count if count is not None or target.is_dir() else 24
-    recipe = None if is_family(target) else load_recipe(target, overrides or [])[1]
+    wanted = count if count is not None or Path(target).is_dir() else 24
+    recipe = None if is_family(target) else load_recipe(Path(target), overrides or [])[1]
 
     async def checked() -> CheckReport:
         async with standalone_judge_servers(recipe, root=source.root):
@@ -109,24 +109,27 @@ def sandbox_attack(
     raise typer.Exit(0 if results and not bad else 1)
 
 
-def is_family(target: Path) -> bool:
+def is_family(target: str | Path) -> bool:
     """Whether a target is a folder of tasks or the reference of a family or environment, and not a recipe file."""
-    return target.is_dir() or (":" in str(target) and not target.exists())
+    return Path(target).is_dir() or (":" in str(target) and not Path(target).exists())
 
 
-def open_target(target: Path, backend: str | None, overrides: Sequence[str] = ()) -> tuple[FamilySource, SandboxConfig]:
-    """Returns the task family and the sandbox settings of a folder of task folders, or of a recipe file."""
+def open_target(target: str | Path, backend: str | None, overrides: Sequence[str] = ()) -> tuple[FamilySource, SandboxConfig]:
+    """Returns the task family and the sandbox settings of a folder of task folders, of a recipe file, or of a reference.
+
+    A reference must be text: a `Path` would make one slash of the two in `openenv:http://HOST`.
+    """
     from agentrl.check.check import sandbox_configs
     from agentrl.check.purity import FamilySource
 
+    path = Path(target)
     if is_family(target):
         if overrides:
             raise UserError(f"{overrides[0]}: {target} takes no overrides", fix="write a recipe with tasks.family, and check that")
-        root = project_root(target.resolve() / "task") if target.is_dir() else project_root(Path.cwd() / "task")
+        root = project_root((path.resolve() if path.is_dir() else Path.cwd()) / "task")
         add_project_root(root)
-        family = str(target.resolve()) if target.is_dir() else str(target)
-        source = FamilySource(tasks=TasksConfig(family=Part(family)), root=root)
+        source = FamilySource(tasks=TasksConfig(family=Part(str(path.resolve()) if path.is_dir() else str(target))), root=root)
         source.open()  # report errors of the folder before those of the backend
         return source, sandbox_configs(backend or "auto")[0]
-    root, loaded = load_recipe(target, [*overrides, *([f"sandbox.backend={backend}"] if backend else [])])
+    root, loaded = load_recipe(path, [*overrides, *([f"sandbox.backend={backend}"] if backend else [])])
     return FamilySource(tasks=loaded.tasks, root=root, seed=loaded.seed, mcp=loaded.mcp, tools=loaded.tools), loaded.sandbox

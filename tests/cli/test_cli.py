@@ -3,7 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from agentrl.cli import app
 from agentrl.cli.running import project_root
 from agentrl.errors import RecipeError, UserError
 from agentrl.records import Split
@@ -30,6 +32,11 @@ def test_check_follows_the_overrides_of_a_recipe_and_refuses_those_of_a_folder()
     assert source.open().task(Split.TRAIN, 0).verifiers == ("rewards.close:close_number",) and config.backend.ref == "bubblewrap"
     with pytest.raises(UserError, match="sandboxes/chores takes no overrides"):
         open_target(Path("sandboxes/chores"), None, ["tasks.verifiers=[]"])
+
+
+def test_check_keeps_the_address_of_a_server() -> None:
+    done = CliRunner().invoke(app, ["check", "ors:http://127.0.0.1:1/x"])
+    assert isinstance(done.exception, UserError) and "127.0.0.1:1 gave no answer" in str(done.exception)
 
 
 def test_a_report_is_written_into_no_folder_but_a_run_s(tmp_path: Path) -> None:

@@ -269,10 +269,19 @@ def test_packages_that_cannot_be_used_are_an_error_before_a_run(project: Path) -
     [
         ("raise ValueError('no licence')", "verifiers", "cannot be imported: ValueError: no licence"),
         ("raise SystemExit(3)", "verifiers", "cannot be imported: SystemExit: 3"),
-        ("import absent_package", "verifiers", "agentrl env add toy_new absent_package"),
+        ("import absent_package", "verifiers", "agentrl env add verifiers==0.4.0 absent_package --name verifiers"),
+        ("import absent_package.part", OLD, "agentrl env add verifiers==0.3.1 absent_package --name verifiers-0.3"),
+        ("import verifiers.absent", "verifiers", "the installed verifiers has no verifiers.absent"),
         ("import os; os._exit(7)", "verifiers", "status 7 and no description"),
         ("import time; time.sleep(600)", "verifiers", "loading the tasks took more than 3 s"),
-        ("def load_environment(): pass", "verifiers", "it is for verifiers 0.3"),
+        ("def load_environment(): pass", "verifiers", "it is for verifiers 0.3, but its environment has verifiers 0.4.0"),
+        ("def load_environment(): pass\n__all__ = ['load_environment']", "verifiers", "it is for verifiers 0.3"),
+        ("def load_environment(): import absent_package\n__all__ = ['load_environment']", OLD, "absent_package --name verifiers-0.3"),
+        (
+            "import verifiers.v1 as vf\nclass Mine(vf.Taskset): pass\n__all__ = ['Mine']",
+            OLD,
+            "not for verifiers 0.3 .* has verifiers 0.3.1",
+        ),
     ],
 )
 def test_modules_that_cannot_be_imported(project: Path, content: str, environment: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import os
 import select
+import shlex
 import signal
 import socket
 import sys
@@ -24,6 +26,8 @@ from typing import Any
 
 MAX_MESSAGE = 96 << 20
 MAX_TEXT = 4000
+MAX_CHAIN = 20
+_OFFLINE = ("huggingface", "offline", "connection", "name resolution", "resolve host", "network is unreachable", "max retries")
 TASK, POLICY, INFRASTRUCTURE = "task", "policy", "infrastructure"
 
 Handler = Callable[[dict[str, Any], "Caller"], Awaitable[Any]]
@@ -127,6 +131,31 @@ def describe_error(error: BaseException) -> str:
     with contextlib.suppress(Exception):
         text = str(error)
     return f"{type(error).__name__}: {text}"[:MAX_TEXT]
+
+
+def load_hint(error: BaseException) -> str:
+    """Returns what to do about a package that could not be loaded; empty if that is unknown."""
+    chain = [error]
+    while len(chain) < MAX_CHAIN and (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(cause)
+    for each in chain:
+        if isinstance(each, ModuleNotFoundError) and each.name:
+            return _missing(each.name)
+    text = " ".join(f"{type(each).__module__} {describe_error(each)}" for each in chain).lower()
+    return "; it loads from a hub, which cannot be reached" if any(word in text for word in _OFFLINE) else ""
+
+
+def _missing(module: str) -> str:
+    """Returns the command that adds the package of a module to this environment, whose `agentrl.lock` lists what was requested."""
+    package, requested = module.partition(".")[0], []
+    with contextlib.suppress(OSError), open(os.path.join(sys.prefix, "agentrl.lock"), encoding="utf-8") as lock:
+        requested = [shlex.quote(line.removeprefix("# requires: ").strip()) for line in lock if line.startswith("# requires: ")]
+    found = package in sys.modules or importlib.util.find_spec(package) is not None
+    what = f"'{package}==VERSION'" if found else package
+    command = f"agentrl env add {' '.join([*requested, what])} --name {os.path.basename(sys.prefix)}"
+    if found:
+        return f"; the installed {package} has no {module}: if another version has it, {command}"
+    return f"; if it is not a module of the project, add its package: {command}"
 
 
 def main(

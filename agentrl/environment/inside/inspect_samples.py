@@ -12,7 +12,7 @@ import os
 import sys
 from typing import Any
 
-from host_channel import MAX_TEXT, TASK, Fault, describe_error
+from host_channel import MAX_TEXT, TASK, Fault, describe_error, load_hint
 
 MAX_SAMPLES = 100_000
 MAX_INPUT = 20_000
@@ -39,12 +39,8 @@ def load_attribute(reference: str) -> Any:
             loaded = importlib.import_module(module)
     except Fault:
         raise
-    except ImportError as error:
-        missing = getattr(error, "name", None)
-        fix = f"; add {missing} to the environment with `agentrl env add`" if missing and missing != module else ""
-        raise Fault(TASK, f"{module} cannot be imported: {describe_error(error)}{fix}") from error
     except BaseException as error:
-        raise Fault(TASK, f"{module} cannot be imported: {describe_error(error)}") from error
+        raise Fault(TASK, f"{module} cannot be imported: {describe_error(error)}{load_hint(error)}") from error
     if not hasattr(loaded, name):
         from inspect_ai._util.registry import is_registry_object
 
@@ -62,7 +58,7 @@ def load_task(config: dict[str, Any]) -> Any:
     try:
         task = create(**config["args"])
     except BaseException as error:
-        raise Fault(TASK, f"{config['task']}(**{config['args']}) failed: {describe_error(error)}") from error
+        raise Fault(TASK, f"{config['task']}(**{config['args']}) failed: {describe_error(error)}{load_hint(error)}") from error
     if not isinstance(task, Task):
         raise Fault(TASK, f"{config['task']} returned a {type(task).__name__}, not an inspect_ai.Task: name a function with @task")
     if config["solver"] and config["solver"] != OWN_SOLVER:
@@ -71,7 +67,7 @@ def load_task(config: dict[str, Any]) -> Any:
         except Fault:
             raise
         except BaseException as error:
-            raise Fault(TASK, f"solver {config['solver']} failed: {describe_error(error)}") from error
+            raise Fault(TASK, f"solver {config['solver']} failed: {describe_error(error)}{load_hint(error)}") from error
     if not task.scorer:
         raise Fault(TASK, f"{config['task']} has no scorer, so its samples have no score: add one to the task")
     return task

@@ -7,21 +7,11 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from host_channel import TASK, Fault, describe_error
+from host_channel import TASK, Fault
 
 MAX_TEXT = 20_000
 MAX_TASK = 1 << 20  # bytes of the data of one task
 MAX_PARTS = 60
-_OFFLINE = ("huggingface", "offline", "connection", "name resolution", "resolve host", "network is unreachable", "max retries")
-
-
-def hub_hint(error: BaseException) -> str:
-    """Returns what to do if a package could not load its data because it is on a hub."""
-    chain: BaseException | None = error
-    text = ""
-    while chain is not None and len(text) < MAX_TEXT:
-        text, chain = f"{text} {type(chain).__module__} {describe_error(chain)}".lower(), chain.__cause__ or chain.__context__
-    return "; it loads from a hub, which cannot be reached" if any(word in text for word in _OFFLINE) else ""
 
 
 def described(tasks: Iterable[tuple[str, str, Any]], split: str = "") -> list[dict[str, Any]]:

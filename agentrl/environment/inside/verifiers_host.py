@@ -9,10 +9,11 @@ import asyncio
 import importlib
 import importlib.util
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from host_channel import TASK, Caller, Channel, Fault, describe_error, main
+from host_channel import TASK, Caller, Channel, Fault, describe_error, load_hint, main
 
 
 def load(config: dict[str, Any]) -> Any:
@@ -20,9 +21,13 @@ def load(config: dict[str, Any]) -> Any:
     sys.path.append(str(Path(__file__).parent))  # last, so that it hides no module of the package
     name = config["package"]
     package = _import(name)
-    legacy = not hasattr(package, "__all__") and hasattr(package, "load_environment")
-    if legacy and importlib.util.find_spec("verifiers.legacy") is None:
-        raise Fault(TASK, f"{name} has load_environment, so it is for verifiers 0.3: agentrl env add {name} 'verifiers<0.4'")
+    legacy = hasattr(package, "load_environment") and not _exports_taskset(package)
+    needed, wanted = ("verifiers.legacy", ">=0.3,<0.4") if legacy else ("verifiers.v1.harnesses.utils", ">=0.4")
+    if not _has_module(needed):
+        kind = "has load_environment, so it is for verifiers 0.3" if legacy else "is not for verifiers 0.3 (it has no load_environment)"
+        raise Fault(
+            TASK, f"{name} {kind}, but its environment has verifiers {version('verifiers')}: agentrl env add {name} 'verifiers{wanted}'"
+        )
     if legacy:
         from verifiers_legacy import Legacy
 
@@ -32,6 +37,19 @@ def load(config: dict[str, Any]) -> Any:
     return Taskset(config)
 
 
+def _exports_taskset(package: Any) -> bool:
+    """Returns whether `__all__` has a taskset of 0.4. Packages of 0.3 may have `__all__` too."""
+    exported = [getattr(package, str(name), None) for name in getattr(package, "__all__", ())]
+    return any(isinstance(each, type) and any(base.__name__ == "Taskset" for base in each.__mro__) for each in exported)
+
+
+def _has_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of its parent
+        return False
+
+
 def _import(name: str) -> Any:
     """Imports a package as verifiers does: a taskset that it contains, else a module."""
     module = name.replace("-", "_").lower()
@@ -39,11 +57,8 @@ def _import(name: str) -> Any:
     inside = [Path(folder, "v1", "tasksets", module) for folder in (verifiers and verifiers.submodule_search_locations) or ()]
     try:
         return importlib.import_module(f"verifiers.v1.tasksets.{module}" if any(path.exists() for path in inside) else module)
-    except ImportError as error:
-        missing = getattr(error, "name", None) or module
-        raise Fault(TASK, f"{module} cannot be imported: {describe_error(error)}: agentrl env add {name} {missing}") from error
     except BaseException as error:
-        raise Fault(TASK, f"{module} cannot be imported: {describe_error(error)}") from error
+        raise Fault(TASK, f"{module} cannot be imported: {describe_error(error)}{load_hint(error)}") from error
 
 
 ADAPTER: asyncio.Future[Any] | None = None

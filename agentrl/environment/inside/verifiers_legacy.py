@@ -10,13 +10,13 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
-from host_channel import INFRASTRUCTURE, TASK, Caller, Fault, describe_error
+from host_channel import INFRASTRUCTURE, TASK, Caller, Fault, describe_error, load_hint
 from openai import AsyncOpenAI
 from verifiers.legacy.clients.openai_chat_completions_client import OpenAIChatCompletionsClient
 from verifiers.legacy.rubrics.rubric import Rubric
 from verifiers.legacy.utils.async_utils import maybe_await
 from verifiers.legacy.utils.env_utils import load_environment
-from verifiers_data import MAX_TEXT, described, finite, hub_hint
+from verifiers_data import MAX_TEXT, described, finite
 
 STOPS = {"max_turns_reached": "turn_limit", "prompt_too_long": "token_limit", "timeout_reached": "wall_limit"}
 
@@ -33,7 +33,7 @@ class Legacy:
             self._env = load_environment(config["package"], **config["args"])
             grouped = self._env.requires_group_rollouts or self._env.provides_advantages
         except BaseException as error:
-            raise Fault(TASK, f"{config['package']}: {describe_error(error)}{hub_hint(error)}") from error
+            raise Fault(TASK, f"{config['package']}: {describe_error(error)}{load_hint(error)}") from error
         if grouped:
             raise Fault(
                 TASK, f"{config['package']}: its rewards compare the attempts at a task, but agentrl scores each attempt separately"
@@ -47,7 +47,7 @@ class Legacy:
             self._env.build_dataset()
             train = [] if self._env.dataset is None else self._rows(self._env.get_dataset())
         except BaseException as error:
-            raise Fault(TASK, f"loading its tasks failed: {describe_error(error)}{hub_hint(error)}") from error
+            raise Fault(TASK, f"loading its tasks failed: {describe_error(error)}{load_hint(error)}") from error
         return [*described(train, "train" if heldout else ""), *described(heldout, "heldout" if train else "")]
 
     def _rows(self, dataset: Any) -> list[tuple[str, str, Any]]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import verifiers.v1 as vf
-from host_channel import INFRASTRUCTURE, TASK, Caller, Fault, describe_error
+from host_channel import INFRASTRUCTURE, TASK, Caller, Fault, describe_error, load_hint
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 from verifiers.v1.clients import EvalClient
@@ -33,7 +33,7 @@ from verifiers.v1.interception import server as interception
 from verifiers.v1.runtimes import subprocess as local_runtime
 from verifiers.v1.utils import loaders
 from verifiers.v1.utils.compile import validate_pairing
-from verifiers_data import MAX_TEXT, described, finite, hub_hint
+from verifiers_data import MAX_TEXT, described, finite
 from verifiers_sandbox import CALLERS, serve_programs
 
 __all__ = ["ChatHarness"]  # verifiers loads a harness from such a module
@@ -65,7 +65,7 @@ class Taskset:
         except Fault:
             raise
         except BaseException as error:
-            raise Fault(TASK, f"{self._name}: {describe_error(error)}{hub_hint(error)}") from error
+            raise Fault(TASK, f"{self._name}: {describe_error(error)}{load_hint(error)}") from error
 
     def _check(self) -> None:
         """Raises `Fault` for a package that needs what is not here, or that would run the policy's programs on this machine."""
@@ -104,7 +104,7 @@ class Taskset:
         except Fault:
             raise
         except BaseException as error:
-            raise Fault(TASK, f"loading its tasks failed: {describe_error(error)}{hub_hint(error)}") from error
+            raise Fault(TASK, f"loading its tasks failed: {describe_error(error)}{load_hint(error)}") from error
 
     async def serve(self, ready: Callable[[], None]) -> None:
         """Holds what episodes share until it is cancelled."""

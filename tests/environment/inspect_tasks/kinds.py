@@ -151,6 +151,16 @@ def same_ids():
 
 
 @task
+def imports():
+    import a_package_that_no_environment_has  # noqa: F401
+
+
+@task
+def hub():
+    raise ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub")
+
+
+@task
 def broken():
     raise KeyError("dataset")
 
