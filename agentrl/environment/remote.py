@@ -42,6 +42,7 @@ CLOSE_S = 30.0
 IDLE_S = 60.0
 """Seconds without a request after which a session is kept alive."""
 _MAX_PINNED = 10_000
+_WARN_EVERY_S = 60.0  # between two warnings about a server that is busy or gone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +143,7 @@ class RemoteServer:
         self.http = HttpClient(self.url, self.what, connections=options.sessions + 8, headers=self.headers)
         self._limit, self._used = options.sessions, 0
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._resume_at, self._refused = 0.0, 0
+        self._resume_at, self._refused, self._warn_at = 0.0, 0, 0.0
         self._pinned: OrderedDict[str, str] = OrderedDict()
         self._closing: set[asyncio.Task[None]] = set()
         self._used_at: dict[Session, float] = {}
@@ -231,6 +232,9 @@ class RemoteServer:
             self._limit = busy.most
         if busy.most is not None and self._used > busy.most:  # the sessions of this process fill the server: wait for one of them
             return
+        if time.monotonic() > self._warn_at:
+            log.warning("%s; waiting up to %g s for it", busy, self.options.wait_s)
+            self._warn_at = time.monotonic() + _WARN_EVERY_S
         seconds = min(backoff_s(tries, busy.wait_s, refused=self._refused), self.options.wait_s)
         self._resume_at = max(self._resume_at, time.monotonic() + seconds)
 

@@ -258,6 +258,7 @@ BROKEN = {
     f"{KINDS}@imports": "agentrl env add inspect-ai.* a_package_that_no_environment_has --name inspect-ai",
     f"{KINDS}@hub": "it loads from a hub, which cannot be reached",
     "task": "write module@task or path/file.py@task",
+    "inspect_evals/gsm8k": "for example inspect_evals.gsm8k@gsm8k",
     f"{KINDS}@no_scorer": "has no scorer",
     f"{KINDS}@no_samples": "no samples",
     f"{KINDS}@same_ids": "two samples have the id 'a'",

@@ -148,6 +148,8 @@ def load_hint(error: BaseException) -> str:
 def _missing(module: str) -> str:
     """Returns the command that adds the package of a module to this environment, whose `agentrl.lock` lists what was requested."""
     package, requested = module.partition(".")[0], []
+    if not module.replace(".", "_").isidentifier() or not package:  # the text of an exception, which becomes part of a command
+        return ""
     with contextlib.suppress(OSError), open(os.path.join(sys.prefix, "agentrl.lock"), encoding="utf-8") as lock:
         requested = [shlex.quote(line.removeprefix("# requires: ").strip()) for line in lock if line.startswith("# requires: ")]
     found = package in sys.modules or importlib.util.find_spec(package) is not None

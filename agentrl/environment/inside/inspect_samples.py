@@ -24,7 +24,9 @@ def load_attribute(reference: str) -> Any:
     """Returns `module@name` or `path/file.py@name`. Raises `Fault`."""
     module, sep, name = reference.rpartition("@")
     if not sep or not module or not name:
-        raise Fault(TASK, f"{reference!r} is not a reference to a task: write module@task or path/file.py@task")
+        package, slash, task = reference.partition("/")
+        usual = f", for example {package}.{task}@{task}" if slash and "/" not in task else ""  # inspect writes package/task
+        raise Fault(TASK, f"{reference!r} is not a reference to a task: write module@task or path/file.py@task{usual}")
     try:
         if module.endswith(".py"):
             if not os.path.isfile(module):
