@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from agentrl.base.installation import install_command
-from agentrl.environment.base import Environment
-from agentrl.environment.spaces import is_inside, kind_of, schema_of, text_of, value_of
+from agentrl.environment.base import Environment, number_of
+from agentrl.environment.spaces import describe_outside, is_inside, kind_of, schema_of, text_of, value_of
 from agentrl.errors import EnvironmentFault, PluginError, PolicyFault
 from agentrl.plugins.references import resolve
 from agentrl.records import ToolCall
@@ -97,7 +97,7 @@ class GymnasiumEnvironment(Environment):
     def step(self, action: str | ToolCall) -> tuple[str, float, bool, bool]:
         """Applies an action."""
         observation, reward, terminated, truncated, _ = self._wrapped.step(self._value(action))
-        return self._text(observation), float(reward), bool(terminated), bool(truncated)
+        return self._text(observation), number_of(reward, f"{self._name}.step()", "reward"), bool(terminated), bool(truncated)
 
     def close(self) -> None:
         """Closes the environment."""
@@ -111,7 +111,8 @@ class GymnasiumEnvironment(Environment):
             if module:
                 importlib.import_module(module)
         except ImportError as error:
-            raise PluginError(f"gymnasium:{id} needs a package that is not installed: {error}", fix=install_command("gymnasium")) from error
+            fix = install_command("gymnasium") if error.name == "gymnasium" else f"install the package with the module {error.name or module}"
+            raise PluginError(f"gymnasium:{id} needs a package that is not installed: {error}", fix=fix) from error
         try:
             environment = gymnasium.make(name, disable_env_checker=True, **options)
             if not draw or "render_mode" in options or "ansi" not in environment.metadata.get("render_modes", ()):
@@ -119,7 +120,11 @@ class GymnasiumEnvironment(Environment):
             environment.close()
             return gymnasium.make(name, disable_env_checker=True, render_mode="ansi", **options), True
         except gymnasium.error.Error as error:
-            raise PluginError(f"gymnasium:{id} cannot be created: {str(error)[:500]}", fix="see gymnasium.pprint_registry()") from error
+            fix = "see its message"
+            if isinstance(error, gymnasium.error.NameNotFound | gymnasium.error.NamespaceNotFound):
+                fix = f"use an id that {module} registers in gymnasium, or write a class that wraps its environment"
+                fix = fix if module else "if another package registers it, write gymnasium:MODULE:ID with the module to import"
+            raise PluginError(f"gymnasium:{id} cannot be created: {str(error)[:500]}", fix=fix) from error
 
     def _value(self, action: str | ToolCall) -> Any:
         if isinstance(action, ToolCall):
@@ -136,7 +141,7 @@ class GymnasiumEnvironment(Environment):
 
     def _text(self, observation: Any) -> str:
         if not is_inside(self._seen, observation):
-            raise EnvironmentFault(f"{self._name} returned an observation outside its space {str(self._seen)[:200]}")
+            raise EnvironmentFault(f"{self._name} returned an observation outside its space: {describe_outside(self._seen, observation)}")
         if self._format is not None:
             return self._format(observation)
         if self._drawn:
