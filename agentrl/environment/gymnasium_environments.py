@@ -17,7 +17,7 @@ from agentrl.environment.base import Environment, number_of
 from agentrl.environment.spaces import describe_outside, is_inside, kind_of, schema_of, text_of, value_of
 from agentrl.errors import EnvironmentFault, PluginError, PolicyFault
 from agentrl.plugins.references import resolve
-from agentrl.records import ToolCall
+from agentrl.records import Observation, ToolCall
 
 ACTIONS = {
     "CartPole": ("left", "right"),
@@ -50,7 +50,7 @@ class GymnasiumEnvironment(Environment):
 
     Args:
         id: such as `CartPole-v1`, or `package.module:Name-v0`, whose module is imported first.
-        formatter: reference of a function that returns the text of an observation.
+        formatter: reference of a function that returns the text of an observation, or an `Observation` with images.
         action_names: texts of the discrete actions, in order.
         instructions: the system message; None means a default, and an empty text means none.
         json_actions: actions that are not discrete are JSON texts instead of calls.
@@ -69,7 +69,7 @@ class GymnasiumEnvironment(Environment):
     ) -> None:
         self._name = id.rpartition(":")[2].partition("-v")[0].rpartition("/")[2]
         self._wrapped, self._drawn = self._create(id, options, draw=formatter is None)
-        self._format: Callable[[Any], str] | None = None if formatter is None else resolve(formatter)
+        self._format: Callable[[Any], str | Observation] | None = None if formatter is None else resolve(formatter)
         self._space = self._wrapped.action_space
         self._seen = self._wrapped.observation_space
         default = f"{self._name}: choose an action. {LEGENDS.get(self._name, '')}".strip()
@@ -89,12 +89,12 @@ class GymnasiumEnvironment(Environment):
         else:
             self.instructions += "" if instructions is not None else f" Write it as JSON: {json.dumps(schema_of(self._space))}"
 
-    def reset(self, seed: int) -> str:
+    def reset(self, seed: int) -> str | Observation:
         """Starts an episode."""
         observation, _ = self._wrapped.reset(seed=seed)
         return self._text(observation)
 
-    def step(self, action: str | ToolCall) -> tuple[str, float, bool, bool]:
+    def step(self, action: str | ToolCall) -> tuple[str | Observation, float, bool, bool]:
         """Applies an action."""
         observation, reward, terminated, truncated, _ = self._wrapped.step(self._value(action))
         return self._text(observation), number_of(reward, f"{self._name}.step()", "reward"), bool(terminated), bool(truncated)
@@ -139,7 +139,7 @@ class GymnasiumEnvironment(Environment):
             raise PolicyFault(f"the action is not JSON: {str(error)[:200]}") from None
         return value_of(self._space, given)
 
-    def _text(self, observation: Any) -> str:
+    def _text(self, observation: Any) -> str | Observation:
         if not is_inside(self._seen, observation):
             raise EnvironmentFault(f"{self._name} returned an observation outside its space: {describe_outside(self._seen, observation)}")
         if self._format is not None:
