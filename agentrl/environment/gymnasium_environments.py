@@ -111,7 +111,7 @@ class GymnasiumEnvironment(Environment):
             if module:
                 importlib.import_module(module)
         except ImportError as error:
-            fix = install_command("gymnasium") if error.name == "gymnasium" else f"install the package with the module {error.name or module}"
+            fix = install_command("gymnasium") if error.name == "gymnasium" else f"install the package with {error.name or module}"
             raise PluginError(f"gymnasium:{id} needs a package that is not installed: {error}", fix=fix) from error
         try:
             environment = gymnasium.make(name, disable_env_checker=True, **options)

@@ -73,7 +73,7 @@ def test_options_reach_the_environment_and_errors_name_the_fix() -> None:
         ({"id": "Nope/Nope-v0"}, "fix: if another package registers it, write gymnasium:MODULE:ID"),
         ({"id": "gymnasium:Nope-v0"}, "fix: use an id that gymnasium registers"),
         ({"id": "Taxi-v3"}, "Please use `Taxi-v4` instead.*\n  fix: see its message"),
-        ({"id": "nowhere_at_all:Nope-v0"}, "not installed.*\n  fix: install the package with the module nowhere_at_all"),
+        ({"id": "nowhere_at_all:Nope-v0"}, "not installed.*\n  fix: install the package with nowhere_at_all"),
         ({"id": "FrozenLake-v1", "action_names": ["a"]}, "1 names for 4 actions"),
     ):
         with pytest.raises(PluginError, match=message):

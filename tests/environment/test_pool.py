@@ -111,7 +111,7 @@ async def test_faults_have_their_blame(pool: ProcessPool) -> None:
         await (await opened(pool, "Count")).step("x")
     with pytest.raises(TaskError, match=r"[Nn]o module"):
         await pool.open(EnvironmentSpec(ref="tests.environment.nowhere:Guess"))
-    with pytest.raises(EnvironmentFault, match="unexpected keyword argument 'colour'$"):  # no line of agentrl
+    with pytest.raises(EnvironmentFault, match=r"unexpected keyword argument 'colour'$"):  # no line of agentrl
         await opened(pool, "Count", colour="red")
     with pytest.raises(EnvironmentFault, match=r"step\(\) raised RuntimeError: the lamp broke \(tests/environment/examples\.py:\d+\)"):
         await (await opened(pool, "Faulty", how="raise")).step("a")
