@@ -22,7 +22,7 @@ from agentrl.base.user_code import clip
 from agentrl.environment import NEWEST_NOTE, NOTES, is_resumable, open_environment
 from agentrl.environment.choices import choice_constraint
 from agentrl.environment.dialogue import TRAINED
-from agentrl.errors import EnvironmentFault, PolicyFault, UserError
+from agentrl.errors import EnvironmentFault, PluginError, PolicyFault, UserError
 from agentrl.protocols import Environment, LiveEpisode, LiveTrajectory, ResumableEnvironment, Sandbox
 from agentrl.records import EnvironmentSpec, Limits, Message, Observation, Step, Task, ToolCall, ToolResult
 from agentrl.records.chat import USER
@@ -65,7 +65,9 @@ class AgentEnvironment:
 
         `instructions` replace the system messages of the task and the environment; None replaces none.
         """
-        opened = cls(await episode.environment(), episode, chat, instructions)
+        environment = await episode.environment()
+        check_roles(environment, "turns")
+        opened = cls(environment, episode, chat, instructions)
         if played := getattr(opened._environment, "policy_user", ""):
             opened._user = PolicyUser(chat, episode, trained=played == TRAINED)
             cast(Any, opened._environment).play_user(opened._user)
@@ -230,9 +232,16 @@ class ActionTool:
         return await self._environment.act(ToolCall(name=self.name, arguments=arguments))
 
 
-async def check_environment(task: Task, chat: ChatFormat) -> None:
-    """Opens the environment of a task once. Raises `UserError` if it does not start, no answer can be one of its actions, or the
-    chat template does not accept its observations."""
+def check_roles(environment: object, agent: str) -> None:
+    """Raises `PluginError` if an environment has roles and the shipped agent does not play them, or the reverse."""
+    has, needed = ("with", "players") if getattr(environment, "roles", ()) else ("without", "turns")
+    if (agent == "players") != (needed == "players"):
+        raise PluginError(f"rollout.agent={agent} cannot play an environment {has} roles", fix=f"set rollout.agent={needed}")
+
+
+async def check_environment(task: Task, chat: ChatFormat, agent: str = "turns") -> None:
+    """Opens the environment of a task once. Raises `UserError` if it does not start, `agent` cannot play it, no answer can be one of its
+    actions, or the chat template does not accept its observations."""
     if task.environment is None:
         return
     try:
@@ -241,6 +250,7 @@ async def check_environment(task: Task, chat: ChatFormat) -> None:
         fix = "correct the environment, or tasks.family.options"
         raise UserError(f"tasks.family: the environment {task.environment.ref!r} does not start: {error}", fix=fix) from error
     try:
+        check_roles(environment, agent)
         first = await environment.reset()
         observation = next(iter(first.values())) if isinstance(first, Mapping) else first  # of a game with several roles
         allowed = [action for one in first.values() for action in one.actions] if isinstance(first, Mapping) else []

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, cast
 
-from agentrl.agent.agent_environment import environment_prompt
+from agentrl.agent.agent_environment import check_roles, environment_prompt
 from agentrl.agent.chat import ChatFormat
 from agentrl.agent.contexts import refer_observation
 from agentrl.agent.policy_roles import NoMove, Prompt, TrainedPlayer
@@ -99,8 +99,7 @@ class Players:
     async def act(self, episode: LiveEpisode) -> str:
         """Plays one episode, and returns why it ended."""
         environment = cast(RoleEnvironment, await episode.environment())
-        if not getattr(environment, "roles", ()):
-            raise PluginError("rollout.agent=players needs an environment with roles", fix="set rollout.agent=turns")
+        check_roles(environment, "players")
         if episode.task.environment is not None and episode.task.environment.context_turns is not None:
             raise PluginError("context_turns does nothing with rollout.agent=players: each role has one context", fix="remove the option")
         if episode.turn_count:

@@ -92,17 +92,20 @@ def raw_text(error: BaseException) -> str:
         return "(its text cannot be shown)"
 
 
-def raise_location(error: BaseException) -> str:
+def raise_location(error: BaseException, *, libraries: bool = False) -> str:
     """`file:line` where an error was raised: the innermost line of user-supplied code, else of agentrl, else "".
 
     For a SyntaxError, the line with the error.
+
+    Args:
+        libraries: use a line of other packages instead of agentrl's, because these are what failed.
     """
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{display_path(error.filename)}:{error.lineno}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_file()]
     theirs = [frame for frame in frames if not frame.filename.startswith(_PACKAGE) and not _of_a_library(frame.filename)]
-    ours = [frame for frame in frames if frame.filename.startswith(_PACKAGE)]
-    known = theirs or ours
+    rest = [frame for frame in frames if frame.filename.startswith(_PACKAGE) is not libraries]
+    known = theirs or rest
     return f"{display_path(known[-1].filename)}:{known[-1].lineno}" if known else ""
 
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from agentrl.base.installation import install_command
-from agentrl.environment.base import Environment
-from agentrl.environment.spaces import is_inside, kind_of, schema_of, text_of, value_of
+from agentrl.environment.base import Environment, number_of
+from agentrl.environment.spaces import describe_outside, is_inside, kind_of, schema_of, text_of, value_of
 from agentrl.errors import EnvironmentFault, PluginError, PolicyFault
 from agentrl.plugins.references import resolve
-from agentrl.records import ToolCall
+from agentrl.records import Observation, ToolCall
 
 ACTIONS = {
     "CartPole": ("left", "right"),
@@ -50,7 +50,7 @@ class GymnasiumEnvironment(Environment):
 
     Args:
         id: such as `CartPole-v1`, or `package.module:Name-v0`, whose module is imported first.
-        formatter: reference of a function that returns the text of an observation.
+        formatter: reference of a function that returns the text of an observation, or an `Observation` with images.
         action_names: texts of the discrete actions, in order.
         instructions: the system message; None means a default, and an empty text means none.
         json_actions: actions that are not discrete are JSON texts instead of calls.
@@ -69,7 +69,7 @@ class GymnasiumEnvironment(Environment):
     ) -> None:
         self._name = id.rpartition(":")[2].partition("-v")[0].rpartition("/")[2]
         self._wrapped, self._drawn = self._create(id, options, draw=formatter is None)
-        self._format: Callable[[Any], str] | None = None if formatter is None else resolve(formatter)
+        self._format: Callable[[Any], str | Observation] | None = None if formatter is None else resolve(formatter)
         self._space = self._wrapped.action_space
         self._seen = self._wrapped.observation_space
         default = f"{self._name}: choose an action. {LEGENDS.get(self._name, '')}".strip()
@@ -89,15 +89,15 @@ class GymnasiumEnvironment(Environment):
         else:
             self.instructions += "" if instructions is not None else f" Write it as JSON: {json.dumps(schema_of(self._space))}"
 
-    def reset(self, seed: int) -> str:
+    def reset(self, seed: int) -> str | Observation:
         """Starts an episode."""
         observation, _ = self._wrapped.reset(seed=seed)
         return self._text(observation)
 
-    def step(self, action: str | ToolCall) -> tuple[str, float, bool, bool]:
+    def step(self, action: str | ToolCall) -> tuple[str | Observation, float, bool, bool]:
         """Applies an action."""
         observation, reward, terminated, truncated, _ = self._wrapped.step(self._value(action))
-        return self._text(observation), float(reward), bool(terminated), bool(truncated)
+        return self._text(observation), number_of(reward, f"{self._name}.step()", "reward"), bool(terminated), bool(truncated)
 
     def close(self) -> None:
         """Closes the environment."""
@@ -111,7 +111,8 @@ class GymnasiumEnvironment(Environment):
             if module:
                 importlib.import_module(module)
         except ImportError as error:
-            raise PluginError(f"gymnasium:{id} needs a package that is not installed: {error}", fix=install_command("gymnasium")) from error
+            fix = install_command("gymnasium") if error.name == "gymnasium" else f"install the package with {error.name or module}"
+            raise PluginError(f"gymnasium:{id} needs a package that is not installed: {error}", fix=fix) from error
         try:
             environment = gymnasium.make(name, disable_env_checker=True, **options)
             if not draw or "render_mode" in options or "ansi" not in environment.metadata.get("render_modes", ()):
@@ -119,7 +120,11 @@ class GymnasiumEnvironment(Environment):
             environment.close()
             return gymnasium.make(name, disable_env_checker=True, render_mode="ansi", **options), True
         except gymnasium.error.Error as error:
-            raise PluginError(f"gymnasium:{id} cannot be created: {str(error)[:500]}", fix="see gymnasium.pprint_registry()") from error
+            fix = "see its message"
+            if isinstance(error, gymnasium.error.NameNotFound | gymnasium.error.NamespaceNotFound):
+                fix = f"use an id that {module} registers in gymnasium, or write a class that wraps its environment"
+                fix = fix if module else "if another package registers it, write gymnasium:MODULE:ID with the module to import"
+            raise PluginError(f"gymnasium:{id} cannot be created: {str(error)[:500]}", fix=fix) from error
 
     def _value(self, action: str | ToolCall) -> Any:
         if isinstance(action, ToolCall):
@@ -134,9 +139,9 @@ class GymnasiumEnvironment(Environment):
             raise PolicyFault(f"the action is not JSON: {str(error)[:200]}") from None
         return value_of(self._space, given)
 
-    def _text(self, observation: Any) -> str:
+    def _text(self, observation: Any) -> str | Observation:
         if not is_inside(self._seen, observation):
-            raise EnvironmentFault(f"{self._name} returned an observation outside its space {str(self._seen)[:200]}")
+            raise EnvironmentFault(f"{self._name} returned an observation outside its space: {describe_outside(self._seen, observation)}")
         if self._format is not None:
             return self._format(observation)
         if self._drawn:

@@ -20,21 +20,19 @@ _kinds: dict[type, str] = {}
 
 
 def kind_of(space: Any) -> str:
-    """Returns the name of the first known class among those of a space."""
+    """Returns the name of the first known class among those of a space; empty if there is none."""
     kind = type(space)
-    if kind in _kinds:
-        return _kinds[kind]
-    names = [one.__name__ for one in kind.__mro__]
-    known = [name for name in names if name in _SCHEMAS]
-    if not known:
-        raise TaskError(f"a space of the class {names[0]} has no JSON form", fix="use an environment with other spaces, or wrap it")
-    _kinds[kind] = known[0]
-    return known[0]
+    if kind not in _kinds:
+        _kinds[kind] = next((one.__name__ for one in kind.__mro__ if one.__name__ in _SCHEMAS), "")
+    return _kinds[kind]
 
 
 def schema_of(space: Any) -> dict[str, Any]:
     """Returns the JSON schema of the values of a space. Raises `TaskError` for an unknown space."""
-    return _SCHEMAS[kind_of(space)](space)
+    if not (kind := kind_of(space)):
+        name = type(space).__name__
+        raise TaskError(f"actions in a space of the class {name} have no JSON form", fix="write a class that wraps the environment")
+    return _SCHEMAS[kind](space)
 
 
 def _array(shape: tuple[int, ...], item: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,16 +48,20 @@ def _box(space: Any) -> dict[str, Any]:
     return _array(space.shape, {"type": "integer" if space.dtype.kind in "iu" else "number", **bounds})
 
 
+def _whole(low: Any, high: Any) -> dict[str, Any]:
+    return {"type": "integer", "minimum": int(low), "maximum": int(high)}
+
+
 def _object(spaces: Mapping[str, Any]) -> dict[str, Any]:
     properties = {str(name): schema_of(part) for name, part in spaces.items()}
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
 _SCHEMAS: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "Discrete": lambda space: {"type": "integer", "minimum": int(space.start), "maximum": int(space.start + space.n - 1)},
+    "Discrete": lambda space: _whole(space.start, space.start + space.n - 1),
     "Box": _box,
-    "MultiDiscrete": lambda space: _array(space.shape, {"type": "integer", "minimum": 0, "maximum": int(space.nvec.max()) - 1}),
-    "MultiBinary": lambda space: _array(tuple(space.shape), {"type": "integer", "minimum": 0, "maximum": 1}),
+    "MultiDiscrete": lambda space: _array(space.shape, _whole(space.start.min(), (space.start + space.nvec).max() - 1)),
+    "MultiBinary": lambda space: _array(tuple(space.shape), _whole(0, 1)),
     "Text": lambda space: {"type": "string", "minLength": int(space.min_length), "maxLength": int(space.max_length)},
     "Dict": lambda space: _object(space.spaces),
     "Tuple": lambda space: _object({str(number): part for number, part in enumerate(space.spaces)}),
@@ -118,8 +120,25 @@ def is_inside(space: Any, value: Any) -> bool:
     return bool(space.contains(value))
 
 
+def describe_outside(space: Any, value: Any, where: str = "the observation") -> str:
+    """Returns which part of a value is outside its space, with its type and range."""
+    parts = getattr(space, "spaces", None)
+    items = parts.items() if isinstance(parts, Mapping) else enumerate(parts or ())
+    if isinstance(value, Mapping if isinstance(parts, Mapping) else tuple) and len(value) == len(parts or ()):
+        for name, part in items:
+            if isinstance(value, Mapping) and name not in value:
+                return f"{where} has no {str(name)[:80]!r}"
+            if not is_inside(part, value[name]):
+                return describe_outside(part, value[name], f"{where}[{str(name)[:80]!r}]")
+    found = type(value).__name__
+    if getattr(value, "dtype", None) is not None:
+        found = f"{value.dtype}{list(value.shape)}"
+        found += f" from {value.min()} to {value.max()}" if value.size and value.dtype.kind in "iufb" else ""
+    return f"{where} is {found}, not in {str(space)[:200]}"
+
+
 def text_of(space: Any, value: Any) -> str:
-    """Returns a short text of an observation. Raises `TaskError` for an observation of too many numbers."""
+    """Returns a short text of an observation. Raises `TaskError` for one of too many numbers, or of an unknown class."""
     match kind_of(space):
         case "Discrete":
             return str(int(value))
@@ -129,13 +148,20 @@ def text_of(space: Any, value: Any) -> str:
             if value.size > MOST_NUMBERS:
                 shape = "x".join(map(str, value.shape))
                 raise TaskError(f"an observation of {shape} numbers has no text", fix="set tasks.family.options.formatter")
-            return "[" + ", ".join(_short(number) for number in value.flatten().tolist()) + "]"
+            return _short(value.tolist())
         case "Sequence":
             return "[" + ", ".join(text_of(space.feature_space, item) for item in value) + "]"
         case "Dict":
             return ", ".join(f"{name}: {text_of(part, value[name])}" for name, part in space.spaces.items())
+        case "" if isinstance(value, str | int | float):  # such as the missions of minigrid
+            return str(value)
+        case "":
+            name = type(space).__name__
+            raise TaskError(f"an observation in a space of the class {name} has no text", fix="set tasks.family.options.formatter")
     return ", ".join(text_of(part, item) for part, item in zip(space.spaces, value, strict=True))
 
 
-def _short(number: float) -> str:
-    return str(number) if isinstance(number, int) else f"{number:.3g}"
+def _short(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_short, value)) + "]"
+    return str(value) if isinstance(value, int) else f"{value:.3g}"

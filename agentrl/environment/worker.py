@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from agentrl.base.error_text import raise_location
 from agentrl.base.user_code import describe_error
 from agentrl.environment.base import Environment, StepRow, actions_of, call_of, number_of, step_row, text_of
 from agentrl.environment.games import Game, as_data, observations_of, role_step_of, roles_of
@@ -111,7 +112,8 @@ def answer(environments: OpenEnvironments, operation: list[Any]) -> list[Any]:
     except EnvironmentFault as error:
         return [number, "fault", str(error)[:2000]]
     except BaseException as error:  # SystemExit too: it ends this episode only
-        return [number, "fault", f"{name}() raised {describe_error(error, 1500)}"]
+        place = raise_location(error, libraries=True)
+        return [number, "fault", f"{name}() raised {describe_error(error, 1500)}{f' ({place})' if place else ''}"]
 
 
 def main() -> None:

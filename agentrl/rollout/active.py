@@ -77,10 +77,12 @@ class ActiveTrajectory:
         images = count_images((*self._context, *self.prompt_ids))
         budget = min(limits.turn_tokens, left) if images <= MAX_IN_PROMPT else 0
         if budget <= 0 and not self._episode.turns_begun:
+            found = f"{images} images; at most {MAX_IN_PROMPT} are allowed"
+            if images <= MAX_IN_PROMPT:
+                found = f"{len(self.prompt_ids)} tokens, but prompt and answer together may have {room}"
             raise TaskError(
-                f"task {task.id!r}: its prompt has {len(self.prompt_ids)} tokens and {images} images, but the limit for prompt and answer"
-                f" is {room} tokens, and {MAX_IN_PROMPT} images",
-                fix="shorten the prompt, or raise limits.episode_tokens, limits.all_tokens and policy.max_model_len",
+                f"task {task.id!r}: its prompt has {found}",
+                fix="shorten the prompt, or raise policy.max_model_len, limits.episode_tokens and limits.all_tokens",
             )
         return budget
 

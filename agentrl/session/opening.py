@@ -220,7 +220,7 @@ async def _check_slowly(
         check_start_tokens([checked.suite], chat, tools, recipe.rollout)
     if recipe.agent.ref in parts.AGENT.shipped:  # a user-supplied agent may use other prompts, and no tools
         check_prompt(chat, checked.family, tools, memory, recipe.rollout.instructions)
-        await check_environment(checked.family.task(Split.TRAIN, 0), chat)
+        await check_environment(checked.family.task(Split.TRAIN, 0), chat, recipe.agent.ref)
     check_thinking(chat, checked.family, recipe.evaluation)
     return chat, tools
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,18 @@ def test_code_installed_in_another_environment_is_never_the_users(tmp_path: Path
         scope["check"](colour="red")
     except TypeError as error:
         assert "test_error_text.py:" in raise_location(error)
+
+
+def test_a_line_of_a_library_replaces_that_of_agentrl_if_the_library_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def caught() -> Exception:
+        try:
+            json.loads("{")
+        except ValueError as error:
+            return error
+        raise AssertionError
+
+    monkeypatch.setattr("agentrl.base.error_text._PACKAGE", str(Path(__file__).parent))
+    assert "test_error_text.py:" in raise_location(caught()) and "json/decoder.py:" in raise_location(caught(), libraries=True)
 
 
 def test_the_leaves_of_groups_come_in_order_however_deep_they_lie() -> None:

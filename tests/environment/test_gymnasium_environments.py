@@ -69,7 +69,11 @@ def test_options_reach_the_environment_and_errors_name_the_fix() -> None:
     assert GymnasiumEnvironment("FrozenLake-v1", formatter="tests.environment.examples:describe").reset(0) == "cell 0"
     for wrong, message in (
         ({"id": "Nope-v0"}, "cannot be created"),
-        ({"id": "nowhere_at_all:Nope-v0"}, "not installed"),
+        ({"id": "Nope-v0"}, "fix: if another package registers it, write gymnasium:MODULE:ID"),
+        ({"id": "Nope/Nope-v0"}, "fix: if another package registers it, write gymnasium:MODULE:ID"),
+        ({"id": "gymnasium:Nope-v0"}, "fix: use an id that gymnasium registers"),
+        ({"id": "Taxi-v3"}, "Please use `Taxi-v4` instead.*\n  fix: see its message"),
+        ({"id": "nowhere_at_all:Nope-v0"}, "not installed.*\n  fix: install the package with nowhere_at_all"),
         ({"id": "FrozenLake-v1", "action_names": ["a"]}, "1 names for 4 actions"),
     ):
         with pytest.raises(PluginError, match=message):
@@ -82,14 +86,14 @@ class Liar(gymnasium.Env[Any, Any]):
     observation_space = gymnasium.spaces.Box(0.0, 1.0, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
 
-    def __init__(self, lie: float = 2.0) -> None:
-        self.lie = lie
+    def __init__(self, lie: float = 2.0, reward: Any = 0.0) -> None:
+        self.lie, self.reward = lie, reward
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         return np.zeros(1, np.float32), {}
 
     def step(self, action: Any) -> Any:
-        return np.full(1, self.lie, np.float32), 0.0, False, False, {}
+        return np.full(1, self.lie, np.float32), self.reward, False, False, {}
 
 
 @pytest.mark.parametrize("lie", [2.0, float("nan"), float("inf")])
@@ -100,5 +104,17 @@ def test_an_observation_outside_the_declared_space_is_a_fault(lie: float) -> Non
         assert environment.actions == ("0", "1") and environment.reset(0) == "[0]"
         with pytest.raises(EnvironmentFault, match="outside its space"):
             environment.step("0")
+    finally:
+        gymnasium.registry.pop("Liar-v0")
+
+
+def test_a_reward_that_is_not_a_number_is_a_fault() -> None:
+    gymnasium.register(id="Liar-v0", entry_point=Liar, kwargs={"lie": 0.0})
+    try:
+        for reward in ((1.0, 2.0), "1", None, float("nan")):  # a tuple: of environments with several agents
+            environment = GymnasiumEnvironment("Liar-v0", reward=reward)
+            environment.reset(0)
+            with pytest.raises(EnvironmentFault, match=r"Liar.step\(\) returned (a|the) reward"):
+                environment.step("0")
     finally:
         gymnasium.registry.pop("Liar-v0")

@@ -226,7 +226,7 @@ async def test_a_cut_move_and_a_reached_limit_forfeit_the_game(tokenizer: Any) -
     [
         (KUHN, {"players": {"third": "current"}}, "no role 'third'"),
         (KUHN, {"players": {"first": f"{GAMES}heads", "second": f"{GAMES}heads"}}, "the trained policy plays no role"),
-        ("tests.environment.examples:Guess", {}, "needs an environment with roles"),
+        ("tests.environment.examples:Guess", {}, "cannot play an environment without roles"),
     ],
 )
 async def test_options_that_do_not_fit_the_environment_are_an_error(tokenizer: Any, ref: str, options: Any, problem: str) -> None:

@@ -123,6 +123,16 @@ async def test_a_task_that_cannot_be_played_is_the_tasks_fault(tokenizer: Any) -
     assert [(failure.blame, failure.message) for failure in episode.failures] == [(Blame.TASK, "no such level")]
 
 
+async def test_an_environment_that_the_agent_cannot_play_is_an_error_before_the_run(tokenizer: Any) -> None:
+    game = open_family(TasksConfig(family=Part("sandboxes.games:KuhnPoker")), seed=0).task(Split.TRAIN, 0)
+    await check_environment(game, chat_of(tokenizer), "players")
+    for task, agent, fix in ((game, "turns", "players"), (game, "delegating", "players"), (task_of("Guess"), "players", "turns")):
+        with pytest.raises(UserError, match=rf"{agent} cannot play an environment with.* roles\n  fix: set rollout.agent={fix}"):
+            await check_environment(task, chat_of(tokenizer), agent)
+    (failure,) = (await play(game, tokenizer, "b"))[0].failures
+    assert "fix: set rollout.agent=players" in failure.message and failure.blame is Blame.TASK
+
+
 async def test_an_error_at_the_end_does_not_change_the_score(tokenizer: Any) -> None:
     task = task_of("Faulty", at="close", limits={"turns": 1})
     episode, _ = await play(task, tokenizer, "a")

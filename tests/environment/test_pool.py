@@ -111,8 +111,10 @@ async def test_faults_have_their_blame(pool: ProcessPool) -> None:
         await (await opened(pool, "Count")).step("x")
     with pytest.raises(TaskError, match=r"[Nn]o module"):
         await pool.open(EnvironmentSpec(ref="tests.environment.nowhere:Guess"))
-    with pytest.raises(EnvironmentFault, match="unexpected keyword"):
+    with pytest.raises(EnvironmentFault, match=r"unexpected keyword argument 'colour'$"):  # no line of agentrl
         await opened(pool, "Count", colour="red")
+    with pytest.raises(EnvironmentFault, match=r"step\(\) raised RuntimeError: the lamp broke \(tests/environment/examples\.py:\d+\)"):
+        await (await opened(pool, "Faulty", how="raise")).step("a")
 
 
 async def test_an_environment_that_prints_and_reads_does_not_disturb_the_messages(pool: ProcessPool) -> None:

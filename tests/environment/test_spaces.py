@@ -10,7 +10,7 @@ import jsonschema
 import numpy as np
 import pytest
 
-from agentrl.environment.spaces import is_inside, schema_of, text_of, value_of
+from agentrl.environment.spaces import describe_outside, is_inside, schema_of, text_of, value_of
 from agentrl.errors import PolicyFault, TaskError
 
 SPACES = [
@@ -20,6 +20,7 @@ SPACES = [
     g.Box(0, 255, (2, 3), np.uint8),
     g.Box(-np.inf, np.inf, (), np.float64),
     g.MultiDiscrete([2, 5, 3]),
+    g.MultiDiscrete([[2, 3], [4, 1]], start=[[1, -1], [0, 5]]),
     g.MultiBinary(4),
     g.Text(5, min_length=1, charset="abc"),
     g.Tuple((g.Discrete(2), g.Box(0.0, 1.0, (1,)))),
@@ -74,9 +75,29 @@ def test_an_action_outside_the_space_is_the_policys_fault(space: Any) -> None:
             assert valid
 
 
+class MissionSpace(g.Space[str]):
+    """A space of another package, as those of minigrid."""
+
+    def contains(self, x: Any) -> bool:
+        return isinstance(x, str)
+
+
+def test_an_observation_of_any_space_has_a_text() -> None:
+    space = g.Dict({"image": g.Box(0, 9, (2, 2), np.uint8), "mission": MissionSpace()})
+    seen = {"image": np.array([[1, 2], [3, 4]], np.uint8), "mission": "go to the door"}
+    assert is_inside(space, seen) and text_of(space, seen) == "image: [[1, 2], [3, 4]], mission: go to the door"
+    for unknown in (g.Graph(g.Discrete(2), None), g.OneOf((g.Discrete(2), g.Discrete(3)))):
+        unknown.seed(0)
+        seen = unknown.sample()
+        assert is_inside(unknown, seen) and not is_inside(unknown, "x")  # a formatter can show it
+        with pytest.raises(TaskError, match=r"has no text\n  fix: set tasks\.family\.options\.formatter"):
+            text_of(unknown, seen)
+
+
 def test_an_unknown_space_and_a_large_observation_are_the_tasks_fault() -> None:
-    with pytest.raises(TaskError, match="no JSON form"):
-        schema_of(g.Graph(g.Discrete(2), None))
+    for unknown in (g.Graph(g.Discrete(2), None), MissionSpace(), g.Dict({"go": MissionSpace()})):
+        with pytest.raises(TaskError, match="no JSON form"):
+            schema_of(unknown)
     with pytest.raises(TaskError, match="formatter"):
         text_of(g.Box(0, 255, (84, 84), np.uint8), np.zeros((84, 84), np.uint8))
 
@@ -86,3 +107,22 @@ def test_an_observation_outside_its_space_is_detected() -> None:
     for wrong in (np.array([0, 2], np.float32), np.array([0, np.nan], np.float32), np.zeros(3, np.float32), [0.0, 0.0, 0.0], "x", None):
         assert not is_inside(space, wrong)
     assert is_inside(space, np.zeros(2, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("space", "value", "message"),
+    [
+        (g.Box(-1.0, 1.0, (2,), np.float32), np.array([0, 0.5]), r"the observation is float64\[2\] from 0.0 to 0.5, not in Box"),
+        (g.Dict({"a": g.Box(0, 1, (1,), np.float32)}), {"a": np.array([7], np.float32)}, r"\['a'\] is float32\[1\] from 7.0 to 7.0"),
+        (g.Dict({"a": g.Discrete(2)}), {"b": 1}, "has no 'a'"),
+        (g.Dict({"a": g.Discrete(2)}), {}, "is dict, not in Dict"),
+        (g.Tuple((g.Discrete(2), g.Text(3))), (1, 2), r"\['1'\] is int, not in Text"),
+        (g.Tuple((g.Discrete(2),)), 1, "is int, not in Tuple"),
+        (g.MultiBinary(2), np.array([], np.int8), r"is int8\[0\], not in MultiBinary"),
+        (g.Text(3), None, "is NoneType, not in Text"),
+        (g.OneOf((g.Discrete(2),)), (0, 5), "is tuple, not in OneOf"),
+    ],
+)
+def test_the_part_that_is_outside_its_space_is_described(space: Any, value: Any, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(describe_outside(space, value))
