@@ -239,9 +239,12 @@ def check_roles(environment: object, agent: str) -> None:
         raise PluginError(f"rollout.agent={agent} cannot play an environment {has} roles", fix=f"set rollout.agent={needed}")
 
 
-async def check_environment(task: Task, chat: ChatFormat, agent: str = "turns") -> None:
-    """Opens the environment of a task once. Raises `UserError` if it does not start, `agent` cannot play it, no answer can be one of its
-    actions, or the chat template does not accept its observations."""
+async def check_environment(task: Task, chat: ChatFormat, agent: str = "turns", *, max_model_len: int | None = None) -> None:
+    """Opens the environment of a task once.
+
+    Raises `UserError` if it does not start, `agent` cannot play it, no answer can be one of its actions, the chat template does not accept
+    its observations, or the first prompt has too many tokens.
+    """
     if task.environment is None:
         return
     try:
@@ -267,9 +270,22 @@ async def check_environment(task: Task, chat: ChatFormat, agent: str = "turns") 
         if MARK in observation.text and not chat.reads_images and REFERENCE.search(observation.text):
             message = f"{task.environment.ref}: its observations show images, and the model reads only text"
             raise UserError(message, fix="use a vision-language model as policy.model")
-        chat.opening(environment_prompt(task.prompt, environment.instructions, observation.text), functions)
+        opening = chat.opening(environment_prompt(task.prompt, environment.instructions, observation.text), functions)
+        if max_model_len is not None:
+            check_length(task, len(opening), max_model_len)
     finally:
         await environment.close()
+
+
+def check_length(task: Task, tokens: int, max_model_len: int) -> None:
+    """Raises `UserError` if a prompt of `tokens` tokens leaves no room for an answer."""
+    limits = task.limits
+    room = min(max_model_len, limits.episode_tokens, limits.all_tokens or max_model_len)
+    if tokens >= room:
+        raise UserError(
+            f"task {task.id!r}: its first prompt has {tokens} tokens, but prompt and answer together may have {room}",
+            fix="raise policy.max_model_len and the limits episode_tokens and all_tokens of the tasks, or shorten the prompt",
+        )
 
 
 def environment_prompt(prompt: Sequence[Message], instructions: str, observation: str) -> tuple[Message, ...]:

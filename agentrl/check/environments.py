@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import random
+import textwrap
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ SEEDS = 16
 """Seeds that are played."""
 FRESH = 4
 """Seeds that are played in a new process."""
+_SHOWN = 1000  # characters of an observation in the report
 Action = str | ToolCall
 Actor = Callable[[Environment, str], Action]
 """Returns an action for an environment and its last observation."""
@@ -60,10 +62,13 @@ async def prove_environment(tasks: Sequence[Task]) -> list[Proof]:
     except EnvironmentFault as error:
         finding = Finding(severity="failure", what=f"{_spec(tasks[0]).ref} does not start: {error}", tasks=(tasks[0].id,))
         return [Proof(name="episodes can be played", looked_at="1 seed", findings=(finding,))]
+    try:
+        shown = await _first_turn(first)
+    finally:
+        await first.close()
     actions = first.actions
-    await first.close()
     if actions is None and _expert(_spec(tasks[0])) is None:
-        return [Proof(name="episodes can be played", looked_at="nothing", unproven=(_NO_ACTOR,))]
+        return [Proof(name="episodes can be played", looked_at="nothing", findings=shown, unproven=(_NO_ACTOR,))]
     resumable = is_resumable(first)
     played: dict[str, Played] = {}
     proofs = [
@@ -74,10 +79,24 @@ async def prove_environment(tasks: Sequence[Task]) -> list[Proof]:
     ]
     if resumable:
         proofs.append(await _proof("a snapshot continues an episode", tasks, lambda task: _from_snapshot(task, played)))
+    proofs[0] = replace(proofs[0], findings=(*proofs[0].findings, *shown))
     return [*proofs, _reward_range(tasks, played), await _baselines(tasks, played, random_baseline=actions is not None)]
 
 
 _NO_ACTOR = "anything about episodes: an action is any text, and the class has no method expert(observation) that returns one"
+
+
+async def _first_turn(environment: Environment) -> tuple[Finding, ...]:
+    """Returns what the agent is shown first, as a note; empty if the reset fails, which a proof reports."""
+    seen = ""
+    with user_code.fault_boundary() as fault:
+        seen = (await environment.reset()).text
+    if fault.error is not None:
+        return ()
+    names = [action if isinstance(action, str) else f"{action['function']['name']}(...)" for action in environment.actions or ()]
+    lines = (environment.instructions, seen, f"Actions: {', '.join(names) or 'any text'}")
+    text = "\n\n".join(user_code.clip(line, _SHOWN) for line in lines if line)
+    return (Finding(severity="note", what="the agent is shown:\n" + textwrap.indent(text, "    ")),)
 
 
 async def _proof(name: str, tasks: Sequence[Task], check: Callable[[Task], Awaitable[str]]) -> Proof:

@@ -186,7 +186,7 @@ async def test_a_postponed_request_is_repeated_after_the_requested_wait(opener: 
     assert len(times) == 2 and times[1] - times[0] >= 0.3
 
 
-async def test_the_request_for_a_session_is_repeated_if_the_server_is_busy(opener: RemoteOpener) -> None:
+async def test_the_request_for_a_session_is_repeated_if_the_server_is_busy(opener: RemoteOpener, caplog: pytest.LogCaptureFixture) -> None:
     tries: list[float] = []
 
     def busy(request: HttpRequest, _: Any) -> bytes:
@@ -197,6 +197,8 @@ async def test_the_request_for_a_session_is_repeated_if_the_server_is_busy(opene
     async with http_server(server) as url:
         await (await begin(opener, url)).close()
     assert counts(opener) == (1, 1, 0) and tries[2] - tries[0] >= 0.4
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")  # one for both refusals
+    assert "status 503" in warning and "waiting up to" in warning
 
 
 async def test_a_wait_beyond_the_patience_is_a_fault(opener: RemoteOpener) -> None:
