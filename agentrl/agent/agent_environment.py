@@ -233,17 +233,17 @@ class ActionTool:
 
 
 def check_roles(environment: object, agent: str) -> None:
-    """Raises `PluginError` if an environment has roles and the shipped agent does not play them, or the reverse."""
-    has, needed = ("with", "players") if getattr(environment, "roles", ()) else ("without", "turns")
+    """Raises `PluginError` if an environment has roles and `agent` is not `players`, or the reverse."""
+    kind, needed = ("with", "players") if getattr(environment, "roles", ()) else ("without", "turns")
     if (agent == "players") != (needed == "players"):
-        raise PluginError(f"rollout.agent={agent} cannot play an environment {has} roles", fix=f"set rollout.agent={needed}")
+        raise PluginError(f"rollout.agent={agent} cannot play an environment {kind} roles", fix=f"set rollout.agent={needed}")
 
 
 async def check_environment(task: Task, chat: ChatFormat, agent: str = "turns", *, max_model_len: int | None = None) -> None:
     """Opens the environment of a task once.
 
     Raises `UserError` if it does not start, `agent` cannot play it, no answer can be one of its actions, the chat template does not accept
-    its observations, or the first prompt has too many tokens.
+    its observations, or the first prompt is too long (None disables this check).
     """
     if task.environment is None:
         return
@@ -283,8 +283,8 @@ def check_length(task: Task, tokens: int, max_model_len: int) -> None:
     room = min(max_model_len, limits.episode_tokens, limits.all_tokens or max_model_len)
     if tokens >= room:
         raise UserError(
-            f"task {task.id!r}: its first prompt has {tokens} tokens, but prompt and answer together may have {room}",
-            fix="raise policy.max_model_len and the limits episode_tokens and all_tokens of the tasks, or shorten the prompt",
+            f"task {task.id!r}: its first prompt has {tokens} tokens, but the limit for prompt and answer is {room}",
+            fix="shorten the prompt, or raise the lowest of policy.max_model_len, limits.episode_tokens and limits.all_tokens",
         )
 
 

@@ -101,7 +101,7 @@ class CpuClock:
 
 
 def _spent(before: Processes, now: Processes) -> dict[int, tuple[int, int]]:
-    """Returns process -> (own ticks, ticks of its ended children) since `before`. Ticks counted before a child ended are excluded."""
+    """Returns process -> (own ticks, ticks of its ended children) since `before`. What these children had used in `before` is excluded."""
     alive = {pid: before[pid] for pid, one in now.items() if pid in before and before[pid].started == one.started}
     counted: dict[int, int] = {}  # process -> ticks of its ended descendants that were counted before
     for pid, gone in before.items():

@@ -98,14 +98,14 @@ def raise_location(error: BaseException, *, libraries: bool = False) -> str:
     For a SyntaxError, the line with the error.
 
     Args:
-        libraries: use a line of other packages instead of agentrl's, because these are what failed.
+        libraries: fall back to a line of other packages instead of agentrl's.
     """
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{display_path(error.filename)}:{error.lineno}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_file()]
     theirs = [frame for frame in frames if not frame.filename.startswith(_PACKAGE) and not _of_a_library(frame.filename)]
-    rest = [frame for frame in frames if frame.filename.startswith(_PACKAGE) is not libraries]
-    known = theirs or rest
+    fallback = [frame for frame in frames if frame.filename.startswith(_PACKAGE) is not libraries]
+    known = theirs or fallback
     return f"{display_path(known[-1].filename)}:{known[-1].lineno}" if known else ""
 
 

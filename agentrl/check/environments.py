@@ -63,12 +63,14 @@ async def prove_environment(tasks: Sequence[Task]) -> list[Proof]:
         finding = Finding(severity="failure", what=f"{_spec(tasks[0]).ref} does not start: {error}", tasks=(tasks[0].id,))
         return [Proof(name="episodes can be played", looked_at="1 seed", findings=(finding,))]
     try:
-        shown = await _first_turn(first)
+        first_turn = await _first_turn(first)
     finally:
         await first.close()
     actions = first.actions
+    if first_turn.severity == "failure":
+        return [Proof(name="episodes can be played", looked_at="1 seed", findings=(replace(first_turn, tasks=(tasks[0].id,)),))]
     if actions is None and _expert(_spec(tasks[0])) is None:
-        return [Proof(name="episodes can be played", looked_at="nothing", findings=shown, unproven=(_NO_ACTOR,))]
+        return [Proof(name="episodes can be played", looked_at="nothing", findings=(first_turn,), unproven=(_NO_ACTOR,))]
     resumable = is_resumable(first)
     played: dict[str, Played] = {}
     proofs = [
@@ -79,24 +81,29 @@ async def prove_environment(tasks: Sequence[Task]) -> list[Proof]:
     ]
     if resumable:
         proofs.append(await _proof("a snapshot continues an episode", tasks, lambda task: _from_snapshot(task, played)))
-    proofs[0] = replace(proofs[0], findings=(*proofs[0].findings, *shown))
+    proofs[0] = replace(proofs[0], findings=(*proofs[0].findings, first_turn))
     return [*proofs, _reward_range(tasks, played), await _baselines(tasks, played, random_baseline=actions is not None)]
 
 
 _NO_ACTOR = "anything about episodes: an action is any text, and the class has no method expert(observation) that returns one"
 
 
-async def _first_turn(environment: Environment) -> tuple[Finding, ...]:
-    """Returns what the agent is shown first, as a note; empty if the reset fails, which a proof reports."""
-    seen = ""
+async def _first_turn(environment: Environment) -> Finding:
+    """Returns instructions, first observation and actions as a note; a failure if the reset fails."""
+    observation = ""
     with user_code.fault_boundary() as fault:
-        seen = (await environment.reset()).text
+        observation = (await environment.reset()).text
     if fault.error is not None:
-        return ()
+        return Finding(severity="failure", what=_fault_text(fault.error))
     names = [action if isinstance(action, str) else f"{action['function']['name']}(...)" for action in environment.actions or ()]
-    lines = (environment.instructions, seen, f"Actions: {', '.join(names) or 'any text'}")
-    text = "\n\n".join(user_code.clip(line, _SHOWN) for line in lines if line)
-    return (Finding(severity="note", what="the agent is shown:\n" + textwrap.indent(text, "    ")),)
+    sections = (environment.instructions, observation, f"Allowed actions: {', '.join(names) or 'any text'}")
+    text = "\n\n".join(user_code.clip(section, _SHOWN) for section in sections if section)
+    return Finding(severity="note", what="first turn:\n" + textwrap.indent(text, "    "))
+
+
+def _fault_text(error: BaseException) -> str:
+    known = isinstance(error, EnvironmentFault | TaskError | PluginError)
+    return user_code.error_text(error, 500) if known else user_code.describe_error(error, 500)
 
 
 async def _proof(name: str, tasks: Sequence[Task], check: Callable[[Task], Awaitable[str]]) -> Proof:
@@ -107,9 +114,7 @@ async def _proof(name: str, tasks: Sequence[Task], check: Callable[[Task], Await
             if problem := await check(task):
                 wrong.setdefault(problem, []).append(task.id)
         if fault.error is not None:
-            known = isinstance(fault.error, EnvironmentFault | TaskError | PluginError)
-            text = user_code.error_text(fault.error, 500) if known else user_code.describe_error(fault.error, 500)
-            wrong.setdefault(text, []).append(task.id)
+            wrong.setdefault(_fault_text(fault.error), []).append(task.id)
     findings = tuple(Finding(severity="failure", what=problem, tasks=tuple(ids)) for problem, ids in wrong.items())
     return Proof(name=name, looked_at=plural(len(tasks), "seed"), findings=findings)
 

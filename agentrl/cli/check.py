@@ -117,7 +117,7 @@ def is_family(target: str | Path) -> bool:
 def open_target(target: str | Path, backend: str | None, overrides: Sequence[str] = ()) -> tuple[FamilySource, SandboxConfig]:
     """Returns the task family and the sandbox settings of a folder of task folders, of a recipe file, or of a reference.
 
-    A reference must be text: a `Path` would make one slash of the two in `openenv:http://HOST`.
+    Pass a reference as `str`: `Path` collapses the two slashes of `openenv:http://HOST`.
     """
     from agentrl.check.check import sandbox_configs
     from agentrl.check.purity import FamilySource

@@ -111,8 +111,10 @@ class GymnasiumEnvironment(Environment):
             if module:
                 importlib.import_module(module)
         except ImportError as error:
-            fix = install_command("gymnasium") if error.name == "gymnasium" else f"install the package with {error.name or module}"
-            raise PluginError(f"gymnasium:{id} needs a package that is not installed: {error}", fix=fix) from error
+            fix = f"correct {module}"
+            if isinstance(error, ModuleNotFoundError):
+                fix = install_command("gymnasium") if error.name == "gymnasium" else f"install the package that has {error.name or module}"
+            raise PluginError(f"gymnasium:{id} cannot be imported: {error}", fix=fix) from error
         try:
             environment = gymnasium.make(name, disable_env_checker=True, **options)
             if not draw or "render_mode" in options or "ansi" not in environment.metadata.get("render_modes", ()):
@@ -120,10 +122,10 @@ class GymnasiumEnvironment(Environment):
             environment.close()
             return gymnasium.make(name, disable_env_checker=True, render_mode="ansi", **options), True
         except gymnasium.error.Error as error:
-            fix = "see its message"
+            fix = "correct the id or the options as it says"
             if isinstance(error, gymnasium.error.NameNotFound | gymnasium.error.NamespaceNotFound):
-                fix = f"use an id that {module} registers in gymnasium, or write a class that wraps its environment"
-                fix = fix if module else "if another package registers it, write gymnasium:MODULE:ID with the module to import"
+                no_module = "correct the id, or write gymnasium:MODULE:ID if another package's MODULE registers it"
+                fix = f"use an id that {module} registers, or write a class that wraps its environment" if module else no_module
             raise PluginError(f"gymnasium:{id} cannot be created: {str(error)[:500]}", fix=fix) from error
 
     def _value(self, action: str | ToolCall) -> Any:
@@ -141,7 +143,7 @@ class GymnasiumEnvironment(Environment):
 
     def _text(self, observation: Any) -> str | Observation:
         if not is_inside(self._seen, observation):
-            raise EnvironmentFault(f"{self._name} returned an observation outside its space: {describe_outside(self._seen, observation)}")
+            raise EnvironmentFault(f"{self._name}: {describe_outside(self._seen, observation)}\n  fix: correct it, or the space")
         if self._format is not None:
             return self._format(observation)
         if self._drawn:

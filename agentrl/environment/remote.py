@@ -42,7 +42,7 @@ CLOSE_S = 30.0
 IDLE_S = 60.0
 """Seconds without a request after which a session is kept alive."""
 _MAX_PINNED = 10_000
-_WARN_EVERY_S = 60.0  # between two warnings about a server that is busy or gone
+_WARN_EVERY_S = 60.0  # between warnings that a server is busy or unreachable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +233,7 @@ class RemoteServer:
         if busy.most is not None and self._used > busy.most:  # the sessions of this process fill the server: wait for one of them
             return
         if time.monotonic() > self._warn_at:
-            log.warning("%s; waiting up to %g s for it", busy, self.options.wait_s)
+            log.warning("%s; retrying for up to %g s", busy, self.options.wait_s)
             self._warn_at = time.monotonic() + _WARN_EVERY_S
         seconds = min(backoff_s(tries, busy.wait_s, refused=self._refused), self.options.wait_s)
         self._resume_at = max(self._resume_at, time.monotonic() + seconds)

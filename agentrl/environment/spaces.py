@@ -20,7 +20,7 @@ _kinds: dict[type, str] = {}
 
 
 def kind_of(space: Any) -> str:
-    """Returns the name of the first known class among those of a space; empty if there is none."""
+    """Returns the first class name in the MRO of a space's class that `_SCHEMAS` has; empty if there is none."""
     kind = type(space)
     if kind not in _kinds:
         _kinds[kind] = next((one.__name__ for one in kind.__mro__ if one.__name__ in _SCHEMAS), "")
@@ -31,7 +31,9 @@ def schema_of(space: Any) -> dict[str, Any]:
     """Returns the JSON schema of the values of a space. Raises `TaskError` for an unknown space."""
     if not (kind := kind_of(space)):
         name = type(space).__name__
-        raise TaskError(f"actions in a space of the class {name} have no JSON form", fix="write a class that wraps the environment")
+        raise TaskError(
+            f"actions in a space of the class {name} have no JSON form", fix="wrap it in a subclass of agentrl.environment.Environment"
+        )
     return _SCHEMAS[kind](space)
 
 
@@ -48,7 +50,7 @@ def _box(space: Any) -> dict[str, Any]:
     return _array(space.shape, {"type": "integer" if space.dtype.kind in "iu" else "number", **bounds})
 
 
-def _whole(low: Any, high: Any) -> dict[str, Any]:
+def _integer(low: Any, high: Any) -> dict[str, Any]:
     return {"type": "integer", "minimum": int(low), "maximum": int(high)}
 
 
@@ -58,10 +60,10 @@ def _object(spaces: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _SCHEMAS: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "Discrete": lambda space: _whole(space.start, space.start + space.n - 1),
+    "Discrete": lambda space: _integer(space.start, space.start + space.n - 1),
     "Box": _box,
-    "MultiDiscrete": lambda space: _array(space.shape, _whole(space.start.min(), (space.start + space.nvec).max() - 1)),
-    "MultiBinary": lambda space: _array(tuple(space.shape), _whole(0, 1)),
+    "MultiDiscrete": lambda space: _array(space.shape, _integer(space.start.min(), (space.start + space.nvec).max() - 1)),
+    "MultiBinary": lambda space: _array(tuple(space.shape), _integer(0, 1)),
     "Text": lambda space: {"type": "string", "minLength": int(space.min_length), "maxLength": int(space.max_length)},
     "Dict": lambda space: _object(space.spaces),
     "Tuple": lambda space: _object({str(number): part for number, part in enumerate(space.spaces)}),
@@ -121,24 +123,26 @@ def is_inside(space: Any, value: Any) -> bool:
 
 
 def describe_outside(space: Any, value: Any, where: str = "the observation") -> str:
-    """Returns which part of a value is outside its space, with its type and range."""
+    """Describes the part of a value that is outside its space: path, type and range."""
     parts = getattr(space, "spaces", None)
     items = parts.items() if isinstance(parts, Mapping) else enumerate(parts or ())
     if isinstance(value, Mapping if isinstance(parts, Mapping) else tuple) and len(value) == len(parts or ()):
         for name, part in items:
             if isinstance(value, Mapping) and name not in value:
-                return f"{where} has no {str(name)[:80]!r}"
+                return f"{where} has no key {str(name)[:80]!r}"
             if not is_inside(part, value[name]):
-                return describe_outside(part, value[name], f"{where}[{str(name)[:80]!r}]")
-    found = type(value).__name__
+                return describe_outside(
+                    part, value[name], f"{where}[{str(name)[:80]!r}]" if isinstance(value, Mapping) else f"{where}[{name}]"
+                )
+    actual = type(value).__name__
     if getattr(value, "dtype", None) is not None:
-        found = f"{value.dtype}{list(value.shape)}"
-        found += f" from {value.min()} to {value.max()}" if value.size and value.dtype.kind in "iufb" else ""
-    return f"{where} is {found}, not in {str(space)[:200]}"
+        actual = f"{value.dtype}{list(value.shape)}"
+        actual += f" from {value.min()} to {value.max()}" if value.size and value.dtype.kind in "iufb" else ""
+    return f"{where} is {actual}, not in {str(space)[:200]}"
 
 
 def text_of(space: Any, value: Any) -> str:
-    """Returns a short text of an observation. Raises `TaskError` for one of too many numbers, or of an unknown class."""
+    """Returns a short text of an observation. Raises `TaskError` for too many numbers, or an unknown space."""
     match kind_of(space):
         case "Discrete":
             return str(int(value))

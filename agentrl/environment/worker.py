@@ -112,8 +112,8 @@ def answer(environments: OpenEnvironments, operation: list[Any]) -> list[Any]:
     except EnvironmentFault as error:
         return [number, "fault", str(error)[:2000]]
     except BaseException as error:  # SystemExit too: it ends this episode only
-        place = raise_location(error, libraries=True)
-        return [number, "fault", f"{name}() raised {describe_error(error, 1500)}{f' ({place})' if place else ''}"]
+        location = raise_location(error, libraries=True)
+        return [number, "fault", f"{name}() raised {describe_error(error, 1500)}{f' ({location})' if location else ''}"]
 
 
 def main() -> None:

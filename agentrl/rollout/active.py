@@ -77,12 +77,12 @@ class ActiveTrajectory:
         images = count_images((*self._context, *self.prompt_ids))
         budget = min(limits.turn_tokens, left) if images <= MAX_IN_PROMPT else 0
         if budget <= 0 and not self._episode.turns_begun:
-            found = f"{images} images; at most {MAX_IN_PROMPT} are allowed"
+            excess = f"{images} images; at most {MAX_IN_PROMPT} are allowed"
             if images <= MAX_IN_PROMPT:
-                found = f"{len(self.prompt_ids)} tokens, but prompt and answer together may have {room}"
+                excess = f"{len(self.prompt_ids)} tokens, but the limit for prompt and answer is {room}"
             raise TaskError(
-                f"task {task.id!r}: its prompt has {found}",
-                fix="shorten the prompt, or raise policy.max_model_len, limits.episode_tokens and limits.all_tokens",
+                f"task {task.id!r}: its prompt has {excess}",
+                fix="shorten the prompt, or raise the lowest of policy.max_model_len, limits.episode_tokens and limits.all_tokens",
             )
         return budget
 

@@ -114,7 +114,7 @@ def test_code_installed_in_another_environment_is_never_the_users(tmp_path: Path
         assert "test_error_text.py:" in raise_location(error)
 
 
-def test_a_line_of_a_library_replaces_that_of_agentrl_if_the_library_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libraries_selects_a_line_of_a_library_instead_of_agentrl(monkeypatch: pytest.MonkeyPatch) -> None:
     def caught() -> Exception:
         try:
             json.loads("{")

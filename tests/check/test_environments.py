@@ -38,7 +38,7 @@ async def test_a_good_environment_passes_and_its_expert_beats_random_actions() -
     proofs = await prove("Walk")
     (shown,) = [finding for proof in proofs.values() for finding in proof.findings]
     assert all(proof.ok for proof in proofs.values()) and shown.severity == "note", proofs
-    assert shown.what.startswith("the agent is shown:\n    ") and shown.what.endswith("    Actions: left, right")
+    assert shown.what.startswith("first turn:\n    ") and shown.what.endswith("    Allowed actions: left, right")
     assert set(proofs) == {
         "episodes can be played",
         "equal seeds and actions give equal episodes",
@@ -74,7 +74,7 @@ async def test_a_weak_expert_is_a_warning() -> None:
 async def test_an_environment_that_raises_is_a_failure_of_the_first_claim() -> None:
     proofs = await prove("Faulty", seeds=1)
     (shown,) = [finding for proof in proofs.values() for finding in proof.findings]
-    assert shown.what.endswith("Actions: any text")  # so none can be drawn
+    assert shown.what.endswith("Allowed actions: any text")  # so none can be drawn
     proofs = await prove("Broken", seeds=2)
     assert "the lamp broke" in proofs["episodes can be played"].findings[0].what
 

@@ -198,7 +198,7 @@ async def test_the_request_for_a_session_is_repeated_if_the_server_is_busy(opene
         await (await begin(opener, url)).close()
     assert counts(opener) == (1, 1, 0) and tries[2] - tries[0] >= 0.4
     (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")  # one for both refusals
-    assert "status 503" in warning and "waiting up to" in warning
+    assert "status 503" in warning and "retrying for up to" in warning
 
 
 async def test_a_wait_beyond_the_patience_is_a_fault(opener: RemoteOpener) -> None:

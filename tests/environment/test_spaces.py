@@ -114,9 +114,9 @@ def test_an_observation_outside_its_space_is_detected() -> None:
     [
         (g.Box(-1.0, 1.0, (2,), np.float32), np.array([0, 0.5]), r"the observation is float64\[2\] from 0.0 to 0.5, not in Box"),
         (g.Dict({"a": g.Box(0, 1, (1,), np.float32)}), {"a": np.array([7], np.float32)}, r"\['a'\] is float32\[1\] from 7.0 to 7.0"),
-        (g.Dict({"a": g.Discrete(2)}), {"b": 1}, "has no 'a'"),
+        (g.Dict({"a": g.Discrete(2)}), {"b": 1}, "has no key 'a'"),
         (g.Dict({"a": g.Discrete(2)}), {}, "is dict, not in Dict"),
-        (g.Tuple((g.Discrete(2), g.Text(3))), (1, 2), r"\['1'\] is int, not in Text"),
+        (g.Tuple((g.Discrete(2), g.Text(3))), (1, 2), r"\[1\] is int, not in Text"),
         (g.Tuple((g.Discrete(2),)), 1, "is int, not in Tuple"),
         (g.MultiBinary(2), np.array([], np.int8), r"is int8\[0\], not in MultiBinary"),
         (g.Text(3), None, "is NoneType, not in Text"),

@@ -129,7 +129,7 @@ async def test_task_faults_are_blamed_on_the_task(tokenizer: Any, task: Task, ma
     broken = [
         (replace(task, tools=("pyhton",)), None, "unknown tool 'pyhton'"),
         (replace(task, tools=("nowhere:tool",)), None, "nowhere"),
-        (replace(task, limits=Limits(episode_tokens=5)), None, "prompt and answer together may have 5\n  fix: shorten the prompt, or"),
+        (replace(task, limits=Limits(episode_tokens=5)), None, "the limit for prompt and answer is 5\n  fix: shorten the prompt, or"),
         (task, NoImage(printing("")), "no such suite\n  fix: name a suite"),
         (task, NoRoom(printing("")), "no room for a.csv"),
     ]

@@ -254,7 +254,7 @@ class HTTPTransport:
 
 
 def _by_status(status: int, *, in_session: bool) -> Unanswered | ServerError:
-    """Returns the error for an HTTP status of 400 or more. Most blame the server or the recipe, which has its address and key."""
+    """Returns the error for an HTTP status of 400 or more. Most are faults of the server, or of its address or key in the recipe."""
     text = f"it answered with status {status}"
     if status == 404 and in_session:  # as the MCP specification defines
         return Unanswered("gone", "its session has ended")

@@ -14,6 +14,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import select
 import shlex
 import signal
@@ -134,30 +135,32 @@ def describe_error(error: BaseException) -> str:
 
 
 def load_hint(error: BaseException) -> str:
-    """Returns what to do about a package that could not be loaded; empty if that is unknown."""
+    """Returns the likely cause of a failed load, with the command that corrects it; empty if unknown."""
     chain = [error]
     while len(chain) < MAX_CHAIN and (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)
     for each in chain:
         if isinstance(each, ModuleNotFoundError) and each.name:
-            return _missing(each.name)
+            return _hint_for_module(str(each.name))
     text = " ".join(f"{type(each).__module__} {describe_error(each)}" for each in chain).lower()
-    return "; it loads from a hub, which cannot be reached" if any(word in text for word in _OFFLINE) else ""
+    return "; if it loads from a hub, that cannot be reached" if any(word in text for word in _OFFLINE) else ""
 
 
-def _missing(module: str) -> str:
-    """Returns the command that adds the package of a module to this environment, whose `agentrl.lock` lists what was requested."""
+def _hint_for_module(module: str) -> str:
+    """Returns a hint with the command that adds a module's package to this environment, whose `agentrl.lock` lists what was requested."""
     package, requested = module.partition(".")[0], []
-    if not module.replace(".", "_").isidentifier() or not package:  # the text of an exception, which becomes part of a command
+    if not package.isidentifier() or not module.replace(".", "_").isidentifier():  # the text of an exception, and part of a command
         return ""
     with contextlib.suppress(OSError), open(os.path.join(sys.prefix, "agentrl.lock"), encoding="utf-8") as lock:
-        requested = [shlex.quote(line.removeprefix("# requires: ").strip()) for line in lock if line.startswith("# requires: ")]
-    found = package in sys.modules or importlib.util.find_spec(package) is not None
-    what = f"'{package}==VERSION'" if found else package
-    command = f"agentrl env add {' '.join([*requested, what])} --name {os.path.basename(sys.prefix)}"
-    if found:
-        return f"; the installed {package} has no {module}: if another version has it, {command}"
-    return f"; if it is not a module of the project, add its package: {command}"
+        requested = [line.removeprefix("# requires: ").strip() for line in lock if line.startswith("# requires: ")]
+    installed = package in sys.modules or importlib.util.find_spec(package) is not None
+    requirement = f"{package}==VERSION" if installed else package
+    if installed:
+        requested = [each for each in requested if re.split(r"[^A-Za-z0-9._-]", each)[0].replace("-", "_").lower() != package.lower()]
+    command = f"agentrl env add {shlex.join([*requested, requirement])} --name {os.path.basename(sys.prefix)}"
+    if installed:
+        return f"; the installed {package} has no {module}: if another version does, run {command}"
+    return f"; unless {package} is a module of the project, add the package that has it, such as: {command}"
 
 
 def main(

@@ -25,8 +25,8 @@ def load_attribute(reference: str) -> Any:
     module, sep, name = reference.rpartition("@")
     if not sep or not module or not name:
         package, slash, task = reference.partition("/")
-        usual = f", for example {package}.{task}@{task}" if slash and "/" not in task else ""  # inspect writes package/task
-        raise Fault(TASK, f"{reference!r} is not a reference to a task: write module@task or path/file.py@task{usual}")
+        example = f", for example {package}.{task}@{task}" if slash and "/" not in task else ""  # inspect writes package/task
+        raise Fault(TASK, f"{reference!r} is not a reference to a task: write module@task or path/file.py@task{example}")
     try:
         if module.endswith(".py"):
             if not os.path.isfile(module):

@@ -24,10 +24,11 @@ def load(config: dict[str, Any]) -> Any:
     legacy = hasattr(package, "load_environment") and not _exports_taskset(package)
     needed, wanted = ("verifiers.legacy", ">=0.3,<0.4") if legacy else ("verifiers.v1.harnesses.utils", ">=0.4")
     if not _has_module(needed):
-        kind = "has load_environment, so it is for verifiers 0.3" if legacy else "is not for verifiers 0.3 (it has no load_environment)"
-        raise Fault(
-            TASK, f"{name} {kind}, but its environment has verifiers {version('verifiers')}: agentrl env add {name} 'verifiers{wanted}'"
+        why = (
+            "needs verifiers 0.3, because it has load_environment" if legacy else "needs verifiers 0.4, because it has no load_environment"
         )
+        installed = f".environments/{Path(sys.prefix).name} has {version('verifiers')}"
+        raise Fault(TASK, f"{name} {why}, but {installed}: run agentrl env add {name} 'verifiers{wanted}'")
     if legacy:
         from verifiers_legacy import Legacy
 
@@ -38,7 +39,7 @@ def load(config: dict[str, Any]) -> Any:
 
 
 def _exports_taskset(package: Any) -> bool:
-    """Returns whether `__all__` has a taskset of 0.4. Packages of 0.3 may have `__all__` too."""
+    """Returns whether `__all__` lists a taskset class of 0.4. Packages for 0.3 may have `__all__` too."""
     exported = [getattr(package, str(name), None) for name in getattr(package, "__all__", ())]
     return any(isinstance(each, type) and any(base.__name__ == "Taskset" for base in each.__mro__) for each in exported)
 
@@ -46,7 +47,7 @@ def _exports_taskset(package: Any) -> bool:
 def _has_module(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # of its parent
+    except ModuleNotFoundError:  # its parent is missing
         return False
 
 

@@ -151,12 +151,12 @@ def same_ids():
 
 
 @task
-def imports():
+def missing_import():
     import a_package_that_no_environment_has  # noqa: F401
 
 
 @task
-def hub():
+def unreachable_hub():
     raise ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub")
 
 
