@@ -239,11 +239,11 @@ def check_roles(environment: object, agent: str) -> None:
         raise PluginError(f"rollout.agent={agent} cannot play an environment {kind} roles", fix=f"set rollout.agent={needed}")
 
 
-async def check_environment(task: Task, chat: ChatFormat, agent: str = "turns", *, max_model_len: int | None = None) -> None:
+async def check_environment(task: Task, chat: ChatFormat, agent: str = "turns") -> None:
     """Opens the environment of a task once.
 
-    Raises `UserError` if it does not start, `agent` cannot play it, no answer can be one of its actions, the chat template does not accept
-    its observations, or the first prompt is too long (None disables this check).
+    Raises `UserError` if it does not start, `agent` cannot play it, no answer can be one of its actions, or the chat template does not
+    accept its observations.
     """
     if task.environment is None:
         return
@@ -270,22 +270,9 @@ async def check_environment(task: Task, chat: ChatFormat, agent: str = "turns", 
         if MARK in observation.text and not chat.reads_images and REFERENCE.search(observation.text):
             message = f"{task.environment.ref}: its observations show images, and the model reads only text"
             raise UserError(message, fix="use a vision-language model as policy.model")
-        opening = chat.opening(environment_prompt(task.prompt, environment.instructions, observation.text), functions)
-        if max_model_len is not None:
-            check_length(task, len(opening), max_model_len)
+        chat.opening(environment_prompt(task.prompt, environment.instructions, observation.text), functions)
     finally:
         await environment.close()
-
-
-def check_length(task: Task, tokens: int, max_model_len: int) -> None:
-    """Raises `UserError` if a prompt of `tokens` tokens leaves no room for an answer."""
-    limits = task.limits
-    room = min(max_model_len, limits.episode_tokens, limits.all_tokens or max_model_len)
-    if tokens >= room:
-        raise UserError(
-            f"task {task.id!r}: its first prompt has {tokens} tokens, but the limit for prompt and answer is {room}",
-            fix="shorten the prompt, or raise the lowest of policy.max_model_len, limits.episode_tokens and limits.all_tokens",
-        )
 
 
 def environment_prompt(prompt: Sequence[Message], instructions: str, observation: str) -> tuple[Message, ...]:

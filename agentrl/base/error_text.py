@@ -95,14 +95,14 @@ def raw_text(error: BaseException) -> str:
 def raise_location(error: BaseException, *, libraries: bool = False) -> str:
     """`file:line` where an error was raised: the innermost line of user-supplied code, else of agentrl, else "".
 
-    For a SyntaxError, the line with the error.
+    For a SyntaxError in a file, the line with the error.
 
     Args:
         libraries: fall back to a line of other packages instead of agentrl's.
     """
-    if isinstance(error, SyntaxError) and error.filename is not None:
+    if isinstance(error, SyntaxError) and isinstance(error.filename, str) and os.path.isfile(error.filename) and error.lineno is not None:
         return f"{display_path(error.filename)}:{error.lineno}"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_file()]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if os.path.isfile(frame.filename)]
     theirs = [frame for frame in frames if not frame.filename.startswith(_PACKAGE) and not _of_a_library(frame.filename)]
     fallback = [frame for frame in frames if frame.filename.startswith(_PACKAGE) is not libraries]
     known = theirs or fallback

@@ -18,6 +18,7 @@ from agentrl.errors import EnvironmentFault, PluginError, PolicyFault, TaskError
 from agentrl.plugins.references import resolve
 from agentrl.protocols import Environment, ResumableEnvironment, RoleEnvironment
 from agentrl.records import EnvironmentSpec, Observation, Step, Task, ToolCall
+from agentrl.records.images import REFERENCE
 
 SEEDS = 16
 """Seeds that are played."""
@@ -92,7 +93,7 @@ async def _first_turn(environment: Environment) -> Finding:
     """Returns instructions, first observation and actions as a note; a failure if the reset fails."""
     observation = ""
     with user_code.fault_boundary() as fault:
-        observation = (await environment.reset()).text
+        observation = REFERENCE.sub("<image>", (await environment.reset()).text)
     if fault.error is not None:
         return Finding(severity="failure", what=_fault_text(fault.error))
     names = [action if isinstance(action, str) else f"{action['function']['name']}(...)" for action in environment.actions or ()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -111,7 +112,7 @@ def sandbox_attack(
 
 def is_family(target: str | Path) -> bool:
     """Whether a target is a folder of tasks or the reference of a family or environment, and not a recipe file."""
-    return Path(target).is_dir() or (":" in str(target) and not Path(target).exists())
+    return os.path.isdir(target) or (":" in str(target) and not os.path.exists(target))
 
 
 def open_target(target: str | Path, backend: str | None, overrides: Sequence[str] = ()) -> tuple[FamilySource, SandboxConfig]:

@@ -83,11 +83,13 @@ class GymnasiumEnvironment(Environment):
                 raise PluginError(f"action_names has {len(names)} names for {count} actions", fix="give each action another name")
             self._numbers = {name: start + number for number, name in enumerate(names)}
             self.actions = names
-        elif not json_actions:
-            parameters = {"type": "object", "properties": {"action": schema_of(self._space)}, "required": ["action"]}
+            return
+        schema = schema_of(self._space)
+        if not json_actions:
+            parameters = {"type": "object", "properties": {"action": schema}, "required": ["action"]}
             self.actions = ({"type": "function", "function": {"name": "act", "description": "Acts.", "parameters": parameters}},)
-        else:
-            self.instructions += "" if instructions is not None else f" Write it as JSON: {json.dumps(schema_of(self._space))}"
+        elif instructions is None:
+            self.instructions += f" Write it as JSON: {json.dumps(schema)}"
 
     def reset(self, seed: int) -> str | Observation:
         """Starts an episode."""

@@ -60,9 +60,9 @@ def _object(spaces: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _SCHEMAS: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "Discrete": lambda space: _integer(space.start, space.start + space.n - 1),
+    "Discrete": lambda space: _integer(space.start, int(space.start) + int(space.n) - 1),
     "Box": _box,
-    "MultiDiscrete": lambda space: _array(space.shape, _integer(space.start.min(), (space.start + space.nvec).max() - 1)),
+    "MultiDiscrete": lambda space: _array(space.shape, _integer(space.start.min(), (space.start.astype(int) + space.nvec - 1).max())),
     "MultiBinary": lambda space: _array(tuple(space.shape), _integer(0, 1)),
     "Text": lambda space: {"type": "string", "minLength": int(space.min_length), "maxLength": int(space.max_length)},
     "Dict": lambda space: _object(space.spaces),
@@ -124,20 +124,19 @@ def is_inside(space: Any, value: Any) -> bool:
 
 def describe_outside(space: Any, value: Any, where: str = "the observation") -> str:
     """Describes the part of a value that is outside its space: path, type and range."""
-    parts = getattr(space, "spaces", None)
-    items = parts.items() if isinstance(parts, Mapping) else enumerate(parts or ())
-    if isinstance(value, Mapping if isinstance(parts, Mapping) else tuple) and len(value) == len(parts or ()):
+    parts = space.spaces if kind_of(space) in ("Dict", "Tuple") else ()
+    items = parts.items() if isinstance(parts, Mapping) else enumerate(parts)
+    if isinstance(value, Mapping if isinstance(parts, Mapping) else tuple) and len(value) == len(parts):
         for name, part in items:
             if isinstance(value, Mapping) and name not in value:
                 return f"{where} has no key {str(name)[:80]!r}"
             if not is_inside(part, value[name]):
-                return describe_outside(
-                    part, value[name], f"{where}[{str(name)[:80]!r}]" if isinstance(value, Mapping) else f"{where}[{name}]"
-                )
-    actual = type(value).__name__
-    if getattr(value, "dtype", None) is not None:
+                key = repr(str(name)[:80]) if isinstance(value, Mapping) else name
+                return describe_outside(part, value[name], f"{where}[{key}]")
+    actual = repr(value)[:80] if isinstance(value, int | float) else type(value).__name__
+    if kind := getattr(getattr(value, "dtype", None), "kind", ""):  # of numpy
         actual = f"{value.dtype}{list(value.shape)}"
-        actual += f" from {value.min()} to {value.max()}" if value.size and value.dtype.kind in "iufb" else ""
+        actual += f" from {value.min()} to {value.max()}" if value.size and kind in "iufb" else ""
     return f"{where} is {actual}, not in {str(space)[:200]}"
 
 

@@ -113,7 +113,7 @@ def answer(environments: OpenEnvironments, operation: list[Any]) -> list[Any]:
         return [number, "fault", str(error)[:2000]]
     except BaseException as error:  # SystemExit too: it ends this episode only
         location = raise_location(error, libraries=True)
-        return [number, "fault", f"{name}() raised {describe_error(error, 1500)}{f' ({location})' if location else ''}"]
+        return [number, "fault", f"{name}() raised {describe_error(error, 1500)}{f' ({location})' if location else ''}"[:2000]]
 
 
 def main() -> None:

@@ -220,8 +220,7 @@ async def _check_slowly(
         check_start_tokens([checked.suite], chat, tools, recipe.rollout)
     if recipe.agent.ref in parts.AGENT.shipped:  # a user-supplied agent may use other prompts, and no tools
         check_prompt(chat, checked.family, tools, memory, recipe.rollout.instructions)
-        first = checked.family.task(Split.TRAIN, 0)
-        await check_environment(first, chat, recipe.agent.ref, max_model_len=recipe.policy.max_model_len)
+        await check_environment(checked.family.task(Split.TRAIN, 0), chat, recipe.agent.ref)
     check_thinking(chat, checked.family, recipe.evaluation)
     return chat, tools
 

@@ -165,9 +165,10 @@ def test_a_full_disk_is_shown_before_other_errors() -> None:
     assert main_error(ExceptionGroup("g", [UserError("wrong", fix="right"), full])) is full
 
 
-def test_a_syntax_error_is_placed_where_it_is() -> None:
-    assert raise_location(SyntaxError("bad", ("recipe.py", 3, 1, "x"))) == "recipe.py:3"
-    assert raise_location(SyntaxError("bad")) == ""
+def test_a_syntax_error_in_a_file_is_placed_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "recipe.py").touch()
+    assert raise_location(SyntaxError("bad", (str(tmp_path / "recipe.py"), 3, 1, "x"))) == f"{tmp_path}/recipe.py:3"
+    assert raise_location(SyntaxError("bad", ("<string>", 3, 1, "x"))) == raise_location(SyntaxError("bad")) == ""
 
 
 def test_a_cause_is_cut_at_600_characters() -> None:
@@ -188,3 +189,15 @@ def test_a_cause_is_cut_at_600_characters() -> None:
 )
 def test_the_message_of_the_last_error_of_a_log(log: str, cause: str) -> None:
     assert cause_in_log(log) == (cause, "")
+
+
+@pytest.mark.parametrize("name", ["<generated " + "x" * 300 + ">", "a\0b", "", "/proc/1/root/x.py"])
+def test_code_without_a_file_has_no_location(name: str) -> None:
+    try:
+        exec(compile("1 / 0", name, "exec"), {})
+    except (ZeroDivisionError, ValueError) as error:
+        assert raise_location(error).startswith("tests/base/test_error_text.py:")
+    try:
+        compile("1 +", name, "exec")
+    except (SyntaxError, ValueError) as error:
+        assert raise_location(error).startswith("tests/base/test_error_text.py:")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -132,17 +131,6 @@ async def test_an_environment_that_the_agent_cannot_play_is_an_error_before_the_
             await check_environment(task, chat_of(tokenizer), agent)
     (failure,) = (await play(game, tokenizer, "b"))[0].failures
     assert "fix: set rollout.agent=players" in failure.message and failure.blame is Blame.TASK
-
-
-async def test_a_first_prompt_that_is_too_long_is_an_error_before_the_run(tokenizer: Any) -> None:
-    task, chat = task_of("Guess"), chat_of(tokenizer)
-    with pytest.raises(UserError, match=r"its first prompt has (\d+) tokens.*\n.*raise the lowest of policy.max_model_len") as raised:
-        await check_environment(task, chat, max_model_len=16)
-    tokens = int(str(raised.value).partition("prompt has ")[2].partition(" ")[0])
-    await check_environment(task, chat, max_model_len=tokens + 1)
-    for limits in ({"episode_tokens": tokens}, {"all_tokens": tokens}):
-        with pytest.raises(UserError, match=f"answer is {tokens}\n"):
-            await check_environment(replace(task, limits=replace(task.limits, **limits)), chat, max_model_len=4096)
 
 
 async def test_an_error_at_the_end_does_not_change_the_score(tokenizer: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium.spaces as g
@@ -21,6 +22,8 @@ SPACES = [
     g.Box(-np.inf, np.inf, (), np.float64),
     g.MultiDiscrete([2, 5, 3]),
     g.MultiDiscrete([[2, 3], [4, 1]], start=[[1, -1], [0, 5]]),
+    g.MultiDiscrete([78, 3], dtype=np.int8, start=[50, 0]),  # type: ignore[arg-type]
+    g.Discrete(78, start=50, dtype=np.int8),  # type: ignore[arg-type]
     g.MultiBinary(4),
     g.Text(5, min_length=1, charset="abc"),
     g.Tuple((g.Discrete(2), g.Box(0.0, 1.0, (1,)))),
@@ -116,11 +119,12 @@ def test_an_observation_outside_its_space_is_detected() -> None:
         (g.Dict({"a": g.Box(0, 1, (1,), np.float32)}), {"a": np.array([7], np.float32)}, r"\['a'\] is float32\[1\] from 7.0 to 7.0"),
         (g.Dict({"a": g.Discrete(2)}), {"b": 1}, "has no key 'a'"),
         (g.Dict({"a": g.Discrete(2)}), {}, "is dict, not in Dict"),
-        (g.Tuple((g.Discrete(2), g.Text(3))), (1, 2), r"\[1\] is int, not in Text"),
-        (g.Tuple((g.Discrete(2),)), 1, "is int, not in Tuple"),
+        (g.Tuple((g.Discrete(2), g.Text(3))), (1, 2), r"\[1\] is 2, not in Text"),
+        (g.Tuple((g.Discrete(2),)), 1, "is 1, not in Tuple"),
         (g.MultiBinary(2), np.array([], np.int8), r"is int8\[0\], not in MultiBinary"),
         (g.Text(3), None, "is NoneType, not in Text"),
         (g.OneOf((g.Discrete(2),)), (0, 5), "is tuple, not in OneOf"),
+        (g.Box(-1.0, 1.0, (2,), np.float32), SimpleNamespace(dtype="torch.float32", shape=(3,)), "is SimpleNamespace, not in Box"),
     ],
 )
 def test_the_part_that_is_outside_its_space_is_described(space: Any, value: Any, message: str) -> None:

@@ -249,7 +249,7 @@ def test_packages_that_cannot_be_used_are_an_error_before_a_run(project: Path) -
         ("two", "exports 2 Taskset"),
         ("empty", 0),
         ("raises", "loading its tasks failed: KeyError"),
-        ("hub", "it loads from a hub, which cannot be reached"),
+        ("hub", "if it loads from a hub, that cannot be reached"),
         ("large", "the maximum is 1048576"),
         ("container", "needs a container: set the option image"),
         ("hosted", "wants the hosted runtime 'modal'"),

@@ -6,14 +6,15 @@ The package's own environment plays each episode. Its model calls go to the gate
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import importlib.util
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from host_channel import TASK, Caller, Channel, Fault, describe_error, load_hint, main
+from host_channel import TASK, Caller, Channel, Fault, add_command, describe_error, load_hint, main
 
 
 def load(config: dict[str, Any]) -> Any:
@@ -27,8 +28,11 @@ def load(config: dict[str, Any]) -> Any:
         why = (
             "needs verifiers 0.3, because it has load_environment" if legacy else "needs verifiers 0.4, because it has no load_environment"
         )
-        installed = f".environments/{Path(sys.prefix).name} has {version('verifiers')}"
-        raise Fault(TASK, f"{name} {why}, but {installed}: run agentrl env add {name} 'verifiers{wanted}'")
+        installed = "none"
+        with contextlib.suppress(PackageNotFoundError):
+            installed = version("verifiers")
+        environment = f".environments/{Path(sys.prefix).name}"
+        raise Fault(TASK, f"{name} {why}, but {environment} has {installed}: run {add_command('verifiers', wanted)}")
     if legacy:
         from verifiers_legacy import Legacy
 
@@ -40,15 +44,21 @@ def load(config: dict[str, Any]) -> Any:
 
 def _exports_taskset(package: Any) -> bool:
     """Returns whether `__all__` lists a taskset class of 0.4. Packages for 0.3 may have `__all__` too."""
-    exported = [getattr(package, str(name), None) for name in getattr(package, "__all__", ())]
+    exported = []
+    names = getattr(package, "__all__", ())
+    for name in names if isinstance(names, list | tuple) else ():
+        with contextlib.suppress(Exception):  # of a lazy import
+            exported.append(getattr(package, str(name)))
     return any(isinstance(each, type) and any(base.__name__ == "Taskset" for base in each.__mro__) for each in exported)
 
 
 def _has_module(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # its parent is missing
-        return False
+    except ModuleNotFoundError as error:
+        if not error.name or not f"{name}.".startswith(f"{error.name}."):
+            raise Fault(TASK, f"{name} cannot be imported: {describe_error(error)}{load_hint(error)}") from error
+        return False  # a parent is missing
 
 
 def _import(name: str) -> Any:
