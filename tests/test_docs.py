@@ -271,7 +271,7 @@ from agentrl.records import Split
 from agentrl.session.preflight import open_tasks
 root, recipe = load_recipe(Path("recipes/close.py"), [])
 family, scorer = open_tasks(recipe, root=root)
-print(*(one.task(split, 3).verifiers for one in (family, open_target(Path("recipes/close.py"), None)[0].open()) for split in Split))
+print(*(one.task(split, 3).verifiers for one in (family, open_target("recipes/close.py", None)[0].open()) for split in Split))
 """
     assert run(project, "-c", used).split() == ["('rewards.close:close_number',)"] * 6, "by train, eval and check, in every split"
     scored = """

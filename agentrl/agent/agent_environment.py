@@ -234,8 +234,9 @@ class ActionTool:
 
 def check_roles(environment: object, agent: str) -> None:
     """Raises `PluginError` if an environment has roles and `agent` is not `players`, or the reverse."""
-    kind, needed = ("with", "players") if getattr(environment, "roles", ()) else ("without", "turns")
-    if (agent == "players") != (needed == "players"):
+    has_roles = bool(getattr(environment, "roles", ()))
+    if (agent == "players") != has_roles:
+        kind, needed = ("with", "players") if has_roles else ("without", "turns")
         raise PluginError(f"rollout.agent={agent} cannot play an environment {kind} roles", fix=f"set rollout.agent={needed}")
 
 

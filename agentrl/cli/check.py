@@ -110,16 +110,13 @@ def sandbox_attack(
     raise typer.Exit(0 if results and not bad else 1)
 
 
-def is_family(target: str | Path) -> bool:
+def is_family(target: str) -> bool:
     """Whether a target is a folder of tasks or the reference of a family or environment, and not a recipe file."""
-    return os.path.isdir(target) or (":" in str(target) and not os.path.exists(target))
+    return os.path.isdir(target) or (":" in target and not os.path.exists(target))
 
 
-def open_target(target: str | Path, backend: str | None, overrides: Sequence[str] = ()) -> tuple[FamilySource, SandboxConfig]:
-    """Returns the task family and the sandbox settings of a folder of task folders, of a recipe file, or of a reference.
-
-    Pass a reference as `str`: `Path` collapses the two slashes of `openenv:http://HOST`.
-    """
+def open_target(target: str, backend: str | None, overrides: Sequence[str] = ()) -> tuple[FamilySource, SandboxConfig]:
+    """Returns the task family and the sandbox settings of a folder of task folders, of a recipe file, or of a reference."""
     from agentrl.check.check import sandbox_configs
     from agentrl.check.purity import FamilySource
 
@@ -129,7 +126,8 @@ def open_target(target: str | Path, backend: str | None, overrides: Sequence[str
             raise UserError(f"{overrides[0]}: {target} takes no overrides", fix="write a recipe with tasks.family, and check that")
         root = project_root((path.resolve() if path.is_dir() else Path.cwd()) / "task")
         add_project_root(root)
-        source = FamilySource(tasks=TasksConfig(family=Part(str(path.resolve()) if path.is_dir() else str(target))), root=root)
+        family = str(path.resolve()) if path.is_dir() else target  # a `Path` would collapse the two slashes of openenv:http://HOST
+        source = FamilySource(tasks=TasksConfig(family=Part(family)), root=root)
         source.open()  # report errors of the folder before those of the backend
         return source, sandbox_configs(backend or "auto")[0]
     root, loaded = load_recipe(path, [*overrides, *([f"sandbox.backend={backend}"] if backend else [])])

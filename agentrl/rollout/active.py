@@ -77,11 +77,10 @@ class ActiveTrajectory:
         images = count_images((*self._context, *self.prompt_ids))
         budget = min(limits.turn_tokens, left) if images <= MAX_IN_PROMPT else 0
         if budget <= 0 and not self._episode.turns_begun:
-            excess = f"{images} images; at most {MAX_IN_PROMPT} are allowed"
-            if images <= MAX_IN_PROMPT:
-                excess = f"{len(self.prompt_ids)} tokens, but the limit for prompt and answer is {room}"
+            if images > MAX_IN_PROMPT:
+                raise TaskError(f"task {task.id!r}: its prompt has {images} images, more than {MAX_IN_PROMPT}", fix="show fewer images")
             raise TaskError(
-                f"task {task.id!r}: its prompt has {excess}",
+                f"task {task.id!r}: its prompt has {len(self.prompt_ids)} tokens, but the limit for prompt and answer is {room}",
                 fix="shorten the prompt, or raise the lowest of policy.max_model_len, limits.episode_tokens and limits.all_tokens",
             )
         return budget

@@ -192,12 +192,8 @@ def test_the_message_of_the_last_error_of_a_log(log: str, cause: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["<generated " + "x" * 300 + ">", "a\0b", "", "/proc/1/root/x.py"])
-def test_code_without_a_file_has_no_location(name: str) -> None:
-    try:
-        exec(compile("1 / 0", name, "exec"), {})
-    except (ZeroDivisionError, ValueError) as error:
-        assert raise_location(error).startswith("tests/base/test_error_text.py:")
-    try:
-        compile("1 +", name, "exec")
-    except (SyntaxError, ValueError) as error:
-        assert raise_location(error).startswith("tests/base/test_error_text.py:")
+def test_code_without_a_file_has_the_location_of_its_caller(name: str) -> None:
+    for program in ("1 / 0", "1 +"):
+        with pytest.raises((ZeroDivisionError, SyntaxError, ValueError)) as raised:
+            exec(compile(program, name, "exec"), {})
+        assert raise_location(raised.value).startswith("tests/base/test_error_text.py:")

@@ -28,10 +28,10 @@ def test_a_recipe_file_must_hold_a_recipe(tmp_path: Path) -> None:
 def test_check_follows_the_overrides_of_a_recipe_and_refuses_those_of_a_folder() -> None:
     from agentrl.cli.check import open_target
 
-    source, config = open_target(Path("recipes/quickstart.py"), "bubblewrap", ['tasks.verifiers=["rewards.close:close_number"]'])
+    source, config = open_target("recipes/quickstart.py", "bubblewrap", ['tasks.verifiers=["rewards.close:close_number"]'])
     assert source.open().task(Split.TRAIN, 0).verifiers == ("rewards.close:close_number",) and config.backend.ref == "bubblewrap"
     with pytest.raises(UserError, match="sandboxes/chores takes no overrides"):
-        open_target(Path("sandboxes/chores"), None, ["tasks.verifiers=[]"])
+        open_target("sandboxes/chores", None, ["tasks.verifiers=[]"])
 
 
 def test_check_keeps_the_address_of_a_server() -> None:

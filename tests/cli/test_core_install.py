@@ -83,7 +83,7 @@ app(["versions", "list", {folder!r}], standalone_mode=False)
 app(["report", {folder!r}], standalone_mode=False)
 print(read_evaluation(Path({folder!r}), "before")["heldout"]["ci_low"])
 print(Rate.from_scores([0.25, 0.5]).n, Rate.from_scores([1.0]).n)
-print(load_recipe(Path("recipes/quickstart.py"), ["learner.lr=1e-4"])[1].name, open_target(Path("sandboxes/chores"), None)[0].open().name)
+print(load_recipe(Path("recipes/quickstart.py"), ["learner.lr=1e-4"])[1].name, open_target("sandboxes/chores", None)[0].open().name)
 """
     ).splitlines()
     assert "serving" in said[1] and "heldout 0.750" in said[1]

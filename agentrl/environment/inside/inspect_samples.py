@@ -12,7 +12,8 @@ import os
 import sys
 from typing import Any
 
-from host_channel import MAX_TEXT, TASK, Fault, describe_error, load_hint
+from host_channel import MAX_TEXT, TASK, Fault, describe_error
+from load_hints import load_hint
 
 MAX_SAMPLES = 100_000
 MAX_INPUT = 20_000

@@ -14,7 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from host_channel import TASK, Caller, Channel, Fault, add_command, describe_error, load_hint, main
+from host_channel import TASK, Caller, Channel, Fault, describe_error, main
+from load_hints import add_command, load_hint
 
 
 def load(config: dict[str, Any]) -> Any:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
-from host_channel import INFRASTRUCTURE, TASK, Caller, Fault, describe_error, load_hint
+from host_channel import INFRASTRUCTURE, TASK, Caller, Fault, describe_error
+from load_hints import load_hint
 from openai import AsyncOpenAI
 from verifiers.legacy.clients.openai_chat_completions_client import OpenAIChatCompletionsClient
 from verifiers.legacy.rubrics.rubric import Rubric

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import verifiers.v1 as vf
-from host_channel import INFRASTRUCTURE, TASK, Caller, Fault, describe_error, load_hint
+from host_channel import INFRASTRUCTURE, TASK, Caller, Fault, describe_error
+from load_hints import load_hint
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 from verifiers.v1.clients import EvalClient

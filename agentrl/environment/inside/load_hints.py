@@ -1,0 +1,53 @@
+"""Why a foreign package could not be loaded, and the command that adds what is missing to its environment."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import shlex
+import sys
+
+from host_channel import describe_error
+
+MAX_CHAIN = 20
+_OFFLINE = ("huggingface", "offline", "connection", "name resolution", "resolve host", "network is unreachable", "max retries")
+
+
+def load_hint(error: BaseException) -> str:
+    """Returns the likely cause of a failed load, with the command that corrects it; empty if unknown."""
+    chain = [error]
+    while len(chain) < MAX_CHAIN:
+        last = chain[-1]
+        cause = last.__cause__ or (None if last.__suppress_context__ else last.__context__)
+        if cause is None:
+            break
+        chain.append(cause)
+    text = " ".join(f"{type(each).__module__} {describe_error(each)}" for each in chain).lower()
+    if not isinstance(error, ImportError) and any(word in text for word in _OFFLINE):
+        return "; if it loads from a hub, that cannot be reached"
+    missing = (each.name for each in chain if isinstance(each, ModuleNotFoundError) and each.name)
+    return _hint_for_module(str(next(missing, "")))
+
+
+def _hint_for_module(module: str) -> str:
+    """Returns a hint with the command that adds a module's package to this environment; empty for what is no module of a package."""
+    package = module.partition(".")[0]
+    if not package.isidentifier() or not module.replace(".", "_").isidentifier() or package in sys.stdlib_module_names:
+        return ""  # the name is the text of an exception, and becomes part of a command
+    installed = package in sys.modules
+    with contextlib.suppress(Exception):  # of a finder of the package
+        installed = installed or importlib.util.find_spec(package) is not None
+    if installed:
+        return f"; the installed {package} has no {module}: if another version does, run {add_command(package, '==VERSION')}"
+    return f"; unless {package} is a module of the project, add the package that has it, such as: {add_command(package)}"
+
+
+def add_command(package: str, version: str = "") -> str:
+    """Returns the command that adds a package to this environment or changes its version. `agentrl.lock` lists what was requested."""
+    requested: list[str] = []
+    with contextlib.suppress(OSError), open(os.path.join(sys.prefix, "agentrl.lock"), encoding="utf-8") as lock:
+        requested = [line.removeprefix("# requires: ").strip() for line in lock if line.startswith("# requires: ")]
+    others = [each for each in requested if re.split(r"[^A-Za-z0-9._-]", each)[0].replace("-", "_").lower() != package.lower()]
+    return f"agentrl env add {shlex.join([*others, package + version])} --name {os.path.basename(sys.prefix)}"
