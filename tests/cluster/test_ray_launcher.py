@@ -94,14 +94,16 @@ async def test_a_full_object_store_does_not_matter(ray_nodes: RayNodes, tmp_path
     node = ray_nodes.add(spare=1, hog=1)
     size = ray_nodes_module.STORE_BYTES
     hog = await asyncio.create_subprocess_exec(
-        sys.executable, "-W", "ignore", "-c", HOG, ray_nodes.address, str(size), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        sys.executable, "-W", "ignore", "-c", HOG, ray_nodes.address, str(size), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     assert hog.stdout is not None
     try:
+        printed = [b""]  # also that an earlier node is gone
         async with asyncio.timeout(LONG_S):
-            while not (line := (await hog.stdout.readline()).strip()).isdigit():
-                assert line, "it ended"  # Ray may print that an earlier node is gone
-            assert int(line) > size
+            while not printed[-1].strip().isdigit():
+                printed.append(await hog.stdout.readline())
+                assert printed[-1], b"".join(printed).decode()
+            assert int(printed[-1]) > size
         async with ray_nodes.launcher(on_spare_nodes(ray_nodes.address, "learner"), tmp_path) as launcher:
             async with asyncio.timeout(LONG_S):
                 part = await launcher.start(command("print('x' * 300_000)", name="learner"))

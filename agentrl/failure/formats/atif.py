@@ -158,6 +158,7 @@ class _Reader:
                 reasoning=as_string(step.get("reasoning_content"), f"{at}: reasoning_content"),
                 agent=printable_label(extra.get("agent")) or agent,
                 at_s=seconds,
+                gaps=self.gaps,
             )
         results = as_objects(as_object(step.get("observation"), f"{at}: observation").get("results"), f"{at}: results")
         for number, result in enumerate(results):

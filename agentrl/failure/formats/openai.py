@@ -85,6 +85,7 @@ def parse_message(item: Mapping[str, Any], what: str, gaps: Gaps) -> ImportedMes
         answers=answers,
         agent=printable_label(item.get("name")) if role == "assistant" else "",
         reasoning=as_string(item.get("reasoning_content") or item.get("reasoning"), f"{what}.reasoning_content"),
+        gaps=gaps,
     )
 
 

@@ -313,7 +313,7 @@ def _message(item: Mapping[str, Any], what: str, gaps: Gaps) -> Iterator[Importe
         else:
             gaps.add(f"parts of type {printable_label(kind) or 'unknown'}: only text, reasoning and tools are kept")
     if texts or calls or reasoning or not results:
-        yield build_message(role, "\n".join(texts), calls=calls, call_ids=ids, reasoning="\n".join(reasoning))
+        yield build_message(role, "\n".join(texts), calls=calls, call_ids=ids, reasoning="\n".join(reasoning), gaps=gaps)
     yield from results
 
 

@@ -157,11 +157,18 @@ def arguments_text(call: ToolCall) -> str:
 
 def build_message(
     role: str, text: str, *, calls: Sequence[ToolCall] = (), call_ids: Sequence[str] = (), answers: str = "", failed: bool = False,
-    reasoning: str = "", agent: str = "", at_s: float | None = None,
+    reasoning: str = "", agent: str = "", at_s: float | None = None, gaps: Gaps | None = None,
 ) -> ImportedMessage:  # fmt: skip
-    """Builds a message. Raises `ValueError` for a role that is not a printable name of at most 40 characters."""
+    """Builds a message. A tool's result loses its calls, which ATIF cannot express: a gap.
+
+    Raises `ValueError` for a role that is not a printable name of at most 40 characters.
+    """
     if not role or len(role) > 40 or not role.isprintable():
         raise ValueError(f"a message has the role {role[:40]!a}")
+    if role == "tool" and calls:
+        if gaps is not None:
+            gaps.add("calls of a tool's result: they are not kept")
+        calls, call_ids = (), ()
     return ImportedMessage(
         message=Message(role=role, content=text, tool_calls=tuple(calls)), agent=agent, call_ids=tuple(call_ids) if any(call_ids) else (),
         answers=answers, failed=failed, reasoning=reasoning, at_s=at_s,

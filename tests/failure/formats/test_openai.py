@@ -11,6 +11,7 @@ import pytest
 from agentrl.failure.formats import read, read_all, write
 from agentrl.failure.formats.values import UNPARSED
 from agentrl.failure.trace import Trace
+from agentrl.records import Message
 
 DATA = Path(__file__).parent / "data"
 
@@ -55,6 +56,23 @@ def test_named_assistants_stay_in_one_conversation(tmp_path: Path) -> None:
         assert write([trace], tmp_path / "b.json", format=format) == 1
         (back,), _ = read_all(tmp_path / "b.json")
         assert back.spoken == trace.spoken
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "tool", "content": "a", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]},
+        {"role": "function", "content": "a", "function_call": {"name": "f", "arguments": "{}"}},
+    ],
+    ids=["tool", "function"],
+)
+def test_calls_of_a_result_are_a_gap_in_every_format(message: dict[str, Any], tmp_path: Path) -> None:
+    trace = one([message], tmp_path / "a.json")
+    assert trace.spoken[0].message == Message(role="tool", content="a")
+    assert any("calls of a tool's result" in what for what in trace.missing), trace.missing
+    for format in ("openai", "atif"):
+        assert write([trace], tmp_path / "b.json", format=format) == 1
+        assert read_all(tmp_path / "b.json")[0][0].spoken == trace.spoken
 
 
 @pytest.mark.parametrize(
