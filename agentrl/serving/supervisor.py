@@ -217,7 +217,7 @@ class SupervisedServer:
         return report
 
     async def load_or_restart(self, version: PolicyVersion) -> SwapReport | None:
-        """Swaps a version in as `load_version` does, or restarts the server with a version that has no probe; then there is no report."""
+        """Swaps a version in as `load_version` does, or restarts the server with it if it cannot be swapped in; then there is no report."""
         if self._probed(version):
             return await self.load_version(version)
         await self._start_with(version)
@@ -237,8 +237,8 @@ class SupervisedServer:
             self._gone = self._server
 
     def _probed(self, version: PolicyVersion) -> bool:
-        """Whether the version can be swapped in. Version 0 was not published by a learner, so a server is started with it instead."""
-        return version.number > 0 and (self._run_dir / version.folder / PROBE_FILE).exists()
+        """Whether the version can be swapped in. A server is started with one that has no probe, or that no learner can send with NCCL."""
+        return (version.number > 0 or not self._nccl) and (self._run_dir / version.folder / PROBE_FILE).exists()
 
     async def _start_with(self, version: PolicyVersion) -> None:
         self._ready.clear()

@@ -40,7 +40,9 @@ async def started(run: Path, registry: FolderRegistry) -> AsyncIterator[tuple[Ve
 @pytest.mark.usefixtures("scripted")
 async def test_it_loads_versions_without_registry_changes(tmp_path: Path) -> None:
     registry = open_registry(tmp_path)
-    async with started(tmp_path, registry) as (server, _, first):
+    async with started(tmp_path, registry) as (server, base, first):
+        await server.serve(first)
+        await server.serve(base)
         await server.serve(first)
         assert server.policy.version == 1
         assert [version.state for version in registry.versions()] == [VersionState.SERVING, VersionState.CANDIDATE]

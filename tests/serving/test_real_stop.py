@@ -69,6 +69,14 @@ async def test_a_stopped_engine_is_replaced_and_weights_that_disagree_never_serv
         assert answer.logprobs == pytest.approx(expected, abs=1e-3)
 
         other = write_version(tmp_path, 1, models[1])
+        (tmp_path / other.folder / "probe.json").write_bytes(codec.to_json(make_probe(models[1])))
+        await policy.load_version(other)
+        await policy.fall_back(base)
+        assert policy.version == 0 and policy.restarts == 1, "version 0 is swapped in as later versions are"
+        answer = await ask(1002, 8)
+        expected = token_logprobs(models[0], (*PROMPT, *answer.token_ids))[len(PROMPT) - 1 :]
+        assert answer.logprobs == pytest.approx(expected, abs=1e-3)
+
         shutil.copyfile(tmp_path / other.folder / "model.safetensors", folder / "model.safetensors")
         server = policy._server
         assert server is not None and server.pid is not None

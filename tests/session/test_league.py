@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -109,11 +110,12 @@ async def test_a_game_that_does_not_end_delays_others_within_a_deadline(tmp_path
         await run.close()
 
 
-def test_rollout_workers_cannot_use_the_league_of_the_driver(tmp_path: Path) -> None:
+def test_settings_that_exclude_a_league(tmp_path: Path) -> None:
     registry: Any = None
-    recipe = SELF_PLAY.but({"rollout.workers": 1, "rollout.agent": PLAYERS})
-    with pytest.raises(UserError, match=r"rollout\.workers"):
-        open_league(recipe, tmp_path, registry, registry, alert=print)
+    for key, value in (("rollout.workers", 1), ("serving.weight_transfer", Part("nccl"))):
+        recipe = SELF_PLAY.but({key: value, "rollout.agent": PLAYERS, "device": "cuda"})
+        with pytest.raises(UserError, match=re.escape(key)):
+            open_league(recipe, tmp_path, registry, registry, alert=print)
     assert open_league(RECIPE, tmp_path, registry, registry, alert=print) is None
 
 
