@@ -209,6 +209,7 @@ _OWN: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "ref": st.sampled_from(["gymnasium:CartPole-v1", "mine:\N{GRINNING FACE}"]),
         "context_turns": st.none() | st.integers(**_positive),
         "resume": st.sampled_from(nouns.environment.RESUMES),
+        "pass_threshold": st.none() | st.floats(allow_nan=False, allow_infinity=False),
     },
     "Step": {"reward": st.floats(-1e300, 1e300)},
     "VersionSpan": {"start": st.just(0), "end": st.integers(1, 9)},

@@ -45,6 +45,7 @@ class Environment(abc.ABC):
     instructions: str = ""  # the agent's system message; empty means none
     actions: Sequence[str] | Sequence[dict[str, Any]] | None = None  # None: any text; texts: one of these; function schemas: tool calls
     rewards: ClassVar[tuple[float, float] | None] = None  # smallest and largest reward of an episode; None means unknown
+    pass_threshold: ClassVar[float | None] = 1.0  # score from which an episode passes; None: no score is a failure
 
     @abc.abstractmethod
     def reset(self, seed: int) -> Any:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, cast
 
 from agentrl.errors import PluginError
+from agentrl.plugins.parts import environment_kind
+from agentrl.plugins.references import resolve
 from agentrl.records import EnvironmentSpec, Limits, Split, Task
+from agentrl.records.task import PASSES
 
 RETURN = "agentrl.environment:episode_return"
+DECLARED = "declared"
 _SPLITS = (Split.TRAIN, Split.HELDOUT, Split.HELDOUT_REAL)
 _STRIDE = len(_SPLITS)
 _SEEDS = (1 << 31) // _STRIDE * _STRIDE
@@ -26,6 +30,7 @@ class EnvironmentFamily:
         limits: fields of `Limits` that differ from the default.
         context_turns: turns after which a new context starts from the last observation; None means that all turns share one.
         resume: how a later process continues an episode: `snapshot`, `replay` of its actions, or `restart`.
+        pass_threshold: score from which an episode passes; None: no score is a failure. The default is what the environment declares.
         verifiers: what scores an episode; the default is the sum of its rewards.
         options: arguments of the environment.
 
@@ -42,6 +47,7 @@ class EnvironmentFamily:
         limits: Mapping[str, Any] | None = None,
         context_turns: int | None = None,
         resume: str = "replay",
+        pass_threshold: float | str | None = DECLARED,
         verifiers: tuple[str, ...] | list[str] = (RETURN,),
         **options: Any,
     ) -> None:
@@ -53,7 +59,13 @@ class EnvironmentFamily:
             raise PluginError(f"tasks.family.options.limits has no field {unknown[0]!r}", fix="use fields of agentrl.records.Limits")
         try:
             self._limits = Limits(**{"turns": 64, **(limits or {})})
-            self._spec = EnvironmentSpec(ref=ref, options=options, context_turns=context_turns, resume=resume)
+            self._spec = EnvironmentSpec(
+                ref=ref,
+                options=options,
+                context_turns=context_turns,
+                resume=resume,
+                pass_threshold=declared_threshold(ref) if pass_threshold == DECLARED else cast(float | None, pass_threshold),
+            )
         except ValueError as error:
             raise PluginError(f"tasks.family {ref!r}: {error}", fix="correct tasks.family.options") from None
 
@@ -64,9 +76,7 @@ class EnvironmentFamily:
     def task(self, split: Split, index: int) -> Task:
         """Returns the task at an index of a split."""
         seed = (self._first + index * _STRIDE + _SPLITS.index(split)) % _SEEDS
-        spec = EnvironmentSpec(
-            ref=self._spec.ref, options=self._spec.options, seed=seed, context_turns=self._spec.context_turns, resume=self._spec.resume
-        )
+        spec = replace(self._spec, seed=seed)
         return Task(
             id=f"{self.name}/{split}/{index}",
             family=self.name,
@@ -78,6 +88,14 @@ class EnvironmentFamily:
             limits=self._limits,
             environment=spec,
         )
+
+
+def declared_threshold(ref: str) -> float | None:
+    """Returns the score from which an episode passes, as far as the environment declares one; else 1. Raises `PluginError`."""
+    kind = environment_kind(ref)
+    if kind is None:
+        return cast(float | None, getattr(resolve(ref), "pass_threshold", PASSES))
+    return cast(float | None, resolve(kind.pass_threshold)(ref.partition(":")[2])) if kind.pass_threshold else PASSES
 
 
 def _count(value: Any, name: str) -> int | None:

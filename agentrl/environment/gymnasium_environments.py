@@ -10,7 +10,7 @@ import importlib
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from agentrl.base.installation import install_command
 from agentrl.environment.base import Environment, number_of
@@ -156,6 +156,15 @@ class GymnasiumEnvironment(Environment):
             texts = [text_of(space, item) for space, item in zip(spaces, observation, strict=True)] if spaces else map(_three, observation)
             return ", ".join(f"{name} {text}" for name, text in zip(features, texts, strict=True))
         return text_of(self._seen, observation)
+
+
+def reward_threshold(id: str) -> float | None:
+    """Returns the reward from which Gymnasium regards one of its environments as solved; None if it states none."""
+    try:
+        gymnasium = importlib.import_module("gymnasium")
+        return cast(float | None, gymnasium.spec(id).reward_threshold)
+    except (ImportError, gymnasium.error.Error):
+        return None
 
 
 def _three(number: float) -> str:

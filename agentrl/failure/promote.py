@@ -79,7 +79,7 @@ def promote(
     Args:
         note: why the cases are kept.
         by: who promotes them.
-        threshold: mean score that the attempts at each case must reach; None means the evaluation's threshold.
+        threshold: mean score that the attempts at each case must reach; None means that of its environment, else the evaluation's.
         repeats: attempts at each case in an evaluation; None means the suite's number.
         starts: trace id -> the state at which its case starts; other cases start with their task.
         supplied: user-supplied parts for imported traces.
@@ -184,6 +184,8 @@ def _case_from(trace: Trace, start: EpisodeState | None, supplied: UserParts, ab
     origin |= {"trace": trace.id, "phase": trace.phase, "step": str(trace.step), "why": str(trace.why)}
     origin |= {"versions": " ".join(map(str, trace.versions))} | ({"by": about["by"]} if about["by"] else {})
     run = f"{trace.origin['run']}:" if "run" in trace.origin else ""
+    if about["threshold"] is None and task.environment is not None:
+        about = {**about, "threshold": task.environment.pass_threshold}
     return Case(
         id=f"{kind}-{task.key[:12]}" + (f"-t{start.turn_count + 1}" if start is not None else ""),
         task=task,

@@ -24,6 +24,7 @@ class EnvironmentSpec(Record):
     seed: int = 0
     context_turns: int | None = None  # turns after which a new context starts from the last observation; None means no limit
     resume: str = "replay"  # how a later process continues an episode: snapshot | replay | restart
+    pass_threshold: float | None = 1.0  # score from which an episode passes; None: no score is a failure
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
@@ -33,6 +34,8 @@ class EnvironmentSpec(Record):
             raise ValueError(f"EnvironmentSpec.context_turns must be at least 1, got {self.context_turns}")
         if self.resume not in RESUMES:
             raise ValueError(f"EnvironmentSpec.resume must be one of {', '.join(RESUMES)}, got {self.resume!r}")
+        if self.pass_threshold is not None and not math.isfinite(self.pass_threshold):
+            raise ValueError(f"EnvironmentSpec.pass_threshold must be a finite number or None, got {self.pass_threshold}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,9 @@ from agentrl.records.limits import Limits as Limits
 from agentrl.records.limits import key_fields
 from agentrl.records.sandbox import SandboxSpec
 
+PASSES = 1.0
+"""Score from which an attempt at a task without an environment passes."""
+
 
 class Split(StrEnum):
     """The part of a task family that a task belongs to."""
@@ -79,6 +82,11 @@ class Task(Record):
         """The sha256 (hex) of everything that defines the task."""
         text = json.dumps(self, default=key_fields, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def pass_threshold(self) -> float | None:
+        """The score from which an attempt passes; None if no score is a failure."""
+        return PASSES if self.environment is None else self.environment.pass_threshold
 
     def contents(self) -> dict[str, bytes]:
         """Returns the files of the working directory of a new sandbox: relative path -> bytes."""

@@ -28,7 +28,6 @@ from agentrl.environment import close_environments
 from agentrl.evaluation.replay import check_start_tokens
 from agentrl.experience import BlockStarts, DriverStore, FolderCheckpoints, GroupOrder, drop_unused_images, open_store
 from agentrl.failure import Capture, FaultRate, Quarantine
-from agentrl.failure.capture import PASSES
 from agentrl.failure.case import Suite
 from agentrl.failure.overlap import WithholdingLog
 from agentrl.gate.schedule import VersionServer
@@ -381,7 +380,7 @@ def _open_learner(
 
 def _open_capture(stack: AsyncExitStack, recipe: Recipe, folder: Path) -> Capture:
     origin = {"run": folder.name, "recipe": recipe.name, "model": recipe.policy.model}
-    capture = Capture(folder, recipe.capture, origin=origin, audit=partial(audit_contradiction, below=PASSES))
+    capture = Capture(folder, recipe.capture, origin=origin, audit=audit_contradiction)
     stack.callback(capture.close)
     return capture
 

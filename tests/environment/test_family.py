@@ -11,7 +11,7 @@ from agentrl.environment.family import EnvironmentFamily
 from agentrl.errors import PluginError, TaskError
 from agentrl.plugins.parts import Part
 from agentrl.protocols import TaskFamily
-from agentrl.records import Split
+from agentrl.records import EnvironmentSpec, Split
 from agentrl.task import gold_of, open_family
 
 GUESS = "tests.environment.examples:Guess"
@@ -47,11 +47,35 @@ def test_options_are_those_of_the_family_and_of_the_environment() -> None:
         ({"heldout": None}, "number of tasks"),
         ({"context_turns": 0}, "at least 1"),
         ({"resume": "never"}, "snapshot, replay, restart"),
+        ({"pass_threshold": "high"}, "pass_threshold"),
     ],
 )
 def test_a_wrong_option_is_reported(options: dict[str, Any], message: str) -> None:
     with pytest.raises(PluginError, match=message):
         family(**options)
+
+
+@pytest.mark.parametrize(
+    ("ref", "options", "threshold"),
+    [
+        ("gymnasium:CartPole-v1", {}, 475.0),
+        ("gymnasium:FrozenLake-v1", {}, 0.7),
+        ("gymnasium:Pendulum-v1", {}, None),
+        ("gymnasium:Pendulum-v1", {"pass_threshold": -200}, -200),
+        ("gymnasium:NoSuchWorld-v0", {}, None),
+        ("sandboxes.games:KuhnPoker", {}, None),
+        ("sandboxes.doors:Doors", {}, 1.0),
+        ("sandboxes.doors:Doors", {"pass_threshold": None}, None),
+        ("openenv:http://127.0.0.1:1", {}, 1.0),
+    ],
+)
+def test_an_episode_passes_from_the_score_that_its_environment_declares(ref: str, options: dict[str, Any], threshold: float | None) -> None:
+    assert family(ref, **options).task(Split.TRAIN, 0).pass_threshold == threshold
+
+
+def test_a_threshold_is_finite() -> None:
+    with pytest.raises(ValueError, match="pass_threshold must be a finite number or None"):
+        EnvironmentSpec(ref=GUESS, pass_threshold=float("inf"))
 
 
 def test_secrets_stay_out_of_tasks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from agentrl.failure.capture import capture_reason
 from agentrl.failure.collection import FILE, Collection, TraceFilter
 from agentrl.failure.digest import build_digest
 from agentrl.failure.trace import CaptureReason, Tag
-from agentrl.records import Blame, Group, ScoredEpisode
+from agentrl.records import Blame, EnvironmentSpec, Group, ScoredEpisode
 from agentrl.records.sampling import Supports
 from tests.strategies import examples
 
@@ -64,6 +64,17 @@ def test_an_audit_or_earlier_success_overrides_the_score() -> None:
     assert capture_reason(episode(value=1.0), below=1.0, audit="it copied the file of answers") is CaptureReason.HACKED
     assert capture_reason(episode(ended="turn_limit"), below=1.0, passed_before=True) is CaptureReason.REGRESSED
     assert capture_reason(episode(value=0.3), below=0.2) is None
+
+
+def test_the_environment_says_which_score_is_a_failure(tmp_path: Path) -> None:
+    capture = opened(tmp_path)
+    for number, threshold in enumerate((0.5, 0.6, None)):
+        of = replace(task(), environment=EnvironmentSpec(ref="gymnasium:CartPole-v1", pass_threshold=threshold))
+        capture.capture_group(of, group(number, episode(group=number, value=0.5), episode(1, group=number, value=None)), step=0)
+    capture.close()
+    with Collection(tmp_path) as collection:
+        assert [row.id for row in collection.rows() if row.why == "failed"] == ["g000001-0-a0"]
+        assert collection.counts("why") == {("",): 2, ("failed",): 1, ("fault",): 3}
 
 
 def test_a_trace_is_read_back_unchanged(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from agentrl.failure.case import load_suite
 from agentrl.failure.overlap import Overlap
 from agentrl.failure.promote import promote
 from agentrl.failure.trace import CaptureReason, Tag
+from agentrl.records import EnvironmentSpec
 
 from .traces import heard, python, submit, task, trace, turn
 
@@ -30,6 +31,14 @@ def test_a_case_is_the_task_with_its_origin(tmp_path: Path) -> None:
     }  # fmt: skip
     assert (case.by, case.threshold, case.repeats) == ("me", 0.75, 4)
     assert case.baseline is not None and (case.baseline.version, case.baseline.scores, case.baseline.mean) == (3, (0.0,), 0.0)
+
+
+@pytest.mark.parametrize(("given", "threshold"), [(None, 475.0), (0.75, 0.75)])
+def test_a_case_has_the_threshold_of_its_environment(given: float | None, threshold: float, tmp_path: Path) -> None:
+    assert ONE.task is not None
+    of = replace(ONE.task, environment=EnvironmentSpec(ref="gymnasium:CartPole-v1", pass_threshold=475.0))
+    promote([replace(ONE, task=of)], tmp_path, threshold=given)
+    assert load_suite(tmp_path).cases[0].threshold == threshold
 
 
 def test_an_unscored_trace_gives_no_baseline(tmp_path: Path) -> None:

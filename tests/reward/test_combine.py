@@ -62,21 +62,21 @@ async def test_audit_does_not_change_the_reward_but_can_contradict_it() -> None:
     score = await TaskScorer(audit=(f"{HERE}:strict",))(TASK, EPISODE)
     assert score.value == plain.value == 1.0 and score.turn_rewards == plain.turn_rewards
     assert score.parts[AUDIT_PART] == score.parts[f"audit/{HERE}:strict"] == 0.25
-    said = audit_contradiction(TASK, scored(score), below=1.0)
+    said = audit_contradiction(TASK, scored(score))
     assert said.startswith("the audit is 0.25, but the reward is 1: audit ") and "\x1b" not in said
-    assert audit_contradiction(TASK, scored(plain), below=1.0) == ""
+    assert audit_contradiction(TASK, scored(plain)) == ""
 
 
 async def test_failing_audit_adds_no_part_and_no_contradiction() -> None:
     score = await TaskScorer(audit=(f"{HERE}:strict", f"{HERE}:broken"))(TASK, EPISODE)
     assert score.value == 1.0 and AUDIT_PART not in score.parts and f"audit/{HERE}:strict" in score.parts
-    assert "RuntimeError" in score.evidence and audit_contradiction(TASK, scored(score), below=1.0) == ""
+    assert "RuntimeError" in score.evidence and audit_contradiction(TASK, scored(score)) == ""
 
 
 @pytest.mark.parametrize(("value", "audit", "speaks"), [(1.0, 0.49, True), (1.0, 0.5, False), (0.9, 0.0, False), (2.0, 0.9, True)])
 def test_only_a_high_reward_is_contradicted(value: float, audit: float, speaks: bool) -> None:
     score = add_audit(Score(value=value), {"one": Score(value=audit)})
-    assert bool(audit_contradiction(TASK, scored(score), below=1.0)) is speaks
+    assert bool(audit_contradiction(TASK, scored(score))) is speaks
 
 
 def test_verifier_cannot_write_the_audit_part() -> None:
