@@ -71,7 +71,9 @@ def bets(folder: Path, chat: ChatFormat) -> Table:
     """Returns the probability of a bet at each information set, from the logits of the two actions, which are one token each."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     (passing,), (betting,) = (chat._renderer.ids(action) for action in ("p", "b"))
     table = {}

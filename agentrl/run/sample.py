@@ -20,6 +20,7 @@ from agentrl.experience import GroupOrder, new_entry
 from agentrl.failure.digest import write_digest
 from agentrl.observe.stats import format_duration
 from agentrl.records import Group, Split, Task
+from agentrl.records.task import PASSES
 from agentrl.run.rollouts import Rollouts
 from agentrl.run.supervise import watch_daemon
 from agentrl.session import measure
@@ -57,9 +58,9 @@ class SampleTotals(AttemptTotals):
         """Tasks that at least one attempt solved."""
         return sum(any(one.passed for one in tries) for tries in self.tries)
 
-    def add_group(self, group: Group, *, min_group_size: int) -> None:
-        """Counts a group."""
-        self.add(group.task_key, group.episodes)
+    def add_group(self, group: Group, task: Task | None, *, min_group_size: int) -> None:
+        """Counts a group of attempts at a task; None means one that could not be created."""
+        self.add(group.task_key, group.episodes, threshold=PASSES if task is None else task.pass_threshold)
         entry = new_entry(group)
         self.differ += entry.counted >= min_group_size and entry.has_spread
 
@@ -177,7 +178,7 @@ async def sample_result(run: Run, requested: int) -> SampleResult:
     async for group, task in _stored(run, requested):
         stored += 1
         for counted in (totals, kinds[task.kind if task is not None else ""]):
-            counted.add_group(group, min_group_size=size)
+            counted.add_group(group, task, min_group_size=size)
         if task is not None:
             await asyncio.to_thread(_append_transcripts, path, task, group)
     return SampleResult(

@@ -9,7 +9,7 @@ import pytest
 from agentrl.agent import ChatFormat, TurnLoop
 from agentrl.config import EvalConfig
 from agentrl.errors import RecipeError, UserError
-from agentrl.evaluation.splits import evaluate_split
+from agentrl.evaluation.splits import AttemptTotals, evaluate_split
 from agentrl.observe.report_data import read_run
 from agentrl.records import Episode, Message, SandboxSpec, Score, Split, Task
 from agentrl.records.sampling import Sampling
@@ -20,6 +20,7 @@ from agentrl.session.preflight import check_thinking
 from agentrl.testing import ScriptedPolicy, ScriptedSandboxes, byte_tokenizer
 from agentrl.testing.sandboxes import printing
 from tests.chats import chat_of, shared_tokenizer
+from tests.failure.traces import python, scored, turn
 
 
 async def verdict(task: Task, episode: Episode) -> Score:
@@ -85,6 +86,16 @@ async def test_attempts_at_a_task_are_one_figure_of_it() -> None:
     assert (done.rate.value, done.rate.n, done.attempts, done.episodes, done.excluded) == (pytest.approx(1.25 / 3), 3, 4, 12, 1)
     assert done.pass_at == {1: pytest.approx(1.25 / 3), 2: pytest.approx(1.5 / 3), 4: 0.5}, "pass@4 covers the tasks with four scores"
     assert done.tokens_mean == len(byte_tokenizer().encode("4")) + 1 and [line.attempts for line in done.compute] == [1, 2, 4]
+
+
+def test_an_attempt_solves_a_task_from_its_threshold() -> None:
+    attempts = [scored(turn(python("print(4)", "4")), value=value) for value in (1.0, 300.0, 480.0)]
+    for threshold, shares in ((475.0, {1: pytest.approx(1 / 3), 2: pytest.approx(2 / 3)}), (None, {})):
+        totals = AttemptTotals()
+        totals.add("t", attempts, threshold=threshold)
+        done = totals.evaluation({}, attempts=3)
+        assert done.pass_at == shares and bool(done.compute) == bool(shares)
+        assert done.rate is not None and done.rate.value == pytest.approx(781 / 3)
 
 
 async def solved_when_thought_out(task: Task, episode: Episode) -> Score:
