@@ -90,7 +90,7 @@ async def test_attempts_at_a_task_are_one_figure_of_it() -> None:
 
 def test_an_attempt_solves_a_task_from_its_threshold() -> None:
     attempts = [scored(turn(python("print(4)", "4")), value=value) for value in (1.0, 300.0, 480.0)]
-    for threshold, shares in ((475.0, {1: pytest.approx(1 / 3), 2: pytest.approx(2 / 3)}), (None, {})):
+    for threshold, shares in ((475.0, {1: pytest.approx(1 / 3), 2: pytest.approx(2 / 3), 3: 1.0}), (None, {})):
         totals = AttemptTotals()
         totals.add("t", attempts, threshold=threshold)
         done = totals.evaluation({}, attempts=3)
