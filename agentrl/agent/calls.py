@@ -58,7 +58,7 @@ def read_tagged(
     """Returns the same as `read_calls`, for calls between two tags.
 
     Args:
-        scan: parses a body at a position of the text and returns it with the position of its end. May raise `CallError`.
+        scan: parses the body that starts at a position of the text; returns the body and its end position. May raise `CallError`.
         make: builds the call of a body. May raise `CallError`.
     """
     calls: list[ToolCall] = []
@@ -144,7 +144,7 @@ def build_call(name: str, arguments: Any, *, key: str = "arguments") -> ToolCall
     if not isinstance(arguments, dict):
         raise CallError(f'tool call "{key}" must be an object')
     if len(name) > MAX_NAME:
-        raise CallError(f'tool call "name" of {len(name)} characters; it may have {MAX_NAME}')
+        raise CallError(f'tool call "name" has {len(name)} characters; the maximum is {MAX_NAME}')
     try:
         return ToolCall(name=name, arguments=arguments)
     except ValueError as error:

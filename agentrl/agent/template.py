@@ -117,7 +117,7 @@ def _try(text: str | None, folder: str | None, cpu_s: float) -> None:
     if code == _GAVE_UP:
         raise UserError(f"the tokenizer in {folder} cannot be used: {errors}", fix="use another model, or download it again")
     if code is not None and code > 0 and code != _TOO_MUCH:
-        raise UserError(f"{subject} could not be tested: {errors}", fix="report this as a bug")
+        raise UserError(f"{subject} could not be tested: {errors}", fix="report it as a bug, with this message")
     if code != 0:
         load = "" if folder is None else f"{_LOAD_S} s of CPU time to load it, then "
         bounds = f"{load}{cpu_s:g} s of CPU time, {_MEMORY_BYTES >> 30} GiB and {MAX_RENDERED:,} characters"

@@ -16,7 +16,7 @@ from typing import Any, cast
 from pydantic import TypeAdapter
 
 from agentrl.agent.filetools import SHIPPED_TOOLS
-from agentrl.agent.mcp.servers import MCP_PREFIX, NO_TOOLS, ServerConnection, ServerTool, named, offered
+from agentrl.agent.mcp.servers import MCP_PREFIX, NO_TOOLS, ServerConnection, ServerTool, find_tool, offered
 from agentrl.agent.memory import memory_tools
 from agentrl.agent.tools import (
     NO_BOUNDS,
@@ -246,7 +246,7 @@ def _of_recipe(tool: Tool, run: ToolSource) -> Tool:
 
 def _of_server(name: str, run: ToolSource, connections: dict[str, ServerConnection], saved: Mapping[str, Any]) -> tuple[Tool, ...]:
     """Returns the tools of a name that starts with `mcp:`, on one connection."""
-    server, tool = named(run, name)
+    server, tool = find_tool(run, name)
     key = f"{MCP_PREFIX}{server.name}"
     connection = connections.setdefault(key, ServerConnection(server, restored=key in saved))
     return tuple(ServerTool(offer, connection) for offer in offered(server, tool))

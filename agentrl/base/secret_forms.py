@@ -240,7 +240,7 @@ def _assigned(word: str, *, shell: bool) -> str:
 
 
 def _header(word: str) -> str:
-    """Returns the name of an HTTP header with a secret, as in `Authorization: Bearer abc`; else empty."""
+    """Returns the name if the text is an HTTP header with a secret, such as `Authorization: Bearer abc`; else an empty string."""
     match = _HEADER.fullmatch(word)
     if match is None:
         return ""

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from agentrl.base.media import NUMPY, InvalidImage, is_pixels, number_text, read_array
 from agentrl.errors import EnvironmentFault
 from agentrl.records import Observation, Step, ToolCall
+from agentrl.records.environment import PASS_THRESHOLD
 from agentrl.records.images import MARK, MAX_IMAGE_BYTES, MAX_IMAGES, REFERENCE, image_text
 
 MAX_OBSERVATION_CHARS = 1 << 20
@@ -45,7 +46,7 @@ class Environment(abc.ABC):
     instructions: str = ""  # the agent's system message; empty means none
     actions: Sequence[str] | Sequence[dict[str, Any]] | None = None  # None: any text; texts: one of these; function schemas: tool calls
     rewards: ClassVar[tuple[float, float] | None] = None  # smallest and largest reward of an episode; None means unknown
-    pass_threshold: ClassVar[float | None] = 1.0  # score from which an episode passes; None: no score is a failure
+    pass_threshold: ClassVar[float | None] = PASS_THRESHOLD  # lowest score of a passing episode; None means no threshold
 
     @abc.abstractmethod
     def reset(self, seed: int) -> Any:

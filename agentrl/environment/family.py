@@ -10,7 +10,7 @@ from agentrl.errors import PluginError
 from agentrl.plugins.parts import environment_kind
 from agentrl.plugins.references import resolve
 from agentrl.records import EnvironmentSpec, Limits, Split, Task
-from agentrl.records.task import PASSES
+from agentrl.records.environment import PASS_THRESHOLD
 
 RETURN = "agentrl.environment:episode_return"
 DECLARED = "declared"
@@ -30,7 +30,7 @@ class EnvironmentFamily:
         limits: fields of `Limits` that differ from the default.
         context_turns: turns after which a new context starts from the last observation; None means that all turns share one.
         resume: how a later process continues an episode: `snapshot`, `replay` of its actions, or `restart`.
-        pass_threshold: score from which an episode passes; None: no score is a failure. The default is what the environment declares.
+        pass_threshold: lowest score of a passing episode; None means no threshold, and `declared` that of the environment.
         verifiers: what scores an episode; the default is the sum of its rewards.
         options: arguments of the environment.
 
@@ -91,11 +91,11 @@ class EnvironmentFamily:
 
 
 def declared_threshold(ref: str) -> float | None:
-    """Returns the score from which an episode passes, as far as the environment declares one; else 1. Raises `PluginError`."""
+    """Returns the `pass_threshold` that an environment declares; 1 if it declares nothing. Raises `PluginError`."""
     kind = environment_kind(ref)
     if kind is None:
-        return cast(float | None, getattr(resolve(ref), "pass_threshold", PASSES))
-    return cast(float | None, resolve(kind.pass_threshold)(ref.partition(":")[2])) if kind.pass_threshold else PASSES
+        return cast(float | None, getattr(resolve(ref), "pass_threshold", PASS_THRESHOLD))
+    return cast(float | None, resolve(kind.threshold_function)(ref.partition(":")[2])) if kind.threshold_function else PASS_THRESHOLD
 
 
 def _count(value: Any, name: str) -> int | None:

@@ -38,7 +38,7 @@ class Game(Environment):
     observations are returned together act at once. An `Observation` may list the actions that are allowed in this state.
     """
 
-    pass_threshold = None  # the gain of one role is the loss of another
+    pass_threshold = None  # the low score of one role is the high score of another
 
     roles: Sequence[str] = ()
     forfeit: float = -1.0  # reward of a role that makes no legal move, which ends the game; the other roles share the opposite

@@ -10,6 +10,7 @@ import importlib
 import json
 import re
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any, cast
 
 from agentrl.base.installation import install_command
@@ -159,11 +160,13 @@ class GymnasiumEnvironment(Environment):
 
 
 def reward_threshold(id: str) -> float | None:
-    """Returns the reward from which Gymnasium regards one of its environments as solved; None if it states none."""
+    """Returns the `reward_threshold` in Gymnasium's registry; None if it has none, or if the id or Gymnasium is missing."""
+    if find_spec("gymnasium") is None:
+        return None
+    gymnasium = importlib.import_module("gymnasium")
     try:
-        gymnasium = importlib.import_module("gymnasium")
         return cast(float | None, gymnasium.spec(id).reward_threshold)
-    except (ImportError, gymnasium.error.Error):
+    except (gymnasium.error.Error, ImportError):  # a module before the id, or of its namespace, is imported
         return None
 
 

@@ -174,9 +174,9 @@ def evaluation_info(
     )
 
 
-def case_repeats(case: Case, otherwise: int) -> int:
-    """Attempts at a case: its own number, or else that of the evaluation."""
-    return otherwise if case.repeats is None else case.repeats
+def case_repeats(case: Case, default: int) -> int:
+    """Returns the number of attempts at a case: its own `repeats`, or the default."""
+    return default if case.repeats is None else case.repeats
 
 
 def case_thresholds(suite: Suite) -> dict[str, float]:

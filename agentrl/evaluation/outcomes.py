@@ -130,7 +130,7 @@ def case_outcome(
 def _shown(
     case: Case, attempt: CaseAttempt, scored: ScoredEpisode, bar: float, rules: Sequence[TriageRule], origin: Mapping[str, str]
 ) -> ExampleAttempt:
-    reason = capture_reason(scored, below=bar) or CaptureReason.FAILED
+    reason = capture_reason(scored, threshold=bar) or CaptureReason.FAILED
     bare = Trace(
         id=attempt.episode, why=reason, task=case.task, episode=scored.episode, score=scored.score, phase="eval", origin=dict(origin)
     )

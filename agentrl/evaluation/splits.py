@@ -20,7 +20,7 @@ from agentrl.observe.exclusions import count_exclusions, merge_counts
 from agentrl.observe.stats import Rate
 from agentrl.protocols import TaskFamily
 from agentrl.records import Failure, ScoredEpisode, Split, Task
-from agentrl.records.task import PASSES
+from agentrl.records.environment import PASS_THRESHOLD
 from agentrl.rollout import GroupRunner, task_fault
 from agentrl.session.transcript import transcript
 from agentrl.task import make_task
@@ -37,8 +37,8 @@ class SplitEvaluation:
     excluded: int
     excluded_reasons: dict[str, int]
     tokens_mean: float | None  # sampled tokens per attempt
-    pass_at: dict[int, float]  # k -> share of the tasks that k attempts solve; empty if a task has no threshold
-    compute: tuple[ComputeCurve, ...]  # success by sampled tokens; empty as `pass_at`
+    pass_at: dict[int, float]  # k -> share of the tasks that at least one of k attempts passes; empty if a task has no threshold
+    compute: tuple[ComputeCurve, ...]  # success by sampled tokens; empty if `pass_at` is
     transcripts: tuple[dict[str, Any], ...]
 
 
@@ -49,11 +49,11 @@ class AttemptTotals:
     scored: dict[str, list[tuple[float, CountedAttempt]]] = field(default_factory=dict)  # task -> its scored attempts with their scores
     left_out: int = 0
     left_out_reasons: dict[str, int] = field(default_factory=dict)
-    has_thresholds: bool = True  # of all tasks
+    all_have_thresholds: bool = True
 
     def add(self, task: str, attempts: Iterable[ScoredEpisode], *, threshold: float | None) -> None:
         """Counts attempts at a task. `threshold`: its `Task.pass_threshold`."""
-        self.has_thresholds &= threshold is not None
+        self.all_have_thresholds &= threshold is not None
         attempts = list(attempts)
         for one in attempts:
             value = one.score.value
@@ -92,8 +92,8 @@ class AttemptTotals:
             excluded=self.left_out,
             excluded_reasons=self.left_out_reasons,
             tokens_mean=statistics.fmean(tokens) if tokens else None,
-            pass_at=pass_at_attempt_counts(tries) if self.has_thresholds else {},
-            compute=compute_curves(tries) if self.has_thresholds else (),
+            pass_at=pass_at_attempt_counts(tries) if self.all_have_thresholds else {},
+            compute=compute_curves(tries) if self.all_have_thresholds else (),
             transcripts=tuple(transcripts),
         )
 
@@ -150,7 +150,7 @@ async def evaluate_split(
     for number, task in enumerate(tasks):
         attempted = episodes[number * attempts : (number + 1) * attempts]
         for counted in (totals, kinds["" if isinstance(task, Failure) else task.kind]):
-            counted.add(str(number), attempted, threshold=PASSES if isinstance(task, Failure) else task.pass_threshold)
+            counted.add(str(number), attempted, threshold=PASS_THRESHOLD if isinstance(task, Failure) else task.pass_threshold)
         if isinstance(task, Task):
             transcripts += [transcript(task, scored, phase=phase, step=step) for scored in attempted]
     return totals.evaluation(kinds, attempts=attempts, transcripts=transcripts)

@@ -21,7 +21,7 @@ from agentrl.failure.collection import FILE, Collection, EpisodeCount, count_of_
 from agentrl.failure.trace import CaptureReason, Trace, kind_of_task, newest_version
 from agentrl.failure.triage import TriageRule, load_rules, tag_by_rules
 from agentrl.records import Group, ScoredEpisode, Task
-from agentrl.records.task import PASSES
+from agentrl.records.environment import PASS_THRESHOLD
 from agentrl.records.trajectory import TRUNCATED
 
 log = logging.getLogger(__name__)
@@ -39,11 +39,11 @@ _SLOW_S, _PAUSE_FACTOR = 0.2, 50  # after a slow failure, such as a locked file,
 _TIMEOUTS, _LIMITS = ("wall_limit", "tool_timeout"), ("turn_limit", "token_limit")
 
 
-def capture_reason(scored: ScoredEpisode, *, below: float | None, audit: str = "", passed_before: bool = False) -> CaptureReason | None:
+def capture_reason(scored: ScoredEpisode, *, threshold: float | None, audit: str = "", passed_before: bool = False) -> CaptureReason | None:
     """Returns why an episode is a failure, or None if it passed.
 
     Args:
-        below: a finite score below this is a failure; None: no score is.
+        threshold: a finite score below it is a failure; None means no threshold.
         audit: the reason why the score was not earned, if there is one.
         passed_before: whether an earlier version passed the same task.
     """
@@ -52,7 +52,7 @@ def capture_reason(scored: ScoredEpisode, *, below: float | None, audit: str = "
         return CaptureReason.FAULT
     if audit:
         return CaptureReason.HACKED
-    if below is None or is_at_least(value, below) or scored.episode.stop_reason == TRUNCATED:  # a cut is no failure
+    if threshold is None or is_at_least(value, threshold) or scored.episode.stop_reason == TRUNCATED:  # a cut is no failure
         return None
     if passed_before:
         return CaptureReason.REGRESSED
@@ -140,7 +140,7 @@ class Capture:
                 traces.append(trace)
                 counts.append(replace(count_of_trace(trace), kind=self._kind(task)))
                 continue
-            reason = capture_reason(scored, below=PASSES) if task is None else None
+            reason = capture_reason(scored, threshold=PASS_THRESHOLD) if task is None else None
             tag, version = "task_fault" if reason else "", newest_version(scored.episode)
             counts.append(EpisodeCount(phase=phase, step=step, version=version, why=str(reason or ""), tag=tag, kind=self._kind(task), n=1))
             if reason is None and place:
@@ -150,7 +150,7 @@ class Capture:
     def _trace(self, collection: Collection, task: Task, scored: ScoredEpisode, phase: str, step: int, place: str) -> Trace | None:
         episode, audit = scored.episode, self._audit(task, scored)
         passed_in = collection.first_passed_phase(episode.task_key, but=place) if place else ""
-        reason = capture_reason(scored, below=task.pass_threshold, audit=audit, passed_before=bool(passed_in))
+        reason = capture_reason(scored, threshold=task.pass_threshold, audit=audit, passed_before=bool(passed_in))
         if reason is None:
             return None
         origin = dict(self._origin) | ({"audit": audit[:2000]} if audit else {})

@@ -124,7 +124,7 @@ class FaultRate:
         raise InfrastructureError(
             f"the run pauses: {self._failed} of the newest {len(self._newest)} attempts failed, and not because of the policy"
             f" (the limit is {self.limit:.0%}). The newest of each kind:\n  {listing}\n"
-            "  fix: repair the cause, then continue with --resume; finished work is kept"
+            "  fix: remove the cause, then continue with --resume; finished work is kept"
         )
 
 

@@ -4,7 +4,7 @@ Texts are compared in two normal forms: without case and extra white space; and 
 letters and digits, optionally with hyphens and underscores: `order-10432`, `T0017`, a UUID, a hash. Numbers and dates are not ids.
 
     SAME    equal keys; or equal prompts (roles and normalized texts), tools and files (names and normalized texts). Id, split, limits,
-            verifiers and truth may differ. Tasks without files in different images must also have equal answers.
+            verifiers and truth may differ. If the images differ and there are no files, the answers must also be equal.
     TWIN    similar files, and prompts that are equal up to ids with equal truths (ids by order of occurrence), or prompts that are equal
             with their ids, whatever the truth.
 

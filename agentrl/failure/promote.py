@@ -79,7 +79,7 @@ def promote(
     Args:
         note: why the cases are kept.
         by: who promotes them.
-        threshold: mean score that the attempts at each case must reach; None means that of its environment, else the evaluation's.
+        threshold: mean score that the attempts at each case must reach; None means the environment's, else the evaluation's.
         repeats: attempts at each case in an evaluation; None means the suite's number.
         starts: trace id -> the state at which its case starts; other cases start with their task.
         supplied: user-supplied parts for imported traces.

@@ -21,7 +21,7 @@ Check = Callable[[Any, str], object]
 
 
 def known_fields(body: Any, known: Collection[str], where: str = "") -> dict[str, Any]:
-    """Returns an object that has only known keys."""
+    """Returns an object, if all of its keys are known. Raises `RequestError`."""
     fields = mapping(body, where or "the body")
     if unknown := next((key for key in fields if key not in known), None):
         name = path(where, ascii(unknown[:MAX_KEY])[1:-1])

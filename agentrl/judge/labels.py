@@ -2,7 +2,8 @@
 
     {"id": "1f0c...", "label": "right", "by": "anna", "question": "...", "answer": "...", "reference": "...", "messages": [...]}
 
-Only `question`, `answer` and `label` are required. The last line of a labeller about an answer counts.
+Only `question`, `answer` and `label` are required. If a labeller labelled an answer more than once, the last line
+counts.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ exchangeable, so for a surrogate that is linear in the advantage
 
 Both are unbiased, but A_1 has the variance of one continuation, while the mean averages out what happened after s. With a group baseline
 this matters: if all N episodes come from one state, nothing shows whether s was good. The mean is then 0, as it should be, but A_1 is
-noise. With several stems the mean is the stem's mean score minus the group's: a GRPO group whose attempts are stems. As always in GRPO,
-a stem is part of its own baseline, which shrinks its advantage by 1 - 1/stems (with RLOO by (N - B)/(N - 1)) without changing its sign.
+noise. With several stems the mean is the stem's mean score minus the group's: a GRPO group whose attempts are stems. In GRPO a
+stem is part of its own baseline, which multiplies its advantage by 1 - 1/stems (with RLOO by (N - B)/(N - 1)).
 
 The tokens after the branching are unaffected: given s, the siblings' scores do not depend on them, so a baseline may include siblings.
 

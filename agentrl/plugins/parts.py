@@ -170,7 +170,7 @@ class EnvironmentKind:
     pooled: str = ""  # class of those in processes of the pool, called with the rest of the reference
     session: str = ""  # class of the sessions at a server, called with (server, spec, options)
     host: str = ""  # function that returns the `HostSpec` of a specification, if its program drives the model
-    pass_threshold: str = ""  # function that returns `EnvironmentSpec.pass_threshold` for the rest of the reference; 1 without one
+    threshold_function: str = ""  # function (rest of the reference) -> pass threshold; empty means a threshold of 1
 
 
 ENVIRONMENT_FAMILY = "agentrl.environment.family:EnvironmentFamily"
@@ -180,12 +180,12 @@ ENVIRONMENTS = {
     "envpool": EnvironmentKind(
         family=ENVIRONMENT_FAMILY,
         pooled="agentrl.environment.envpool_environments:EnvPoolEnvironment",
-        pass_threshold=_GYMNASIUM_THRESHOLD,
+        threshold_function=_GYMNASIUM_THRESHOLD,
     ),
     "gymnasium": EnvironmentKind(
         family=ENVIRONMENT_FAMILY,
         pooled="agentrl.environment.gymnasium_environments:GymnasiumEnvironment",
-        pass_threshold=_GYMNASIUM_THRESHOLD,
+        threshold_function=_GYMNASIUM_THRESHOLD,
     ),
     "inspect": EnvironmentKind(
         family="agentrl.environment.inspect_tasks:InspectFamily", host="agentrl.environment.inspect_tasks:host_spec"

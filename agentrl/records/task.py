@@ -10,14 +10,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from agentrl.records.chat import Message
-from agentrl.records.environment import EnvironmentSpec
+from agentrl.records.environment import PASS_THRESHOLD, EnvironmentSpec
 from agentrl.records.fields import JsonObject, Record
 from agentrl.records.limits import Limits as Limits
 from agentrl.records.limits import key_fields
 from agentrl.records.sandbox import SandboxSpec
-
-PASSES = 1.0
-"""Score from which an attempt at a task without an environment passes."""
 
 
 class Split(StrEnum):
@@ -85,8 +82,8 @@ class Task(Record):
 
     @property
     def pass_threshold(self) -> float | None:
-        """The score from which an attempt passes; None if no score is a failure."""
-        return PASSES if self.environment is None else self.environment.pass_threshold
+        """The lowest score of a passing attempt; None means no threshold."""
+        return PASS_THRESHOLD if self.environment is None else self.environment.pass_threshold
 
     def contents(self) -> dict[str, bytes]:
         """Returns the files of the working directory of a new sandbox: relative path -> bytes."""

@@ -67,10 +67,11 @@ def add_audit(score: Score, audits: Mapping[str, Score]) -> Score:
 
 
 def audit_contradiction(task: Task, scored: ScoredEpisode) -> str:
-    """Why the audit contradicts a passing score, being less than half of it; empty if it does not, or if there is no audit."""
-    passes = -math.inf if task.pass_threshold is None else task.pass_threshold
+    """Returns how the audit contradicts the score: it is less than half of a positive score that reaches the task's threshold. Empty if it
+    does not, or if there is no audit. Without a threshold, every positive score counts."""
+    threshold = -math.inf if task.pass_threshold is None else task.pass_threshold
     value, audit = scored.score.value, scored.score.parts.get(AUDIT_PART)
-    if value is None or audit is None or not is_at_least(value, passes) or value <= 0 or is_at_least(audit, _CONTRADICTS * value):
+    if value is None or audit is None or not is_at_least(value, threshold) or value <= 0 or is_at_least(audit, _CONTRADICTS * value):
         return ""
     evidence = "; ".join(line for line in scored.score.evidence.splitlines() if line.startswith("audit "))
     return user_code.printable(f"the audit is {audit:g}, but the reward is {value:g}{evidence and ': '}{evidence}", _MAX_MESSAGE)

@@ -128,7 +128,7 @@ class GroupLeases:
                 self._end(job)
 
     async def take(self, worker: str, *, wait_s: float) -> Lease | None:
-        """Returns a lease of the next group; None if no group is queued within `wait_s` seconds, or the worker is lost meanwhile."""
+        """Returns a lease of the next group; None if no group is queued within `wait_s` seconds, or if the worker is lost."""
         self._silent_s[worker] = 0.0
         try:
             async with asyncio.timeout(wait_s), self._queued:

@@ -20,7 +20,7 @@ from agentrl.experience import GroupOrder, new_entry
 from agentrl.failure.digest import write_digest
 from agentrl.observe.stats import format_duration
 from agentrl.records import Group, Split, Task
-from agentrl.records.task import PASSES
+from agentrl.records.environment import PASS_THRESHOLD
 from agentrl.run.rollouts import Rollouts
 from agentrl.run.supervise import watch_daemon
 from agentrl.session import measure
@@ -59,8 +59,8 @@ class SampleTotals(AttemptTotals):
         return sum(any(one.passed for one in tries) for tries in self.tries)
 
     def add_group(self, group: Group, task: Task | None, *, min_group_size: int) -> None:
-        """Counts a group of attempts at a task; None means one that could not be created."""
-        self.add(group.task_key, group.episodes, threshold=PASSES if task is None else task.pass_threshold)
+        """Counts a group. `task` is None if the task could not be created."""
+        self.add(group.task_key, group.episodes, threshold=PASS_THRESHOLD if task is None else task.pass_threshold)
         entry = new_entry(group)
         self.differ += entry.counted >= min_group_size and entry.has_spread
 

@@ -201,7 +201,7 @@ class SupervisedServer:
 
     async def fall_back(self, version: PolicyVersion) -> None:
         """Returns to `version`, published earlier, after the serving one was retracted by the learner or rejected by the gate."""
-        if self._probed(version):
+        if self._can_swap(version):
             await self.swap(version)
             return
         await self._start_with(version)
@@ -218,7 +218,7 @@ class SupervisedServer:
 
     async def load_or_restart(self, version: PolicyVersion) -> SwapReport | None:
         """Swaps a version in as `load_version` does, or restarts the server with it if it cannot be swapped in; then there is no report."""
-        if self._probed(version):
+        if self._can_swap(version):
             return await self.load_version(version)
         await self._start_with(version)
         return None
@@ -236,8 +236,8 @@ class SupervisedServer:
             self._server.mark_unsound(reason)
             self._gone = self._server
 
-    def _probed(self, version: PolicyVersion) -> bool:
-        """Whether the version can be swapped in. A server is started with one that has no probe, or that no learner can send with NCCL."""
+    def _can_swap(self, version: PolicyVersion) -> bool:
+        """Whether the version can be swapped in: it has a probe, and with NCCL it is not version 0."""
         return (version.number > 0 or not self._nccl) and (self._run_dir / version.folder / PROBE_FILE).exists()
 
     async def _start_with(self, version: PolicyVersion) -> None:

@@ -44,7 +44,7 @@ def declare_judge_servers(recipe: Recipe, folders: Mapping[str, Path], *, weight
 
     Args:
         folders: model folders by server name.
-        weights: `JudgeServer.weights` of models that the driver has checked, whose folders have no weights here.
+        weights: `JudgeServer.weights` by server name, from the driver, for folders without weights on this host.
     """
     servers = {}
     for name, folder in folders.items():

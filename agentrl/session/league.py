@@ -145,7 +145,7 @@ def open_league(
         raise UserError("rollout.workers cannot play against a league, whose server belongs to the driver", fix="set rollout.workers=0")
     if recipe.serving.weight_transfer.ref == "nccl":
         raise UserError(
-            "a league's server loads past versions, which serving.weight_transfer=nccl cannot send",
+            "serving.weight_transfer=nccl cannot send the past versions that a league plays against",
             fix="set serving.weight_transfer=file or delta",
         )
     return RunLeague(recipe, folder, registry, served, launcher=launcher, alert=alert)

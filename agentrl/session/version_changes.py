@@ -42,8 +42,8 @@ def known_version(registry: FolderRegistry, number: int) -> PolicyVersion:
     version = registry.get(number)
     if version is None:
         numbers = [one.number for one in registry.versions()]
-        known = f"{numbers[0]} to {numbers[-1]}" if numbers else "none"
-        raise UserError(f"{registry.folder.parent} has no version {number}", fix=f"choose one of its versions: {known}")
+        fix = f"choose one of its versions: {numbers[0]} to {numbers[-1]}" if numbers else "start the run, which has no versions yet"
+        raise UserError(f"{registry.folder.parent} has no version {number}", fix=fix)
     return version
 
 

@@ -50,8 +50,8 @@ class ScriptedPolicy:
 
     If supports are requested, token t of a completion was drawn from 1 + t % top_k tokens: itself and the ids that follow.
 
-    `script` gets the number of the turn in this episode (0, 1, ...) and the episode id. For the part of a turn after a bound on thinking,
-    the id ends in ".answer". It returns the text, or raises like a failing server.
+    `script` gets the number of the turn in this episode (0, 1, ...) and the episode id. For the answer after a limit on thinking was
+    reached, the id ends in ".answer". It returns the text, or raises like a failing server.
     """
 
     def __init__(self, tokenizer: Any, script: Callable[[int, str], str], *, version: int = 0) -> None:

@@ -44,7 +44,7 @@ class Vocabulary:
         return len(self._ends)
 
     def token(self, number: int) -> bytes:
-        """Returns the bytes of a token, also of one in an image; empty for an unknown id."""
+        """Returns the bytes of a token, which may be part of an image; empty for an unknown id."""
         number &= FIRST - 1
         if not 0 <= number < len(self._ends):
             return b""

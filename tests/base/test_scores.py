@@ -159,7 +159,7 @@ async def test_full_marks_are_full_marks_at_every_bar(score: float) -> None:
     given_ = await rubric(task(), episode("x"))
     assert is_at_least(given_.value or 0.0, 1.0) and attempt_passes(score, 1.0)
     scored = ScoredEpisode(episode=Episode(id="e", task_id="t", task_key="k", trajectories=()), score=Score(value=score))
-    assert capture_reason(scored, below=1.0) is None and capture_reason(scored, below=1.1) is CaptureReason.FAILED
+    assert capture_reason(scored, threshold=1.0) is None and capture_reason(scored, threshold=1.1) is CaptureReason.FAILED
 
 
 def test_no_score_is_compared_otherwise() -> None:

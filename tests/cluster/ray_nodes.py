@@ -21,8 +21,8 @@ from agentrl.cluster.ray_nodes import list_nodes
 
 STORE_BYTES = 80 << 20
 PATIENCE_S = 120.0  # on a machine with other work
-# By default Ray stops writing objects to a disk that is 95% full and kills workers while memory is. Neither is about these tests.
-SETTINGS = {"local_fs_capacity_threshold": 1.0, "memory_monitor_refresh_ms": 0}
+# Ray's defaults stop writing objects to a disk that is 95% full, and kill workers when memory is. The tests must not depend on that.
+RAY_SETTINGS = {"local_fs_capacity_threshold": 1.0, "memory_monitor_refresh_ms": 0}
 
 
 def plan_of(address: str, *names: str, cpus: float = 0.1, custom: dict[str, float] | None = None) -> ClusterPlan:
@@ -86,7 +86,7 @@ def running(*, client_port: int | None = None) -> Iterator[RayNodes]:
     from ray.cluster_utils import Cluster
 
     head = {"num_cpus": 0, "object_store_memory": STORE_BYTES, "include_dashboard": False, "ray_client_server_port": client_port}
-    cluster = Cluster(head_node_args={**head, "_system_config": SETTINGS}, initialize_head=True)
+    cluster = Cluster(head_node_args={**head, "_system_config": RAY_SETTINGS}, initialize_head=True)
     try:
         yield RayNodes(cluster)
     finally:

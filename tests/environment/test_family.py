@@ -69,11 +69,11 @@ def test_a_wrong_option_is_reported(options: dict[str, Any], message: str) -> No
         ("openenv:http://127.0.0.1:1", {}, 1.0),
     ],
 )
-def test_an_episode_passes_from_the_score_that_its_environment_declares(ref: str, options: dict[str, Any], threshold: float | None) -> None:
+def test_the_pass_threshold_defaults_to_that_of_the_environment(ref: str, options: dict[str, Any], threshold: float | None) -> None:
     assert family(ref, **options).task(Split.TRAIN, 0).pass_threshold == threshold
 
 
-def test_a_threshold_is_finite() -> None:
+def test_an_infinite_threshold_raises() -> None:
     with pytest.raises(ValueError, match="pass_threshold must be a finite number or None"):
         EnvironmentSpec(ref=GUESS, pass_threshold=float("inf"))
 

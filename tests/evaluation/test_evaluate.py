@@ -88,7 +88,7 @@ async def test_attempts_at_a_task_are_one_figure_of_it() -> None:
     assert done.tokens_mean == len(byte_tokenizer().encode("4")) + 1 and [line.attempts for line in done.compute] == [1, 2, 4]
 
 
-def test_an_attempt_solves_a_task_from_its_threshold() -> None:
+def test_pass_at_k_uses_the_threshold_of_the_task() -> None:
     attempts = [scored(turn(python("print(4)", "4")), value=value) for value in (1.0, 300.0, 480.0)]
     for threshold, shares in ((475.0, {1: pytest.approx(1 / 3), 2: pytest.approx(2 / 3), 3: 1.0}), (None, {})):
         totals = AttemptTotals()

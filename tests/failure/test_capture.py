@@ -57,16 +57,16 @@ def opened(folder: Path, **config: object) -> Capture:
     ],
 )
 def test_reason_for_capturing_an_episode(given: ScoredEpisode, found: CaptureReason | None) -> None:
-    assert capture_reason(given, below=1.0) is found
+    assert capture_reason(given, threshold=1.0) is found
 
 
 def test_an_audit_or_earlier_success_overrides_the_score() -> None:
-    assert capture_reason(episode(value=1.0), below=1.0, audit="it copied the file of answers") is CaptureReason.HACKED
-    assert capture_reason(episode(ended="turn_limit"), below=1.0, passed_before=True) is CaptureReason.REGRESSED
-    assert capture_reason(episode(value=0.3), below=0.2) is None
+    assert capture_reason(episode(value=1.0), threshold=1.0, audit="it copied the file of answers") is CaptureReason.HACKED
+    assert capture_reason(episode(ended="turn_limit"), threshold=1.0, passed_before=True) is CaptureReason.REGRESSED
+    assert capture_reason(episode(value=0.3), threshold=0.2) is None
 
 
-def test_the_environment_says_which_score_is_a_failure(tmp_path: Path) -> None:
+def test_capture_uses_the_threshold_of_the_environment(tmp_path: Path) -> None:
     capture = opened(tmp_path)
     for number, threshold in enumerate((0.5, 0.6, None)):
         of = replace(task(), environment=EnvironmentSpec(ref="gymnasium:CartPole-v1", pass_threshold=threshold))

@@ -34,7 +34,7 @@ def test_a_case_is_the_task_with_its_origin(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("given", "threshold"), [(None, 475.0), (0.75, 0.75)])
-def test_a_case_has_the_threshold_of_its_environment(given: float | None, threshold: float, tmp_path: Path) -> None:
+def test_a_case_has_the_threshold_of_its_environment_unless_one_is_given(given: float | None, threshold: float, tmp_path: Path) -> None:
     assert ONE.task is not None
     of = replace(ONE.task, environment=EnvironmentSpec(ref="gymnasium:CartPole-v1", pass_threshold=475.0))
     promote([replace(ONE, task=of)], tmp_path, threshold=given)

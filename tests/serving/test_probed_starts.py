@@ -43,7 +43,7 @@ async def test_a_server_is_probed_at_its_start_on_resume_and_after_its_death(tmp
     await until(lambda: policy.restarts == 1 and policy.accepts_requests)
     assert ScriptedServer.probed == [0, 0]
     await policy.fall_back(version(registry, 0))
-    assert ScriptedServer.probed == [0, 0], "the swap compares the probe"
+    assert ScriptedServer.probed == [0, 0], "a swap compares the probe without a restart"
     watcher.cancel()
     await policy.close()
 

@@ -110,7 +110,7 @@ async def test_a_game_that_does_not_end_delays_others_within_a_deadline(tmp_path
         await run.close()
 
 
-def test_settings_that_exclude_a_league(tmp_path: Path) -> None:
+def test_a_league_rejects_workers_and_nccl(tmp_path: Path) -> None:
     registry: Any = None
     for key, value in (("rollout.workers", 1), ("serving.weight_transfer", Part("nccl"))):
         recipe = SELF_PLAY.but({key: value, "rollout.agent": PLAYERS, "device": "cuda"})

@@ -140,7 +140,7 @@ class StdioProgram:
         return output
 
     def close(self) -> None:
-        """Kills the program and its process group. A request that another thread waits for ends first. Idempotent."""
+        """Kills the program and its process group, after which a pending request of another thread ends. Idempotent."""
         self.closing = True
         self.kill()
         with self.lock:

@@ -255,8 +255,8 @@ class RunTools:
 NO_TOOLS = RunTools(servers={}, bounds={})
 
 
-def named(run: ToolSource, name: str) -> tuple[Server, str]:
-    """Returns the server and the tool (empty: all) of a name `mcp:SERVER` or `mcp:SERVER/TOOL`. Raises `TaskError`."""
+def find_tool(run: ToolSource, name: str) -> tuple[Server, str]:
+    """Returns the server and the tool in a name `mcp:SERVER/TOOL`; in `mcp:SERVER` the tool is empty (all). Raises `TaskError`."""
     server, _, tool = name.removeprefix(MCP_PREFIX).partition("/")
     if server not in run.servers:
         known = ", ".join(f"{MCP_PREFIX}{other}" for other in run.servers) or "none"

@@ -159,7 +159,7 @@ def build_message(
     role: str, text: str, *, calls: Sequence[ToolCall] = (), call_ids: Sequence[str] = (), answers: str = "", failed: bool = False,
     reasoning: str = "", agent: str = "", at_s: float | None = None, gaps: Gaps | None = None,
 ) -> ImportedMessage:  # fmt: skip
-    """Builds a message. A tool's result loses its calls, which ATIF cannot express: a gap.
+    """Builds a message. Drops the calls in a message of role `tool`, which ATIF cannot express, and records a gap.
 
     Raises `ValueError` for a role that is not a printable name of at most 40 characters.
     """
@@ -167,7 +167,7 @@ def build_message(
         raise ValueError(f"a message has the role {role[:40]!a}")
     if role == "tool" and calls:
         if gaps is not None:
-            gaps.add("calls of a tool's result: they are not kept")
+            gaps.add("tool calls in a message of role tool: they are not kept")
         calls, call_ids = (), ()
     return ImportedMessage(
         message=Message(role=role, content=text, tool_calls=tuple(calls)), agent=agent, call_ids=tuple(call_ids) if any(call_ids) else (),

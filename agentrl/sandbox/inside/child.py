@@ -1,8 +1,8 @@
 """What a forked child runs as the agent: a program, Python code in its own interpreter, or a session.
 
 A session is an interpreter that persists between calls and keeps its names. The server sends it the pipes of each call through a socket,
-and the session answers with the call's status. The server accepts nothing else from it, and the status concerns only that call, whose code
-could have ended with any status anyway. Any other packet ends the session. The kernel reports to the server how a session ended, as for a
+and the session answers with the call's status. The server accepts nothing else from it, and a forged status affects only that call, whose
+code can choose its exit status. Any other packet ends the session. The kernel reports to the server how a session ended, as for a
 program.
 """
 

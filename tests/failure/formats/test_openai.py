@@ -66,10 +66,10 @@ def test_named_assistants_stay_in_one_conversation(tmp_path: Path) -> None:
     ],
     ids=["tool", "function"],
 )
-def test_calls_of_a_result_are_a_gap_in_every_format(message: dict[str, Any], tmp_path: Path) -> None:
+def test_tool_calls_in_a_tool_message_are_dropped_as_a_gap(message: dict[str, Any], tmp_path: Path) -> None:
     trace = one([message], tmp_path / "a.json")
     assert trace.spoken[0].message == Message(role="tool", content="a")
-    assert any("calls of a tool's result" in what for what in trace.missing), trace.missing
+    assert any("tool calls in a message of role tool" in what for what in trace.missing), trace.missing
     for format in ("openai", "atif"):
         assert write([trace], tmp_path / "b.json", format=format) == 1
         assert read_all(tmp_path / "b.json")[0][0].spoken == trace.spoken
