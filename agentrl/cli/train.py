@@ -381,4 +381,4 @@ def render_result(result: SampleResult, *, group_size: int) -> str:
 def _row(came: SampleTotals) -> str:
     rate = came.rate
     mean = "-" if rate is None else f"{rate.value:.3f} [{rate.ci_low:.3f}, {rate.ci_high:.3f}]"
-    return f"{came.tasks:>5}  {came.attempts:>8}  {mean:24}  {came.solved:>6}  {came.differ:>6}"
+    return f"{came.tasks:>5}  {came.attempts:>8}  {mean:24}  {came.solved if came.all_have_thresholds else '-':>6}  {came.differ:>6}"

@@ -43,7 +43,9 @@ def sft(
     run: Run,
     out: Out,
     model: Start = None,
-    min_score: Annotated[float, typer.Option(help="Lowest score of an episode to imitate.")] = 1.0,
+    min_score: Annotated[
+        float | None, typer.Option(help="Lowest score of an episode to imitate. Default: the task's pass threshold, else 1.")
+    ] = None,
     per_task: PerTask = 1,
     epochs: Epochs = 2,
     lr: Rate = 1e-4,

@@ -46,7 +46,7 @@ class Environment(abc.ABC):
     instructions: str = ""  # the agent's system message; empty means none
     actions: Sequence[str] | Sequence[dict[str, Any]] | None = None  # None: any text; texts: one of these; function schemas: tool calls
     rewards: ClassVar[tuple[float, float] | None] = None  # smallest and largest reward of an episode; None means unknown
-    pass_threshold: ClassVar[float | None] = PASS_THRESHOLD  # lowest score of a passing episode; None means no threshold
+    pass_threshold: ClassVar[float | None] = PASS_THRESHOLD  # lowest sum of rewards of a passing episode; None means no threshold
 
     @abc.abstractmethod
     def reset(self, seed: int) -> Any:

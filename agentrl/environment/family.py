@@ -10,9 +10,8 @@ from agentrl.errors import PluginError
 from agentrl.plugins.parts import environment_kind
 from agentrl.plugins.references import resolve
 from agentrl.records import EnvironmentSpec, Limits, Split, Task
-from agentrl.records.environment import PASS_THRESHOLD
+from agentrl.records.environment import PASS_THRESHOLD, RETURN
 
-RETURN = "agentrl.environment:episode_return"
 DECLARED = "declared"
 _SPLITS = (Split.TRAIN, Split.HELDOUT, Split.HELDOUT_REAL)
 _STRIDE = len(_SPLITS)
@@ -30,7 +29,7 @@ class EnvironmentFamily:
         limits: fields of `Limits` that differ from the default.
         context_turns: turns after which a new context starts from the last observation; None means that all turns share one.
         resume: how a later process continues an episode: `snapshot`, `replay` of its actions, or `restart`.
-        pass_threshold: lowest score of a passing episode; None means no threshold, and `declared` that of the environment.
+        pass_threshold: lowest sum of rewards of a passing episode; None means no threshold, and `declared` that of the environment.
         verifiers: what scores an episode; the default is the sum of its rewards.
         options: arguments of the environment.
 
@@ -57,6 +56,7 @@ class EnvironmentFamily:
         self._verifiers = tuple(verifiers)
         if unknown := sorted({*(limits or {})} - {field.name for field in fields(Limits)}):
             raise PluginError(f"tasks.family.options.limits has no field {unknown[0]!r}", fix="use fields of agentrl.records.Limits")
+        threshold = declared_threshold(ref) if pass_threshold == DECLARED else cast(float | None, pass_threshold)
         try:
             self._limits = Limits(**{"turns": 64, **(limits or {})})
             self._spec = EnvironmentSpec(
@@ -64,7 +64,7 @@ class EnvironmentFamily:
                 options=options,
                 context_turns=context_turns,
                 resume=resume,
-                pass_threshold=declared_threshold(ref) if pass_threshold == DECLARED else cast(float | None, pass_threshold),
+                pass_threshold=threshold,
             )
         except ValueError as error:
             raise PluginError(f"tasks.family {ref!r}: {error}", fix="correct tasks.family.options") from None

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
-from typing import Any, cast
+from typing import Any
 
 from agentrl.base.installation import install_command
 from agentrl.environment.base import Environment, number_of
@@ -160,14 +160,23 @@ class GymnasiumEnvironment(Environment):
 
 
 def reward_threshold(id: str) -> float | None:
-    """Returns the `reward_threshold` in Gymnasium's registry; None if it has none, or if the id or Gymnasium is missing."""
-    if find_spec("gymnasium") is None:
-        return None
-    gymnasium = importlib.import_module("gymnasium")
+    """Returns the `reward_threshold` in Gymnasium's registry; None if it has none, or if the id or its package is unknown.
+
+    Such an id is an error when an environment is opened.
+    """
+    module, _, name = id.rpartition(":")
     try:
-        return cast(float | None, gymnasium.spec(id).reward_threshold)
-    except (gymnasium.error.Error, ImportError):  # a module before the id, or of its namespace, is imported
+        registration = importlib.import_module("gymnasium.envs.registration")
+        if module:
+            importlib.import_module(module)
+        namespace, name, version = registration.parse_env_id(name)
+        if version is None:
+            version = registration.find_highest_version(namespace, name)
+        threshold = registration.spec(registration.get_env_id(namespace, name, version)).reward_threshold
+    except Exception:  # a module that is imported may raise anything
         return None
+    known = isinstance(threshold, int | float) and math.isfinite(threshold)
+    return float(threshold) if known else None
 
 
 def _three(number: float) -> str:

@@ -24,7 +24,7 @@ from agentrl.evaluation.policies import NamedPolicy, PolicySource, check_policy_
 from agentrl.evaluation.replay import check_start_tokens, starts_mid_episode
 from agentrl.experience import DriverStore, open_store
 from agentrl.failure import Capture, FaultRate
-from agentrl.failure.case import Case, Suite, check_attempt_options
+from agentrl.failure.case import Case, Suite, check_attempt_options, own_threshold
 from agentrl.observe import RunTracker, StageClock, open_trackers
 from agentrl.plugins import parts
 from agentrl.plugins.references import add_project_root
@@ -156,9 +156,8 @@ def held_out_suite(recipe: Recipe, root: Path) -> Suite:
     """Returns the recipe's held-out tasks, generated and real, as cases. Raises `UserError` if there are none."""
     family = open_family(recipe.tasks, seed=recipe.seed, root=root)
     counts = {Split.HELDOUT: recipe.evaluation.heldout, Split.HELDOUT_REAL: recipe.evaluation.heldout_real}
-    cases = [
-        Case(id=f"{split}-{index:04d}", task=make_task(family, split, index)) for split, count in counts.items() for index in range(count)
-    ]
+    tasks = [(f"{split}-{index:04d}", make_task(family, split, index)) for split, count in counts.items() for index in range(count)]
+    cases = [Case(id=name, task=task, threshold=own_threshold(task)) for name, task in tasks]
     if not cases:
         raise UserError(f"the recipe {recipe.name} evaluates no held-out task", fix="set evaluation.heldout to at least 1")
     return Suite(folder=root / recipe.name, name=recipe.name, repeats=recipe.evaluation.attempts, cases=tuple(cases))

@@ -38,8 +38,7 @@ SCHEMA = (
     "CREATE VIRTUAL TABLE episode_text USING fts5(text, content='', columnsize=0, tokenize='unicode61 remove_diacritics 2')",
 )
 OUTCOMES = ("solved", "partial", "failed", "pending", "excluded")
-"""Score of 1 or more, between, 0 or less, still to come, and none."""
-SOLVED_SCORE = 1.0
+"""Score of at least the task's threshold, between or without a threshold, 0 or less, still to come, and none."""
 NAME_CHARS = 200
 TEXT_CHARS = 6000
 """Characters of an episode that are searchable: the end of its question, then messages, calls and results, and its evidence."""
@@ -79,7 +78,7 @@ def insert_episodes(db: sqlite3.Connection, group: Group, *, phase: str = "train
 def update_scores(db: sqlite3.Connection, group: Group) -> None:
     """Updates the rows of a group whose late scores have arrived or expired."""
     for attempt, scored in enumerate(group.episodes if group.index >= 0 else ()):
-        names = {"outcome": outcome(scored), "exclusion": exclusion(scored)[0], "blame": exclusion(scored)[1]}
+        names = {"outcome": outcome(scored, group.pass_threshold), "exclusion": exclusion(scored)[0], "blame": exclusion(scored)[1]}
         labels = [_label(db, sort, name) for sort, name in names.items()]
         db.execute(
             "UPDATE episodes SET outcome = ?, exclusion = ?, blame = ?, score = ?, score_order = ?, parts = ?"
@@ -106,14 +105,16 @@ def delete_phase(db: sqlite3.Connection, phase: str) -> None:
     db.execute("DELETE FROM episodes WHERE phase = ?", (label,))
 
 
-def outcome(scored: ScoredEpisode) -> str:
-    """Returns one of `OUTCOMES`."""
+def outcome(scored: ScoredEpisode, threshold: float | None) -> str:
+    """Returns one of `OUTCOMES`. `threshold`: `Task.pass_threshold`."""
     value = scored.score.value
     if scored.episode.left_out or scored.score.is_absent or (value is not None and not math.isfinite(value)):
         return "excluded"
     if value is None:
         return "pending"
-    return "solved" if is_at_least(value, SOLVED_SCORE) else "failed" if value <= 0 else "partial"
+    if threshold is None:
+        return "partial"
+    return "solved" if is_at_least(value, threshold) else "failed" if value <= 0 else "partial"
 
 
 def exclusion(scored: ScoredEpisode) -> tuple[str, str]:
@@ -121,7 +122,7 @@ def exclusion(scored: ScoredEpisode) -> tuple[str, str]:
     failure = next((one for one in reversed(scored.episode.failures) if one.blame is not Blame.POLICY), None)
     if failure is not None:
         return _short(failure.kind), str(failure.blame)
-    return ("unscored", str(scored.score.blame or "")) if outcome(scored) == "excluded" else ("", "")
+    return ("unscored", str(scored.score.blame or "")) if outcome(scored, None) == "excluded" else ("", "")
 
 
 def searchable_text(group: Group, scored: ScoredEpisode) -> str:
@@ -156,7 +157,7 @@ def _message_texts(message: Message) -> Iterator[str]:
 
 def _names(group: Group, scored: ScoredEpisode, phase: str) -> dict[str, str]:
     cause, blame = exclusion(scored)
-    names = {"phase": phase, "kind": group.kind, "split": group.split, "outcome": outcome(scored)}
+    names = {"phase": phase, "kind": group.kind, "split": group.split, "outcome": outcome(scored, group.pass_threshold)}
     return names | {"stop": scored.episode.stop_reason, "exclusion": cause, "blame": blame}
 
 

@@ -22,6 +22,7 @@ from agentrl.base.untrusted_files import read_bytes
 from agentrl.errors import UserError
 from agentrl.failure.trace import Tag
 from agentrl.records import EpisodeState, Task, codec
+from agentrl.records.environment import PASS_THRESHOLD
 from agentrl.records.fields import Record, Text
 
 FORMAT = 1
@@ -127,6 +128,11 @@ def load_case(folder: Path, name: str) -> tuple[Suite, Case]:
         if case.id == name:
             return suite, case
     raise UserError(f"suite {folder} has no case {name[:80]!r}", fix=f"its cases are the files in {folder / 'cases'}")
+
+
+def own_threshold(task: Task) -> float | None:
+    """Returns the threshold of a task that declares one; None means the evaluation's threshold."""
+    return None if task.pass_threshold == PASS_THRESHOLD else task.pass_threshold
 
 
 def check_attempt_options(*, repeats: int | None, threshold: float | None) -> None:

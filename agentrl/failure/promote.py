@@ -18,7 +18,7 @@ from typing import Any
 from agentrl.base.untrusted_files import read_bytes
 from agentrl.base.user_code import printable
 from agentrl.errors import UserError
-from agentrl.failure.case import Baseline, Case, check_attempt_options, load_suite, save_case
+from agentrl.failure.case import Baseline, Case, check_attempt_options, load_suite, own_threshold, save_case
 from agentrl.failure.overlap import Overlap, WithheldTasks
 from agentrl.failure.trace import CaptureReason, Trace, kind_of_task
 from agentrl.records import EpisodeState, Message, SandboxSpec, Split, Task
@@ -184,8 +184,10 @@ def _case_from(trace: Trace, start: EpisodeState | None, supplied: UserParts, ab
     origin |= {"trace": trace.id, "phase": trace.phase, "step": str(trace.step), "why": str(trace.why)}
     origin |= {"versions": " ".join(map(str, trace.versions))} | ({"by": about["by"]} if about["by"] else {})
     run = f"{trace.origin['run']}:" if "run" in trace.origin else ""
-    if about["threshold"] is None and task.environment is not None:
-        about = {**about, "threshold": task.environment.pass_threshold}
+    if about["threshold"] is None:
+        if task.pass_threshold is None:
+            raise UserError(f"trace {trace.id}: its environment has no pass threshold", fix="give --threshold")
+        about = {**about, "threshold": own_threshold(task)}
     return Case(
         id=f"{kind}-{task.key[:12]}" + (f"-t{start.turn_count + 1}" if start is not None else ""),
         task=task,

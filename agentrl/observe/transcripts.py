@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from agentrl.base.numbers import all_equal, is_above, is_at_least
+from agentrl.base.numbers import all_equal, is_above
 from agentrl.observe.rundata import as_list
 
 Transcript = Mapping[str, Any]
@@ -51,7 +51,7 @@ def choose_pairs(before: Sequence[Transcript], after: Sequence[Transcript], want
     gained = _one_of_each([pair for pair in pairs if is_above(_value(pair[1]), _value(pair[0]))])
     lost = [pair for pair in pairs if is_above(_value(pair[0]), _value(pair[1]))]
     same = [pair for pair in pairs if pair not in gained and pair not in lost and all_equal(map(_value, pair))]
-    failing = [pair for pair in same if not is_at_least(_value(pair[1]), 1.0)]
+    failing = [pair for pair in same if pair[1].get("outcome") != "solved"]
     rest = [pair for pair in same if pair not in failing]
     chosen = gained[: max(wanted - 2, 1)] + lost[:1] + failing[:1]
     return (chosen + [pair for pair in gained + lost + failing + rest if pair not in chosen])[:wanted]
@@ -120,7 +120,7 @@ def _badge(item: Transcript) -> tuple[str, str]:
     score = item.get("score")
     if item.get("left_out") or not isinstance(score, int | float):
         return "excluded", "none"
-    return f"{score:g}", "good" if is_at_least(score, 1.0) else "bad" if score <= 0 else "part"
+    return f"{score:g}", {"solved": "good", "failed": "bad"}.get(str(item.get("outcome")), "part")
 
 
 def _one_of_each(pairs: list[Pair]) -> list[Pair]:

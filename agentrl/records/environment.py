@@ -12,6 +12,8 @@ from agentrl.records.fields import JsonObject, Record, Text
 RESUMES = ("snapshot", "replay", "restart")
 PASS_THRESHOLD = 1.0
 """Lowest score of a passing episode if nothing else is declared."""
+RETURN = "agentrl.environment:episode_return"
+"""The verifier whose score is the sum of rewards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +28,7 @@ class EnvironmentSpec(Record):
     seed: int = 0
     context_turns: int | None = None  # turns after which a new context starts from the last observation; None means no limit
     resume: str = "replay"  # how a later process continues an episode: snapshot | replay | restart
-    pass_threshold: float | None = PASS_THRESHOLD  # lowest score of a passing episode; None means no threshold
+    pass_threshold: float | None = PASS_THRESHOLD  # lowest sum of rewards of a passing episode; None means no threshold
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)

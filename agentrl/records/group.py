@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from agentrl.records.chat import Message
+from agentrl.records.environment import PASS_THRESHOLD
 from agentrl.records.episode import Episode
 from agentrl.records.failure import Blame, Failure
 from agentrl.records.fields import Record
@@ -59,10 +60,11 @@ class Group(Record):
     kind: str = ""  # of the task
     split: str = Split.TRAIN
     prompt: tuple[Message, ...] = ()  # of the task; empty if it is not known
+    pass_threshold: float | None = PASS_THRESHOLD  # of the task
 
     def with_task(self, task: Task) -> Group:
         """Returns the group with what a reader must know about its task."""
-        return replace(self, kind=task.kind, split=str(task.split), prompt=task.prompt)
+        return replace(self, kind=task.kind, split=str(task.split), prompt=task.prompt, pass_threshold=task.pass_threshold)
 
     @property
     def scored(self) -> tuple[ScoredEpisode, ...]:

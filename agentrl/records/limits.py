@@ -55,7 +55,8 @@ def key_fields(record: Any) -> dict[str, object]:
     `dataclasses.asdict` would copy all fields first and take several times as long.
     """
     values = {field.name: getattr(record, field.name) for field in fields(record)}
-    return {name: value for name, value in values.items() if value is not None or name not in OPTIONAL_FIELDS}
+    ignored = {name for name in OPTIONAL_FIELDS if values.get(name) is None} | {"pass_threshold"}  # it changes no attempt
+    return {name: value for name, value in values.items() if name not in ignored}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from agentrl.records.chat import Message
-from agentrl.records.environment import PASS_THRESHOLD, EnvironmentSpec
+from agentrl.records.environment import PASS_THRESHOLD, RETURN, EnvironmentSpec
 from agentrl.records.fields import JsonObject, Record
 from agentrl.records.limits import Limits as Limits
 from agentrl.records.limits import key_fields
@@ -82,8 +82,8 @@ class Task(Record):
 
     @property
     def pass_threshold(self) -> float | None:
-        """The lowest score of a passing attempt; None means no threshold."""
-        return PASS_THRESHOLD if self.environment is None else self.environment.pass_threshold
+        """The lowest score of a passing attempt; None means no threshold. That of the environment is one of the sum of its rewards."""
+        return self.environment.pass_threshold if self.environment is not None and self.verifiers == (RETURN,) else PASS_THRESHOLD
 
     def contents(self) -> dict[str, bytes]:
         """Returns the files of the working directory of a new sandbox: relative path -> bytes."""

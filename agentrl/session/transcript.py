@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.base.files import append_lines, json_line, write_atomically
+from agentrl.experience.episode_rows import outcome
 from agentrl.observe.rundata import read_object
 from agentrl.records import Group, Message, ScoredEpisode, Task, Trajectory, codec, sampled_index
 
@@ -28,6 +29,7 @@ def transcript(task: Task, scored: ScoredEpisode, *, phase: str, step: int) -> d
         "answer": episode.answer,
         "truth": task.data.get("answer"),
         "score": scored.score.value,
+        "outcome": outcome(scored, task.pass_threshold),
         "reason": scored.score.reason,
         "stop_reason": episode.stop_reason or None,
         "versions": sorted({s.version for t in episode.trajectories for u in t.turns for s in u.versions}),

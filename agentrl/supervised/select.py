@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from agentrl.base.numbers import is_above, is_at_least
 from agentrl.objective import counted_samples
 from agentrl.records import Group, Sample
+from agentrl.records.environment import PASS_THRESHOLD
 
 IGNORED = -100  # the label that losses skip
 
@@ -29,15 +30,17 @@ class Preference:
     margin: float  # difference of the scores, above 0
 
 
-def select_demonstrations(groups: Iterable[Group], *, min_score: float = 1.0, per_task: int = 1) -> list[dict[str, list[int]]]:
+def select_demonstrations(groups: Iterable[Group], *, min_score: float | None = None, per_task: int = 1) -> list[dict[str, list[int]]]:
     """Returns rows `input_ids`, `labels` of the best episodes with a score of at least `min_score`, at most `per_task` per task.
+    None means the threshold of the task, and 1 without one.
 
     Among equal scores the shortest come first; duplicate attempts count once. Each trajectory of an episode is a separate row.
     """
     by_task: dict[str, list[tuple[float, int, list[Sample]]]] = defaultdict(list)
     for group in groups:
+        threshold = PASS_THRESHOLD if group.pass_threshold is None else group.pass_threshold
         for score, samples in _episodes(group):
-            if is_at_least(score, min_score):
+            if is_at_least(score, threshold if min_score is None else min_score):
                 by_task[group.task_key].append((-score, sum(len(sample.token_ids) for sample in samples), samples))
     rows = []
     for attempts in by_task.values():

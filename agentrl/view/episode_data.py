@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentrl.base.numbers import finite
+from agentrl.experience.episode_rows import outcome
 from agentrl.experience.token_records import TokenRecord
 from agentrl.records import Episode, Group, Message, Sample, ScoredEpisode, Trajectory, Turn
 from agentrl.view.group_data import Data, failures_data, question_of, score_data
@@ -51,7 +52,7 @@ def episode_data(source: RunSource, index: int, attempt: int, *, offset: int = 0
         "trajectories": episode_tree(episode, budget, vocabulary, samples=samples, offset=offset),
         "turns": sum(len(trajectory.turns) for trajectory in episode.trajectories),
         "offset": offset,
-        **_facts(scored, budget),
+        **_facts(group, scored, budget),
         "notes": [*notes, *training.notes, *([why] if vocabulary is None else [])],
     }
 
@@ -76,7 +77,7 @@ def evaluated_data(source: RunSource, episode_id: str) -> Data:
         "trajectories": episode_tree(scored.episode, budget, vocabulary),
         "turns": sum(len(trajectory.turns) for trajectory in scored.episode.trajectories),
         "offset": 0,
-        **_facts(scored, budget),
+        **_facts(record.group, scored, budget),
         "notes": notes,
     }
 
@@ -172,12 +173,13 @@ def _scored(source: RunSource, index: int, attempt: int) -> tuple[Group, ScoredE
     return group, group.episodes[attempt]
 
 
-def _facts(scored: ScoredEpisode, budget: Budget) -> Data:
+def _facts(group: Group, scored: ScoredEpisode, budget: Budget) -> Data:
     """Returns the outcome of an episode: score, failures, answer, files, notes and timings."""
     episode = scored.episode
     return {
         "episode": episode.id[:200],
         "score": score_data(scored, chars=_TEXT),
+        "outcome": outcome(scored, group.pass_threshold),
         "excluded": episode.left_out,
         "failures": failures_data(scored, chars=4000),
         "stop": episode.stop_reason,

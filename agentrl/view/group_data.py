@@ -12,6 +12,7 @@ from typing import Any
 
 from agentrl.base.numbers import finite
 from agentrl.errors import StoreError
+from agentrl.experience.episode_rows import outcome
 from agentrl.records import Group, LedgerEntry, ScoredEpisode
 from agentrl.view.source import Missing, RunSource
 from agentrl.view.training import GroupTraining, explain, train_group
@@ -109,7 +110,7 @@ def group_data(source: RunSource, index: int) -> Data:
     vocabulary, why = source.vocabulary()
     question = question_of(source, group)
     attempts = [
-        _attempt(number, scored, training.advantages[number], trained=scored.episode.id in training.samples)
+        _attempt(number, scored, training.advantages[number], trained=scored.episode.id in training.samples, threshold=group.pass_threshold)
         for number, scored in enumerate(group.episodes)
     ]
     return {
@@ -154,7 +155,7 @@ def group_line(source: RunSource, entry: LedgerEntry) -> Data:
 
 
 def _line(source: RunSource, entry: LedgerEntry, group: Group, training: GroupTraining) -> Data:
-    scores = [_score(scored) for scored in group.episodes]
+    scores = [_score(scored, group.pass_threshold) for scored in group.episodes]
     counted = [scored.score.value for scored in group.scored if scored.score.value is not None]
     reason = "" if entry.use is None else entry.use.reason
     if entry.use is None:
@@ -192,12 +193,13 @@ def _entry_data(source: RunSource, entry: LedgerEntry) -> Data:
     }
 
 
-def _score(scored: ScoredEpisode) -> Data:
+def _score(scored: ScoredEpisode, threshold: float | None) -> Data:
     score, episode = scored.score, scored.episode
-    return {"value": finite(score.value), "excluded": episode.left_out, "pending": bool(score.pending), "episode": episode.id[:200]}
+    shown = {"value": finite(score.value), "outcome": outcome(scored, threshold)}
+    return {**shown, "excluded": episode.left_out, "pending": bool(score.pending), "episode": episode.id[:200]}
 
 
-def _attempt(number: int, scored: ScoredEpisode, advantage: float | None, *, trained: bool) -> Data:
+def _attempt(number: int, scored: ScoredEpisode, advantage: float | None, *, trained: bool, threshold: float | None) -> Data:
     episode = scored.episode
     turns = [turn for trajectory in episode.trajectories for turn in trajectory.own_turns]
     tools = Counter(call.name[:60] for turn in turns for call in turn.message.tool_calls)
@@ -205,6 +207,7 @@ def _attempt(number: int, scored: ScoredEpisode, advantage: float | None, *, tra
         "attempt": number,
         "episode": episode.id[:200],
         "score": score_data(scored),
+        "outcome": outcome(scored, threshold),
         "advantage": finite(advantage),
         "trained": trained,
         "excluded": episode.left_out,

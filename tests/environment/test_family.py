@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -62,7 +63,11 @@ def test_a_wrong_option_is_reported(options: dict[str, Any], message: str) -> No
         ("gymnasium:FrozenLake-v1", {}, 0.7),
         ("gymnasium:Pendulum-v1", {}, None),
         ("gymnasium:Pendulum-v1", {"pass_threshold": -200}, -200),
+        ("gymnasium:CartPole", {}, 475.0),
+        ("gymnasium:gymnasium.envs.classic_control:CartPole-v1", {}, 475.0),
         ("gymnasium:NoSuchWorld-v0", {}, None),
+        ("gymnasium:no_such_module:World-v0", {}, None),
+        ("gymnasium:CartPole-v1", {"verifiers": ["mine:balanced"]}, 1.0),
         ("sandboxes.games:KuhnPoker", {}, None),
         ("sandboxes.doors:Doors", {}, 1.0),
         ("sandboxes.doors:Doors", {"pass_threshold": None}, None),
@@ -71,6 +76,29 @@ def test_a_wrong_option_is_reported(options: dict[str, Any], message: str) -> No
 )
 def test_the_pass_threshold_defaults_to_that_of_the_environment(ref: str, options: dict[str, Any], threshold: float | None) -> None:
     assert family(ref, **options).task(Split.TRAIN, 0).pass_threshold == threshold
+
+
+def test_the_threshold_does_not_change_a_task() -> None:
+    first, second = (family(pass_threshold=threshold).task(Split.TRAIN, 0) for threshold in (0.5, None))
+    assert first.key == second.key
+
+
+def test_other_verifiers_have_another_threshold() -> None:
+    config = TasksConfig(family=Part("gymnasium:CartPole-v1"), verifiers=("mine:balanced",))
+    assert open_family(config, seed=0).task(Split.TRAIN, 0).pass_threshold == 1.0
+
+
+@pytest.mark.parametrize("threshold", [float("inf"), float("nan"), "475", None])
+def test_a_registry_without_a_usable_threshold(threshold: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    registration = pytest.importorskip("gymnasium.envs.registration")
+    monkeypatch.setattr(registration.registry["CartPole-v1"], "reward_threshold", threshold)
+    assert family("gymnasium:CartPole-v1").task(Split.TRAIN, 0).pass_threshold is None
+
+
+def test_gymnasium_may_be_missing_when_the_family_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("gymnasium", "gymnasium.envs.registration"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert family("gymnasium:CartPole-v1").task(Split.TRAIN, 0).pass_threshold is None
 
 
 def test_an_infinite_threshold_raises() -> None:

@@ -20,6 +20,7 @@ from agentrl.errors import AgentRLError, StoreError, UserError
 from agentrl.experience import SqliteStore, episode_index, episode_query
 from agentrl.experience.episode_index import EpisodeIndex, EpisodeRow
 from agentrl.experience.episode_query import EpisodeQuery
+from agentrl.experience.episode_rows import outcome
 from agentrl.experience.index_copy import OlderStore, copy_episodes
 from agentrl.records import (
     Blame,
@@ -432,3 +433,19 @@ def test_a_read_only_folder_can_be_read(tmp_path: Path, intact: Path) -> None:
     finally:
         tmp_path.chmod(0o700)
     assert len(results) == 3
+
+
+@pytest.mark.parametrize(
+    ("value", "threshold", "expected"),
+    [
+        (9.0, 475.0, "partial"),
+        (480.0, 475.0, "solved"),
+        (-80.0, -100.0, "solved"),
+        (-150.0, -100.0, "failed"),
+        (2.0, None, "partial"),
+        (0.0, 1.0, "failed"),
+        (None, None, "excluded"),
+    ],
+)
+def test_the_outcome_depends_on_the_threshold_of_the_task(value: float | None, threshold: float | None, expected: str) -> None:
+    assert outcome(episode("e", score=Score(value=value, reason="" if value is not None else "none")), threshold) == expected

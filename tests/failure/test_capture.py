@@ -20,6 +20,7 @@ from agentrl.failure.collection import FILE, Collection, TraceFilter
 from agentrl.failure.digest import build_digest
 from agentrl.failure.trace import CaptureReason, Tag
 from agentrl.records import Blame, EnvironmentSpec, Group, ScoredEpisode
+from agentrl.records.environment import RETURN
 from agentrl.records.sampling import Supports
 from tests.strategies import examples
 
@@ -69,7 +70,8 @@ def test_an_audit_or_earlier_success_overrides_the_score() -> None:
 def test_capture_uses_the_threshold_of_the_environment(tmp_path: Path) -> None:
     capture = opened(tmp_path)
     for number, threshold in enumerate((0.5, 0.6, None)):
-        of = replace(task(), environment=EnvironmentSpec(ref="gymnasium:CartPole-v1", pass_threshold=threshold))
+        spec = EnvironmentSpec(ref="gymnasium:CartPole-v1", pass_threshold=threshold)
+        of = replace(task(), environment=spec, verifiers=(RETURN,))
         capture.capture_group(of, group(number, episode(group=number, value=0.5), episode(1, group=number, value=None)), step=0)
     capture.close()
     with Collection(tmp_path) as collection:

@@ -11,8 +11,9 @@ from agentrl.errors import UserError
 from agentrl.failure.case import load_suite
 from agentrl.failure.overlap import Overlap
 from agentrl.failure.promote import promote
-from agentrl.failure.trace import CaptureReason, Tag
+from agentrl.failure.trace import CaptureReason, Tag, Trace
 from agentrl.records import EnvironmentSpec
+from agentrl.records.environment import RETURN
 
 from .traces import heard, python, submit, task, trace, turn
 
@@ -33,12 +34,25 @@ def test_a_case_is_the_task_with_its_origin(tmp_path: Path) -> None:
     assert case.baseline is not None and (case.baseline.version, case.baseline.scores, case.baseline.mean) == (3, (0.0,), 0.0)
 
 
-@pytest.mark.parametrize(("given", "threshold"), [(None, 475.0), (0.75, 0.75)])
-def test_a_case_has_the_threshold_of_its_environment_unless_one_is_given(given: float | None, threshold: float, tmp_path: Path) -> None:
+def acted(threshold: float | None) -> Trace:
     assert ONE.task is not None
-    of = replace(ONE.task, environment=EnvironmentSpec(ref="gymnasium:CartPole-v1", pass_threshold=475.0))
-    promote([replace(ONE, task=of)], tmp_path, threshold=given)
+    spec = EnvironmentSpec(ref="gymnasium:CartPole-v1", pass_threshold=threshold)
+    return replace(ONE, task=replace(ONE.task, environment=spec, verifiers=(RETURN,)))
+
+
+@pytest.mark.parametrize(
+    ("declared", "given", "threshold"), [(475.0, None, 475.0), (475.0, 0.75, 0.75), (1.0, None, None), (None, 0.75, 0.75)]
+)
+def test_a_case_has_the_threshold_of_its_environment_unless_one_is_given(
+    declared: float | None, given: float | None, threshold: float | None, tmp_path: Path
+) -> None:
+    promote([acted(declared)], tmp_path, threshold=given)
     assert load_suite(tmp_path).cases[0].threshold == threshold
+
+
+def test_a_case_without_any_threshold_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no pass threshold\n.*--threshold"):
+        promote([acted(None)], tmp_path)
 
 
 def test_an_unscored_trace_gives_no_baseline(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from agentrl.records import Group
 from agentrl.supervised import select_demonstrations, select_preferences
 from agentrl.supervised.select import IGNORED
@@ -29,6 +31,8 @@ def test_the_best_shortest_attempt_is_selected_without_tool_output() -> None:
     assert len(select_demonstrations([made], per_task=5)) == 2
     assert len(select_demonstrations([made], min_score=0.5, per_task=5)) == 3
     assert select_demonstrations([group(1, attempt("d", [4], 0.0))]) == []
+    for threshold, rows in ((0.5, 3), (None, 2), (2.0, 0)):
+        assert len(select_demonstrations([replace(made, pass_threshold=threshold)], per_task=5)) == rows
 
 
 def test_the_same_attempt_twice_is_one_demonstration() -> None:

@@ -159,16 +159,22 @@ def build_message(
     role: str, text: str, *, calls: Sequence[ToolCall] = (), call_ids: Sequence[str] = (), answers: str = "", failed: bool = False,
     reasoning: str = "", agent: str = "", at_s: float | None = None, gaps: Gaps | None = None,
 ) -> ImportedMessage:  # fmt: skip
-    """Builds a message. Drops the calls in a message of role `tool`, which ATIF cannot express, and records a gap.
+    """Builds a message. Drops what ATIF cannot express, and records gaps: calls in a message of role `tool`, and reasoning in a message
+    that is not an assistant's and has no calls.
 
     Raises `ValueError` for a role that is not a printable name of at most 40 characters.
     """
+    role = " ".join(role.split()) if isinstance(role, str) else ""
     if not role or len(role) > 40 or not role.isprintable():
         raise ValueError(f"a message has the role {role[:40]!a}")
     if role == "tool" and calls:
         if gaps is not None:
             gaps.add("tool calls in a message of role tool: they are not kept")
         calls, call_ids = (), ()
+    if reasoning and role != "assistant" and not calls:
+        if gaps is not None:
+            gaps.add(f"reasoning in a message of role {role}: it is not kept")
+        reasoning = ""
     return ImportedMessage(
         message=Message(role=role, content=text, tool_calls=tuple(calls)), agent=agent, call_ids=tuple(call_ids) if any(call_ids) else (),
         answers=answers, failed=failed, reasoning=reasoning, at_s=at_s,

@@ -19,7 +19,7 @@ const LINES = {
   turn: (run, one) => [episodeLink(run, one.episode), ` turn ${one.turn}: ${one.sampled_tokens} tokens in ${duration(one.seconds)}`, one.calls.length ? `, calls ${one.calls.join(", ")}` : "", one.text ? h("span", { class: "quiet" }, ` ${one.text.slice(0, 120)}`) : null],
   tool: (run, one) => [episodeLink(run, one.episode), ` ${one.tool} `, one.ok ? "" : chip("failed", "bad"), ` ${duration(one.seconds)}`, h("span", { class: "quiet" }, ` ${one.output.slice(0, 120)}`)],
   episode_ended: (run, one) => [episodeLink(run, one.episode), ` ended: ${one.stop_reason}, ${one.turns} turns, ${one.tokens} tokens`, one.failure ? [" ", chip(`${one.blame}: ${one.failure}`, "bad")] : null],
-  episode_scored: (run, one) => [episodeLink(run, one.episode), " ", one.score === null ? chip(one.pending ? "waits for a score" : one.reason || "no score") : chip(`score ${number(one.score, 3)}`, one.score >= 1 ? "good" : one.score <= 0 ? "bad" : "part")],
+  episode_scored: (run, one) => [episodeLink(run, one.episode), " ", one.score === null ? chip(one.pending ? "waits for a score" : one.reason || "no score") : chip(`score ${number(one.score, 3)}`)],
   group: (run, one) => [link(address("run", run, "groups", one.group), null, `group ${one.group}`), ` ${one.kind}: ${one.scores.map((score) => (score === null ? "–" : number(score, 2))).join(" ")}`],
   version_served: (run, one) => [chip(`version ${one.version}`, "good"), ` serves, after a stall of ${duration(one.stall_s)}`],
   step: (run, one) => [link(address("run", run, "steps", one.step), { class: "chip good" }, `step ${one.step}`), ` reward ${number(one.metrics.reward_mean ?? null, 3)}`],

@@ -6,7 +6,7 @@ import { chip, h, link, notes, section } from "./dom.js";
 import { duration, number, signed } from "./format.js";
 import { bind } from "./keys.js";
 import { operate } from "./operations.js";
-import { dots } from "./page_step.js";
+import { OUTCOME_STYLES, dots } from "./page_step.js";
 import { code, looksLikeMarkdown, markdown, plain, pre } from "./text.js";
 
 const CODE = new Set(["code", "command", "cmd", "script", "source", "sql", "query"]);
@@ -66,7 +66,7 @@ function openTokens(turns) {
 function head(title, data, pager) {
   const score = data.score.value;
   return [
-    h("div", { class: "top" }, h("h1", { tabindex: "-1", "data-focus": true }, title), chip(data.score.pending.length ? "waits for a score" : score === null ? "no score" : `score ${number(score, 3)}`, score === null ? "" : score >= 1 ? "good" : score <= 0 ? "bad" : "part"), data.advantage === null || data.advantage === undefined ? null : chip(`advantage ${signed(data.advantage)}`, data.advantage > 0 ? "good" : data.advantage < 0 ? "bad" : ""), data.excluded ? chip("excluded", "bad") : null, data.kind ? chip(data.kind) : null, h("span", { class: "grow" }), pager),
+    h("div", { class: "top" }, h("h1", { tabindex: "-1", "data-focus": true }, title), chip(data.score.pending.length ? "waits for a score" : score === null ? "no score" : `score ${number(score, 3)}`, OUTCOME_STYLES[data.outcome] || ""), data.advantage === null || data.advantage === undefined ? null : chip(`advantage ${signed(data.advantage)}`, data.advantage > 0 ? "good" : data.advantage < 0 ? "bad" : ""), data.excluded ? chip("excluded", "bad") : null, data.kind ? chip(data.kind) : null, h("span", { class: "grow" }), pager),
     h("p", { class: "sub" }, [data.task && `task ${data.task}`, `${data.turns} turns`, `${number(data.tokens)} tokens`, duration(data.wall_s), data.sandbox_s ? `sandbox ${duration(data.sandbox_s)}` : null, data.stop && `ended: ${data.stop}`, data.retries ? `${data.retries} earlier attempts failed` : null].filter(Boolean).join(" · ")),
     notes([...(data.reason ? [data.reason] : []), ...data.notes]),
   ];

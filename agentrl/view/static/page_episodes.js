@@ -6,10 +6,10 @@ import { chip, h, link, notes, replace, section, table } from "./dom.js";
 import { duration, number } from "./format.js";
 import { bind } from "./keys.js";
 import { runTabs } from "./page_run.js";
+import { OUTCOME_STYLES } from "./page_step.js";
 
 const SELECTS = [["phase", "phases", "phase"], ["kind", "kinds", "kind"], ["outcome", "outcomes", "outcome"], ["stop_reason", "stop_reasons", "end"], ["tool", "tools", "tool"], ["exclusion", "exclusions", "cause of exclusion"]];
 const NUMBERS = [["step", "step"], ["version", "version"], ["min_score", "score from"], ["max_score", "score to"], ["min_tokens", "tokens from"]];
-const STYLES = { solved: "good", failed: "bad", partial: "part" };
 
 export async function render(visit) {
   const run = visit.params.run;
@@ -39,7 +39,7 @@ export async function render(visit) {
   add("ascending", "direction", h("select", null, h("option", { value: "" }, "largest first"), h("option", { value: "1" }, "smallest first")));
 
   const wanted = () => Object.fromEntries(Object.entries(fields).map(([name, input]) => [name, input.value]).filter(([name, value]) => value && !(name === "sort" && value === "newest")));
-  const row = (one) => ({ cells: [link(one.group === null ? address("run", run, "evaluated", one.id) : address("run", run, "groups", one.group, one.attempt), { class: "name" }, one.id), one.phase, one.step === null ? "–" : link(address("run", run, "steps", one.step), null, String(one.step)), one.kind || "–", chip(one.outcome, STYLES[one.outcome] || ""), one.score === null ? "–" : number(one.score, 3), number(one.tokens), number(one.turns), duration(one.seconds), one.tools.join(", "), one.exclusion || one.stop, one.versions[0] === null ? "–" : one.versions[0] === one.versions[1] ? `v${one.versions[0]}` : `v${one.versions[0]}–${one.versions[1]}`] });
+  const row = (one) => ({ cells: [link(one.group === null ? address("run", run, "evaluated", one.id) : address("run", run, "groups", one.group, one.attempt), { class: "name" }, one.id), one.phase, one.step === null ? "–" : link(address("run", run, "steps", one.step), null, String(one.step)), one.kind || "–", chip(one.outcome, OUTCOME_STYLES[one.outcome] || ""), one.score === null ? "–" : number(one.score, 3), number(one.tokens), number(one.turns), duration(one.seconds), one.tools.join(", "), one.exclusion || one.stop, one.versions[0] === null ? "–" : one.versions[0] === one.versions[1] ? `v${one.versions[0]}` : `v${one.versions[0]}–${one.versions[1]}`] });
   const columns = [{ title: "Episode" }, { title: "Phase" }, { title: "Step", class: "num" }, { title: "Kind" }, { title: "Outcome" }, { title: "Score", class: "num" }, { title: "Tokens", class: "num" }, { title: "Turns", class: "num" }, { title: "Time", class: "num" }, { title: "Tools" }, { title: "Ended" }, { title: "Version" }];
   let asked = 0;
   const search = async (rows, after) => {

@@ -94,7 +94,7 @@ function elsewhere(data) {
 }
 
 function transcript(one) {
-  const score = h("span", { class: `score ${one.score >= 1 ? "good" : "bad"}` }, one.score === null ? "no score" : number(one.score, 3));
+  const score = h("span", { class: "score" }, one.score === null ? "no score" : number(one.score, 3));
   return h("article", { class: "card" }, h("h3", null, one.phase, one.step === null ? "" : ` (step ${one.step})`, score), h("p", { class: "sub" }, `answer: ${one.answer || "none"}`),
     h("details", null, h("summary", null, `${one.messages.length} messages`), one.messages.map((message) => h("div", { class: "message" }, h("b", null, message.role), message.content ? pre(message.content, "plain-text") : null, message.calls.map((call) => pre(`${call.name} ${call.arguments}`, "typed"))))));
 }

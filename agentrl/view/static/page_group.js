@@ -6,7 +6,7 @@ import { chip, h, link, notes, section } from "./dom.js";
 import { duration, number, signed } from "./format.js";
 import { bind } from "./keys.js";
 import { runTabs } from "./page_run.js";
-import { groupsTable, pager } from "./page_step.js";
+import { OUTCOME_STYLES, groupsTable, pager } from "./page_step.js";
 import { pre } from "./text.js";
 
 export async function renderList(visit) {
@@ -82,7 +82,7 @@ function attempt(run, data, one, largest) {
   ];
   const parts = Object.entries(score.parts);
   return h("article", { class: `card attempt ${one.excluded ? "excluded" : ""}` },
-    h("h3", null, link(to, { class: "name", "data-attempt": String(one.attempt) }, `attempt ${one.attempt}`), h("span", { class: `score ${score.value === null ? "" : score.value >= 1 ? "good" : score.value <= 0 ? "bad" : "part"}` }, score.pending.length ? "pending" : score.value === null ? "no score" : number(score.value, 3))),
+    h("h3", null, link(to, { class: "name", "data-attempt": String(one.attempt) }, `attempt ${one.attempt}`), h("span", { class: `score ${OUTCOME_STYLES[one.outcome] || ""}` }, score.pending.length ? "pending" : score.value === null ? "no score" : number(score.value, 3))),
     one.excluded ? h("p", { class: "sub bad" }, "excluded from loss and baseline") : null,
     score.reason ? h("p", { class: "sub" }, score.reason) : null,
     h("dl", null, rows.filter(Boolean).map(([name, value]) => [h("dt", null, name), h("dd", null, value)])),

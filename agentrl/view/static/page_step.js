@@ -8,10 +8,11 @@ import { bind } from "./keys.js";
 
 const TILES = [["reward_mean", "mean reward"], ["groups_without_signal", "groups without signal"], ["entropy", "entropy, nats"], ["kl_behaviour", "KL to behaviour policy"], ["clip_fraction", "clipped tokens"], ["grad_norm", "gradient norm"], ["staleness_mean", "staleness"], ["completion_tokens_mean", "tokens per episode"]];
 const NO_BETTER = new Set(["reward_mean"]);
+export const OUTCOME_STYLES = { solved: "good", failed: "bad", partial: "part" };
 
 export function dots(run, line, current) {
   return h("span", { class: "dots" }, line.scores.map((score, attempt) => {
-    const style = score.excluded ? "excluded" : score.value === null ? "unscored" : score.value >= 1 ? "solved" : score.value <= 0 ? "zero" : "partial";
+    const style = score.excluded ? "excluded" : score.value === null ? "unscored" : score.outcome === "failed" ? "zero" : score.outcome;
     const text = score.excluded ? "excluded" : score.pending ? "waits for a score" : score.value === null ? "no score" : `score ${number(score.value, 3)}`;
     const advantage = line.advantages[attempt];
     return link(address("run", run, "groups", line.group, attempt), { class: `dot-link ${style}${attempt === current ? " here" : ""}`, title: `attempt ${attempt}: ${text}${advantage === null || advantage === undefined ? "" : `, advantage ${signed(advantage)}`}`, "aria-label": `attempt ${attempt} of group ${line.group}, ${text}` },
@@ -81,7 +82,7 @@ function page(visit, run, step, data) {
     notes(data.notes),
     tiles(data),
     kinds(data, (name) => { kind.value = name; draw(); slot.scrollIntoView({ block: "start" }); }),
-    section("Groups", "Each square is an attempt: green is solved, red is 0, grey has no score. Click it to open the episode.", h("div", { class: "controls" }, kind, order), slot),
+    section("Groups", "Each square is an attempt: green is solved, red is 0 or less, grey has no score. Click it to open the episode.", h("div", { class: "controls" }, kind, order), slot),
     data.total > data.groups.length ? h("p", { class: "controls" }, `${data.offset + 1} to ${data.offset + data.groups.length} of ${data.total} groups`, " ", data.offset + data.groups.length < data.total ? link(`${to(step)}?offset=${data.offset + data.groups.length}`, { class: "button" }, "More") : null) : null);
 }
 

@@ -55,7 +55,7 @@ def _check_written(traces: Sequence[Trace], file: Path) -> None:
 
 def _said(trace: Trace) -> str:
     """What was said in a trace, in the order in which it was said."""
-    told = [(one.message, one.answers, one.failed, one.call_ids) for one in trace.spoken]
+    told = [(one.message, one.answers, one.failed, one.call_ids, one.reasoning) for one in trace.spoken]
     return codec.to_json(told).decode()
 
 
