@@ -37,7 +37,7 @@ recipe = Recipe(
     ),
     evaluation=EvalConfig(heldout=0, heldout_real=0),
     serving=ServingConfig(max_num_seqs=128, kv_cache_gb=0.25, threads=1),
-    objective=ObjectiveConfig(advantage=Part("rloo"), credit="verifier", entropy_coef=(0.5, 0.1)),
+    objective=ObjectiveConfig(advantage=Part("rloo"), credit="verifier", entropy_coef=(0.5, 0.05)),
     learner=LearnerConfig(lr=1.2e-4, lr_schedule="linear", ranks=1, threads=1, max_tokens_per_microbatch=8192),
 )
 

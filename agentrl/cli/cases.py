@@ -45,10 +45,7 @@ def promote_failures(
     version: OfVersion = None,
     most: Annotated[int | None, typer.Option(min=1, help="Largest number of traces that match the filters; the newest are used.")] = None,
     note: Annotated[str, typer.Option(help="Comment stored in the cases.")] = "",
-    threshold: Annotated[
-        float | None,
-        typer.Option(help="Mean score that the attempts at a case must reach. Default: that of the environment, else of the evaluation."),
-    ] = None,
+    threshold: Annotated[float | None, typer.Option(help="Mean score to reach. Default: the environment's, else the evaluation's.")] = None,
     repeats: Annotated[int | None, typer.Option(min=1, max=1000, help="Attempts per case. Default: as set in the suite.")] = None,
     from_turn: Annotated[
         str, typer.Option("--from-turn", help="Start the cases at this turn, counted from 1, or at the `failing` turn of the tag.")
