@@ -23,6 +23,8 @@ from agentrl.errors import UserError
 WAIT_S = 30.0
 _LARGEST = 64 << 20  # bytes of an answer: 4,096 nodes need 4 MiB
 _MARK = "agentrl-nodes:"
+# The server at ray:// starts a process for each connection, which may die on a busy head.
+_CLIENT_SERVER_DIED = ("client server failed", "Initialization failure from server")
 
 
 def list_nodes(address: str, *, wait_s: float = WAIT_S) -> list[ClusterNode]:
@@ -41,8 +43,8 @@ def list_nodes(address: str, *, wait_s: float = WAIT_S) -> list[ClusterNode]:
     marked = [line for line in answer.stdout[:_LARGEST].decode(errors="replace").splitlines() if line.startswith(_MARK)]
     if answer.returncode or not marked:
         *_, last = answer.stderr.decode(errors="replace").strip().splitlines() or ["no answer"]
-        if "client server failed" in last and (left := deadline - time.monotonic()) > 1.0:
-            return list_nodes(address, wait_s=left)  # ray:// starts a process for each connection, which may die on a busy head
+        if any(failed in last for failed in _CLIENT_SERVER_DIED) and (left := deadline - time.monotonic()) > 1.0:
+            return list_nodes(address, wait_s=left)
         raise _unreachable(address, printable(last, 400))
     return [ClusterNode(**node) for node in json.loads(marked[-1].removeprefix(_MARK))]
 

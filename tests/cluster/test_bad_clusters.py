@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -101,11 +102,18 @@ async def test_a_node_without_the_sandbox_backend(tmp_path: Path, monkeypatch: p
     assert os.path.exists(tmp_path / "logs" / "worker-0.log")
 
 
-def test_a_connection_whose_server_process_dies_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    died = subprocess.CompletedProcess((), 1, b"", b"RuntimeError: Starting Ray client server failed. See ray_client_server_23000.err")
+@pytest.mark.parametrize(
+    "message",
+    [
+        "RuntimeError: Starting Ray client server failed. See ray_client_server_23000.err",
+        "ConnectionAbortedError: Initialization failure from server: Traceback psutil.NoSuchProcess: process no longer exists",
+    ],
+)
+def test_a_connection_whose_server_process_dies_is_tried_again(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    died = subprocess.CompletedProcess((), 1, b"", message.encode())
     answers = [died, died, subprocess.CompletedProcess((), 0, b"agentrl-nodes:[]\n", b"")]
     monkeypatch.setattr(subprocess, "run", lambda *args, **options: answers.pop(0))
     assert list_nodes("ray://127.0.0.1:1", wait_s=30.0) == [] and not answers
     monkeypatch.setattr(subprocess, "run", lambda *args, **options: died)
-    with pytest.raises(UserError, match="client server failed"):
+    with pytest.raises(UserError, match=re.escape(message)):
         list_nodes("ray://127.0.0.1:1", wait_s=0.5)

@@ -30,7 +30,7 @@ def test_a_project_from_the_wheel_trains_with_deltas_and_any_version_can_be_eval
     assert "loaded whole" not in output, "the server loaded the deltas directly"
     (run,) = (project / "runs").iterdir()
     _is_finished(run)
-    assert 0.9 * by_the_clock - 2 < sum(summary(run)["wall_s"].values()) < by_the_clock, "the reported minutes match the clock"
+    assert 0.8 * by_the_clock - 4 < sum(summary(run)["wall_s"].values()) < by_the_clock, "the reported minutes match the clock"
     versions = _travelled_as_deltas(run)
     arguments = ("evaluation.heldout=4", "evaluation.heldout_real=0", "--run-dir", str(tmp_path / "eval"), "--json", "--sandbox", "docker")
     code, output = agentrl("eval", RECIPE, "--model", str(versions[2]), *arguments, cwd=project, env=env)
