@@ -11,9 +11,12 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+from agentrl.base.error_text import one_line_error
 from agentrl.base.installation import install_command
+from agentrl.base.user_code import raising_as
 from agentrl.environment.base import Environment, number_of
 from agentrl.environment.spaces import describe_outside, is_inside, kind_of, schema_of, text_of, value_of
 from agentrl.errors import EnvironmentFault, PluginError, PolicyFault
@@ -168,15 +171,23 @@ def reward_threshold(id: str) -> float | None:
     try:
         registration = importlib.import_module("gymnasium.envs.registration")
         if module:
-            importlib.import_module(module)
+            with raising_as(partial(_broken_module, id), but=(ImportError,)):
+                importlib.import_module(module)
+    except ImportError:
+        return None
+    try:
         namespace, name, version = registration.parse_env_id(name)
         if version is None:
             version = registration.find_highest_version(namespace, name)
         threshold = registration.spec(registration.get_env_id(namespace, name, version)).reward_threshold
-    except Exception:  # a module that is imported may raise anything
+    except importlib.import_module("gymnasium.error").Error:
         return None
     known = isinstance(threshold, int | float) and math.isfinite(threshold)
     return float(threshold) if known else None
+
+
+def _broken_module(id: str, error: BaseException) -> PluginError:
+    return PluginError(f"gymnasium:{id} cannot be imported: {one_line_error(error)}", fix="correct its module")
 
 
 def _three(number: float) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+from gymnasium.envs.registration import registry
 
 from agentrl.config.recipe import TasksConfig
 from agentrl.environment.family import EnvironmentFamily
@@ -90,8 +92,7 @@ def test_other_verifiers_have_another_threshold() -> None:
 
 @pytest.mark.parametrize("threshold", [float("inf"), float("nan"), "475", None])
 def test_a_registry_without_a_usable_threshold(threshold: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    registration = pytest.importorskip("gymnasium.envs.registration")
-    monkeypatch.setattr(registration.registry["CartPole-v1"], "reward_threshold", threshold)
+    monkeypatch.setattr(registry["CartPole-v1"], "reward_threshold", threshold)
     assert family("gymnasium:CartPole-v1").task(Split.TRAIN, 0).pass_threshold is None
 
 
@@ -99,6 +100,13 @@ def test_gymnasium_may_be_missing_when_the_family_is_opened(monkeypatch: pytest.
     for name in ("gymnasium", "gymnasium.envs.registration"):
         monkeypatch.setitem(sys.modules, name, None)
     assert family("gymnasium:CartPole-v1").task(Split.TRAIN, 0).pass_threshold is None
+
+
+def test_a_module_that_cannot_be_imported_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_worlds.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(PluginError, match=r"gymnasium:broken_worlds:World-v0 cannot be imported: .*ZeroDivisionError"):
+        family("gymnasium:broken_worlds:World-v0")
 
 
 def test_an_infinite_threshold_raises() -> None:

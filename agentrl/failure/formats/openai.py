@@ -65,8 +65,7 @@ def parse(document: Any, location: Mapping[str, str]) -> Trace:
 
 def parse_message(item: Mapping[str, Any], what: str, gaps: Gaps) -> ImportedMessage:
     """Parses one message of the chat completions API. Raises `ValueError`."""
-    role = as_string(item.get("role"), f"{what}.role")
-    role = "tool" if role == "function" else role
+    role = values.parse_role(item.get("role"), f"{what}.role")
     calls = as_objects(item.get("tool_calls"), f"{what}.tool_calls")
     functions = [(call.get("id"), as_object(call.get("function") or call.get("custom"), f"{what}.tool_calls")) for call in calls]
     if isinstance(item.get("function_call"), dict):  # the API's older form: one call, without an id

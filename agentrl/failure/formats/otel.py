@@ -33,6 +33,7 @@ from agentrl.failure.formats.values import (
     build_message,
     decode_json,
     object_or_empty,
+    parse_role,
     printable_label,
 )
 from agentrl.failure.trace import ImportedMessage, Trace
@@ -293,7 +294,7 @@ def _message(item: Mapping[str, Any], what: str, gaps: Gaps) -> Iterator[Importe
     if "parts" not in item:
         yield openai.parse_message(item, what, gaps)
         return
-    role = as_string(item.get("role"), f"{what}.role")
+    role = parse_role(item.get("role"), f"{what}.role")
     texts: list[str] = []
     reasoning: list[str] = []
     calls, ids, results = [], [], []

@@ -155,6 +155,12 @@ def arguments_text(call: ToolCall) -> str:
     return unparsed if isinstance(unparsed, str) and len(call.arguments) == 1 else json.dumps(dict(call.arguments), ensure_ascii=False)
 
 
+def parse_role(value: Any, what: str) -> str:
+    """Returns the role of a message without extra white space; `tool` for the older `function`. Raises `ValueError`."""
+    role = " ".join(as_string(value, what).split())
+    return "tool" if role == "function" else role
+
+
 def build_message(
     role: str, text: str, *, calls: Sequence[ToolCall] = (), call_ids: Sequence[str] = (), answers: str = "", failed: bool = False,
     reasoning: str = "", agent: str = "", at_s: float | None = None, gaps: Gaps | None = None,
@@ -164,7 +170,6 @@ def build_message(
 
     Raises `ValueError` for a role that is not a printable name of at most 40 characters.
     """
-    role = " ".join(role.split()) if isinstance(role, str) else ""
     if not role or len(role) > 40 or not role.isprintable():
         raise ValueError(f"a message has the role {role[:40]!a}")
     if role == "tool" and calls:
