@@ -92,10 +92,10 @@ class AgentEnvironment:
 
     def prompt(self, observation: str) -> tuple[Message, ...]:
         """Returns the first messages of a context that starts with an observation."""
-        task, shown = self._episode.task, clip(observation, self._chars)
+        task, text = self._episode.task, clip(observation, self._chars)
         if self._instructions is not None:
-            return environment_prompt(with_instructions(task.prompt, self._instructions), "", shown)
-        return environment_prompt(task.prompt, self._environment.instructions, shown)
+            return environment_prompt(with_instructions(task.prompt, self._instructions), "", text)
+        return environment_prompt(task.prompt, self._environment.instructions, text)
 
     def start_of(self, trajectory: LiveTrajectory) -> tuple[Message, ...]:
         """Returns the prompt of a trajectory, and records it as the prompt of the first one."""

@@ -197,13 +197,13 @@ class ChatFormat:
         return ids if self._hands_over and after is not None and after.end not in (None, ids[0]) else ids[1:]
 
     def render_conversation(
-        self, prompt: Sequence[Message], said: Sequence[Message], schemas: Sequence[Mapping[str, Any]]
+        self, prompt: Sequence[Message], conversation: Sequence[Message], schemas: Sequence[Mapping[str, Any]]
     ) -> tuple[int, ...]:
         """Returns the ids of a complete conversation for a template that is not `exact`.
 
-        `said` is what the agent, its tools and its users said after the prompt. It is hostile: control tokens in it are escaped.
+        `conversation` has all messages after the prompt. They are hostile: control tokens in them are escaped.
         """
-        fenced = [self.escape_message(message) for message in said]
+        fenced = [self.escape_message(message) for message in conversation]
         hidden = [replace(message, content=WITHHELD) if message.role != "assistant" else message for message in fenced]
         ids, withheld = self.opening([*prompt, *fenced], schemas), self.opening([*prompt, *hidden], schemas)
         return ids if self._controls(ids) == self._controls(withheld) else withheld

@@ -153,11 +153,11 @@ def continue_context(
         return trajectory
     if trajectory.limit() == "turn_limit":  # no turn follows
         return trajectory
-    said = _since_prompt(episode, trajectory)
+    conversation = _since_prompt(episode, trajectory)
     try:
-        full = chat.render_conversation(prompt, said, schemas)
+        full = chat.render_conversation(prompt, conversation, schemas)
     except UserError:  # some templates reject a result without a call, such as that of a malformed call
-        full = chat.render_conversation(prompt, _with_user_results(said), schemas)
+        full = chat.render_conversation(prompt, _with_user_results(conversation), schemas)
     context = [token for turn in trajectory.turns for token in (*turn.prompt_ids, *turn.completion_ids)]
     if list(full[: len(context)]) == context:  # this time the template only appends
         trajectory.add_prompt(full[len(context) :])

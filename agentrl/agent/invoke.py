@@ -149,12 +149,12 @@ class _Call:
         watched, record = self.watched, self.record
         stalls, made_at = loop_lag.count_stalls()[0], 0 if record is None else record.ended
         with user_code.fault_boundary() as fault:
-            given = await user_code.call_user_code(
+            outcome = await user_code.call_user_code(
                 lambda: self.tool(arguments, watched, self.limits), what=self.what, timeout_s=self.timeout_s, within=stalls
             )
-            if self.refer is not None and isinstance(given, ToolOutcome):
-                given = replace(given, output=await self.refer(given.output))
-            result = CallResult(outcome=checked_outcome(given, self.limits))
+            if self.refer is not None and isinstance(outcome, ToolOutcome):
+                outcome = replace(outcome, output=await self.refer(outcome.output))
+            result = CallResult(outcome=checked_outcome(outcome, self.limits))
             if record is not None and result.outcome.ok:
                 record.answered(self.tool.name, self.caller)
             return result
@@ -199,16 +199,16 @@ class _Call:
         return CallResult(outcome=ToolOutcome(output=f"error: {text}", ok=False), failure=failure)
 
 
-def checked_outcome(given: object, limits: Limits) -> ToolOutcome:
+def checked_outcome(outcome: object, limits: Limits) -> ToolOutcome:
     """Returns the outcome within bounds, without the run's secrets. Raises `InvalidOutcome`, with a text for the agent."""
-    if not isinstance(given, ToolOutcome):
-        raise InvalidOutcome(f"it returned {user_code.printable(type(given).__name__, 64)}, not a ToolOutcome")
-    if given.answer is not None and len(given.answer) > MAX_ANSWER:
-        raise InvalidOutcome(f"its answer has {len(given.answer)} characters; the maximum is {MAX_ANSWER}")
-    given = replace(given, output=redact(given.output))
-    if len(given.output) <= limits.tool_output_chars + _CUT_MARK:
-        return given
-    return replace(given, output=clip(given.output, limits.tool_output_chars))
+    if not isinstance(outcome, ToolOutcome):
+        raise InvalidOutcome(f"it returned {user_code.printable(type(outcome).__name__, 64)}, not a ToolOutcome")
+    if outcome.answer is not None and len(outcome.answer) > MAX_ANSWER:
+        raise InvalidOutcome(f"its answer has {len(outcome.answer)} characters; the maximum is {MAX_ANSWER}")
+    outcome = replace(outcome, output=redact(outcome.output))
+    if len(outcome.output) <= limits.tool_output_chars + _CUT_MARK:
+        return outcome
+    return replace(outcome, output=clip(outcome.output, limits.tool_output_chars))
 
 
 def _outage(error: BaseException, arguments: Mapping[str, Any], *, alone: bool) -> Outage | None:
@@ -299,17 +299,17 @@ async def _run(
     """Runs the calls that are not rejected, concurrently. Returns the outcome and the seconds of each call."""
     allowed = [call for call, refusal in zip(calls, refused, strict=True) if refusal is None]
     sandbox = await episode.sandbox() if any(tools[call.name].needs_sandbox for call in allowed) else None
-    done: Iterator[tuple[CallResult, float]] = iter(())
+    results: Iterator[tuple[CallResult, float]] = iter(())
     if allowed:
         with episode.running(sandbox):
             jobs = [_call(episode, tools, call, sandbox) for call in allowed]
-            done = iter([await jobs[0]] if len(jobs) == 1 else await _together(jobs))
+            results = iter([await jobs[0]] if len(jobs) == 1 else await _together(jobs))
     outcomes: list[tuple[ToolOutcome, float]] = []
     for refusal in refused:
         if refusal is not None:
             outcomes.append((refusal, 0.0))
             continue
-        called, wall_s = next(done)
+        called, wall_s = next(results)
         if called.failure is not None:
             episode.add_failure(called.failure)
         episode.sandbox_lost = episode.sandbox_lost or called.sandbox_lost

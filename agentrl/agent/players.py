@@ -204,8 +204,8 @@ class Match:
         if role not in self._players:
             self._players[role] = self._player(role)
         actions = observation.actions or tuple(str(action) for action in self._environment.actions or ())
-        shown = replace(observation, text=clip(observation.text, self._episode.task.limits.tool_output_chars), actions=actions)
-        action = await self._players[role].move(shown)
+        clipped = replace(observation, text=clip(observation.text, self._episode.task.limits.tool_output_chars), actions=actions)
+        action = await self._players[role].move(clipped)
         if actions and action not in actions:
             raise NoMove
         return action
@@ -310,8 +310,8 @@ class VersionPlayer(UntrainedPlayer):
     async def move(self, observation: Observation) -> str:
         """Samples an action."""
         chat, limits, sampling = self._agent.chat, self._episode.task.limits, self._agent.sampling
-        shown = Message(role="user", content=chat.escape_text(observation.text))
-        self._messages += [shown] if self._messages else self._prompt(observation.text)
+        message = Message(role="user", content=chat.escape_text(observation.text))
+        self._messages += [message] if self._messages else self._prompt(observation.text)
         ids = chat.opening(self._messages, ())
         constraint = choice_constraint(observation.actions, thinks_first=chat.thinks_first) if observation.actions else ""
         sampling = sampling.constrained() if constraint else sampling
@@ -327,9 +327,9 @@ class VersionPlayer(UntrainedPlayer):
         self._episode.stage = "opponent"
         name = f"{self._episode.id}-{len(self._messages)}.{self.trajectory.agent}"
         completion = await self._opponent.policy.generate(ids, params, request_id=name, timeout_s=OPPONENT_S)
-        said = chat.parse(completion.token_ids, calls=False)
-        self._messages.append(chat.escape_message(said.message))
-        self.record(said.answer)
+        answer = chat.parse(completion.token_ids, calls=False)
+        self._messages.append(chat.escape_message(answer.message))
+        self.record(answer.answer)
         if completion.finish_reason != "stop":
             raise NoMove
-        return said.answer
+        return answer.answer

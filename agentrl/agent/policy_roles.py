@@ -77,20 +77,20 @@ class PolicyUser:
         self._chat, self._episode, self._policy = chat, episode, "" if trained else UNTRAINED
         self._player: TrainedPlayer | None = None
 
-    async def __call__(self, brief: str, said: Said) -> str:
+    async def __call__(self, brief: str, dialogue: Said) -> str:
         """Returns the next text: the recorded one, if a resumed episode repeats its actions. Without a readable, complete text, the user
         leaves."""
         turns = self._turns()
-        number = sum(speaker == AGENT for speaker, _ in said) - 1
+        number = sum(speaker == AGENT for speaker, _ in dialogue) - 1
         if number < len(turns):
             return self._chat.answer_of(turns[number].message)
         if self._player is None:
-            self._player = self._open(brief, said)
+            self._player = self._open(brief, dialogue)
         if turns:
-            result = ToolResult(name=USER_RESULT, output=said[-1][1], ok=True)
+            result = ToolResult(name=USER_RESULT, output=dialogue[-1][1], ok=True)
             self._player.trajectory.add_results([result], wall_s=0.0)
         try:
-            text = await self._player.move(Observation(text=said[-1][1]))
+            text = await self._player.move(Observation(text=dialogue[-1][1]))
         except (NoMove, PolicyFault) as error:
             text, self.limit = "", error.limit if isinstance(error, NoMove) else ""
         self._episode.stage = "environment"
@@ -99,13 +99,13 @@ class PolicyUser:
     def _turns(self) -> Sequence[Turn]:
         return [turn for line in self._episode.trajectories if line.agent == USER for turn in line.turns]
 
-    def _open(self, brief: str, said: Said) -> TrainedPlayer:
-        """Returns the player of a new conversation, or of one that resumes. `said` starts with the opening and a text of the agent."""
+    def _open(self, brief: str, dialogue: Said) -> TrainedPlayer:
+        """Returns the player of a new conversation, or of one that resumes. `dialogue` starts with the opening and a text of the agent."""
         own = [line for line in self._episode.trajectories if line.agent == USER]
         trajectory = own[-1] if own else self._episode.open(USER, policy=self._policy)
-        player = TrainedPlayer(self._chat, self._episode, trajectory, lambda text: user_prompt(self._chat, brief, said[0][1], text))
+        player = TrainedPlayer(self._chat, self._episode, trajectory, lambda text: user_prompt(self._chat, brief, dialogue[0][1], text))
         if own:
-            player.resume(said[1][1])
+            player.resume(dialogue[1][1])
         return player
 
 

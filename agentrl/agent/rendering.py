@@ -153,8 +153,8 @@ class Renderer:
 
     def call(self, name: str, arguments: Mapping[str, Any], number: str = NO_ID) -> dict[str, Any]:
         """Returns a tool call in the form that the template accepts."""
-        given: Any = json.dumps(arguments, ensure_ascii=False) if self.arguments_as_text else dict(arguments)
-        return {"id": number, "type": "function", "function": {"name": name, "arguments": given}}
+        rendered: Any = json.dumps(arguments, ensure_ascii=False) if self.arguments_as_text else dict(arguments)
+        return {"id": number, "type": "function", "function": {"name": name, "arguments": rendered}}
 
     def _thought(self, content: str) -> dict[str, Any]:
         """Returns the reasoning and the rest as separate keys, for a template that has a key for the reasoning."""

@@ -40,11 +40,11 @@ def declared_tools(mcp: Mapping[str, MCPConfig], tools: Mapping[str, ToolConfig]
     for server in servers.values():
         server.check_secrets()
     bounds = {name: Bounds(timeout_s=one.timeout_s, output_chars=one.output_chars, calls=one.calls) for name, one in tools.items()}
-    words = {name: ToolWording(description=one.description, arguments=one.arguments) for name, one in tools.items()}
+    wordings = {name: ToolWording(description=one.description, arguments=one.arguments) for name, one in tools.items()}
     return RunTools(
         servers=servers,
         bounds={name: one for name, one in bounds.items() if one != NO_BOUNDS},
-        words={name: one for name, one in words.items() if one.description or one.arguments},
+        words={name: one for name, one in wordings.items() if one.description or one.arguments},
     )
 
 
@@ -122,8 +122,8 @@ def _pin(server: Server, listed: list[object], before: tuple[ListedTool, ...] | 
         usable = before or usable_tools(listed, server.config.only)
     except InvalidMessage as error:
         raise _refused(server, f"it offers {error}") from None
-    shown, reasons = _shown(usable, chat)
-    if reasons and (server.config.only or not shown):
+    shown_tools, reasons = _shown(usable, chat)
+    if reasons and (server.config.only or not shown_tools):
         raise _refused(server, next(iter(reasons.values())))
     reasons |= {} if server.config.only else excluded_tools(listed)
     if reasons:
@@ -135,12 +135,12 @@ def _pin(server: Server, listed: list[object], before: tuple[ListedTool, ...] | 
             f"mcp.{server.name}: the server differs from the one at the start of this run: {difference}",
             fix="install the version that the run started with, or start a new run",
         )
-    return replace(server, offers=shown, excluded=reasons)
+    return replace(server, offers=shown_tools, excluded=reasons)
 
 
 def _shown(usable: Sequence[ListedTool], chat: ChatFormat | None) -> tuple[tuple[ListedTool, ...], dict[str, str]]:
     """Returns the tools as the agent sees them, and name -> reason for each tool that cannot be offered to this policy."""
-    shown, reasons = [], {}
+    shown_tools, reasons = [], {}
     for tool in usable:
         rewritten = tool.rewritten(str if chat is None else chat.escape_text)
         if rewritten.shape != tool.shape:
@@ -148,8 +148,8 @@ def _shown(usable: Sequence[ListedTool], chat: ChatFormat | None) -> tuple[tuple
         elif reason := "" if chat is None else chat.tool_problem(rewritten.schema):
             reasons[tool.name] = f"the tool {tool.name}: {reason}"
         else:
-            shown.append(rewritten)
-    return tuple(shown), reasons
+            shown_tools.append(rewritten)
+    return tuple(shown_tools), reasons
 
 
 def save_tool_offers(tools: RunTools, folder: Path) -> None:

@@ -74,12 +74,12 @@ def read_template(name: str, root: Path) -> str:
     return text
 
 
-def select_template(given: Any) -> Any:
+def select_template(templates: Any) -> Any:
     """Returns the template of a tokenizer. Of several named templates, it is the one for tools, else the default.
 
     `transformers` would choose by the tools of each rendering, but a conversation must be rendered with one template.
     """
-    return given.get("tool_use") or given.get("default") if isinstance(given, Mapping) else given
+    return templates.get("tool_use") or templates.get("default") if isinstance(templates, Mapping) else templates
 
 
 def probe_template(text: str, *, cpu_s: float = _CPU_S) -> None:

@@ -165,7 +165,7 @@ def find_form(renderer: Renderer, control: Collection[str], eos: str, name: str 
     Raises:
         UserError: as `Seam`, or the form is unknown or does not read the template's calls.
     """
-    given = None if name is None else call_form(name)
+    named_form = None if name is None else call_form(name)
     ends, calls = turn_ends(renderer, control), shows_calls(renderer)
 
     def seam_of(form: CallForm) -> Seam:
@@ -173,13 +173,13 @@ def find_form(renderer: Renderer, control: Collection[str], eos: str, name: str 
         return Seam(renderer, ({eos, *ends} - {*form.inner}) | own, eos=eos, calls=calls)
 
     if not calls:
-        form = given or FORMS["hermes"]
-        how = "policy.tool_format" if given else "the template has no form for calls; the task's prompt must describe this one"
+        form = named_form or FORMS["hermes"]
+        how = "policy.tool_format" if named_form else "the template has no form for calls; the task's prompt must describe this one"
         how += "; it has no tool messages, so tool results are in the user's turn" if puts_results_in_user_turn(renderer) else ""
         return TemplateForm(form=form, seam=seam_of(form), how=how, parallel=True, written="", ends=ends)
     single, pair = _random_call(random.Random(0)), (_random_call(random.Random(1)), _random_call(random.Random(2)))
     shown, tool_problem = "", None
-    for form in [given] if given else FORMS.values():
+    for form in [named_form] if named_form else FORMS.values():
         try:
             seam = seam_of(form)
             text = _written(renderer, seam, (single,))
@@ -192,11 +192,11 @@ def find_form(renderer: Renderer, control: Collection[str], eos: str, name: str 
             with suppress(UserError):  # the template may allow one call per turn
                 several = _written(renderer, seam, pair)
                 text, parallel = text + several, _reads(form, several, pair)
-            how = "policy.tool_format" if given else "detected from the chat template"
+            how = "policy.tool_format" if named_form else "detected from the chat template"
             return TemplateForm(form=form, seam=seam, how=how, parallel=parallel, written=text, ends=ends)
     if tool_problem is not None and not shown:
         raise tool_problem
-    if given:
+    if named_form:
         raise UserError(
             f"policy.tool_format={name} does not read the calls that the chat template writes: {shown}",
             fix=f"remove the setting to detect the form, or use one of {', '.join(FORMS)}",

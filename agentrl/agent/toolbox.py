@@ -185,8 +185,8 @@ class Toolbox(Mapping[str, Tool]):
 class RecipeTool:
     """A tool with the recipe's bounds and descriptions."""
 
-    def __init__(self, tool: Tool, bounds: Bounds, words: ToolWording) -> None:
-        self.name, self.schema, self.needs_sandbox = tool.name, reworded_schema(tool.schema, words), tool.needs_sandbox
+    def __init__(self, tool: Tool, bounds: Bounds, wording: ToolWording) -> None:
+        self.name, self.schema, self.needs_sandbox = tool.name, reworded_schema(tool.schema, wording), tool.needs_sandbox
         self.bounds, self.together = bounds_of(tool).overridden_by(bounds), runs_together(tool)
         self.opening_s, self.repeats = getattr(tool, "opening_s", 0.0), getattr(tool, "repeats", True)
         self._tool = tool

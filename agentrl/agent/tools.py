@@ -88,16 +88,16 @@ class ToolWording:
     arguments: Mapping[str, str] = field(default_factory=dict)  # argument -> its description
 
 
-def reworded_schema(schema: Mapping[str, Any], words: ToolWording) -> Mapping[str, Any]:
+def reworded_schema(schema: Mapping[str, Any], wording: ToolWording) -> Mapping[str, Any]:
     """Returns a tool's function schema with other descriptions. Raises `UserError` for an argument that it does not have."""
     changed = copy.deepcopy(dict(schema))
     function = changed["function"]
-    if words.description:
-        function["description"] = words.description
+    if wording.description:
+        function["description"] = wording.description
     parameters = function.get("parameters")
     properties = parameters.get("properties") if isinstance(parameters, dict) else None
     known: dict[str, Any] = properties if isinstance(properties, dict) else {}
-    for name, meaning in words.arguments.items():
+    for name, meaning in wording.arguments.items():
         if not isinstance(known.get(name), dict):
             raise UserError(
                 f"tools.{function['name']}.arguments.{name}: the tool has no such argument",

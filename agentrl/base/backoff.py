@@ -82,7 +82,7 @@ def requested_wait_s(headers: Mapping[str, str], *, now: float) -> float | None:
     return max(waits, default=None)
 
 
-def backoff_s(tries: int, asked: float | None, *, refused: int = 1, luck: float | None = None) -> float:
+def backoff_s(tries: int, requested_s: float | None, *, refused: int = 1, luck: float | None = None) -> float:
     """Seconds to wait after `tries` attempts (from 1): at least the requested wait, else 1, 2, 4, ... up to 60, minus up to half of it.
 
     If a server requests no wait, or one in the past, and rejects again, the wait is at least 0.25, 0.5, 1, ... up to 60 seconds.
@@ -93,9 +93,9 @@ def backoff_s(tries: int, asked: float | None, *, refused: int = 1, luck: float 
         luck: from 0 to 1, replaces the random number.
     """
     luck = random.random() if luck is None else luck
-    if asked is not None:
+    if requested_s is not None:
         least = min(_LEAST_S * 2 ** min(refused - 2, 16), _LONGEST_S) if refused > 1 else 0.0
-        return max(asked, least) * (1 + _SPREAD * luck)
+        return max(requested_s, least) * (1 + _SPREAD * luck)
     return float(min(_FIRST_S * 2 ** min(tries - 1, 16), _LONGEST_S) * (1 - luck / 2))
 
 

@@ -46,37 +46,37 @@ def is_whole(value: Fraction | float) -> bool:
     return value.denominator == 1
 
 
-def same_number(given: Fraction | float, wanted: Fraction | float, *, relative: float, absolute: float = 0.0) -> bool:
+def same_number(number: Fraction | float, wanted: Fraction | float, *, relative: float, absolute: float = 0.0) -> bool:
     """Whether two numbers are equal up to rounding.
 
     Two different whole numbers are never equal. If one of the numbers is whole, they must differ by at most 0.5. Otherwise `is_near`
     decides. Infinite numbers equal only themselves, and NaN equals nothing.
     """
-    if given == wanted:
+    if number == wanted:
         return True
-    if any(isinstance(value, float) and not math.isfinite(value) for value in (given, wanted)):
+    if any(isinstance(value, float) and not math.isfinite(value) for value in (number, wanted)):
         return False
-    exact = is_whole(given) + is_whole(wanted)
-    if exact == 2 or (exact == 1 and abs(Fraction(given) - Fraction(wanted)) > Fraction(1, 2)):
+    exact = is_whole(number) + is_whole(wanted)
+    if exact == 2 or (exact == 1 and abs(Fraction(number) - Fraction(wanted)) > Fraction(1, 2)):
         return False
-    return is_near(given, wanted, relative=relative, absolute=absolute)
+    return is_near(number, wanted, relative=relative, absolute=absolute)
 
 
-def is_near(given: Fraction | float, wanted: Fraction | float, *, relative: float, absolute: float = 0.0) -> bool:
+def is_near(number: Fraction | float, wanted: Fraction | float, *, relative: float, absolute: float = 0.0) -> bool:
     """Whether two finite numbers differ by at most max(relative * |wanted|, absolute).
 
     No constant may be near all small truths. So 0 and a number of the other sign are never near a truth other than 0, and for such a truth
     `absolute` counts as at most |wanted| / 2, and as 0 if it exceeds |wanted|.
     """
-    if given == wanted:
+    if number == wanted:
         return True
     if wanted == 0:
-        return -absolute <= given <= absolute
-    if (given > 0) is not (wanted > 0) or given == 0:
+        return -absolute <= number <= absolute
+    if (number > 0) is not (wanted > 0) or number == 0:
         return False
-    if isinstance(given, float) and isinstance(wanted, float):  # the same as below, 20 times faster
-        return abs(given - wanted) <= max(relative * abs(wanted), min(absolute, abs(wanted) / 2) if absolute <= abs(wanted) else 0.0)
-    size, difference = abs(Fraction(wanted)), abs(Fraction(given) - Fraction(wanted))
+    if isinstance(number, float) and isinstance(wanted, float):  # the same as below, 20 times faster
+        return abs(number - wanted) <= max(relative * abs(wanted), min(absolute, abs(wanted) / 2) if absolute <= abs(wanted) else 0.0)
+    size, difference = abs(Fraction(wanted)), abs(Fraction(number) - Fraction(wanted))
     allowed = _written(relative) * size
     if absolute <= size:
         allowed = max(allowed, min(_written(absolute), size / 2))

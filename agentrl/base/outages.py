@@ -126,34 +126,34 @@ class Outage:
     late: bool = False
 
 
-def outage_of(error: BaseException, asked: Mapping[str, Any] | None = None, *, said: Sequence[Any] = ()) -> Outage | None:
+def outage_of(error: BaseException, arguments: Mapping[str, Any] | None = None, *, model_text: Sequence[Any] = ()) -> Outage | None:
     """Returns the outage that an exception reports; None if the request or the code was wrong.
 
     Causes, contexts and members of groups are searched too. The first exception that identifies the server or the request as the cause
     decides: by an HTTP status, a database error code, or a type of the standard library. 401, 408, 429 and 5xx are the server's fault,
-    other statuses the request's. An outage at an address in `asked` is the request's fault, because the arguments chose the address.
+    other statuses the request's. An outage at an address in `arguments` is the request's fault, because the arguments chose the address.
 
     Args:
-        asked: the arguments of the call, which come from a model.
-        said: what a model wrote, as texts or nested mappings, that the error's text may repeat: its words report no outage.
+        arguments: of the call; they come from a model.
+        model_text: texts or nested mappings that a model wrote. The error may repeat them, so words in them report no outage.
     """
-    asked = asked or {}
+    arguments = arguments or {}
     for one in islice(_chain(error), _LONGEST_CHAIN):
-        verdict = _verdict(one, [asked, *said])
+        verdict = _verdict(one, [arguments, *model_text])
         if verdict is None:
             continue
-        if verdict == "request" or (verdict != "machine" and _chose_address(one, asked)):
+        if verdict == "request" or (verdict != "machine" and _chose_address(one, arguments)):
             return None
         return Outage(text=describe_error(one), late=verdict == "late")
     return None
 
 
-def outage_phrase(text: str, asked: Mapping[str, Any] | Sequence[Any] | None = None) -> str:
+def outage_phrase(text: str, arguments: Mapping[str, Any] | Sequence[Any] | None = None) -> str:
     """Returns the phrase in which a text reports an outage; "" if there is none.
 
-    Words in `asked` do not count: a tool may repeat its arguments.
+    Words in `arguments` do not count: a tool may repeat its arguments.
     """
-    own = set(_WORD.findall(" ".join(_texts(asked)).lower())) if asked else set()
+    own = set(_WORD.findall(" ".join(_texts(arguments)).lower())) if arguments else set()
     for report in _reports(text[:_MAX_TEXT]):
         if not own or not set(_WORD.findall(report.lower())) <= own:
             return report
@@ -179,9 +179,9 @@ def is_outage_name(error_type: str) -> bool:
     return name == "gaierror" or (_NAME.search(name) or _LATE_NAME.search(name)) is not None
 
 
-def has_address(asked: Mapping[str, Any]) -> bool:
+def has_address(arguments: Mapping[str, Any]) -> bool:
     """Whether any of the arguments is an address, such as a URL or a host."""
-    return any(_is_address(key, text) for key, text in islice(_named(asked), _MAX_VALUES))
+    return any(_is_address(key, text) for key, text in islice(_named(arguments), _MAX_VALUES))
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -267,16 +267,16 @@ def _by_name(error: Exception) -> str | None:
     return "server" if any(map(_NAME.search, names)) else None
 
 
-def _chose_address(error: BaseException, asked: Mapping[str, Any]) -> bool:
+def _chose_address(error: BaseException, arguments: Mapping[str, Any]) -> bool:
     """Whether the address that failed is one of the arguments. If the error has no address, or only a numeric one, any argument that is
     an address counts."""
     hosts = {host.lower() for host in _hosts(error) if host}
-    texts = [text.lower() for text in _texts(asked)]
+    texts = [text.lower() for text in _texts(arguments)]
     if any(_holds(text, host) for host in hosts for text in texts):
         return True
     if any(not _NUMERIC.fullmatch(host) for host in hosts):
         return False
-    return has_address(asked)
+    return has_address(arguments)
 
 
 def _holds(text: str, host: str) -> bool:
@@ -324,8 +324,8 @@ def _named(value: Any, key: str = "", depth: int = 8) -> Iterator[tuple[str, str
             yield from _named(item, key, depth - 1)
 
 
-def _texts(asked: Any) -> Iterator[str]:
-    return (text[:_MAX_TEXT] for _, text in islice(_named(asked), _MAX_VALUES))
+def _texts(value: Any) -> Iterator[str]:
+    return (text[:_MAX_TEXT] for _, text in islice(_named(value), _MAX_VALUES))
 
 
 def _attribute(holder: Any, name: str) -> Any:

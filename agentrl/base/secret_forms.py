@@ -180,15 +180,15 @@ _HEADER = re.compile(r"(?:-[A-Za-z])?([A-Za-z][\w-]*):\s*(?:(?:Bearer|Basic|Toke
 _ASSIGNMENT = re.compile(r"([A-Za-z_][\w.-]*)=(.+)", re.DOTALL)
 
 
-def secrets_in_command(words: Sequence[str], *, shell: bool = False) -> Iterator[str]:
+def secrets_in_command(arguments: Sequence[str], *, shell: bool = False) -> Iterator[str]:
     """Yields the flags, variables and headers in a program's arguments that precede a secret, but not the secret.
 
     Args:
         shell: whether the words come from a shell command. There `name=value` may be code, so only `NAME=value` counts as a variable.
     """
     program = ""
-    words = [word.rstrip(";") for word in words] if shell else list(words)
-    for before, word, after in zip(["", *words], words, [*words[1:], ""], strict=False):
+    arguments = [word.rstrip(";") for word in arguments] if shell else list(arguments)
+    for before, word, after in zip(["", *arguments], arguments, [*arguments[1:], ""], strict=False):
         base = word.rpartition("/")[2]
         program = base if base in _LOGIN_FLAGS or base in _PASSWORD_FLAGS else program
         flag, _, attached = word.partition("=")
@@ -200,7 +200,7 @@ def secrets_in_command(words: Sequence[str], *, shell: bool = False) -> Iterator
             yield flag if flag.startswith("--") else f"{flag[:2]}..."  # -pVALUE may hold the secret itself
         elif value := _assigned(attached, shell=shell):
             yield value
-        elif " " in word and (re.fullmatch(r"-\w*c", before) or words[0].rpartition("/")[2] in _SHELLS):
+        elif " " in word and (re.fullmatch(r"-\w*c", before) or arguments[0].rpartition("/")[2] in _SHELLS):
             yield from secrets_in_command(split_command(word), shell=True)
 
 

@@ -47,21 +47,21 @@ class ListedTool:
         """The parameters without annotations, which may depend on the machine that the server runs on."""
         return json.dumps(_edited(self.parameters, lambda schema: _without(schema, _ANNOTATIONS)), sort_keys=True)
 
-    def rewritten(self, words: Callable[[str], str]) -> ListedTool:
+    def rewritten(self, rewrite: Callable[[str], str]) -> ListedTool:
         """Returns the tool with `words` applied to every text in it except names."""
-        return ListedTool(name=self.name, description=words(self.description), parameters=_mapped(self.parameters, words))
+        return ListedTool(name=self.name, description=rewrite(self.description), parameters=_mapped(self.parameters, rewrite))
 
     def to_data(self) -> dict[str, Any]:
         """Returns the tool as JSON data."""
         return {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
 
 
-def parse_tool(given: Any) -> ListedTool:
+def parse_tool(listed: Any) -> ListedTool:
     """Returns the tool of one entry of a `tools/list`. Raises `InvalidMessage` if no agent can use it, or it is too large."""
-    name = given.get("name") if isinstance(given, Mapping) else None
+    name = listed.get("name") if isinstance(listed, Mapping) else None
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidMessage(f"a tool named {clean(name, 80)!r}: a name must have 1 to 64 letters, digits, _ and -")
-    parameters = given.get("inputSchema", given.get("parameters"))
+    parameters = listed.get("inputSchema", listed.get("parameters"))
     if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
         raise InvalidMessage(f"the tool {name} without a schema of type object")
     properties: Any = parameters.get("properties") or {}
@@ -75,7 +75,7 @@ def parse_tool(given: Any) -> ListedTool:
         raise InvalidMessage(f"the tool {name}, which requires {clean(str(missing[0]), 80)!r} and has no such parameter")
     if (size := len(json.dumps(schema, ensure_ascii=False))) > MAX_SCHEMA:
         raise InvalidMessage(f"the tool {name} with a schema of {size} characters; the maximum is {MAX_SCHEMA}")
-    return ListedTool(name=name, description=clean(given.get("description"), MAX_DESCRIPTION) or name, parameters=schema)
+    return ListedTool(name=name, description=clean(listed.get("description"), MAX_DESCRIPTION) or name, parameters=schema)
 
 
 def usable_tools(listed: Sequence[Any], only: Sequence[str]) -> tuple[ListedTool, ...]:
@@ -180,9 +180,9 @@ def _is_key(key: Any) -> bool:
     return not set("<>") & set(key) and unicodedata.is_normalized("NFKC", key)
 
 
-def _mapped(value: Any, words: Callable[[str], str]) -> Any:
+def _mapped(value: Any, rewrite: Callable[[str], str]) -> Any:
     if isinstance(value, str):
-        return words(value)
+        return rewrite(value)
     if isinstance(value, Mapping):
-        return {key: _mapped(item, words) for key, item in value.items()}
-    return [_mapped(item, words) for item in value] if isinstance(value, list | tuple) else value
+        return {key: _mapped(item, rewrite) for key, item in value.items()}
+    return [_mapped(item, rewrite) for item in value] if isinstance(value, list | tuple) else value

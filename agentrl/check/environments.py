@@ -254,23 +254,25 @@ class OneActor:
         actions, self._actions = self._actions, {}
         step = await self._game.step(actions)
         self._waiting = {} if step.done else dict(step.observations)
-        shown = self._next({**step.observations, **{role: Observation(text=str(gain)) for role, gain in sorted(step.rewards.items())}})
+        observations = self._next(
+            {**step.observations, **{role: Observation(text=str(gain)) for role, gain in sorted(step.rewards.items())}}
+        )
         reward = step.rewards.get(self._game.roles[0], 0.0)
-        return Step(observation=shown, reward=reward, terminated=step.terminated, truncated=step.truncated)
+        return Step(observation=observations, reward=reward, terminated=step.terminated, truncated=step.truncated)
 
     async def close(self) -> None:
         """Closes the game."""
         await self._game.close()
 
-    def _next(self, shown: Mapping[str, Observation]) -> Observation:
-        return Observation(text="; ".join(f"{role}: {item.text}" for role, item in shown.items()))
+    def _next(self, observations: Mapping[str, Observation]) -> Observation:
+        return Observation(text="; ".join(f"{role}: {item.text}" for role, item in observations.items()))
 
 
 async def _open(spec: EnvironmentSpec) -> Environment:
     """Returns the environment of a task. A game with several roles is played by one actor."""
     environment: Any = await open_environment(spec)
     if getattr(environment, "policy_user", ""):
-        environment.play_user(lambda brief, said: "Go on.")  # no policy is running
+        environment.play_user(lambda brief, dialogue: "Go on.")  # no policy is running
     if not getattr(environment, "roles", ()):
         return cast(Environment, environment)
     return cast(Environment, OneActor(environment))

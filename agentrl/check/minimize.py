@@ -123,10 +123,10 @@ async def search_smaller_case(search: MinimizeSearch, *, model: str, at: str) ->
 
 
 async def _without_removable(search: MinimizeSearch, task: Task, parts: Sequence[RemovablePart]) -> Task:
-    return remove_parts(task, await removable_parts(parts, lambda gone: search.still_fails(remove_parts(task, gone))))
+    return remove_parts(task, await removable_parts(parts, lambda removed: search.still_fails(remove_parts(task, removed))))
 
 
-async def minimize_case(given: PreparedEvaluation, case: Case, family: TaskFamily, *, repeats: int, budget: int) -> tuple[Case, str]:
+async def minimize_case(prepared: PreparedEvaluation, case: Case, family: TaskFamily, *, repeats: int, budget: int) -> tuple[Case, str]:
     """Runs `search_smaller_case` with the policy and sandboxes of a prepared evaluation. Raises like it.
 
     Args:
@@ -136,7 +136,7 @@ async def minimize_case(given: PreparedEvaluation, case: Case, family: TaskFamil
     if case.task.family != family.name:
         problem = f"case {case.id} belongs to family {case.task.family!r}, the recipe's is {family.name!r}"
         raise UserError(problem, fix="name a recipe of that family, whose gold solutions prove smaller tasks")
-    async with open_policy(given, console=False) as opened:
+    async with open_policy(prepared, console=False) as opened:
         number = 0
 
         async def attempt(task: Task, count: int) -> Sequence[float | None]:
@@ -151,12 +151,12 @@ async def minimize_case(given: PreparedEvaluation, case: Case, family: TaskFamil
             family=family,
             sandboxes=opened.sandboxes,
             attempt=attempt,
-            root=given.root,
-            threshold=given.threshold if case.threshold is None else case.threshold,
+            root=prepared.root,
+            threshold=prepared.threshold if case.threshold is None else case.threshold,
             repeats=repeats,
             budget=budget,
         )
-        return await search_smaller_case(search, model=given.policy.name, at=utc_now())
+        return await search_smaller_case(search, model=prepared.policy.name, at=utc_now())
 
 
 def message_and_file_parts(task: Task) -> tuple[RemovablePart, ...]:
@@ -171,11 +171,11 @@ def line_parts(task: Task) -> tuple[RemovablePart, ...]:
     return tuple(RemovablePart(file=path, line=number) for path, lines in counts.items() if lines > 1 for number in range(lines))
 
 
-def remove_parts(task: Task, gone: Sequence[RemovablePart]) -> Task:
+def remove_parts(task: Task, removed: Sequence[RemovablePart]) -> Task:
     """Returns the task without these parts."""
-    messages = {part.message for part in gone if part.message is not None}
-    files = {part.file for part in gone if part.file and part.line is None}
-    lines = {(part.file, part.line) for part in gone if part.line is not None}
+    messages = {part.message for part in removed if part.message is not None}
+    files = {part.file for part in removed if part.file and part.line is None}
+    lines = {(part.file, part.line) for part in removed if part.line is not None}
     shortened = {path for path, _ in lines}
 
     def remaining(path: str, text: str) -> str:
@@ -200,21 +200,21 @@ async def removable_parts(
         fails: whether the task without these parts still fails; None means that the budget is spent, which ends the search.
     """
     removed: tuple[RemovablePart, ...] = ()
-    left, chunks = list(parts), 1
-    while left:
-        size = -(-len(left) // chunks)
-        for first in range(0, len(left), size):
-            chunk = left[first : first + size]
+    remaining, chunks = list(parts), 1
+    while remaining:
+        size = -(-len(remaining) // chunks)
+        for first in range(0, len(remaining), size):
+            chunk = remaining[first : first + size]
             still_fails = await fails((*removed, *chunk))
             if still_fails is None:
                 return removed
             if still_fails:
-                removed, left, chunks = (*removed, *chunk), [part for part in left if part not in chunk], max(chunks - 1, 1)
+                removed, remaining, chunks = (*removed, *chunk), [part for part in remaining if part not in chunk], max(chunks - 1, 1)
                 break
         else:
-            if chunks >= len(left):
+            if chunks >= len(remaining):
                 return removed
-            chunks = min(2 * chunks, len(left))
+            chunks = min(2 * chunks, len(remaining))
     return removed
 
 

@@ -84,11 +84,13 @@ def promote_failures(
         from agentrl.evaluation.replay import replay_starts
 
         starts = asyncio.run(replay_starts(run, chosen_traces, from_turn))
-    done = promote(chosen_traces, into, note=note, by=user_name(), threshold=threshold, repeats=repeats, starts=starts, supplied=supplied)
+    promotions = promote(
+        chosen_traces, into, note=note, by=user_name(), threshold=threshold, repeats=repeats, starts=starts, supplied=supplied
+    )
     for trace in chosen_traces:
         if trace.task is None and (lost := describe_excluded_messages(trace)):
             print(f"{trace.id}: {lost}", file=sys.stderr)
-    _print_promotions(done, into, as_json=as_json)
+    _print_promotions(promotions, into, as_json=as_json)
 
 
 def _user_parts(verifier: list[str] | None, truths: Path | None, truth_from: str, tools: list[str] | None, image: str) -> UserParts | None:
@@ -101,17 +103,19 @@ def _user_parts(verifier: list[str] | None, truths: Path | None, truth_from: str
     return UserParts(verifiers=tuple(verifier or ()), truths=known, truth_from=truth_from, tools=tuple(tools or ()), image=image)
 
 
-def _print_promotions(done: Sequence[Promotion], into: Path, *, as_json: bool) -> None:
-    written = sum(one.path is not None for one in done)
+def _print_promotions(promotions: Sequence[Promotion], into: Path, *, as_json: bool) -> None:
+    written = sum(one.path is not None for one in promotions)
     if as_json:
         print(
             json.dumps(
-                [{"trace": one.trace, "case": one.case, "likeness": one.likeness, "path": one.path and str(one.path)} for one in done]
+                [{"trace": one.trace, "case": one.case, "likeness": one.likeness, "path": one.path and str(one.path)} for one in promotions]
             )
         )
     else:
-        print("\n".join(one.summary for one in done))
-        print(f"{written} new cases in {into}; {len(done) - written} exist already. Do not train on them: tasks.withhold='[\"{into}\"]'")
+        print("\n".join(one.summary for one in promotions))
+        print(
+            f"{written} new cases in {into}; {len(promotions) - written} exist already. Do not train on them: tasks.withhold='[\"{into}\"]'"
+        )
 
 
 def _none_chosen(run: Path, selected: Sequence[TraceRow]) -> UserError:
@@ -151,8 +155,10 @@ def minimize(
     root, loaded = load_recipe(recipe, [])
     opened, selected = load_case(suite, case)
     family = open_family(loaded.tasks, seed=loaded.seed, root=root)
-    with prepare_evaluation(find_policy(policy), [replace(opened, cases=(selected,))], overrides=overrides or [], run_dir=run_dir) as given:
-        smaller, summary = asyncio.run(minimize_case(given, selected, family, repeats=repeats, budget=budget))
+    with prepare_evaluation(
+        find_policy(policy), [replace(opened, cases=(selected,))], overrides=overrides or [], run_dir=run_dir
+    ) as prepared:
+        smaller, summary = asyncio.run(minimize_case(prepared, selected, family, repeats=repeats, budget=budget))
     path = save_case(suite, smaller)
     print(json.dumps({"case": smaller.id, "path": str(path), "summary": summary}) if as_json else f"{path}: {summary}")
 

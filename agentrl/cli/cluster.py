@@ -119,14 +119,14 @@ def manifest(
     from agentrl.cluster.plan import plan_parts
     from agentrl.cluster.yaml_text import to_yaml
 
-    given = tuple(overrides or ())
-    root, loaded = load_recipe(recipe, ["cluster.address=auto", *given])
+    all_overrides = tuple(overrides or ())
+    root, loaded = load_recipe(recipe, ["cluster.address=auto", *all_overrides])
     if loaded.device == "auto":
         raise UserError("device=auto: whether pods request GPUs must be known here", fix="add device=cuda or device=cpu")
     path = recipe.resolve().relative_to(root.resolve()).as_posix()
     options = ManifestOptions(
         recipe=path,
-        overrides=given,
+        overrides=all_overrides,
         image=image,
         namespace=namespace,
         storage=storage,

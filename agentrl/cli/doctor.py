@@ -184,12 +184,12 @@ def _packages() -> list[Check]:
 _TRAINING = (("transformers", "transformers"), ("deepspeed", "DeepSpeed"), ("trl", "TRL"), ("datasets", "datasets"))
 
 
-def _package(package: str, shown: str) -> Check:
+def _package(package: str, label: str) -> Check:
     version = metadata_version(package)
     if version is None:
-        return _check(shown, False, "not installed", SETUP)
+        return _check(label, False, "not installed", SETUP)
     tested = _tested().get(package, version)
-    return _check(shown, True, version if version == tested else f"{version} (tested with {tested})", "")
+    return _check(label, True, version if version == tested else f"{version} (tested with {tested})", "")
 
 
 def _tested() -> dict[str, str]:
@@ -264,8 +264,8 @@ def _docker() -> Check:
         fix = "as root: systemctl restart docker, or end that dockerd and start one"
     else:
         fix = f"as root: {sys.executable} -m agentrl.sandbox.daemon start"
-    said = {"answers": "daemon answers", "silent": f"a daemon at {socket} accepts connections but does not answer"}
-    detail = said.get(state) or ("no daemon answers" if installed else "not installed")
+    states = {"answers": "daemon answers", "silent": f"a daemon at {socket} accepts connections but does not answer"}
+    detail = states.get(state) or ("no daemon answers" if installed else "not installed")
     return _check("Docker", state == "answers", detail, fix, required=False)
 
 

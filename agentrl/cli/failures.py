@@ -64,8 +64,8 @@ def list_failures(
         matching, rows = collection.count_matching(wanted), collection.rows(wanted, most=most, newest=True)[::-1]
         digest = {key: value for key, value in build_digest(collection).items() if key != "examples"}
         kinds: Counter[str] = Counter()
-        for (name, found), times in collection.counts("kind", "tag").items():
-            kinds[name] += times if found else 0
+        for (name, tag_name), times in collection.counts("kind", "tag").items():
+            kinds[name] += times if tag_name else 0
     if as_json:
         print(json.dumps({**digest, "kinds": dict(kinds), "matching": matching, "traces": [asdict(row) for row in rows]}))
         return
@@ -167,10 +167,10 @@ async def _named(collection: Collection, wanted: TraceFilter, rules: Sequence[Tr
     try:
         for some in batches(each_trace(collection, wanted, "tagged")):
             if judge is None:
-                said = [tag_by_rules(trace, rules) for _, trace in some]
+                tag_lists = [tag_by_rules(trace, rules) for _, trace in some]
             else:
-                said = await asyncio.gather(*(tag_by_judge(trace, rules, judge, timeout_s=judge.timeout_s) for _, trace in some))
-            for (row, _), tags in zip(some, said, strict=True):
+                tag_lists = await asyncio.gather(*(tag_by_judge(trace, rules, judge, timeout_s=judge.timeout_s) for _, trace in some))
+            for (row, _), tags in zip(some, tag_lists, strict=True):
                 unsure += tags[0].name == UNCLASSIFIED or tags[0].by != "rules"
                 now = collection.get(row.id)
                 if now is None:  # dropped in the meantime
@@ -182,9 +182,9 @@ async def _named(collection: Collection, wanted: TraceFilter, rules: Sequence[Tr
             more = judge.spent().minus(before)
             money = f", money {more.money:g}" if more.money else ""
             beyond, tokens = unsure - more.calls - more.cached, more.prompt_tokens + more.completion_tokens
-            asked = f"{more.calls} calls of the judge, {more.cached} cached answers, {beyond} beyond its budget"
+            judge_calls = f"{more.calls} calls of the judge, {more.cached} cached answers, {beyond} beyond its budget"
             lost = f"{more.abstained} abstentions, {more.unreadable} unreadable verdicts, {more.failed} failed calls"
-            print(f"no rule was sure about {unsure} traces: {asked}; {lost} ({tokens:,} tokens{money})", file=sys.stderr)
+            print(f"no rule was sure about {unsure} traces: {judge_calls}; {lost} ({tokens:,} tokens{money})", file=sys.stderr)
     finally:
         if judge is not None:
             await judge.close()

@@ -61,13 +61,15 @@ def evaluate_suites_command(
 
     check_project(suites, project_of(suites))
     policy = policy or recorded_policy(suites)
-    with prepare_evaluation(policy, suites, overrides=overrides, repeats=repeats, threshold=threshold, run_dir=run_dir) as given:
-        done = _evaluated(given, as_json=as_json)
-    outcomes = [outcome for one in done for outcome in one.outcomes]
+    with prepare_evaluation(policy, suites, overrides=overrides, repeats=repeats, threshold=threshold, run_dir=run_dir) as prepared:
+        evaluations = _evaluated(prepared, as_json=as_json)
+    outcomes = [outcome for evaluation in evaluations for outcome in evaluation.outcomes]
     if junit_file is not None:
-        files.write_atomically(junit_file, junit_xml(outcomes, folder=given.start.folder, policy=policy.name, at=done[0].results.about.at))
+        files.write_atomically(
+            junit_file, junit_xml(outcomes, folder=prepared.start.folder, policy=policy.name, at=evaluations[0].results.about.at)
+        )
     if pinning:
-        print(f"{pin_baselines(done)} cases store these results as their baseline", file=sys.stderr)
+        print(f"{pin_baselines(evaluations)} cases store these results as their baseline", file=sys.stderr)
     if code := exit_code(outcomes):
         raise typer.Exit(code)
 
@@ -81,73 +83,80 @@ def evaluate_recipe(
 
     own = root, recipe.but({"gate": None, "trackers": ("terminal",)})
     suites = [held_out_suite(recipe, root)]
-    with prepare_evaluation(policy, suites, repeats=repeats, threshold=threshold, run_dir=run_dir, own=own) as given:
-        (done,) = _evaluated(given, as_json=as_json)
-    if done.results.figures().pass_at_1 is None:
+    with prepare_evaluation(policy, suites, repeats=repeats, threshold=threshold, run_dir=run_dir, own=own) as prepared:
+        (evaluation,) = _evaluated(prepared, as_json=as_json)
+    if evaluation.results.figures().pass_at_1 is None:
         print("no attempt was scored", file=sys.stderr)
         raise typer.Exit(1)
 
 
-def _evaluated(given: PreparedEvaluation, *, as_json: bool) -> tuple[SuiteEvaluation, ...]:
+def _evaluated(prepared: PreparedEvaluation, *, as_json: bool) -> tuple[SuiteEvaluation, ...]:
     """Runs an evaluation and prints its table, or JSON."""
     from agentrl.evaluation.suites import evaluate_suites
     from agentrl.session.measure import judge_costs
 
-    folder = given.start.folder
+    folder = prepared.start.folder
     try:
         with outlasting_terminal():
-            done = asyncio.run(evaluate_suites(given, console=not as_json))
+            evaluations = asyncio.run(evaluate_suites(prepared, console=not as_json))
     except BaseException as error:
         if ended_by_user(error):
             raise
         raise typer.Exit(report_error(error, folder=folder)) from None
-    asked = judge_costs(folder)
-    print(json.dumps(summary(done, folder) | {"judges": asked}) if as_json else with_judge_costs(table(done, folder), asked))
-    return done
+    judge_calls = judge_costs(folder)
+    print(
+        json.dumps(summary(evaluations, folder) | {"judges": judge_calls})
+        if as_json
+        else with_judge_costs(table(evaluations, folder), judge_calls)
+    )
+    return evaluations
 
 
-def suites_in(named: Sequence[str]) -> list[Suite]:
+def suites_in(folders: Sequence[str]) -> list[Suite]:
     """Loads the suites in folders, without duplicates. Raises `UserError` for a folder without a suite."""
-    by_folder = {suite.folder.resolve(): suite for one in named for suite in load_suites(Path(one))}
+    by_folder = {suite.folder.resolve(): suite for folder in folders for suite in load_suites(Path(folder))}
     return list(by_folder.values())
 
 
-def summary(done: Sequence[SuiteEvaluation], folder: Path) -> dict[str, Any]:
+def summary(evaluations: Sequence[SuiteEvaluation], folder: Path) -> dict[str, Any]:
     """Evaluations as JSON data."""
     from agentrl.evaluation.outcomes import CaseStatus, worst_first
 
-    outcomes = [outcome for one in done for outcome in one.outcomes]
+    outcomes = [outcome for evaluation in evaluations for outcome in evaluation.outcomes]
     return {
-        "passed": all(one.status is CaseStatus.PASSED for one in outcomes),
+        "passed": all(evaluation.status is CaseStatus.PASSED for evaluation in outcomes),
         "run": str(folder),
         "suites": [
             {
-                "about": dataclasses.asdict(one.results.about),
-                "figures": dataclasses.asdict(one.results.figures()),
-                "folder": str(one.folder),
-                "verdicts": {str(kind): sum(each.status is kind for each in one.outcomes) for kind in CaseStatus},
+                "about": dataclasses.asdict(evaluation.results.about),
+                "figures": dataclasses.asdict(evaluation.results.figures()),
+                "folder": str(evaluation.folder),
+                "verdicts": {str(kind): sum(each.status is kind for each in evaluation.outcomes) for kind in CaseStatus},
             }
-            for one in done
+            for evaluation in evaluations
         ],
-        "cases": [one.as_json() for one in worst_first(outcomes)],
+        "cases": [evaluation.as_json() for evaluation in worst_first(outcomes)],
     }
 
 
-def table(done: Sequence[SuiteEvaluation], folder: Path) -> str:
+def table(evaluations: Sequence[SuiteEvaluation], folder: Path) -> str:
     """Evaluations as text: the cases, failed ones first and in detail, then the figures of each suite."""
     from agentrl.evaluation.outcomes import CaseStatus, detail_lines, show_command, summary_line, worst_first
 
-    several = len(done) > 1
-    outcomes = worst_first(outcome for one in done for outcome in one.outcomes)
+    several = len(evaluations) > 1
+    outcomes = worst_first(outcome for evaluation in evaluations for outcome in evaluation.outcomes)
     lines: list[str] = []
-    for number, one in enumerate(outcomes[:_LISTED]):
-        lines.append(f"{one.status:9} {name_of(one, several)}  {summary_line(one)}")
-        if one.status is not CaseStatus.PASSED and number < _SHOWN:
-            lines += [f"          {row}" for row in [*detail_lines(one), show_command(one, folder)]]
+    for number, evaluation in enumerate(outcomes[:_LISTED]):
+        lines.append(f"{evaluation.status:9} {name_of(evaluation, several)}  {summary_line(evaluation)}")
+        if evaluation.status is not CaseStatus.PASSED and number < _SHOWN:
+            lines += [f"          {row}" for row in [*detail_lines(evaluation), show_command(evaluation, folder)]]
     if len(outcomes) > _LISTED:
         lines.append(f"and {len(outcomes) - _LISTED} more cases: see --json")
-    for suite in done:
-        counts = [sum(one.status is kind for one in suite.outcomes) for kind in (CaseStatus.PASSED, CaseStatus.FAILED, CaseStatus.UNSCORED)]
+    for suite in evaluations:
+        counts = [
+            sum(evaluation.status is kind for evaluation in suite.outcomes)
+            for kind in (CaseStatus.PASSED, CaseStatus.FAILED, CaseStatus.UNSCORED)
+        ]
         unscored = f", {counts[2]} unscored" if counts[2] else ""
         lines += ["", f"{one_line(suite.suite.name, 80)}: {counts[0]} of {len(suite.outcomes)} cases passed, {counts[1]} failed{unscored}"]
         lines += [*rates(suite.results.figures()), f"evaluation {suite.folder}"]

@@ -139,8 +139,8 @@ def run_folder(
         except BaseException as error:
             go_on = start.command(resume=True) if holds_run(folder) and resumable else ""
             if ended_by_user(error):
-                kept = f"; finished work is kept; continue with: {go_on}" if go_on else ""
-                print(f"stopped{kept}", file=sys.stderr)
+                note = f"; finished work is kept; continue with: {go_on}" if go_on else ""
+                print(f"stopped{note}", file=sys.stderr)
                 raise typer.Exit(130) from None
             raise typer.Exit(report_error(error, folder=folder, go_on=go_on)) from None
 

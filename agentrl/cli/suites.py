@@ -41,7 +41,7 @@ def evaluate_suite(
     root: Path,
     recipe: Path,
     written: Recipe,
-    given: tuple[str, ...],
+    overrides: tuple[str, ...],
     run_dir: Path | None,
     suite: Suite,
     *,
@@ -50,18 +50,18 @@ def evaluate_suite(
     as_json: bool,
 ) -> None:
     """Runs an evaluation of a suite and prints its table, or JSON."""
-    with run_folder(root, recipe, written, given, run_dir, verb="eval") as (start, loaded, checked):
+    with run_folder(root, recipe, written, overrides, run_dir, verb="eval") as (start, loaded, checked):
         with loading():
             from agentrl.evaluation.suites import SUITE_FOLDER
             from agentrl.evaluation.suites import evaluate_suite as evaluate
             from agentrl.session.measure import judge_costs
 
         result = asyncio.run(evaluate(loaded, start, checked, suite, repeats=repeats, threshold=threshold, root=root, console=not as_json))
-        figures, asked = result.figures(), judge_costs(start.folder)
+        figures, judge_calls = result.figures(), judge_costs(start.folder)
         print(
-            json.dumps(summary(result) | {"judges": asked})
+            json.dumps(summary(result) | {"judges": judge_calls})
             if as_json
-            else with_judge_costs(table(result, where=start.folder / SUITE_FOLDER), asked)
+            else with_judge_costs(table(result, where=start.folder / SUITE_FOLDER), judge_calls)
         )
     if figures.pass_at_1 is None:
         print("no attempt was scored", file=sys.stderr)
@@ -163,8 +163,8 @@ class Plan:
 
 def planned(known: SuiteResults | None, rate: float | None, difference: float, *, alpha: float) -> Plan:
     """Plans a comparison from an evaluation or an expected rate. Raises `UserError` if the evaluation has no scored attempt."""
-    tried = known.scores().values() if known is not None else ()
-    scored = [[one for one in scores if one is not None and math.isfinite(one)] for scores in tried]
+    attempts = known.scores().values() if known is not None else ()
+    scored = [[one for one in scores if one is not None and math.isfinite(one)] for scores in attempts]
     scored = [scores for scores in scored if scores]
     try:
         noise = statistics.attempt_noise(scored) if rate is None else 2 * rate * (1 - rate)
@@ -199,20 +199,20 @@ def is_training_run(named: str) -> bool:
     return (folder / "metrics.jsonl").is_file() and not (folder / results.ABOUT).is_file() and not (folder / "suite").is_dir()
 
 
-def summary(found: SuiteResults) -> dict[str, Any]:
+def summary(evaluation: SuiteResults) -> dict[str, Any]:
     """Returns an evaluation as JSON data."""
-    cases = {case: {"scores": list(scores), "task_key": found.task_keys[case]} for case, scores in sorted(found.scores().items())}
-    return {"about": dataclasses.asdict(found.about), "figures": dataclasses.asdict(found.figures()), "cases": cases}
+    cases = {case: {"scores": list(scores), "task_key": evaluation.task_keys[case]} for case, scores in sorted(evaluation.scores().items())}
+    return {"about": dataclasses.asdict(evaluation.about), "figures": dataclasses.asdict(evaluation.figures()), "cases": cases}
 
 
-def table(found: SuiteResults, *, where: Path) -> str:
+def table(evaluation: SuiteResults, *, where: Path) -> str:
     """Returns an evaluation as text: its figures, then the cases that did not always pass."""
-    figures = found.figures()
-    lines = [f"{one_line(found.about.suite, _NAME)}: {found.about.cases} cases, {figures.attempts} attempts", *rates(figures)]
+    figures = evaluation.figures()
+    lines = [f"{one_line(evaluation.about.suite, _NAME)}: {evaluation.about.cases} cases, {figures.attempts} attempts", *rates(figures)]
     short = []
-    for case, scores in found.scores().items():
+    for case, scores in evaluation.scores().items():
         counted = [score for score in scores if score is not None]
-        passed = sum(attempt_passes(score, found.about.pass_threshold(case)) for score in counted)
+        passed = sum(attempt_passes(score, evaluation.about.pass_threshold(case)) for score in counted)
         if passed < len(scores):
             unscored = f", {len(scores) - len(counted)} unscored" if len(counted) < len(scores) else ""
             short.append((passed / len(scores), f"  {one_line(case, _NAME)}: {passed} of {len(counted)} passed{unscored}"))
@@ -247,30 +247,33 @@ def rates(figures: EvaluationFigures) -> list[str]:
     return lines
 
 
-def render_comparison(found: Comparison, first: SuiteResults, second: SuiteResults, changed: list[str], *, verdict: bool = True) -> str:
+def render_comparison(
+    comparison: Comparison, first: SuiteResults, second: SuiteResults, changed: list[str], *, verdict: bool = True
+) -> str:
     """Returns a comparison as text. `verdict`: whether to print a verdict, which is valid only for equal sampling settings."""
     names = [
         f"{one_line(one.about.model, _NAME)} version {one.about.version} ({one_line(one.about.sha256[:12], _NAME)})"
         for one in (first, second)
     ]
-    test = "exact" if found.exact else "sampled"
+    test = "exact" if comparison.exact else "sampled"
     ways = " and ".join(_sampling(one) for one in (first, second))
-    concluded = found.verdict if verdict else f"none: sampled with {ways}; add --across-sampling to get one"
+    concluded = comparison.verdict if verdict else f"none: sampled with {ways}; add --across-sampling to get one"
     lines = [
-        f"before  {found.before:.3f}  {names[0]}",
-        f"after   {found.after:.3f}  {names[1]}",
-        f"effect  {100 * found.effect:+.1f} points  95% interval [{100 * found.low:+.1f}, {100 * found.high:+.1f}]"
-        f"  p = {found.p_value:.3g} ({test})",
-        f"verdict {concluded}  ({found.cases} cases, {found.attempts} pairs of attempts, margin {100 * found.margin:g} points)",
+        f"before  {comparison.before:.3f}  {names[0]}",
+        f"after   {comparison.after:.3f}  {names[1]}",
+        f"effect  {100 * comparison.effect:+.1f} points  95% interval [{100 * comparison.low:+.1f}, {100 * comparison.high:+.1f}]"
+        f"  p = {comparison.p_value:.3g} ({test})",
+        f"verdict {concluded}  ({comparison.cases} cases, {comparison.attempts} pairs of attempts, "
+        f"margin {100 * comparison.margin:g} points)",
     ]
-    if found.unscored:
-        lines.append(f"excluded {found.unscored} pairs of attempts with only one score")
+    if comparison.unscored:
+        lines.append(f"excluded {comparison.unscored} pairs of attempts with only one score")
     ones, others = first.scores(), second.scores()
-    for what, cases in (("lower", found.lost), ("higher", found.gained)):
+    for what, cases in (("lower", comparison.lost), ("higher", comparison.gained)):
         lines += [f"{what}: {one_line(case, _NAME)}  {_mean(ones[case])} -> {_mean(others[case])}" for case in cases[:_CASES_SHOWN]]
         if len(cases) > _CASES_SHOWN:
             lines.append(f"{what}: {len(cases) - _CASES_SHOWN} more cases")
-    for what, named in (("only on one side", found.unpaired), ("changed", tuple(changed))):
+    for what, named in (("only on one side", comparison.unpaired), ("changed", tuple(changed))):
         if named:
             more = f", and {len(named) - _CASES_SHOWN} more" if len(named) > _CASES_SHOWN else ""
             lines.append(f"{what}: {', '.join(one_line(case, _NAME) for case in named[:_CASES_SHOWN])}{more}")
@@ -289,6 +292,6 @@ def _mean(scores: Sequence[float | None]) -> str:
     return f"{sum(counted) / len(counted):.2f} of {len(counted)}" if counted else "unscored"
 
 
-def _sampling(found: SuiteResults) -> str:
-    settings = {name: value for name, value in found.about.sampling.items() if name in ("temperature", "top_k", "top_p", "min_p")}
+def _sampling(evaluation: SuiteResults) -> str:
+    settings = {name: value for name, value in evaluation.about.sampling.items() if name in ("temperature", "top_k", "top_p", "min_p")}
     return one_line(", ".join(f"{name} {value}" for name, value in settings.items()), _NAME)

@@ -35,9 +35,9 @@ _BATCH = 100  # traces in memory at a time
 T = TypeVar("T")
 
 
-def batches(found: Iterator[T]) -> Iterator[list[T]]:
+def batches(traces: Iterator[T]) -> Iterator[list[T]]:
     """Yields the traces in lists of `_BATCH`."""
-    while some := list(islice(found, _BATCH)):
+    while some := list(islice(traces, _BATCH)):
         yield some
 
 

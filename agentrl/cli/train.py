@@ -64,10 +64,12 @@ def train(
     """
     root, written = load_recipe(recipe, [])
     chosen = [f"sandbox.backend={sandbox}"] * bool(sandbox) + [f"cluster.address={json.dumps(cluster)}"] * bool(cluster)
-    given = (*(overrides or []), *chosen)
+    all_overrides = (*(overrides or []), *chosen)
     if restarts:
-        raise typer.Exit(_train_supervised(root, recipe, written, given, run_dir, resume=resume, restarts=restarts, as_json=as_json))
-    with run_folder(root, recipe, written, given, run_dir, resume=resume) as (start, loaded, checked):
+        raise typer.Exit(
+            _train_supervised(root, recipe, written, all_overrides, run_dir, resume=resume, restarts=restarts, as_json=as_json)
+        )
+    with run_folder(root, recipe, written, all_overrides, run_dir, resume=resume) as (start, loaded, checked):
         summary = finished_summary(start.folder, loaded) if resume else None
         if summary is not None:
             print(f"{start.folder} is already finished. To train further, add steps=N", file=sys.stderr)
@@ -95,7 +97,7 @@ def _train_supervised(
     root: Path,
     recipe: Path,
     written: Recipe,
-    given: tuple[str, ...],
+    overrides: tuple[str, ...],
     run_dir: Path | None,
     *,
     resume: bool,
@@ -105,11 +107,11 @@ def _train_supervised(
     """Runs the command in another process, which is restarted. Returns the exit code."""
     from agentrl.cli.supervised import supervise
 
-    name = (written if resume else apply_overrides(written, list(given))).name
+    name = (written if resume else apply_overrides(written, list(overrides))).name
     with claim_run_folder(run_dir, root / "runs", name, resume=resume, command=f"agentrl train {recipe}") as folder:
         pass  # the next command in this folder is the driver
     options = ["--run-dir", str(folder), *["--resume"] * resume, *["--json"] * as_json]
-    return supervise([sys.executable, "-m", "agentrl", "train", str(recipe), *given, *options], folder, restarts=restarts)
+    return supervise([sys.executable, "-m", "agentrl", "train", str(recipe), *overrides, *options], folder, restarts=restarts)
 
 
 def evaluate(
@@ -154,15 +156,15 @@ def evaluate(
     target = None if policy is None else find_policy(policy, model_name=model or "", key_env=key_env, requests=requests)
     if target is not None and target.served and recipe.is_file() and not (junit or pin):
         model, policy = policy, None  # the same as --model
-    given = [*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else [])]
+    all_overrides = [*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else [])]
     if policy is not None or without_recipe:
         _evaluate_policy(
-            target, recipe, given, repeats=repeats, threshold=threshold, run_dir=run_dir, junit=junit, pin=pin, as_json=as_json
+            target, recipe, all_overrides, repeats=repeats, threshold=threshold, run_dir=run_dir, junit=junit, pin=pin, as_json=as_json
         )
         return
     of_policy = junit is not None or pin or bool(key_env or request or header or tokens_name)
     _check_recipe_options(recipe, of_policy=of_policy, of_suite=suite is None and (repeats is not None or threshold != 1.0))
-    changes = (*given, *model_override(model))
+    changes = (*all_overrides, *model_override(model))
     if suite is None:
         _evaluate_held_out(recipe, changes, run_dir, as_json=as_json)
     else:
@@ -184,10 +186,10 @@ def _check_recipe_options(recipe: Path, *, of_policy: bool, of_suite: bool) -> N
         )
 
 
-def _evaluate_held_out(recipe: Path, given: tuple[str, ...], run_dir: Path | None, *, as_json: bool) -> None:
+def _evaluate_held_out(recipe: Path, overrides: tuple[str, ...], run_dir: Path | None, *, as_json: bool) -> None:
     """Evaluates the model of a recipe on its held-out tasks, and prints the success rates."""
     root, written = load_recipe(recipe, [])
-    with run_folder(root, recipe, written, given, run_dir, verb="eval") as (start, loaded, checked):
+    with run_folder(root, recipe, written, overrides, run_dir, verb="eval") as (start, loaded, checked):
         with loading():
             from agentrl.evaluation.held_out import evaluate_held_out
 
@@ -286,8 +288,8 @@ def describe(summary: Summary, folder: Path) -> str:
     if len(summary.left_out_reasons) > _REASONS_SHOWN:
         lines.append(f"{'':8} other reasons: see left_out_reasons in {folder / 'summary.json'}")
     if summary.judges:
-        asked, _, rest = JudgeUsage.from_figures(summary.judges).summary().partition(" ")
-        lines.append(f"{asked:>8} {rest}")
+        calls, _, rest = JudgeUsage.from_figures(summary.judges).summary().partition(" ")
+        lines.append(f"{calls:>8} {rest}")
     if summary.failures:
         named = ", ".join(f"{times} {printable_text(tag)}" for tag, times in list(summary.failures.items())[:_TAGS_SHOWN])
         lines.append(f"{sum(summary.failures.values()):>8} failures   {named}: agentrl failures list {folder}")
@@ -322,8 +324,8 @@ def sample(
     groups have different scores, from which training can learn. Press ctrl-C once to finish the current groups, twice to stop immediately.
     """
     root, written = load_recipe(recipe, [])
-    given = (*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else []), *model_override(model))
-    with run_folder(root, recipe, written, given, run_dir, resume=resume, verb="sample") as (start, loaded, checked):
+    all_overrides = (*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else []), *model_override(model))
+    with run_folder(root, recipe, written, all_overrides, run_dir, resume=resume, verb="sample") as (start, loaded, checked):
         with loading():
             from agentrl.run import sample as sampling
 

@@ -199,16 +199,16 @@ def compare_versions(
         from agentrl.evaluation.versus import prepare_comparison, try_blocks
         from agentrl.failure.case import load_suite
 
-    given = (*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else []))
+    all_overrides = (*(overrides or []), *([f"sandbox.backend={sandbox}"] if sandbox else []))
     loaded = None if suite is None else load_suite(suite)
     if canary is not None:
         check_canary(run, before, after)
     with prepare_comparison(
-        run, (before, after), loaded, overrides=given, cases=cases, repeats=repeats, alpha=alpha, margin=margin, folder=run_dir
+        run, (before, after), loaded, overrides=all_overrides, cases=cases, repeats=repeats, alpha=alpha, margin=margin, folder=run_dir
     ) as comparison:
         if canary is None:
-            done = _try_versions(comparison, try_blocks, as_json=as_json, text=_comparison_text)
-            passed = done.verdict is not ComparisonVerdict.WORSE
+            difference = _try_versions(comparison, try_blocks, as_json=as_json, text=_comparison_text)
+            passed = difference.verdict is not ComparisonVerdict.WORSE
         else:
             result = _try_versions(comparison, partial(run_canary, share=canary), as_json=as_json, text=_canary_text)
             passed = _apply_canary(run, before, after, result, quiet=as_json)
@@ -229,56 +229,56 @@ def _try_versions(
     except BaseException as error:
         if ended_by_user(error):
             raise
-        raise typer.Exit(report_error(error, folder=comparison.given.start.folder)) from None
+        raise typer.Exit(report_error(error, folder=comparison.prepared.start.folder)) from None
     folders = [str(folder) for folder in comparison.folders]
     print(json.dumps(asdict(done) | {"folders": folders}) if as_json else text(done, comparison))  # type: ignore[call-overload]
     return done
 
 
-def _canary_text(done: CanaryResult, comparison: VersionComparison) -> str:
-    interval = f"{1 - comparison.alpha:.0%} interval [{100 * done.interval.low:+.1f}, {100 * done.interval.high:+.1f}]"
+def _canary_text(canary: CanaryResult, comparison: VersionComparison) -> str:
+    interval = f"{1 - comparison.alpha:.0%} interval [{100 * canary.interval.low:+.1f}, {100 * canary.interval.high:+.1f}]"
     lines = [
-        f"baseline  {done.baseline:.3f}  version {comparison.numbers[0]}, {done.attempts[0]} attempts",
-        f"candidate {done.candidate:.3f}  version {comparison.numbers[1]}, {done.attempts[1]} of at most {done.most} attempts",
-        f"effect    {100 * done.interval.value:+.1f} points  {interval}, valid at any number of attempts",
-        f"decision  {done.outcome}  (margin {100 * comparison.margin:g} points)",
+        f"baseline  {canary.baseline:.3f}  version {comparison.numbers[0]}, {canary.attempts[0]} attempts",
+        f"candidate {canary.candidate:.3f}  version {comparison.numbers[1]}, {canary.attempts[1]} of at most {canary.most} attempts",
+        f"effect    {100 * canary.interval.value:+.1f} points  {interval}, valid at any number of attempts",
+        f"decision  {canary.outcome}  (margin {100 * comparison.margin:g} points)",
     ]
-    if done.unscored:
-        lines.append(f"excluded  {done.unscored} attempts of the candidate without a pair of scores")
+    if canary.unscored:
+        lines.append(f"excluded  {canary.unscored} attempts of the candidate without a pair of scores")
     return "\n".join([*lines, *(f"attempts  {folder}" for folder in comparison.folders)])
 
 
-def _apply_canary(run: Path, before: int, after: int, done: CanaryResult, *, quiet: bool) -> bool:
+def _apply_canary(run: Path, before: int, after: int, canary: CanaryResult, *, quiet: bool) -> bool:
     """Promotes the candidate, or returns to the baseline. Returns whether the candidate is promoted."""
     from agentrl.evaluation.canary import CanaryOutcome
     from agentrl.session.version_changes import is_driven, promote, request_rollback
 
     lines = ["no decision, so nothing changes: raise --cases or --repeats, or widen --margin"]
-    if done.outcome is CanaryOutcome.PROMOTE:
+    if canary.outcome is CanaryOutcome.PROMOTE:
         promote(run, after)
         lines = [f"version {after} is promoted"]
-    elif done.outcome is CanaryOutcome.ROLL_BACK:
+    elif canary.outcome is CanaryOutcome.ROLL_BACK:
         lines = _rollback_lines(run, before, request_rollback(run, before))
         if not is_driven(run):
             promote(run, before)
             lines = [f"version {before} is promoted and exported to {run / 'model'}", *lines]
     if not quiet:
         print("\n".join(lines))
-    return done.outcome is CanaryOutcome.PROMOTE
+    return canary.outcome is CanaryOutcome.PROMOTE
 
 
-def _comparison_text(done: DifferenceSoFar, comparison: VersionComparison) -> str:
+def _comparison_text(difference: DifferenceSoFar, comparison: VersionComparison) -> str:
     one, other = comparison.numbers
-    interval = f"{1 - comparison.alpha:.0%} interval [{100 * done.interval.low:+.1f}, {100 * done.interval.high:+.1f}]"
+    interval = f"{1 - comparison.alpha:.0%} interval [{100 * difference.interval.low:+.1f}, {100 * difference.interval.high:+.1f}]"
     lines = [
-        f"before  {done.before:.3f}  version {one}",
-        f"after   {done.after:.3f}  version {other}",
-        f"effect  {100 * done.interval.value:+.1f} points  {interval}, valid at any number of cases",
-        f"verdict {done.verdict}  ({done.cases} of at most {done.most} cases, margin {100 * comparison.margin:g} points)",
+        f"before  {difference.before:.3f}  version {one}",
+        f"after   {difference.after:.3f}  version {other}",
+        f"effect  {100 * difference.interval.value:+.1f} points  {interval}, valid at any number of cases",
+        f"verdict {difference.verdict}  ({difference.cases} of at most {difference.most} cases, margin {100 * comparison.margin:g} points)",
     ]
-    if done.unscored:
-        lines.append(f"excluded {done.unscored} pairs of attempts with only one score")
-    for what, named in (("lower", done.lost), ("higher", done.gained)):
+    if difference.unscored:
+        lines.append(f"excluded {difference.unscored} pairs of attempts with only one score")
+    for what, named in (("lower", difference.lost), ("higher", difference.gained)):
         if named:
             more = f", and {len(named) - _CASES_SHOWN} more" if len(named) > _CASES_SHOWN else ""
             lines.append(f"{what}: {', '.join(map(one_line, named[:_CASES_SHOWN]))}{more}")
@@ -293,10 +293,13 @@ def promote_version(run: RunFolder, number: Number) -> None:
     """
     from agentrl.session.version_changes import promote
 
-    done = promote(run, number)
-    print(f"version {done.number} is promoted" + ("" if done.model is None else f" and exported to {done.model}"))
-    if done.newest != done.number:
-        print(f"version {done.newest} is promoted too, and is newer; to continue from version {done.number}: agentrl versions rollback")
+    promotion = promote(run, number)
+    print(f"version {promotion.number} is promoted" + ("" if promotion.model is None else f" and exported to {promotion.model}"))
+    if promotion.newest != promotion.number:
+        print(
+            f"version {promotion.newest} is promoted too, and is newer; "
+            f"to continue from version {promotion.number}: agentrl versions rollback"
+        )
 
 
 @versions_app.command("rollback", epilog="Example: agentrl versions rollback runs/quickstart 4")
@@ -321,17 +324,17 @@ def rollback_version(
     print("\n".join(_rollback_lines(run, number, request_rollback(run, number))))
 
 
-def _rollback_lines(run: Path, number: int, done: RequestedRollback) -> list[str]:
+def _rollback_lines(run: Path, number: int, rollback: RequestedRollback) -> list[str]:
     from agentrl.session.folder import resume_command
 
-    replaced = done.replaced is not None and done.replaced != number
-    lines = [f"replaces the requested rollback to version {done.replaced}"] if replaced else []
-    lines.append(f"requested: back to version {number}, undoing {', '.join(map(str, done.undone))}")
-    if done.live and not done.needs_steps:
+    replaced = rollback.replaced is not None and rollback.replaced != number
+    lines = [f"replaces the requested rollback to version {rollback.replaced}"] if replaced else []
+    lines.append(f"requested: back to version {number}, undoing {', '.join(map(str, rollback.undone))}")
+    if rollback.live and not rollback.needs_steps:
         return [*lines, "the learner performs it with its next step"]
-    command = f"{resume_command(run)}{' steps=N' if done.needs_steps else ''}"
-    lines.append(f"{'when the run has ended, ' if done.live else ''}continue with: {command}")
-    return [*lines, "the run has completed its steps: set a larger steps=N"] if done.needs_steps else lines
+    command = f"{resume_command(run)}{' steps=N' if rollback.needs_steps else ''}"
+    lines.append(f"{'when the run has ended, ' if rollback.live else ''}continue with: {command}")
+    return [*lines, "the run has completed its steps: set a larger steps=N"] if rollback.needs_steps else lines
 
 
 @versions_app.command("pin", epilog="Example: agentrl versions pin runs/quickstart 4")

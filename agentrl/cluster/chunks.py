@@ -313,11 +313,11 @@ def drop_folders(root: Path, kind: str, names: Iterable[str]) -> None:
     """Deletes numbered folders of a run. Each disappears under its name before its files are deleted."""
     for name in names:
         path = folder_path(root, kind, name)
-        gone = path.with_name(f".{name}.gone")
-        shutil.rmtree(gone, ignore_errors=True)
+        doomed = path.with_name(f".{name}.gone")
+        shutil.rmtree(doomed, ignore_errors=True)
         with contextlib.suppress(FileNotFoundError):
-            path.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
+            path.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def checkpoints_to_drop(names: Sequence[str], keep: int, spare: Iterable[int]) -> list[str]:

@@ -84,9 +84,9 @@ class RunService:
 
     def revoke(self, part: str) -> None:
         """Invalidates all keys of a part: its requests are answered with status 409 from now on."""
-        gone = {digest for digest, of in self._keys.items() if of == part}
-        self._replaced |= gone
-        self._keys = {digest: of for digest, of in self._keys.items() if digest not in gone}
+        revoked = {digest for digest, of in self._keys.items() if of == part}
+        self._replaced |= revoked
+        self._keys = {digest: of for digest, of in self._keys.items() if digest not in revoked}
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:

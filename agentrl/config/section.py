@@ -96,25 +96,25 @@ class Section(BaseModel):
 
 
 def keys_without_effect(
-    whole: Section, section: Section | None = None, path: str = "", inherited: tuple[tuple[Needs, Section], ...] = ()
+    root: Section, section: Section | None = None, path: str = "", inherited: tuple[tuple[Needs, Section], ...] = ()
 ) -> Iterator[str]:
     """Error messages for the keys of a recipe that are set and, according to their `Needs` or those of their section, have no effect."""
-    section = section or whole
+    section = section or root
     for name, field in type(section).model_fields.items():
         value, usual, key = getattr(section, name), field.get_default(call_default_factory=True), f"{path}{name}"
         conditions = (*inherited, *((needs, section) for needs in field.metadata if isinstance(needs, Needs)))
         if isinstance(usual, Section):
-            yield from keys_without_effect(whole, value, f"{key}.", conditions)
+            yield from keys_without_effect(root, value, f"{key}.", conditions)
             continue
         for needs, owner in conditions:
-            if value != usual and not needs.holds(whole, owner):
+            if value != usual and not needs.holds(root, owner):
                 yield f"{key}={shortened(value)} does nothing without {needs.what}; or leave it at {usual!r}"
         if isinstance(value, Section):
-            yield from keys_without_effect(whole, value, f"{key}.")
+            yield from keys_without_effect(root, value, f"{key}.")
         elif isinstance(value, dict):
             for one, inner in value.items():
                 if isinstance(inner, Section):
-                    yield from keys_without_effect(whole, inner, f"{key}.{one}.")
+                    yield from keys_without_effect(root, inner, f"{key}.{one}.")
 
 
 _RESUMABLE = "resumable"
@@ -131,17 +131,17 @@ def resumable_keys(kind: type[Section], prefix: str = "") -> list[str]:
 
     A list of sections is one key.
     """
-    found: list[str] = []
+    keys: list[str] = []
     for name, field in kind.model_fields.items():
         key, inner = f"{prefix}{name}", section_of(field.annotation)
         several = named_section_of(field.annotation)
         if isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get(_RESUMABLE):
-            found += [key] if inner is None else [key, f"{key}.*"]
+            keys += [key] if inner is None else [key, f"{key}.*"]
         elif inner is not None:
-            found += resumable_keys(inner, f"{key}.")
+            keys += resumable_keys(inner, f"{key}.")
         elif several is not None:
-            found += resumable_keys(several, f"{key}.*.")
-    return found
+            keys += resumable_keys(several, f"{key}.*.")
+    return keys
 
 
 def key_docs(kind: type[Section]) -> dict[str, str]:

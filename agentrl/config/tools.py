@@ -52,8 +52,8 @@ class MCPConfig(Section):
     @model_validator(mode="after")
     def _one_place(self) -> MCPConfig:
         places = {"command": self.command, "host_command": self.host_command, "url": self.url}
-        if len(given := [name for name, value in places.items() if value]) != 1:
-            raise ValueError(f"a server has one of command, host_command and url, not {' and '.join(given) or 'none'}")
+        if len(set_keys := [name for name, value in places.items() if value]) != 1:
+            raise ValueError(f"a server has one of command, host_command and url, not {' and '.join(set_keys) or 'none'}")
         if self.together and not self.url:
             raise ValueError("together does nothing with a program, which handles one call at a time: remove it")
         if self.url and self.env:

@@ -47,9 +47,9 @@ class Backend(Protocol):
         ...
 
 
-def user_messages(brief: str, said: Said, instructions: str = INSTRUCTIONS) -> list[tuple[str, str]]:
+def user_messages(brief: str, dialogue: Said, instructions: str = INSTRUCTIONS) -> list[tuple[str, str]]:
     """Returns the messages to a model that plays the user, as (role, text): the agent's texts are those of its user."""
-    shown = [("assistant" if speaker == USER else "user", text) for speaker, text in said]
+    shown = [("assistant" if speaker == USER else "user", text) for speaker, text in dialogue]
     return [("system", f"{instructions}{brief}"), ("user", GREETING), *shown]
 
 
@@ -176,22 +176,22 @@ class Dialogue:
         If a user model rejects the conversation, for example because of its content or length, it is asked again without the agent's
         texts. An agent thus cannot end its episode as a fault. Raises `EnvironmentFault` for an invalid reply.
         """
-        said = tuple(self.said)
+        dialogue = tuple(self.said)
         try:
-            text = await self._ask(said)
+            text = await self._ask(dialogue)
         except PromptRefusedError:
-            text = await self._ask(tuple((speaker, UNREADABLE if speaker == AGENT else words) for speaker, words in said))
+            text = await self._ask(tuple((speaker, UNREADABLE if speaker == AGENT else words) for speaker, words in dialogue))
         if not isinstance(text, str) or not text.strip():
             raise EnvironmentFault(f"the simulated user returned {type(text).__name__ if not isinstance(text, str) else 'an empty text'}")
         text, ended = text.strip(), text.strip().endswith(END)
         words = text.removesuffix(END).replace(END, "").strip()[: self._chars]
         return f"{words} {END}".strip() if ended else words or LEFT
 
-    async def _ask(self, said: Said) -> Any:
+    async def _ask(self, dialogue: Said) -> Any:
         if self._user is None:
             raise PluginError("the policy plays the user only for an agent that provides it", fix="set rollout.agent=turns")
         try:
-            reply = self._user(self._brief, said)
+            reply = self._user(self._brief, dialogue)
             return await reply if inspect.isawaitable(reply) else reply
         except PolicyFault as error:  # the agent is not to blame for it
             raise EnvironmentFault(f"the simulated user failed: {error}") from error

@@ -56,9 +56,9 @@ def roles_of(value: Any, where: str) -> list[str]:
     return names
 
 
-def observations_of(value: Any, roles: Sequence[str], where: str, *, done: bool) -> dict[str, Observation]:
+def observations_of(value: Any, roles: Sequence[str], where: str, *, ended: bool) -> dict[str, Observation]:
     """Returns the observations by role that a game returned. Raises `EnvironmentFault` if they are invalid, or if no role can act next."""
-    if not isinstance(value, Mapping) or not set(value) <= set(roles) or not (value or done):
+    if not isinstance(value, Mapping) or not set(value) <= set(roles) or not (value or ended):
         shown = sorted(map(str, value))[:4] if isinstance(value, Mapping) else type(value).__name__
         raise EnvironmentFault(f"{where} returned observations of {shown} instead of a dictionary for some of the roles {', '.join(roles)}")
     observations = {
@@ -82,7 +82,7 @@ def role_step_of(value: Any, roles: Sequence[str], where: str) -> RoleStep:
         raise EnvironmentFault(f"{where} returned rewards that are not a dictionary for some of the roles {', '.join(roles)}")
     ended = flag_of(terminated, where, "terminated"), flag_of(truncated, where, "truncated")
     return RoleStep(
-        observations=observations_of(observations, roles, where, done=any(ended)),
+        observations=observations_of(observations, roles, where, ended=any(ended)),
         rewards={role: number_of(reward, where, f"reward of {role}") for role, reward in rewards.items()},
         terminated=ended[0],
         truncated=ended[1],
@@ -114,7 +114,7 @@ class PooledGame:
 
     async def reset(self) -> Mapping[str, Observation]:
         """Returns the first observations."""
-        return observations_of(self._first, self.roles, f"{self._ref}.reset()", done=False)
+        return observations_of(self._first, self.roles, f"{self._ref}.reset()", ended=False)
 
     async def step(self, actions: Mapping[str, str]) -> RoleStep:
         """Applies actions. Raises `PolicyFault`, `TaskError` and `EnvironmentFault`."""

@@ -142,10 +142,10 @@ class GymnasiumEnvironment(Environment):
         if self._numbers:
             return self._numbers[action]
         try:
-            given = json.loads(action)
+            json_value = json.loads(action)
         except (ValueError, RecursionError) as error:
             raise PolicyFault(f"the action is not JSON: {str(error)[:200]}") from None
-        return value_of(self._space, given)
+        return value_of(self._space, json_value)
 
     def _text(self, observation: Any) -> str | Observation:
         if not is_inside(self._seen, observation):

@@ -53,8 +53,8 @@ class OpenEnvSession(Session):
                 self.server.cache["schema"] = await self._action_schema()
         self.instructions = self.server.cache["instructions"]
         await self._connect()
-        given = {name: self.options[name] for name in ("split", "index") if name in self.options}
-        data = {"seed": self.spec.seed, **given, **dict(self.options.get("reset", {}))}
+        task_options = {name: self.options[name] for name in ("split", "index") if name in self.options}
+        data = {"seed": self.spec.seed, **task_options, **dict(self.options.get("reset", {}))}
         self._first = _text(await self._request("reset", data))  # a server that is full says so in its answer to the first message
         properties = self.server.cache["schema"]["properties"]
         if not set(properties) - {"type", "tool_name", "arguments"}:  # an action of the protocol's own kinds, or of none

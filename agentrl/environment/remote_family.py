@@ -161,8 +161,8 @@ class RemoteFamily(EnvironmentFamily):
 def prompt_of(row: Mapping[str, Any], where: str) -> tuple[Message, ...]:
     """Returns the prompt of a row of a NeMo Gym data set. Raises `TaskError` if it has other items than messages of text."""
     parameters = row.get("responses_create_params")
-    given = parameters.get("input") if isinstance(parameters, Mapping) else None
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    task_input = parameters.get("input") if isinstance(parameters, Mapping) else None
+    items = [{"role": "user", "content": task_input}] if isinstance(task_input, str) else task_input
     instructions = parameters.get("instructions") if isinstance(parameters, Mapping) else None
     messages = [Message(role="system", content=instructions)] if isinstance(instructions, str) else []
     for item in items if isinstance(items, list) else ():

@@ -71,47 +71,47 @@ _SCHEMAS: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 
 
-def value_of(space: Any, given: Any) -> Any:
+def value_of(space: Any, action: Any) -> Any:
     """Converts a JSON value to an action of a space. Raises `PolicyFault` with the reason if it is not in the space."""
-    value = _converted(space, given, "action")
+    value = _converted(space, action, "action")
     if not space.contains(value):
         raise PolicyFault(f"the action is not in {str(space)[:200]}")
     return value
 
 
-def _converted(space: Any, given: Any, where: str) -> Any:
+def _converted(space: Any, value: Any, where: str) -> Any:
     match kind_of(space):
         case "Discrete":
-            return int(_numbers(given, (), where, whole=True))
+            return int(_numbers(value, (), where, integers=True))
         case "Box":
-            return _numbers(given, space.shape, where, whole=space.dtype.kind in "iu").astype(space.dtype)
+            return _numbers(value, space.shape, where, integers=space.dtype.kind in "iu").astype(space.dtype)
         case "MultiDiscrete" | "MultiBinary":
-            return _numbers(given, tuple(space.shape), where, whole=True).astype(space.dtype)
+            return _numbers(value, tuple(space.shape), where, integers=True).astype(space.dtype)
         case "Text":
-            return given
+            return value
         case "Sequence":
-            if not isinstance(given, list) or len(given) > _MAX_SEQUENCE:
+            if not isinstance(value, list) or len(value) > _MAX_SEQUENCE:
                 raise PolicyFault(f"{where} must be a list of at most {_MAX_SEQUENCE} items")
-            return tuple(_converted(space.feature_space, item, f"{where}[{number}]") for number, item in enumerate(given))
+            return tuple(_converted(space.feature_space, item, f"{where}[{number}]") for number, item in enumerate(value))
     parts = space.spaces if isinstance(space.spaces, Mapping) else {str(number): part for number, part in enumerate(space.spaces)}
-    if not isinstance(given, Mapping) or {*given} != {str(name) for name in parts}:
+    if not isinstance(value, Mapping) or {*value} != {str(name) for name in parts}:
         raise PolicyFault(f"{where} must be an object with the keys {', '.join(map(str, parts))}")
-    values = {name: _converted(part, given[str(name)], f"{where}.{name}") for name, part in parts.items()}
+    values = {name: _converted(part, value[str(name)], f"{where}.{name}") for name, part in parts.items()}
     return values if isinstance(space.spaces, Mapping) else tuple(values.values())
 
 
-def _numbers(given: Any, shape: tuple[int, ...], where: str, *, whole: bool) -> Any:
-    """Returns an array of a shape. Raises `PolicyFault` unless `given` has exactly that shape, and finite numbers."""
+def _numbers(value: Any, shape: tuple[int, ...], where: str, *, integers: bool) -> Any:
+    """Returns an array of a shape. Raises `PolicyFault` unless `value` has exactly that shape, and finite numbers."""
     import numpy as np
 
-    leaves: list[Any] = [given]
-    kinds = int if whole else int | float
+    leaves: list[Any] = [value]
+    kinds = int if integers else int | float
     for size in shape:
         if any(not isinstance(item, list) or len(item) != size for item in leaves):
             raise PolicyFault(f"{where} must be nested lists of the shape {shape}")
         leaves = [leaf for item in leaves for leaf in item]
     if any(isinstance(leaf, bool) or not isinstance(leaf, kinds) or not abs(leaf) <= _LARGEST for leaf in leaves):
-        raise PolicyFault(f"{where} must be {'a whole number' if whole else 'a number'}" if not shape else f"{where} must be numbers")
+        raise PolicyFault(f"{where} must be {'a whole number' if integers else 'a number'}" if not shape else f"{where} must be numbers")
     return np.array(leaves).reshape(shape)
 
 

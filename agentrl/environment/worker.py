@@ -68,7 +68,7 @@ class OpenEnvironments:
 
     def _open_game(self, game: Game, ref: str, seed: int) -> Any:
         roles = roles_of(game.roles, ref)
-        first = observations_of(self._done(game.reset(seed)), roles, f"{ref}.reset()", done=False)
+        first = observations_of(self._done(game.reset(seed)), roles, f"{ref}.reset()", ended=False)
         actions, forfeit = actions_of(game.actions, ref), number_of(game.forfeit, ref, "forfeit")
         return {"instructions": str(game.instructions), "actions": actions, "first": as_data(first), "roles": roles, "forfeit": forfeit}
 

@@ -134,7 +134,7 @@ async def run_canary(
         on_block: called after each block.
     """
     began, by_id = time.monotonic(), {case.id: case for case in comparison.suite.cases}
-    units = plan_units(comparison.suite.cases, comparison.repeats_of, share=share, seed=comparison.given.recipe.seed)
+    units = plan_units(comparison.suite.cases, comparison.repeats_of, share=share, seed=comparison.prepared.recipe.seed)
     attempts: tuple[list[SuiteAttempt], list[SuiteAttempt]] = [], []
     result = _result(comparison, units[:0], attempts, most=len(units))
     for start in range(0, len(units), _BLOCK):

@@ -61,13 +61,13 @@ class ChatEndpoint(Endpoint):
             body = json.loads(content)
             choice = body["choices"][0]
             message = choice["message"]
-            words, refusal, wanted = message.get("content"), message.get("refusal"), message.get("tool_calls") or []
+            answer, refusal, wanted = message.get("content"), message.get("refusal"), message.get("tool_calls") or []
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise JudgeError(f"{self._where()} did not return a chat completion") from None
-        if not isinstance(wanted, list) or not isinstance(words, str | None):
+        if not isinstance(wanted, list) or not isinstance(answer, str | None):
             raise JudgeError(f"{self._where()} did not return a chat completion")
         cost = token_usage(body.get("usage"), len(json.dumps(list(messages))) // CHARS_PER_TOKEN, content.decode(errors="replace"))
-        text = words if words is not None else refusal if isinstance(refusal, str) else ""
+        text = answer if answer is not None else refusal if isinstance(refusal, str) else ""
         return ChatAnswer(
             text=encodable(text),
             **cost,

@@ -164,30 +164,30 @@ def held_out_suite(recipe: Recipe, root: Path) -> Suite:
 
 
 @asynccontextmanager
-async def open_policy(given: PreparedEvaluation, *, console: bool) -> AsyncIterator[OpenPolicy]:
+async def open_policy(prepared: PreparedEvaluation, *, console: bool) -> AsyncIterator[OpenPolicy]:
     """Opens the policy and the sandboxes of its episodes."""
-    kind = _served if given.policy.served else _not_served
-    async with kind(given, console=console) as policy:
+    kind = _served if prepared.policy.served else _not_served
+    async with kind(prepared, console=console) as policy:
         yield policy
 
 
 @asynccontextmanager
-async def _served(given: PreparedEvaluation, *, console: bool) -> AsyncIterator[OpenPolicy]:
+async def _served(prepared: PreparedEvaluation, *, console: bool) -> AsyncIterator[OpenPolicy]:
     """A model folder on a supervised server."""
-    assert given.checked is not None, "a served policy was checked"
-    async with open_run(given.recipe, given.start, given.checked, root=given.root, console=console) as run:
+    assert prepared.checked is not None, "a served policy was checked"
+    async with open_run(prepared.recipe, prepared.start, prepared.checked, root=prepared.root, console=console) as run:
         run.tracker.stage("start", "server and sandbox images")
         base = await run.base_version()
-        if starts_mid_episode(given.suites):
-            chat = preflight.open_chat(given.start.folder / "versions" / "000000", policy=given.recipe.policy)
-            check_start_tokens(given.suites, chat, run.groups.runner.tools, given.recipe.rollout)
+        if starts_mid_episode(prepared.suites):
+            chat = preflight.open_chat(prepared.start.folder / "versions" / "000000", policy=prepared.recipe.policy)
+            check_start_tokens(prepared.suites, chat, run.groups.runner.tools, prepared.recipe.rollout)
         async with asyncio.TaskGroup() as starting:
-            making = starting.create_task(prepare_images(given.suites, run.sandboxes))
+            making = starting.create_task(prepare_images(prepared.suites, run.sandboxes))
             starting.create_task(run.served.start(base))
             starting.create_task(run.judges.ready())
         async with asyncio.TaskGroup() as watched:
             watcher = watched.create_task(run.served.watch(on_loss=run.learner.kill))
-            groups = evaluation_runner(run.groups, given.recipe.evaluation.distribution)
+            groups = evaluation_runner(run.groups, prepared.recipe.evaluation.distribution)
             yield OpenPolicy(
                 groups=groups,
                 sandboxes=run.sandboxes,
@@ -203,34 +203,34 @@ async def _served(given: PreparedEvaluation, *, console: bool) -> AsyncIterator[
 
 
 @asynccontextmanager
-async def _not_served(given: PreparedEvaluation, *, console: bool) -> AsyncIterator[OpenPolicy]:
+async def _not_served(prepared: PreparedEvaluation, *, console: bool) -> AsyncIterator[OpenPolicy]:
     """A policy without a server: a plug-in of the project, or a third-party endpoint."""
-    recipe, folder = given.recipe, given.start.folder
+    recipe, folder = prepared.recipe, prepared.start.folder
     async with closing_stack(folder) as stack:
-        sandboxes = await open_sandboxes(recipe.sandbox, run_label=folder.name, root=given.root)
+        sandboxes = await open_sandboxes(recipe.sandbox, run_label=folder.name, root=prepared.root)
         stack.push_async_callback(sandboxes.close)
-        write_start(folder, recipe, given.start)
-        clock = StageClock(began=given.start.began)
+        write_start(folder, recipe, prepared.start)
+        clock = StageClock(began=prepared.start.began)
         tracker = RunTracker(folder, [clock, *open_trackers(folder, recipe, console=console)])
         stack.callback(tracker.close)
         tracker.stage("start", "sandbox images")
-        policy, agent, chat = _parts(given)
+        policy, agent, chat = _parts(prepared)
         if isinstance(agent, ChatAgent):
             stack.push_async_callback(agent.endpoint.close)
-        broken = await prepare_images(given.suites, sandboxes)
-        capture = Capture(folder, recipe.capture, origin={"run": folder.name, "recipe": recipe.name, "model": given.policy.name})
+        broken = await prepare_images(prepared.suites, sandboxes)
+        capture = Capture(folder, recipe.capture, origin={"run": folder.name, "recipe": recipe.name, "model": prepared.policy.name})
         stack.callback(capture.close)
-        cases = [case.task for suite in given.suites for case in suite.cases]
+        cases = [case.task for suite in prepared.suites for case in suite.cases]
         tasks = with_sub_agent_tools(cases, recipe.rollout.delegation)
-        tools = await pin_tools(declared_tools(recipe.mcp, recipe.tools, given.root), tasks, sandboxes, every=False, chat=chat)
+        tools = await pin_tools(declared_tools(recipe.mcp, recipe.tools, prepared.root), tasks, sandboxes, every=False, chat=chat)
         if chat is not None:
             for task in [one for one in cases if one.sandbox is not None and (one.sandbox.image, one.sandbox.runtime) not in broken][:1]:
                 await check_snapshots(recipe, task, sandboxes)
-            check_start_tokens(given.suites, chat, tools, recipe.rollout)
+            check_start_tokens(prepared.suites, chat, tools, recipe.rollout)
         store = await DriverStore.open(partial(open_store, folder, recipe))
         stack.push_async_callback(store.close)
         yield OpenPolicy(
-            groups=_group_runner(recipe, policy, agent, tools, sandboxes, given.scorer),
+            groups=_group_runner(recipe, policy, agent, tools, sandboxes, prepared.scorer),
             sandboxes=sandboxes,
             capture=capture,
             tracker=tracker,
@@ -263,14 +263,14 @@ def _group_runner(
     )
 
 
-def _parts(given: PreparedEvaluation) -> tuple[Policy, Agent, ChatFormat | None]:
+def _parts(prepared: PreparedEvaluation) -> tuple[Policy, Agent, ChatFormat | None]:
     """Returns policy, agent and chat format. An endpoint has its own agent and no chat format."""
-    if given.policy.source is PolicySource.ENDPOINT:
-        return NoPolicy(), _chat_agent(given.policy, given.recipe), None
-    plugin: Any = load_policy_plugin(given.policy)
-    policy = given.recipe.policy
+    if prepared.policy.source is PolicySource.ENDPOINT:
+        return NoPolicy(), _chat_agent(prepared.policy, prepared.recipe), None
+    plugin: Any = load_policy_plugin(prepared.policy)
+    policy = prepared.recipe.policy
     chat = ChatFormat(plugin.tokenizer, tool_format=policy.tool_format, rewritten=policy.rewritten_context)
-    return plugin, build_agent(given.recipe, chat), chat
+    return plugin, build_agent(prepared.recipe, chat), chat
 
 
 def _chat_agent(policy: NamedPolicy, recipe: Recipe) -> ChatAgent:

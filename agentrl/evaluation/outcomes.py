@@ -161,12 +161,12 @@ def summary_line(one: CaseOutcome) -> str:
     """One line: score, threshold, attempts, and the baseline's score."""
     score = "-" if one.mean is None else f"{one.mean:.2f}"
     missing = sum(score is None for score in one.scores)
-    words = f"{score} of {one.threshold:g} in {len(one.scores)} attempt{'s' if len(one.scores) != 1 else ''}"
-    words += f", {missing} unscored" if missing else ""
+    text = f"{score} of {one.threshold:g} in {len(one.scores)} attempt{'s' if len(one.scores) != 1 else ''}"
+    text += f", {missing} unscored" if missing else ""
     if (pinned := one.case.baseline) is not None and pinned.mean is not None:
         who = f"version {pinned.version}" if pinned.version is not None else one_line(pinned.model, 60)
-        words += f" (baseline {pinned.mean:.2f}, {who})"
-    return words
+        text += f" (baseline {pinned.mean:.2f}, {who})"
+    return text
 
 
 def detail_lines(one: CaseOutcome) -> list[str]:

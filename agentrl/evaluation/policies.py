@@ -29,7 +29,7 @@ from agentrl.version.model_folder import read_json
 _LONGEST_CONTEXT = 1 << 20
 _LARGEST = 1 << 20  # bytes of a record of sampling
 _SHOWN = 200  # characters of a text of a suite in an error
-_PART = parts.PartKind(key="--policy", what="policy", shipped={}, protocol="agentrl.protocols:Policy", given=())
+_PART = parts.PartKind(key="--policy", what="policy", shipped={}, protocol="agentrl.protocols:Policy", arguments=())
 _SAID_ELSEWHERE = {
     "model": "--model gives the model",
     "messages": "the case gives the messages",

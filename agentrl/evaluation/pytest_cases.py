@@ -39,12 +39,12 @@ class CaseNotPassed(Exception):
 class BackgroundEvaluation:
     """The evaluation of all items, in a separate thread with its own event loop."""
 
-    def __init__(self, given: PreparedEvaluation) -> None:
-        self.given = given
+    def __init__(self, prepared: PreparedEvaluation) -> None:
+        self.prepared = prepared
         self.done: tuple[SuiteEvaluation, ...] = ()
         self.error: BaseException | None = None  # ended the evaluation
         self._outcomes: dict[tuple[str, str], Future[CaseOutcome]] = {
-            (suite.name, case.id): Future() for suite in given.suites for case in suite.cases
+            (suite.name, case.id): Future() for suite in prepared.suites for case in suite.cases
         }
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -87,7 +87,7 @@ class BackgroundEvaluation:
     async def _evaluate(self) -> None:
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         self._begun.set()
-        self.done = await evaluate_suites(self.given, console=False, on_case=self._scored)
+        self.done = await evaluate_suites(self.prepared, console=False, on_case=self._scored)
 
     def _scored(self, outcome: CaseOutcome) -> None:
         self._outcomes[outcome.suite, outcome.case.id].set_result(outcome)
@@ -128,7 +128,7 @@ class CaseItem(pytest.Item):
         yield f"{outcome.status}  {summary_line(outcome)}"
         yield from detail_lines(outcome)
         if outcome.example is not None and self.cases.evaluation is not None:
-            yield from ("", outcome.example.tail, "", f"more: {show_command(outcome, self.cases.evaluation.given.start.folder)}")
+            yield from ("", outcome.example.tail, "", f"more: {show_command(outcome, self.cases.evaluation.prepared.start.folder)}")
 
 
 class SuiteFolder(pytest.Directory):
@@ -185,7 +185,7 @@ class SuitePlugin:
         option = self._config.getoption
         run_dir = option("agentrl_run_dir")
         try:
-            given = self._stack.enter_context(
+            prepared = self._stack.enter_context(
                 prepare_evaluation(
                     self._policy,
                     _selected(items),
@@ -197,7 +197,7 @@ class SuitePlugin:
             )
         except UserError as error:
             raise pytest.UsageError(str(error)) from None
-        self.evaluation = BackgroundEvaluation(given)
+        self.evaluation = BackgroundEvaluation(prepared)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:

@@ -62,14 +62,14 @@ class _Player:
     """A `Policy` that repeats recorded completions, as long as the prompts are the recorded ones."""
 
     turns: Sequence[Turn]  # up to and including the turn at which the case starts
-    asked: list[int] = field(default_factory=list)
+    context: list[int] = field(default_factory=list)
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
         number = int(request_id.rpartition("-")[2].partition(".")[0])
-        if list(prompt_ids) != [*self.asked, *self.turns[number].prompt_ids]:
+        if list(prompt_ids) != [*self.context, *self.turns[number].prompt_ids]:
             raise _Apart(f"turn {number + 1} starts with other tokens than recorded")
         turn = self.turns[number]
-        self.asked = [*prompt_ids, *turn.completion_ids]
+        self.context = [*prompt_ids, *turn.completion_ids]
         return Completion(
             token_ids=turn.completion_ids,
             logprobs=turn.logprobs,

@@ -256,8 +256,8 @@ def compute_curves(tasks: Sequence[Sequence[CountedAttempt]]) -> tuple[ComputeCu
     budgets = _budgets(sorted(attempt.tokens for attempt in every if attempt.passed), max(attempt.tokens for attempt in every))
     curves = []
     for k in attempt_counts(max(map(len, tasks))):
-        tried = [attempts for attempts in tasks if len(attempts) >= k]
-        curves.append(ComputeCurve(attempts=k, points=tuple(_curve_point(tried, budget, k) for budget in budgets)))
+        long_enough = [attempts for attempts in tasks if len(attempts) >= k]
+        curves.append(ComputeCurve(attempts=k, points=tuple(_curve_point(long_enough, budget, k) for budget in budgets)))
     return tuple(curves)
 
 
@@ -269,11 +269,11 @@ def attempt_noise(by_case: Sequence[Sequence[float]]) -> float:
     Args:
         by_case: [N][tries] scores. Raises `ValueError` without a score.
     """
-    tried = [scores for scores in by_case if scores]
-    if not tried:
+    scored_cases = [scores for scores in by_case if scores]
+    if not scored_cases:
         raise ValueError("nothing was scored")
-    overall = statistics.pvariance([score for scores in tried for score in scores])
-    return 2 * statistics.fmean(statistics.variance(scores) if len(scores) > 1 else overall for scores in tried)
+    overall = statistics.pvariance([score for scores in scored_cases for score in scores])
+    return 2 * statistics.fmean(statistics.variance(scores) if len(scores) > 1 else overall for scores in scored_cases)
 
 
 def planned_spread(difference: float, noise: float, *, repeats: int = 1) -> float:

@@ -44,7 +44,7 @@ class SuiteEvaluation:
 
 
 async def evaluate_suites(
-    given: PreparedEvaluation,
+    prepared: PreparedEvaluation,
     *,
     console: bool = True,
     on_case: CaseListener = lambda outcome: None,
@@ -58,19 +58,21 @@ async def evaluate_suites(
     Raises:
         InfrastructureError: for example, the server is lost for good. Faults of single episodes are in their attempts.
     """
-    async with open_policy(given, console=console) as policy:
-        cases = [(suite, case) for suite in given.suites for case in suite.cases]
-        total = sum(given.repeats_of(suite, case) for suite, case in cases)
+    async with open_policy(prepared, console=console) as policy:
+        cases = [(suite, case) for suite in prepared.suites for case in suite.cases]
+        total = sum(prepared.repeats_of(suite, case) for suite, case in cases)
         policy.tracker.stage("evaluate", f"{len(cases)} cases, {total} attempts")
         await asyncio.to_thread(policy.capture.reset_phase, EVAL_PHASE)
         await policy.stored.begin(EVAL_PHASE)
-        evaluation = _Evaluation(given, policy, total, on_case)
+        evaluation = _Evaluation(prepared, policy, total, on_case)
         async with asyncio.TaskGroup() as running:
-            jobs = {suite.folder: [running.create_task(evaluation.run_case(suite, case)) for case in suite.cases] for suite in given.suites}
-        done = tuple(evaluation.save(suite, [job.result() for job in jobs[suite.folder]]) for suite in given.suites)
-    with warn_on_error(given.start.folder, "the digest of failures"):
-        write_digest(given.start.folder)
-    return done
+            jobs = {
+                suite.folder: [running.create_task(evaluation.run_case(suite, case)) for case in suite.cases] for suite in prepared.suites
+            }
+        evaluations = tuple(evaluation.save(suite, [job.result() for job in jobs[suite.folder]]) for suite in prepared.suites)
+    with warn_on_error(prepared.start.folder, "the digest of failures"):
+        write_digest(prepared.start.folder)
+    return evaluations
 
 
 async def evaluate_suite(
@@ -92,7 +94,7 @@ async def evaluate_suite(
     Raises `PluginError` before anything starts, for a case whose verifier or tool does not resolve.
     """
     check_suite(suite, checked.scorer, declared_tools(recipe.mcp, recipe.tools, root), root=root)
-    given = PreparedEvaluation(
+    prepared = PreparedEvaluation(
         policy=recipe_policy(recipe),
         suites=(suite,),
         recipe=recipe,
@@ -103,23 +105,23 @@ async def evaluate_suite(
         checked=checked,
         scorer=checked.scorer,
     )
-    (done,) = await evaluate_suites(given, console=console)
-    return done.results
+    (evaluation,) = await evaluate_suites(prepared, console=console)
+    return evaluation.results
 
 
-def pin_baselines(done: Sequence[SuiteEvaluation]) -> int:
+def pin_baselines(evaluations: Sequence[SuiteEvaluation]) -> int:
     """Stores the results of an evaluation as the baselines of its cases, except cases without a score or with a changed task. Returns
     how many."""
     pinned = 0
-    for one in done:
-        cases = {case.id: case for case in load_suite(one.suite.folder).cases}
-        for outcome in one.outcomes:
+    for evaluation in evaluations:
+        cases = {case.id: case for case in load_suite(evaluation.suite.folder).cases}
+        for outcome in evaluation.outcomes:
             if outcome.mean is None:
                 continue
-            info, case = one.results.about, cases.get(outcome.case.id)
+            info, case = evaluation.results.about, cases.get(outcome.case.id)
             baseline = Baseline(model=info.model, version=info.version if info.sha256 else None, scores=outcome.scores, at=info.at)
             if case is not None and case.task == outcome.case.task:  # the file may have changed meanwhile
-                save_case(one.suite.folder, replace(case, baseline=baseline))
+                save_case(evaluation.suite.folder, replace(case, baseline=baseline))
                 pinned += 1
     return pinned
 
@@ -132,17 +134,17 @@ def exit_code(outcomes: Sequence[CaseOutcome]) -> int:
 class _Evaluation:
     """Runs and saves the attempts at the cases of an evaluation."""
 
-    def __init__(self, given: PreparedEvaluation, policy: OpenPolicy, total: int, on_case: CaseListener) -> None:
-        self._given, self._policy, self._total, self._on_case = given, policy, total, on_case
-        self._rules = load_rules(given.recipe.capture.rules)
-        self._names = _names(given.suites)
+    def __init__(self, prepared: PreparedEvaluation, policy: OpenPolicy, total: int, on_case: CaseListener) -> None:
+        self._prepared, self._policy, self._total, self._on_case = prepared, policy, total, on_case
+        self._rules = load_rules(prepared.recipe.capture.rules)
+        self._names = _names(prepared.suites)
         self._began, self._scored = time.monotonic(), 0
 
     async def run_case(self, suite: Suite, case: Case) -> tuple[CaseOutcome, list[SuiteAttempt]]:
         """Runs the attempts at a case."""
-        given, policy = self._given, self._policy
-        label = EVAL_PHASE if len(given.suites) == 1 else self._names[suite.folder]
-        planned = [plan_case(case, f"{label}-{case.id}-r{number}", policy.broken) for number in range(given.repeats_of(suite, case))]
+        prepared, policy = self._prepared, self._policy
+        label = EVAL_PHASE if len(prepared.suites) == 1 else self._names[suite.folder]
+        planned = [plan_case(case, f"{label}-{case.id}-r{number}", policy.broken) for number in range(prepared.repeats_of(suite, case))]
         episodes = await run_attempts(policy.groups, planned, self._count)
         attempts = []
         for number, scored in enumerate(episodes):
@@ -150,18 +152,20 @@ class _Evaluation:
             tokens = policy.spent.pop(scored.episode.id, record.attempt.tokens)
             attempts.append(replace(record, attempt=replace(record.attempt, tokens=tokens)))
         pairs = [(record.attempt, scored) for record, scored in zip(attempts, episodes, strict=True)]
-        origin = {"model": given.policy.name}
-        outcome = case_outcome(suite.name, case, pairs, threshold=given.threshold, rules=self._rules, origin=origin)
+        origin = {"model": prepared.policy.name}
+        outcome = case_outcome(suite.name, case, pairs, threshold=prepared.threshold, rules=self._rules, origin=origin)
         self._on_case(outcome)
         return outcome, attempts
 
     def save(self, suite: Suite, cases: Sequence[tuple[CaseOutcome, list[SuiteAttempt]]]) -> SuiteEvaluation:
         """Writes a suite's evaluation, for `agentrl compare`."""
-        given, run = self._given, self._given.start.folder
-        folder = run / SUITE_FOLDER if len(given.suites) == 1 else run / SUITES_FOLDER / self._names[suite.folder]
-        repeats = given.repeats or suite.repeats
-        info = evaluation_info(given.recipe, suite, self._policy.version, repeats=repeats, threshold=given.threshold, began=self._began)
-        info = replace(info, model=given.policy.name, version=given.policy.version)  # as typed, so that it is the same on any machine
+        prepared, run = self._prepared, self._prepared.start.folder
+        folder = run / SUITE_FOLDER if len(prepared.suites) == 1 else run / SUITES_FOLDER / self._names[suite.folder]
+        repeats = prepared.repeats or suite.repeats
+        info = evaluation_info(
+            prepared.recipe, suite, self._policy.version, repeats=repeats, threshold=prepared.threshold, began=self._began
+        )
+        info = replace(info, model=prepared.policy.name, version=prepared.policy.version)  # as typed, so that it is the same on any machine
         attempts = [record for _, records in cases for record in records]
         suite_results = SuiteResults(about=info, attempts=tuple(record.attempt for record in attempts))
         results.save_results(folder, suite_results, [record.transcript for record in attempts])

@@ -101,24 +101,24 @@ class VersionComparison:
 
     run: Path
     numbers: tuple[int, int]
-    given: PreparedEvaluation
+    prepared: PreparedEvaluation
     alpha: float
     margin: float
 
     @property
     def suite(self) -> Suite:
         """The cases."""
-        return self.given.suites[0]
+        return self.prepared.suites[0]
 
     @property
     def folders(self) -> tuple[Path, Path]:
         """The folders to which the attempts of each version are written, for `agentrl compare`."""
-        before, after = (self.given.start.folder / name for name in _PHASES)
+        before, after = (self.prepared.start.folder / name for name in _PHASES)
         return before, after
 
     def repeats_of(self, case: Case) -> int:
         """Returns the number of attempts at a case."""
-        return self.given.repeats_of(self.suite, case)
+        return self.prepared.repeats_of(self.suite, case)
 
 
 Trial = Callable[[VersionComparison, OpenPolicy, tuple[PolicyVersion, PolicyVersion]], Awaitable[Result]]
@@ -160,13 +160,15 @@ def prepare_comparison(
     own, overrides = None, ("serving.weight_transfer=file", *overrides)  # no learner sends weights
     if suite is None:
         root, recipe = project_root(Path.cwd() / "recipe"), load(run / "recipe.json")
-        tried = {} if cases is None else {"evaluation.heldout": cases, "evaluation.heldout_real": 0}
-        recipe = recipe.but({"policy.model": str(base), "policy.chat_template": None, "gate": None, "trackers": ("terminal",), **tried})
+        fewer_cases = {} if cases is None else {"evaluation.heldout": cases, "evaluation.heldout_real": 0}
+        recipe = recipe.but(
+            {"policy.model": str(base), "policy.chat_template": None, "gate": None, "trackers": ("terminal",), **fewer_cases}
+        )
         own, suite = (root, recipe.but(*overrides)), held_out_suite(recipe.but(*overrides), root)
     elif cases is not None:
         suite = dataclasses.replace(suite, cases=suite.cases[:cases])
-    with prepare_evaluation(policy, [suite], overrides=overrides, repeats=repeats, run_dir=folder, own=own) as given:
-        yield VersionComparison(run=run, numbers=numbers, given=given, alpha=alpha, margin=margin)
+    with prepare_evaluation(policy, [suite], overrides=overrides, repeats=repeats, run_dir=folder, own=own) as prepared:
+        yield VersionComparison(run=run, numbers=numbers, prepared=prepared, alpha=alpha, margin=margin)
 
 
 async def run_comparison(comparison: VersionComparison, trial: Trial[Result], *, console: bool = True) -> Result:
@@ -174,12 +176,12 @@ async def run_comparison(comparison: VersionComparison, trial: Trial[Result], *,
 
     Raises `InfrastructureError` if the server is lost for good, and `SwapError` if it rejects a version.
     """
-    async with open_policy(comparison.given, console=console) as policy:
+    async with open_policy(comparison.prepared, console=console) as policy:
         assert policy.run is not None, "versions are served here"
         before, after = await asyncio.to_thread(_copy_versions, comparison, policy.run.registry)
         result = await trial(comparison, policy, (before, after))
-    with warn_on_error(comparison.given.start.folder, "the digest of failures"):
-        write_digest(comparison.given.start.folder)
+    with warn_on_error(comparison.prepared.start.folder, "the digest of failures"):
+        write_digest(comparison.prepared.start.folder)
     return result
 
 
@@ -189,7 +191,7 @@ def _copy_versions(comparison: VersionComparison, registry: VersionRegistry) -> 
     for number, compared in enumerate(comparison.numbers, 1):
         source = known_version(open_registry(comparison.run), compared)
         target = f"versions/{number:06d}"
-        copy_version(comparison.run / source.folder, comparison.given.start.folder / target, weights=source.weights)
+        copy_version(comparison.run / source.folder, comparison.prepared.start.folder / target, weights=source.weights)
         pair.append(dataclasses.replace(source, number=number, parent=0, folder=target, state=VersionState.CANDIDATE))
         registry.add(pair[-1])
     return pair
@@ -210,7 +212,7 @@ async def try_blocks(
     began, numbers = time.monotonic(), (lambda case: range(comparison.repeats_of(case)))
     cases = list(comparison.suite.cases)
     attempts: tuple[list[SuiteAttempt], list[SuiteAttempt]] = [], []
-    random.Random(comparison.given.recipe.seed).shuffle(cases)
+    random.Random(comparison.prepared.recipe.seed).shuffle(cases)
     decided = difference_so_far((), (), alpha=comparison.alpha, margin=comparison.margin, most=len(cases))
     for block in range(0, len(cases), _BLOCK):
         for side in (0, 1) if block // _BLOCK % 2 == 0 else (1, 0):
@@ -226,9 +228,9 @@ async def try_blocks(
 
 def save_attempts(comparison: VersionComparison, side: int, version: PolicyVersion, attempts: Sequence[SuiteAttempt], began: float) -> None:
     """Writes the attempts by one version to its folder of the comparison. `began`: monotonic seconds."""
-    given, number = comparison.given, comparison.numbers[side]
-    repeats = given.repeats or comparison.suite.repeats
-    info = evaluation_info(given.recipe, comparison.suite, version, repeats=repeats, threshold=given.threshold, began=began)
+    prepared, number = comparison.prepared, comparison.numbers[side]
+    repeats = prepared.repeats or comparison.suite.repeats
+    info = evaluation_info(prepared.recipe, comparison.suite, version, repeats=repeats, threshold=prepared.threshold, began=began)
     info = dataclasses.replace(info, model=f"{comparison.run}@{number}", version=number)
     evaluation = SuiteResults(about=info, attempts=tuple(one.attempt for one in attempts))
     results.save_results(comparison.folders[side], evaluation, [one.transcript for one in attempts])

@@ -107,8 +107,12 @@ def is_right_answer(text: str, truth: str, tolerance: float) -> bool:
     answer, right = text[:_MAX_ANSWER].strip(_QUOTES), truth[:_MAX_ANSWER].strip(_QUOTES)
     if answer.casefold() == right.casefold():
         return bool(right)
-    given, wanted = parse_number(answer), parse_number(right)
-    return given is not None and wanted is not None and numbers.same_number(given, wanted, relative=_RELATIVE_TOLERANCE, absolute=tolerance)
+    answered, wanted = parse_number(answer), parse_number(right)
+    return (
+        answered is not None
+        and wanted is not None
+        and numbers.same_number(answered, wanted, relative=_RELATIVE_TOLERANCE, absolute=tolerance)
+    )
 
 
 def contains_answer(truth: str, text: str, tolerance: float) -> bool:

@@ -257,8 +257,8 @@ def _from_messages(trace: Trace) -> Timeline:
         elif not steps:
             prompt.append(one.message)
     steps = [
-        replace(step, calls=tuple(_answered(call, given.get(n)) for n, call in enumerate(reply.message.tool_calls[:MAX_CALLS])))
-        for step, reply, given in zip(steps, replies, answers, strict=True)
+        replace(step, calls=tuple(_answered(call, results.get(n)) for n, call in enumerate(reply.message.tool_calls[:MAX_CALLS])))
+        for step, reply, results in zip(steps, replies, answers, strict=True)
     ]
     final = steps[-1] if steps else None
     return Timeline(

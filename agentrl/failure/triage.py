@@ -101,11 +101,11 @@ async def tag_by_judge(trace: Trace, rules: Sequence[TriageRule], judge: TriageJ
     tags = tag_by_rules(trace, rules)
     if tags[0].name != UNCLASSIFIED:
         return tags
-    given: object = None
+    answer: object = None
     with user_code.logging_faults(f"triage judge {judge.name}"):
         text = render_trace(replace(trace, tags=()))  # without tags, so that the judge is not influenced
-        given = await user_code.call_user_code(lambda: judge(text), what=f"triage judge {judge.name}", timeout_s=timeout_s)
-    if (tag := _valid_tag(given)) is None:
+        answer = await user_code.call_user_code(lambda: judge(text), what=f"triage judge {judge.name}", timeout_s=timeout_s)
+    if (tag := _valid_tag(answer)) is None:
         return tags
     tag = replace(tag, by=f"{BY_JUDGE}{judge.name}")
     if not any((step.trajectory, step.turn) == (tag.trajectory, tag.turn) for step in timeline_of(trace).steps):
@@ -143,17 +143,17 @@ def manual_tag(name: str, *, by: str, turn: int | None = None, trajectory: int =
 
 
 def _apply(rule: TriageRule, trace: Trace) -> Tag | None:
-    given: object = None
+    answer: object = None
     with user_code.logging_faults(f"triage rule {getattr(rule, '__name__', rule)}"):
-        given = rule(trace)
-    tag = _valid_tag(given)
+        answer = rule(trace)
+    tag = _valid_tag(answer)
     return None if tag is None else replace(tag, by="rules")
 
 
-def _valid_tag(given: object) -> Tag | None:
-    if given is None:
+def _valid_tag(answer: object) -> Tag | None:
+    if answer is None:
         return None
-    if not isinstance(given, Tag) or not _NAME.fullmatch(given.name):
-        user_code.log_unexpected("triage", TypeError(f"{user_code.printable(repr(given), 80)} is not a tag and is ignored"), trace=False)
+    if not isinstance(answer, Tag) or not _NAME.fullmatch(answer.name):
+        user_code.log_unexpected("triage", TypeError(f"{user_code.printable(repr(answer), 80)} is not a tag and is ignored"), trace=False)
         return None
-    return replace(given, note=given.note[:_MAX_NOTE])
+    return replace(answer, note=answer.note[:_MAX_NOTE])

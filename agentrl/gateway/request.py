@@ -87,8 +87,8 @@ class CompletionRequest:
     @property
     def chars(self) -> int:
         """Characters of all messages, calls and tools that the policy would see."""
-        texts = sum(map(len, (*self.system, *(said.message.content for said in self.messages))))
-        calls = [call.name + json.dumps(dict(call.arguments)) for said in self.messages for call in said.message.tool_calls]
+        texts = sum(map(len, (*self.system, *(entry.message.content for entry in self.messages))))
+        calls = [call.name + json.dumps(dict(call.arguments)) for entry in self.messages for call in entry.message.tool_calls]
         return texts + sum(map(len, calls)) + sum(len(json.dumps(tool)) for tool in self.tools)
 
 
@@ -128,8 +128,8 @@ def said(role: str, content: str, calls: Sequence[ToolCall] = (), **more: Any) -
 
 def split_system(messages: Sequence[RequestMessage]) -> tuple[tuple[str, ...], tuple[RequestMessage, ...]]:
     """Returns the texts of the system messages at the head, and the other messages."""
-    count = next((at for at, said in enumerate(messages) if said.message.role != "system"), len(messages))
-    return tuple(said.message.content for said in messages[:count]), tuple(messages[count:])
+    count = next((at for at, entry in enumerate(messages) if entry.message.role != "system"), len(messages))
+    return tuple(entry.message.content for entry in messages[:count]), tuple(messages[count:])
 
 
 def split_reasoning(text: str) -> tuple[str, str]:

@@ -160,15 +160,15 @@ class Gateway:
 
     async def _answered(self, protocol: Endpoint, session: Session, completion_request: CompletionRequest, request: Request) -> Response:
         completion_request = replace(completion_request, retry=is_retry(request.headers))
-        gone = asyncio.Event()
-        watching = asyncio.create_task(watch(request, gone))
+        disconnected = asyncio.Event()
+        watching = asyncio.create_task(watch(request, disconnected))
         try:
-            answer, delivered = await session.complete(completion_request, gone=gone)
+            answer, delivered = await session.complete(completion_request, disconnected=disconnected)
         finally:
             watching.cancel()
-        if gone.is_set() and not request.scope.get(HALF_CLOSED):
+        if disconnected.is_set() and not request.scope.get(HALF_CLOSED):
             raise RequestError("failed", "The client has disconnected.")
-        if not gone.is_set():
+        if not disconnected.is_set():
             delivered()
         if completion_request.options.get("stored"):
             session.stored_answers[answer.id] = protocol.write(answer, completion_request)

@@ -73,14 +73,14 @@ class Session:
     _asides: set[int] = field(default_factory=set)  # trajectories that may be auxiliary
     _answered_at: dict[int, float] = field(default_factory=dict)
 
-    async def complete(self, request: CompletionRequest, *, gone: asyncio.Event | None = None) -> tuple[Answer, Callable[[], None]]:
+    async def complete(self, request: CompletionRequest, *, disconnected: asyncio.Event | None = None) -> tuple[Answer, Callable[[], None]]:
         """Returns an answer, and a function to call once the client has received it. Raises `RequestError`.
 
         A repeated request gets the same answer if no client has received that yet, or if the client declares a retry. Otherwise another
         answer is sampled.
 
         Args:
-            gone: set when the client disconnects. Its completion is still recorded.
+            disconnected: set when the client disconnects. Its completion is still recorded.
         """
         self._check(request)
         request = self._graph.rejoin(request)
@@ -94,7 +94,7 @@ class Session:
             completion.waiting += 1
         else:
             completion = self._completions[key] = self._start(request, match)
-        return await self._wait(completion, gone)
+        return await self._wait(completion, disconnected)
 
     def count(self, request: CompletionRequest) -> int:
         """Returns the number of prompt tokens of a request, without sampling. Raises `RequestError`."""
@@ -339,11 +339,11 @@ class Session:
             created=int(time.time()),
         )
 
-    async def _wait(self, completion: _Completion, gone: asyncio.Event | None) -> tuple[Answer, Callable[[], None]]:
+    async def _wait(self, completion: _Completion, disconnected: asyncio.Event | None) -> tuple[Answer, Callable[[], None]]:
         def delivered() -> None:
             completion.delivered = True
 
-        left = asyncio.create_task(gone.wait()) if gone is not None else None
+        left = asyncio.create_task(disconnected.wait()) if disconnected is not None else None
         waits = True
         try:
             await asyncio.wait({completion.task} | ({left} if left else set()), return_when=asyncio.FIRST_COMPLETED)

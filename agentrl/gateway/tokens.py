@@ -134,14 +134,14 @@ class ConversationTokens:
         """
         if not self.chat.exact:
             raise NotAppended
-        answers = {said.call_id: said.message.content for said in new if said.message.role == "tool"}
+        answers = {entry.call_id: entry.message.content for entry in new if entry.message.role == "tool"}
         if ended and call_ids and len(answers) == len(new) and set(answers) == set(call_ids):
             return self.chat.tool_delta([answers[name] for name in call_ids], after)
         if answers and any(after.call_ids):  # next to a user message, results would have other ids than the model's
             raise NotAppended
         calls = after.message.tool_calls if answers else ()
         turn = [*self._user, Message(role="assistant", content="-", tool_calls=calls)]
-        messages = [said.message for said in new]
+        messages = [entry.message for entry in new]
         full = self._open([self.chat.escape_message(message) for message in (*turn, *messages)], ())
         if full[: len(self._before)] != self._before:
             raise NotAppended

@@ -83,9 +83,9 @@ def key_of(headers: Mapping[str, str]) -> str:
     return key.strip() if scheme.lower() == "bearer" and key else headers.get("x-api-key", "")
 
 
-def is_key(given: str, key: str) -> bool:
+def is_key(received: str, key: str) -> bool:
     """Returns whether a request's key is right, in a time that does not depend on how much of it is."""
-    return hmac.compare_digest(*(sha256(text.encode("utf-8", "replace")).digest() for text in (given, key)))
+    return hmac.compare_digest(*(sha256(text.encode("utf-8", "replace")).digest() for text in (received, key)))
 
 
 class RequestSlots:
@@ -159,12 +159,12 @@ def _decoded(content: bytes, encoding: str, most: int) -> bytes:
     return plain
 
 
-async def watch(request: Request, gone: asyncio.Event) -> None:
-    """Sets `gone` when the client closes its connection or its sending side."""
+async def watch(request: Request, disconnected: asyncio.Event) -> None:
+    """Sets `disconnected` when the client closes its connection or its sending side."""
     while not request.scope.get(HALF_CLOSED):
         if (await request.receive())["type"] == "http.disconnect":
             break
-    gone.set()
+    disconnected.set()
 
 
 def json_response(body: Any, status: int = 200) -> Response:

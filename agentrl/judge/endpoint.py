@@ -220,7 +220,7 @@ class Endpoint:
         """Delays all queries. `first`: whether this is the first rejection among the concurrent requests."""
         was_down = wire.down
         wire.refused += first
-        seconds = backoff_s(tries, later.wait_s, refused=wire.refused if later.asked else 1)
+        seconds = backoff_s(tries, later.wait_s, refused=wire.refused if later.from_server else 1)
         if seconds > self.patience_s:  # no query waits as long as the header requests
             seconds = min(PROBE_S, self.patience_s)
         wire.resume_at = max(wire.resume_at, self.clock.monotonic() + seconds)
@@ -262,7 +262,7 @@ class Endpoint:
         except TimeoutError:
             return _Later(why=f"no answer within {limit_s:g} s")
         except ServerStarting as starting:
-            return _Later(why=str(starting), wait_s=_OWN_S, asked=False)
+            return _Later(why=str(starting), wait_s=_OWN_S, from_server=False)
         except (httpx.HTTPError, httpx.StreamError) as failure:
             return _Later(why=_without(key, describe_error(failure)))
 
@@ -325,11 +325,11 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Later:
-    """A retry may succeed, after `wait_s` if the server (`asked`) or the process that starts it requests a wait."""
+    """A retry may succeed, after `wait_s` if the server (`from_server`) or the process that starts it requests a wait."""
 
     why: str
     wait_s: float | None = None
-    asked: bool = True
+    from_server: bool = True
     without_schema: bool = False  # the server rejects the schema: retry at once without it
 
 

@@ -22,9 +22,9 @@ class EndpointUser:
     endpoint: Endpoint
     instructions: str = INSTRUCTIONS
 
-    async def __call__(self, brief: str, said: Said) -> str:
+    async def __call__(self, brief: str, dialogue: Said) -> str:
         """Returns the next text. Raises `JudgeError` if the endpoint fails, or returns no text three times."""
-        messages = [{"role": role, "content": text} for role, text in user_messages(brief, said, self.instructions)]
+        messages = [{"role": role, "content": text} for role, text in user_messages(brief, dialogue, self.instructions)]
         for _ in range(_TRIES):
             reply = await self.endpoint.ask(messages)
             cut = "cut off" in reply.problem

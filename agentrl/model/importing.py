@@ -89,12 +89,12 @@ def _import(
 ) -> Imported:
     origin = find_source(source)
     text = None if chat_template is None else read_template(chat_template, root)
-    asked = {
+    request = {
         "source": {"name": origin.name, "package": origin.package, "sha256": origin.sha256},
         "dtype": dtype,
         "chat_template": None if text is None else sha256(text.encode()).hexdigest(),
     }
-    if (existing := _same(target, asked)) is not None:
+    if (existing := _same(target, request)) is not None:
         return Imported(folder=target, record=existing, fresh=False)
     _check_target(target, origin, force=force)
     _check_installed(origin)
@@ -102,7 +102,7 @@ def _import(
     with _alone(target):
         part = files.partial_folder(target)
         try:
-            record = _make(origin, part, text, chat_template, dtype, on_stage) | {"asked": asked}
+            record = _make(origin, part, text, chat_template, dtype, on_stage) | {"asked": request}
             record["files"] = files.folder_manifest(part)
             files.write_atomically(part / RECORD, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
             _check_target(target, origin, force=force)  # minutes have passed
@@ -133,11 +133,11 @@ def _alone(target: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _same(target: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
+def _same(target: Path, request: dict[str, Any]) -> dict[str, Any] | None:
     """Returns the record of a folder that already contains the requested import, undamaged; else None."""
     try:
         record = json.loads((target / RECORD).read_text(encoding="utf-8"))
-        if record["format"] != _FORMAT or record["asked"] != asked:
+        if record["format"] != _FORMAT or record["asked"] != request:
             return None
         recorded, _ = record["files"], record["chat_template"]["shows_tools"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -213,14 +213,14 @@ def _make(source: Source, part: Path, text: str | None, named: str | None, dtype
     loading.check_saved(part, dtype, prints)
     for path in source.licences:
         shutil.copyfile(path, part / path.name)
-    said = _plain((header.text("general.license") if header is not None else "") or source.licence)
+    licence_text = _plain((header.text("general.license") if header is not None else "") or source.licence)
     return {
         "format": _FORMAT,
         "source": {"name": source.name, "package": source.package, "sha256": source.sha256, "stored": kinds},
         "model": {"type": config.model_type, "parameters": parameters, "dtype": dtype},
-        "licence": {"id": said, "files": [path.name for path in source.licences]},
+        "licence": {"id": licence_text, "files": [path.name for path in source.licences]},
         "chat_template": {"name": named or "the model's own", **template},
-        "tools": {"agentrl": agentrl.__version__} | {name: found for name in _TOOLS if (found := _version(name))},
+        "tools": {"agentrl": agentrl.__version__} | {name: package_version for name in _TOOLS if (package_version := _version(name))},
     }
 
 
@@ -295,9 +295,9 @@ def _save_tokenizer(folder: Path, header: GgufHeader | None, part: Path, text: s
     try:
         chat = ChatFormat(saved)
     except UserError as error:
-        said = error.message.removeprefix("policy.model: ")
+        reason = error.message.removeprefix("policy.model: ")
         fix = error.fix.partition("; or set policy.rewritten_context")[0]
-        raise UserError(said, fix=fix.replace("policy.chat_template", "--chat-template")) from error
+        raise UserError(reason, fix=fix.replace("policy.chat_template", "--chat-template")) from error
     return {"sha256": sha256(template.encode()).hexdigest(), "shows_tools": chat.shows_tools(), "tool_format": chat.tool_format}
 
 

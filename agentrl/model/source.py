@@ -130,7 +130,7 @@ def _in_package(text: str) -> Source:
         name=matches[0],
         sha256={path.name: digest},
         package=f"{package.metadata['Name']} {package.version}",
-        licence=next((said[:100] for key in ("License-Expression", "License") for said in package.metadata.get_all(key) or ()), ""),
+        licence=next((licence[:100] for key in ("License-Expression", "License") for licence in package.metadata.get_all(key) or ()), ""),
         licences=_texts(tuple(licences)),
     )
 

@@ -85,18 +85,20 @@ def sample_of(group: Group, scored: ScoredEpisode) -> Sample:
 
 
 def _messages(prompt: tuple[Message, ...], line: Trajectory) -> list[Said]:
-    said = [_said(message, "") for message in prompt]
+    rendered = [_said(message, "") for message in prompt]
     for number, turn in enumerate(line.turns):
-        said.append(_said(turn.message, f"{number}-"))
+        rendered.append(_said(turn.message, f"{number}-"))
         for call, result in enumerate(turn.tool_results):
-            said.append({"role": "tool", "tool_call_id": f"{number}-{call}", "name": _short(result.name), "content": _text(result.output)})
-    return said
+            rendered.append(
+                {"role": "tool", "tool_call_id": f"{number}-{call}", "name": _short(result.name), "content": _text(result.output)}
+            )
+    return rendered
 
 
 def _said(message: Message, prefix: str) -> Said:
-    said: Said = {"role": _short(message.role), "content": _text(message.content)}
+    rendered: Said = {"role": _short(message.role), "content": _text(message.content)}
     if message.tool_calls:
-        said["tool_calls"] = [
+        rendered["tool_calls"] = [
             {
                 "id": f"{prefix}{number}",
                 "type": "function",
@@ -104,7 +106,7 @@ def _said(message: Message, prefix: str) -> Said:
             }
             for number, call in enumerate(message.tool_calls)
         ]
-    return said
+    return rendered
 
 
 def _arguments(arguments: Mapping[str, Any]) -> str:

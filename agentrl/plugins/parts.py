@@ -69,7 +69,7 @@ class PartKind:
     shipped: Mapping[str, str]  # name of a built-in part -> plug-in reference
     protocol: str  # plug-in reference
     has_defaults: bool = False  # whether methods inherited from the protocol count
-    given: tuple[str, ...] | None = ()  # arguments of its factory, `*` before keyword arguments; None: the part is called directly
+    arguments: tuple[str, ...] | None = ()  # arguments of its factory, `*` before keyword arguments; None: the part is called directly
     with_options: frozenset[str] = frozenset()  # built-in parts that take options
 
 
@@ -84,7 +84,7 @@ BACKEND = PartKind(
         "agent-sandbox": "agentrl.sandbox.cell:open_claims",
     },
     protocol="agentrl.protocols:SandboxBackend",
-    given=("*", "root", "run_label"),
+    arguments=("*", "root", "run_label"),
     with_options=frozenset({"cell", "agent-sandbox"}),
 )
 CHANNEL = PartKind(
@@ -96,7 +96,7 @@ CHANNEL = PartKind(
         "nccl": "agentrl.serving.swap:NcclWeightChannel",
     },
     protocol="agentrl.protocols:WeightChannel",
-    given=("server", "*", "registry_folder"),
+    arguments=("server", "*", "registry_folder"),
     with_options=frozenset({"file", "delta"}),  # `Recipe` checks them
 )
 STORE = PartKind(
@@ -104,7 +104,7 @@ STORE = PartKind(
     what="experience store",
     shipped=dict.fromkeys(("sqlite", "redis"), "agentrl.experience.store:open_sqlite"),
     protocol="agentrl.protocols:ExperienceStore",
-    given=("run_dir", "recipe"),
+    arguments=("run_dir", "recipe"),
     with_options=frozenset({"sqlite", "redis"}),  # `Recipe` and `agentrl.run.group_stream` check them
 )
 TRACKER = PartKind(
@@ -120,7 +120,7 @@ TRACKER = PartKind(
     },
     protocol="agentrl.protocols:Tracker",
     has_defaults=True,
-    given=("run_dir", "recipe"),
+    arguments=("run_dir", "recipe"),
     with_options=frozenset({"wandb", "trackio", "mlflow", "prometheus"}),
 )
 AGENT = PartKind(
@@ -132,7 +132,7 @@ AGENT = PartKind(
         "players": "agentrl.agent.players:Players",
     },
     protocol="agentrl.protocols:Agent",
-    given=("*", "chat"),
+    arguments=("*", "chat"),
     with_options=frozenset({"players"}),
 )
 ADVANTAGE = PartKind(
@@ -146,7 +146,7 @@ ADVANTAGE = PartKind(
         "gae": "agentrl.objective.advantages:rewards_for_a_critic",
     },
     protocol="agentrl.protocols:AdvantageEstimator",
-    given=None,
+    arguments=None,
 )
 LOSS = PartKind(
     key="objective.loss",
@@ -157,7 +157,7 @@ LOSS = PartKind(
         "cispo": "agentrl.objective.losses:cispo",
     },
     protocol="agentrl.protocols:Loss",
-    given=None,
+    arguments=None,
 )
 KINDS = (AGENT, BACKEND, CHANNEL, STORE, TRACKER, ADVANTAGE, LOSS)
 
@@ -269,7 +269,7 @@ def _resolve_user_part(kind: PartKind, name: str, options: Mapping[str, Any]) ->
     protocol = references.resolve(kind.protocol)
     if not callable(resolved):
         raise PluginError(f"{kind.key} {name!r} is of type {type(resolved).__name__}, which is not callable", fix=_how(kind, protocol))
-    if kind.given is None:
+    if kind.arguments is None:
         lacks = [ProtocolError("it is a class, not a function", "refer to an instance")] if inspect.isclass(resolved) else []
         lacks = lacks or protocol_errors(resolved, protocol, options)
         if lacks:
@@ -277,9 +277,9 @@ def _resolve_user_part(kind: PartKind, name: str, options: Mapping[str, Any]) ->
         return resolved
     if inspect.iscoroutinefunction(resolved):
         raise PluginError(f"{kind.key} {name!r} is async, but is called without await", fix=_how(kind, protocol))
-    given, named = _call(kind)
-    if problem := signature_error(resolved, *given, **named, **options):
-        raise PluginError(f"{kind.key} {name!r} cannot be called with ({', '.join(kind.given)}): {problem}", fix=_how(kind, protocol))
+    positional, named = _call(kind)
+    if problem := signature_error(resolved, *positional, **named, **options):
+        raise PluginError(f"{kind.key} {name!r} cannot be called with ({', '.join(kind.arguments)}): {problem}", fix=_how(kind, protocol))
     product = resolved if inspect.isclass(resolved) else promised_class(resolved)
     if product is None:
         raise PluginError(
@@ -293,15 +293,15 @@ def _resolve_user_part(kind: PartKind, name: str, options: Mapping[str, Any]) ->
 
 def _call(kind: PartKind) -> tuple[list[None], dict[str, None]]:
     """Placeholders for the arguments of a factory of this kind."""
-    names = list(kind.given or ())
+    names = list(kind.arguments or ())
     at = names.index("*") if "*" in names else len(names)
     return [None] * at, dict.fromkeys(names[at + 1 :])
 
 
 def _how(kind: PartKind, protocol: type) -> str:
-    if kind.given is None:
+    if kind.arguments is None:
         return f"refer to a function with the signature of agentrl.protocols.{protocol.__name__}"
-    return f"refer to a class or function that takes ({', '.join(kind.given)}) and returns an agentrl.protocols.{protocol.__name__}"
+    return f"refer to a class or function that takes ({', '.join(kind.arguments)}) and returns an agentrl.protocols.{protocol.__name__}"
 
 
 def _unfit(kind: PartKind, name: str, subject: str, lacks: list[ProtocolError]) -> PluginError:

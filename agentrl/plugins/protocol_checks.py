@@ -27,21 +27,21 @@ def protocol_errors(
     Data attributes are checked on objects only, because a class may set them in `__init__`. `options` are additional keyword arguments of a
     callable protocol. A method inherited from the protocol does not count, unless the protocol `has_defaults`.
     """
-    found: list[ProtocolError] = []
+    errors: list[ProtocolError] = []
     for name, wanted in _methods(protocol).items():
         theirs = candidate if name == "__call__" and inspect.isroutine(candidate) else _looked_up(candidate, name)
         if not callable(theirs) or (not has_defaults and inspect.unwrap(getattr(theirs, "__func__", theirs)) is wanted):
-            found.append(ProtocolError(f"it has no method {name}", f"write {_written(name, wanted)}"))
+            errors.append(ProtocolError(f"it has no method {name}", f"write {_written(name, wanted)}"))
         elif problem := _misfit(name, theirs, wanted, unbound=_is_unbound(candidate, name), options=options or {}):
-            found.append(ProtocolError(problem, f"write {_written(name, wanted)}"))
+            errors.append(ProtocolError(problem, f"write {_written(name, wanted)}"))
     if not inspect.isclass(candidate):
         for name in _attributes(protocol):
             if not hasattr(candidate, name):
-                found.append(ProtocolError(f"it has no attribute {name}", f"set self.{name} in __init__"))
-    return found
+                errors.append(ProtocolError(f"it has no attribute {name}", f"set self.{name} in __init__"))
+    return errors
 
 
-def signature_error(function: Callable[..., Any], *given: Any, **named: Any) -> str:
+def signature_error(function: Callable[..., Any], *arguments: Any, **named: Any) -> str:
     """Returns why `function` cannot be called with these arguments; empty if it can, or if its signature is unknown."""
     try:
         signature = inspect.signature(_constructor(function))
@@ -53,7 +53,7 @@ def signature_error(function: Callable[..., Any], *given: Any, **named: Any) -> 
         if name not in names and not takes_any:
             return f"{name}: {unknown_name(name, names, what='argument')}"
     try:
-        signature.bind(*given, **named)
+        signature.bind(*arguments, **named)
     except TypeError as error:
         return str(error)
     return ""
@@ -72,11 +72,11 @@ def _bases_with_init(kind: type) -> list[type]:
 
 def _methods(protocol: type) -> dict[str, Callable[..., Any]]:
     """Returns the public methods of a protocol and its bases, and `__call__`."""
-    found: dict[str, Callable[..., Any]] = {}
+    methods: dict[str, Callable[..., Any]] = {}
     for base in reversed(protocol.__mro__):
         if getattr(base, "_is_protocol", False):
-            found |= {name: one for name, one in vars(base).items() if inspect.isfunction(one) and _counts(name)}
-    return found
+            methods |= {name: one for name, one in vars(base).items() if inspect.isfunction(one) and _counts(name)}
+    return methods
 
 
 def _attributes(protocol: type) -> Iterator[str]:
@@ -103,11 +103,11 @@ def _is_unbound(candidate: Any, name: str) -> bool:
 def _misfit(name: str, theirs: Callable[..., Any], wanted: Callable[..., Any], *, unbound: bool, options: Mapping[str, Any]) -> str:
     """Returns why a method does not match the method of the protocol: other arguments, or only one of them is async."""
     ours = list(inspect.signature(wanted).parameters.values())[1:]
-    given = [None] * (len([one for one in ours if one.kind is one.POSITIONAL_OR_KEYWORD]) + unbound)
+    arguments = [None] * (len([one for one in ours if one.kind is one.POSITIONAL_OR_KEYWORD]) + unbound)
     fewest = [None] * (len([one for one in ours if one.kind is one.POSITIONAL_OR_KEYWORD and one.default is one.empty]) + unbound)
     named = {one.name: None for one in ours if one.kind is one.KEYWORD_ONLY}
     needed = {one.name: None for one in ours if one.kind is one.KEYWORD_ONLY and one.default is one.empty}
-    for positional, keywords in ((given, named), (fewest, needed)):
+    for positional, keywords in ((arguments, named), (fewest, needed)):
         if problem := signature_error(theirs, *positional, **keywords, **(options if name == "__call__" else {})):
             return f"{name} cannot be called as it will be: {problem}"
     awaited = _is_async(wanted)
@@ -122,8 +122,8 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 def _promises(function: Callable[..., Any]) -> bool:
     """Whether the annotation of a plain function says that it returns an awaitable."""
-    said = str(inspect.signature(function).return_annotation)
-    return any(word in said for word in ("Awaitable", "Coroutine", "Future"))
+    annotation = str(inspect.signature(function).return_annotation)
+    return any(word in annotation for word in ("Awaitable", "Coroutine", "Future"))
 
 
 class _Raw(str):
@@ -148,7 +148,7 @@ def _raw(annotation: Any) -> Any:
 def promised_class(factory: Callable[..., Any]) -> type | None:
     """Returns the class in the return annotation of a factory; None if there is none or it cannot be resolved."""
     try:
-        said = inspect.signature(factory, eval_str=True).return_annotation
+        annotation = inspect.signature(factory, eval_str=True).return_annotation
     except (NameError, TypeError, ValueError, AttributeError, SyntaxError):
         return None
-    return said if inspect.isclass(said) and said is not inspect.Signature.empty else None
+    return annotation if inspect.isclass(annotation) and annotation is not inspect.Signature.empty else None

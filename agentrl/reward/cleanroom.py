@@ -240,8 +240,8 @@ async def _harbor(
 ) -> TestOutcome:
     """Runs test.sh in a fresh sandbox with the image's working directory and the agent's changes. The reward file contains the value."""
     secret = secrets.token_hex(16)
-    gone = [path for path in removed if is_plain_path(path) and path not in outputs]
-    request = json.dumps({"secret": secret, "tests": plan.tests, "written": list(outputs), "removed": gone}).encode()
+    deleted = [path for path in removed if is_plain_path(path) and path not in outputs]
+    request = json.dumps({"secret": secret, "tests": plan.tests, "written": list(outputs), "removed": deleted}).encode()
     files = overlay(task.contents(), outputs)
     done, report = await _report(task, plan, sandboxes, HARBOR, files=files, secret=secret, stdin=request)
     txt, as_json, code = [report[0].get(name) for name in ("txt", "json", "exit")] if len(report) == 1 else ("", "", None)

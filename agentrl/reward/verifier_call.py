@@ -124,7 +124,7 @@ async def call_scoring_code(
     if (task_fault := user_code.first_cause(error, TaskError) or missing_data_error(task, error, what)) is not None:
         log.warning("%s: %s", what, task_fault)
         return Score(value=None, reason=user_code.error_text(task_fault), blame=Blame.TASK)
-    if (outage := outage_of(error, said=[text for episode in episodes for text in _episode_texts(episode)])) is not None:
+    if (outage := outage_of(error, model_text=[text for episode in episodes for text in _episode_texts(episode)])) is not None:
         kind = VerifierTimeout if outage.late else InfrastructureError
         raise kind(f"{what} reported an outage: {outage.text}") from error
     user_code.log_unexpected(what, error)

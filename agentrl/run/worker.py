@@ -425,13 +425,13 @@ def _main() -> int:
     parser.add_argument("parent", type=int, nargs="?", help="process to die with")
     parser.add_argument("--driver", help="address of the driver, if this host does not share its disk")
     parser.add_argument("--root", type=Path, default=Path(), help="the project on this host, with --driver")
-    given = parser.parse_args()
-    if given.driver is None:
-        return main(lambda stack: WorkerAccess.local(given.folder), parent=given.parent)
+    options = parser.parse_args()
+    if options.driver is None:
+        return main(lambda stack: WorkerAccess.local(options.folder), parent=options.parent)
     key = take_key()
-    given.folder.mkdir(parents=True, exist_ok=True)
+    options.folder.mkdir(parents=True, exist_ok=True)
     return main(
-        lambda stack: WorkerAccess.remote(given.driver, key, stack=stack, root=given.root, folder=given.folder), parent=given.parent
+        lambda stack: WorkerAccess.remote(options.driver, key, stack=stack, root=options.root, folder=options.folder), parent=options.parent
     )
 
 

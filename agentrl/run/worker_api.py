@@ -251,8 +251,8 @@ async def _unless_gone(request: Request, result: asyncio.Task[T]) -> T:
 
     Raises `RequestError` if the task was cancelled.
     """
-    gone = asyncio.Event()
-    watching, waiting = asyncio.create_task(watch(request, gone)), asyncio.create_task(gone.wait())
+    disconnected = asyncio.Event()
+    watching, waiting = asyncio.create_task(watch(request, disconnected)), asyncio.create_task(disconnected.wait())
     try:
         await asyncio.wait({result, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if not result.done():

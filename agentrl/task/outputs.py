@@ -170,8 +170,8 @@ async def _collect(sandbox: Sandbox, patterns: Sequence[str]) -> CollectedOutput
     removed: tuple[str, ...] = ()
     names: list[str] = []
     if WHOLE_DIRECTORY in patterns:
-        names, gone, problem = await _changes(sandbox)
-        removed = tuple([name for name in gone if is_plain_path(name)][:REMOVED_FILES])
+        names, deleted, problem = await _changes(sandbox)
+        removed = tuple([name for name in deleted if is_plain_path(name)][:REMOVED_FILES])
         refused |= {WHOLE_DIRECTORY: problem} if problem else {}
     elif wild := [pattern for pattern in patterns if not is_exact(pattern)]:
         listed, problem = await _listing(sandbox, sorted({_root(pattern) for pattern in wild}))
@@ -226,9 +226,9 @@ async def _changes(sandbox: Sandbox) -> tuple[list[str], list[str], str]:
     if problem:
         return [], [], problem
     if isinstance(answer, list) and len(answer) == 2:
-        changed, gone = map(_names, answer)
-        if changed is not None and gone is not None:
-            return changed, gone, ""
+        changed, deleted = map(_names, answer)
+        if changed is not None and deleted is not None:
+            return changed, deleted, ""
     return [], [], "the working directory cannot be listed: no lists of names came back"
 
 

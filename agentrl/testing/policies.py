@@ -70,8 +70,8 @@ class ScriptedPolicy:
         self.prompts.append(tuple(prompt_ids))
         episode, _, turn = request_id.rpartition("-")
         number, part, name = turn.partition(".")
-        said = await self._said(prompt_ids, int(number), f"{episode}{part}{name}")
-        ids = [*self.tokenizer.encode(said, add_special_tokens=False), self.tokenizer.eos_token_id]
+        answer = await self._said(prompt_ids, int(number), f"{episode}{part}{name}")
+        ids = [*self.tokenizer.encode(answer, add_special_tokens=False), self.tokenizer.eos_token_id]
         completion = _completion(ids, params, self.version)
         if not params.supports:
             return completion
@@ -96,8 +96,8 @@ class ReadingPolicy(ScriptedPolicy):
         self.reads = reads
 
     async def _said(self, prompt_ids: Sequence[int], turn: int, episode: str) -> str:
-        said = self.reads(str(self.tokenizer.decode(list(prompt_ids))))
-        return said if isinstance(said, str) else await said
+        answer = self.reads(str(self.tokenizer.decode(list(prompt_ids))))
+        return answer if isinstance(answer, str) else await answer
 
 
 class ReplayPolicy:

@@ -185,8 +185,8 @@ class FolderRegistry:
             serving = {version.number for version in versions if version.state is VersionState.SERVING}
             spared = {0, *newest, *promoted[max(0, len(promoted) - keep) :], *serving, *self._rollback_target()}
             spared |= self._read_numbers(_HELD) | self._read_numbers(_PINNED)
-            kept = [version.number for version in versions if version.number in spared]
-            needed = {link for number in kept for link in deltas.base_folders(self._home(number))}
+            remaining = [version.number for version in versions if version.number in spared]
+            needed = {link for number in remaining for link in deltas.base_folders(self._home(number))}
             old = [version.number for version in versions if version.number not in spared and self._home(version.number) not in needed]
             self._kept = {version.number for version in versions} - {*old}
             dropped = tuple(number for number in old if self._drop_weights(number))

@@ -38,11 +38,11 @@ def tensor_shapes(paths: Iterable[Path]) -> dict[str, tuple[int, ...]]:
     return {name: _shape(path, entry) for path in paths for name, entry in deltas.read_safetensors_header(path).items()}
 
 
-def check_same_shapes(expected: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]]) -> None:
+def check_same_shapes(expected: Mapping[str, tuple[int, ...]], actual: Mapping[str, tuple[int, ...]]) -> None:
     """Raises `ValueError` for the first tensor that is missing, unknown or of another shape."""
-    for name in sorted(expected.keys() | given.keys()):
-        if expected.get(name) != given.get(name):
-            raise ValueError(f"tensor {name}: the served model has shape {expected.get(name)}, the new version {given.get(name)}")
+    for name in sorted(expected.keys() | actual.keys()):
+        if expected.get(name) != actual.get(name):
+            raise ValueError(f"tensor {name}: the served model has shape {expected.get(name)}, the new version {actual.get(name)}")
 
 
 class WeightCopy:

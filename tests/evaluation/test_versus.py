@@ -38,7 +38,7 @@ async def comparison_of(tmp_path: Path, weights: str, *, size: int = 64, margin:
         suites=(suite(size),), recipe=run.recipe, repeats=None, threshold=1.0, start=SimpleNamespace(folder=tmp_path / "ab"),
         repeats_of=lambda suite, case: 1,
     )  # fmt: skip
-    comparison = VersionComparison(run=Path("runs/x"), numbers=(4, 9), given=given, alpha=0.05, margin=margin)  # type: ignore[arg-type]
+    comparison = VersionComparison(run=Path("runs/x"), numbers=(4, 9), prepared=given, alpha=0.05, margin=margin)  # type: ignore[arg-type]
     policy = OpenPolicy(
         groups=run.groups, sandboxes=run.sandboxes, capture=run.capture, tracker=run.tracker, version=await run.base_version(),
         sampled_by=None, broken={}, stored=StoredEpisodes(run.store), run=run,

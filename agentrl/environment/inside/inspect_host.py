@@ -223,10 +223,10 @@ def policy_model(current: Callable[[], Episode]) -> Any:
             api = copy.copy(self)
             api.client = self.client.with_options(base_url=episode.base_url, api_key=episode.key, max_retries=2, timeout=3600.0)
             names = ("max_tokens", "stop_seqs", "parallel_tool_calls", "response_schema")  # the recipe sets the sampling
-            kept = GenerateConfig(**{name: getattr(config, name) for name in names})
+            settings = GenerateConfig(**{name: getattr(config, name) for name in names})
             episode.used += 1
             with episode.busy():
-                return await OpenAICompatibleAPI.generate(api, input, tools, tool_choice, kept)
+                return await OpenAICompatibleAPI.generate(api, input, tools, tool_choice, settings)
 
         def handle_bad_request(self, ex: Any) -> Any:
             if getattr(ex, "code", None) in LIMITS:

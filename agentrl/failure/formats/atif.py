@@ -58,32 +58,32 @@ def recognizes(document: Any) -> bool:
 
 def parse(document: Any, location: Mapping[str, str]) -> Trace:
     """Returns the trace of one document. Raises `ValueError` that names the problem."""
-    whole = as_object(document, "the document")
-    version = whole.get("schema_version")
+    data = as_object(document, "the document")
+    version = data.get("schema_version")
     match = _VERSION.fullmatch(version) if isinstance(version, str) else None
     if match is None or int(match[1]) > NEWEST:
-        given = f"has the schema_version {version[:40]!a}" if isinstance(version, str) else "has no schema_version"
-        raise UserError(f"{given}; supported versions are ATIF-v1.0 to ATIF-v1.{NEWEST}", fix="export it again as one of these")
+        found_version = f"has the schema_version {version[:40]!a}" if isinstance(version, str) else "has no schema_version"
+        raise UserError(f"{found_version}; supported versions are ATIF-v1.0 to ATIF-v1.{NEWEST}", fix="export it again as one of these")
     reader = _Reader()
-    messages = list(reader.trajectory(whole, "", 0))
+    messages = list(reader.trajectory(data, "", 0))
     if not messages:
         raise ValueError("has no steps")
-    gaps, agent = reader.gaps, object_or_empty(whole.get("agent"))
+    gaps, agent = reader.gaps, object_or_empty(data.get("agent"))
     origin = values.build_origin(
-        id=whole.get("trajectory_id") or whole.get("session_id"),
-        session=whole.get("session_id"),
-        trajectory=whole.get("trajectory_id"),
+        id=data.get("trajectory_id") or data.get("session_id"),
+        session=data.get("session_id"),
+        trajectory=data.get("trajectory_id"),
         agent=agent.get("name"),
         agent_version=agent.get("version"),
         model=agent.get("model_name"),
         schema=version,
-        notes=whole.get("notes"),
+        notes=data.get("notes"),
         started=reader.started.isoformat() if reader.started else "",
         **reader.sub_agents,
     )
-    if isinstance(whole.get("continued_trajectory_ref"), str):
-        gaps.add(f"its continuation, which is in another file: {printable_label(whole['continued_trajectory_ref'])}")
-    if whole.get("final_metrics") is not None or set(object_or_empty(whole.get("extra"))) - {EXTRA}:
+    if isinstance(data.get("continued_trajectory_ref"), str):
+        gaps.add(f"its continuation, which is in another file: {printable_label(data['continued_trajectory_ref'])}")
+    if data.get("final_metrics") is not None or set(object_or_empty(data.get("extra"))) - {EXTRA}:
         gaps.add("final metrics and extra of the trajectory: they are not kept")
     if reader.untimed:
         gaps.add("time of a message", reader.untimed)
@@ -101,38 +101,38 @@ class _Reader:
     started: datetime | None = None
     untimed: int = 0
 
-    def trajectory(self, whole: dict[str, Any], at: str, depth: int) -> Iterator[ImportedMessage]:
+    def trajectory(self, data: dict[str, Any], at: str, depth: int) -> Iterator[ImportedMessage]:
         """Yields the messages of a trajectory. A sub-agent's messages come before the result that refers to it."""
         if depth > MAX_DEPTH or len(self.taken) >= MAX_AGENTS:
             raise ValueError(f"has more than {MAX_DEPTH} levels of sub-agents, or more than {MAX_AGENTS} of them")
-        agent = self._agent(whole, at, depth)
+        agent = self._agent(data, at, depth)
         children: dict[str, dict[str, Any]] = {}
         unreferenced: list[dict[str, Any]] = []
-        for number, child in enumerate(as_objects(whole.get("subagent_trajectories"), f"{at}subagent_trajectories")):
+        for number, child in enumerate(as_objects(data.get("subagent_trajectories"), f"{at}subagent_trajectories")):
             id = child.get("trajectory_id")
             if isinstance(id, str) and id not in children:
                 children[id] = child
             else:
                 self.gaps.add(f"the caller of {at}subagent_trajectories[{number}]: its trajectory_id is missing or repeated")
                 unreferenced.append(child)
-        model = object_or_empty(whole.get("agent")).get("model_name")
-        for number, step in enumerate(as_objects(whole.get("steps"), f"{at}steps"), start=1):
+        model = object_or_empty(data.get("agent")).get("model_name")
+        for number, step in enumerate(as_objects(data.get("steps"), f"{at}steps"), start=1):
             if step.get("step_id") != number:
                 self.gaps.add("step_id of a step: steps are numbered by position instead")
             yield from self._step(step, f"{at}step {number}", agent, model, children, depth)
         for child in [*children.values(), *unreferenced]:
             yield from self.trajectory(child, f"{at}sub-agent {printable_label(child.get('trajectory_id'))}: ", depth + 1)
 
-    def _agent(self, whole: Mapping[str, Any], at: str, depth: int) -> str:
-        agent = as_object(whole.get("agent"), f"{at}agent")
+    def _agent(self, data: Mapping[str, Any], at: str, depth: int) -> str:
+        agent = as_object(data.get("agent"), f"{at}agent")
         name = printable_label(agent.get("name"))
         if not name:
             self.gaps.add("name of an agent")
-        if depth == 0 and _extra(whole).get("unnamed") is True:
+        if depth == 0 and _extra(data).get("unnamed") is True:
             name = ""
         label = unique_label(name, self.taken)
         if depth:
-            details = {"id": whole.get("trajectory_id"), "session": whole.get("session_id"), "name": name if name != label else ""}
+            details = {"id": data.get("trajectory_id"), "session": data.get("session_id"), "name": name if name != label else ""}
             details |= {"model": agent.get("model_name"), "version": agent.get("version")}
             self.sub_agents |= {f"{key}:{label}": value for key, value in details.items()}
             if agent.get("tool_definitions"):

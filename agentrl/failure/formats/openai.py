@@ -32,9 +32,9 @@ def recognizes(document: Any) -> bool:
 def parse(document: Any, location: Mapping[str, str]) -> Trace:
     """Returns the trace of one document. Raises `ValueError` that names the problem."""
     gaps = Gaps()
-    whole: dict[str, Any] = {"messages": document} if isinstance(document, list) else as_object(document, "the document")
-    request = next((value for key in ("request", "body") if isinstance(value := whole.get(key), dict)), whole)
-    response = as_object(whole.get("response"), "response") if "choices" not in whole else whole
+    data: dict[str, Any] = {"messages": document} if isinstance(document, list) else as_object(document, "the document")
+    request = next((value for key in ("request", "body") if isinstance(value := data.get(key), dict)), data)
+    response = as_object(data.get("response"), "response") if "choices" not in data else data
     response = response["body"] if isinstance(response.get("body"), dict) else response
     prompt = as_objects(request.get("messages"), "messages")
     if "input" in request or "output" in response or any(map(_is_of_responses_api, prompt)):
@@ -46,17 +46,17 @@ def parse(document: Any, location: Mapping[str, str]) -> Trace:
     choices = as_objects(response.get("choices"), "choices")
     if choices:
         messages.append(parse_message(as_object(choices[0].get("message"), "choices[0].message"), "choices[0].message", gaps))
-    elif (error := response.get("error") or whole.get("error")) is not None:
+    elif (error := response.get("error") or data.get("error")) is not None:
         gaps.add(f"an answer of the model: the response is an error, {_describe_error(error)}")
-    elif "response" in whole:
+    elif "response" in data:
         gaps.add("an answer of the model")
     if len(choices) > 1:
         gaps.add("choices other than the first", len(choices) - 1)
     if not messages:
         raise ValueError("contains no messages")
-    metadata = values.object_or_empty(whole.get("metadata"))
+    metadata = values.object_or_empty(data.get("metadata"))
     origin = values.build_origin(
-        id=whole.get("custom_id") or metadata.get("trace") or response.get("id") or whole.get("id"),
+        id=data.get("custom_id") or metadata.get("trace") or response.get("id") or data.get("id"),
         model=response.get("model") or request.get("model"),
     )
     gaps.add("times of the messages")

@@ -242,12 +242,12 @@ class SpanCollector:
 def _tool_span(span: Span, name: str, id: str, arguments: Sequence[str], result: str) -> ToolSpan:
     """Returns the tool call of a span; the arguments are the names of its attributes."""
     attributes = span.attributes
-    given = decode_json(next((attributes[key] for key in arguments if key in attributes), None))
+    arguments_json = decode_json(next((attributes[key] for key in arguments if key in attributes), None))
     return ToolSpan(
         key=span.key,
         name=printable_label(attributes.get(name)),
         id=as_string(attributes.get(id), id),
-        arguments=given if isinstance(given, dict) else None,
+        arguments=arguments_json if isinstance(arguments_json, dict) else None,
         result=None if attributes.get(result) is None else as_text(attributes[result], result),
         error=span.error,
         start=span.start,

@@ -45,22 +45,22 @@ def pytest(request: dict[str, Any]) -> dict[str, str]:
     assert child.stdin is not None
     child.stdin.write(key)
     child.stdin.close()
-    said = b""
+    output = b""
     while True:
         ended = child.poll() is not None
-        while len(said) < LONGEST and select.select([receive], [], [], 0 if ended else 0.02)[0]:
+        while len(output) < LONGEST and select.select([receive], [], [], 0 if ended else 0.02)[0]:
             data = os.read(receive, 65536)
             if not data:
                 break
-            said += data
+            output += data
         if ended:
-            return reports(said, key)
+            return reports(output, key)
 
 
-def reports(said: bytes, key: bytes) -> dict[str, str]:
+def reports(output: bytes, key: bytes) -> dict[str, str]:
     """Test -> "" or its error; a line with a wrong signature counts as a failed test."""
     results: dict[str, str] = {}
-    for line in said.splitlines():
+    for line in output.splitlines():
         code, _, text = line.partition(b" ")
         if not hmac.compare_digest(code, hmac.new(key, text, hashlib.sha256).hexdigest().encode()):
             results["forged"] = "a report that the tests did not write"

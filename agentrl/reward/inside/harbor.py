@@ -82,8 +82,8 @@ def main() -> None:
     os.mkdir(EMPTY)  # so that programs find no start-up files of the agent's
     environment = {**os.environ, "HOME": EMPTY, "PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     status = subprocess.call(["bash", "/tests/test.sh"], cwd=HOME, stdin=subprocess.DEVNULL, env=environment)
-    said = {"exit": status, "txt": read_reward_file("reward.txt"), "json": read_reward_file("reward.json")}
-    report.write(f"{request['secret']} {json.dumps(said)}\n")
+    reply = {"exit": status, "txt": read_reward_file("reward.txt"), "json": read_reward_file("reward.json")}
+    report.write(f"{request['secret']} {json.dumps(reply)}\n")
     report.close()
 
 

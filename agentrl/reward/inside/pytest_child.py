@@ -67,8 +67,8 @@ def equality_check() -> Callable[[type, Any], bool]:
             equal = []
             for sample in samples:
                 try:
-                    said = compare(None, sample) if blank is None else blank == sample
-                    if said is not nothing and said:
+                    is_equal = compare(None, sample) if blank is None else blank == sample
+                    if is_equal is not nothing and is_equal:
                         equal.append(sample)
                 except BaseException:  # not comparable with this sample
                     continue

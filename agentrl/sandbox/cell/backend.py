@@ -195,15 +195,15 @@ class CellBackend(ChannelBackend):
         if loop.time() < self._resolved_at + _RESOLVE_S:
             return
         self._resolved_at = loop.time()
-        found: set[tuple[str, int]] = set()
+        addresses: set[tuple[str, int]] = set()
         for name, port in self._names:
             try:
                 async with asyncio.timeout(CONNECT_S):
                     listed = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-                found |= {(str(entry[4][0]), port) for entry in listed}
+                addresses |= {(str(entry[4][0]), port) for entry in listed}
             except OSError as error:
                 self._problem = f"{name}: {one_line_error(error)}"
-        self._cells = {address: self._cells.get(address) or CellState(address) for address in sorted(found)} or self._cells
+        self._cells = {address: self._cells.get(address) or CellState(address) for address in sorted(addresses)} or self._cells
 
     async def _request(
         self, address: tuple[str, int], message: Mapping[str, Any], body: bytes = b""

@@ -59,9 +59,9 @@ class _Clock:
     def _next(self) -> float:
         return min(self._end, asyncio.get_running_loop().time() + self._idle_s)
 
-    def moved(self, *, asked: bool) -> None:
-        """Records a transfer. `asked`: the bytes came from the program."""
-        self.deadline.reschedule(self._end if asked and self._patient else self._next())
+    def moved(self, *, from_program: bool) -> None:
+        """Records a transfer. `from_program`: the bytes came from the program."""
+        self.deadline.reschedule(self._end if from_program and self._patient else self._next())
 
 
 class Proxy:
@@ -130,21 +130,21 @@ class Proxy:
         clock = _Clock(self._bounds, patient=self._allowed.lists_address(request.host, request.port))
         try:
             async with clock.deadline:
-                answer = self._pump(server[0], program[1], clock, asked=False)
+                answer = self._pump(server[0], program[1], clock, from_program=False)
                 if request.head:
                     server[1].write(request.head)
-                    clock.moved(asked=not request.body)
+                    clock.moved(from_program=not request.body)
                     await _run((answer, self._body(program[0], server[1], clock, request.body)), asyncio.FIRST_COMPLETED)
                 else:
                     program[1].write(b"HTTP/1.1 200 Connection established\r\n\r\n")
-                    await _run((answer, self._pump(program[0], server[1], clock, asked=True)), asyncio.FIRST_EXCEPTION)
+                    await _run((answer, self._pump(program[0], server[1], clock, from_program=True)), asyncio.FIRST_EXCEPTION)
         finally:
             server[1].transport.abort()
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, clock: _Clock, *, asked: bool) -> None:
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, clock: _Clock, *, from_program: bool) -> None:
         """Forwards everything up to the end of `reader`, and that end."""
         while data := await reader.read(_CHUNK):
-            await self._move(data, writer, clock, asked=asked)
+            await self._move(data, writer, clock, from_program=from_program)
         writer.write_eof()
 
     async def _body(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, clock: _Clock, size: int) -> None:
@@ -152,17 +152,17 @@ class Proxy:
         with contextlib.suppress(ConnectionError):  # a server may answer before it has read everything
             while size and (data := await reader.read(min(size, _CHUNK))):
                 size -= len(data)
-                await self._move(data, writer, clock, asked=not size)
+                await self._move(data, writer, clock, from_program=not size)
         await reader.read(1)
 
-    async def _move(self, data: bytes, writer: asyncio.StreamWriter, clock: _Clock, *, asked: bool) -> None:
+    async def _move(self, data: bytes, writer: asyncio.StreamWriter, clock: _Clock, *, from_program: bool) -> None:
         self._left -= len(data)
         if self._left < 0:
             raise BudgetSpent
-        clock.moved(asked=False)  # the other side must accept it in time
+        clock.moved(from_program=False)  # the other side must accept it in time
         writer.write(data)
         await writer.drain()
-        clock.moved(asked=asked)
+        clock.moved(from_program=from_program)
 
 
 async def _streams(link: socket.socket, limit: int) -> _Streams:

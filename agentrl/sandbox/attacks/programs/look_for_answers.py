@@ -11,17 +11,17 @@ telling = re.compile(
     r"\.git$|\.pack$|^(answers?|solutions?|hidden\w*|truth|task\.toml|verifier\w*|recipe\w*)(\.\w+)?$|^(rewards|sandboxes|runs)$",
     re.IGNORECASE,
 )
-found = []
+matches = []
 for top, folders, names in os.walk("/"):
     if top == "/":
         folders[:] = [name for name in folders if name not in ("proc", "sys", "usr")]
-    found += [os.path.join(top, name) for name in (*folders, *names) if telling.search(name)]
+    matches += [os.path.join(top, name) for name in (*folders, *names) if telling.search(name)]
 secret = re.compile("TOKEN|KEY|SECRET|PASSW|PROXY|AGENTRL|DOCKER", re.IGNORECASE)
-found += [f"${name}" for name in os.environ if secret.search(name)]
+matches += [f"${name}" for name in os.environ if secret.search(name)]
 for pid in ("1", "self"):
     try:
         with open(f"/proc/{pid}/cmdline") as file:
-            found += [word for word in file.read().split("\0") if "/runs/" in word or "sandboxes" in word]
+            matches += [word for word in file.read().split("\0") if "/runs/" in word or "sandboxes" in word]
     except OSError:
         continue
-print(f"ESCAPED: found {found[:6]}" if found else "held: nothing tells")
+print(f"ESCAPED: found {matches[:6]}" if matches else "held: nothing tells")
