@@ -47,15 +47,15 @@ class Claim:
 
 def claims() -> list[Claim]:
     """Returns the claims of all stored results."""
-    found = [Claim(text=_attacks(), source="agentrl/check/attacks"), _real_model()]
+    all_claims = [Claim(text=_attacks(), source="agentrl/check/attacks"), _real_model()]
     for name, text in _TEXTS.items():
         if (path := stored.RESULTS / f"{name}.json").exists():
             result = json.loads(path.read_text())
-            found.append(Claim(text=text(result), source=_relative(path), origin=result["origin"]))
-    for name, one in published(PEERS).items():
-        for peer in one.sides[1:] if all(run.arrived_s is not None for run in one.of("ours")) else ():
-            found.append(Claim(text=str(one.ratio(peer)), source=f"docs/peers/{name}.json ({peer})", origin=one.origin))
-    return found
+            all_claims.append(Claim(text=text(result), source=_relative(path), origin=result["origin"]))
+    for name, comparison in published(PEERS).items():
+        for peer in comparison.sides[1:] if all(run.arrived_s is not None for run in comparison.of("ours")) else ():
+            all_claims.append(Claim(text=str(comparison.ratio(peer)), source=f"docs/peers/{name}.json ({peer})", origin=comparison.origin))
+    return all_claims
 
 
 def missing(page: str, some: Sequence[Claim]) -> list[Claim]:
@@ -201,10 +201,10 @@ def _described(origin: Mapping[str, Any] | None) -> str:
 
 
 def main() -> int:
-    found = claims()
-    for claim in found:
+    all_claims = claims()
+    for claim in all_claims:
         print(f"{claim.text}\n  {claim.source}: {claim.state()}{_described(claim.origin)}")
-    absent = missing(README.read_text(), found)
+    absent = missing(README.read_text(), all_claims)
     for claim in absent:
         print(f"README.md does not contain: {claim.text}\n  computed from {claim.source}\n  fix: update README.md", file=sys.stderr)
     return int(bool(absent))

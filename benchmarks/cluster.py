@@ -162,7 +162,7 @@ class ScriptedGroups:
 
 
 async def run_client(folder: Path, lanes: int, turns: int) -> None:
-    """Works for the driver until it is gone."""
+    """Works for the driver until the driver ends."""
     url, key = read_address(folder)
     driver = DriverConnection(url, key, worker=f"client-{os.getpid()}")
     redis = json.loads(await driver.call("/spec"))["redis"]
@@ -268,7 +268,7 @@ async def stream_of(folder: Path, store: DriverStore, leases: GroupLeases, serve
         }
     )
     stream = GroupStream(recipe, folder, store, launcher=LocalLauncher(folder), alert=print)
-    async with stream.serving(lambda one: leases.arrive(one.lease, one.group), leases.forget) as opened:
+    async with stream.serving(lambda arrival: leases.arrive(arrival.lease, arrival.group), leases.forget) as opened:
         yield opened
 
 
@@ -345,14 +345,14 @@ def driver_part(load: Load, transports: Sequence[str]) -> dict[str, Capacity]:
                 if server is not None:
                     asyncio.run(server.start())
                     server.wait_ready()
-                one = results[transport] = asyncio.run(measure_driver(load, Path(name), server))
+                result = results[transport] = asyncio.run(measure_driver(load, Path(name), server))
             finally:
                 if server is not None:
                     asyncio.run(server.close())
-        share = "-" if one.redis_cpu_s is None else f"{one.redis_cpu_s / one.driver_cpu_s:.1%}"
+        share = "-" if result.redis_cpu_s is None else f"{result.redis_cpu_s / result.driver_cpu_s:.1%}"
         print(
-            f"| {transport} | {one.episodes} | {one.most_in_flight} | {one.per_core:,.0f}/min | {one.record_kib:.1f} KiB |"
-            f" {one.lag_ms:.0f} ms | {share} | {one.wall_s:.0f} s |",
+            f"| {transport} | {result.episodes} | {result.most_in_flight} | {result.per_core:,.0f}/min | {result.record_kib:.1f} KiB |"
+            f" {result.lag_ms:.0f} ms | {share} | {result.wall_s:.0f} s |",
             flush=True,
         )
     return results
@@ -373,12 +373,12 @@ def main() -> int:
     client.add_argument("folder", type=Path)
     client.add_argument("lanes", type=int)
     client.add_argument("turns", type=int)
-    given = parser.parse_args()
-    if given.part == "client":
-        asyncio.run(run_client(given.folder, given.lanes, given.turns))
+    args = parser.parse_args()
+    if args.part == "client":
+        asyncio.run(run_client(args.folder, args.lanes, args.turns))
         return 0
-    load = Load(episodes=given.episodes, concurrent=given.concurrent, turns=given.turns, delay_s=tuple(given.delay), clients=given.clients)
-    driver_part(load, given.transport)
+    load = Load(episodes=args.episodes, concurrent=args.concurrent, turns=args.turns, delay_s=tuple(args.delay), clients=args.clients)
+    driver_part(load, args.transport)
     return 0
 
 

@@ -115,7 +115,7 @@ class Experiment:
         code = self.driver.wait(STEP_S)
         steps = steps_of(self.run)
         store = SqliteStore(self.run / "experience.sqlite")
-        problems = [str(one) for one in verify(self.run, store)]
+        problems = [str(problem) for problem in verify(self.run, store)]
         store.close()
         if steps != list(range(1, len(steps) + 1)):
             problems.append(f"the steps are {steps}")
@@ -147,16 +147,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="folder for the run and its logs; by default a temporary one")
     parser.add_argument("overrides", nargs="*", help="overrides of recipes/quickstart.py, after --")
-    given = parser.parse_args()
+    args = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in the background, which the run would inherit
-    rng = random.Random(given.seed)
-    kinds = [given.kinds[number % len(given.kinds)] for number in range(given.faults)]
+    rng = random.Random(args.seed)
+    kinds = [args.kinds[number % len(args.kinds)] for number in range(args.faults)]
     rng.shuffle(kinds)
     seconds: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(prefix="agentrl-kills-") as name, hosts(1 + len(NODES)) as (head, *others):
-        runs = given.keep.resolve() if given.keep else Path(name)
+        runs = args.keep.resolve() if args.keep else Path(name)
         runs.mkdir(parents=True, exist_ok=True)
-        experiment = Experiment(runs, head, dict(zip(NODES, others, strict=True)), given.overrides)
+        experiment = Experiment(runs, head, dict(zip(NODES, others, strict=True)), args.overrides)
         experiment.wait_for_step(1)
         print("| fault | after step | seconds until the next step | load |\n| --- | --- | --- | --- |", flush=True)
         for kind in kinds:

@@ -39,7 +39,7 @@ class Timing:
     """One run: seconds of its steps without the first, and of the run; its success on held-out tasks, None if it was not measured."""
 
     steps: list[float]
-    whole: float
+    run_s: float
     success: float | None
 
 
@@ -68,16 +68,16 @@ def time_run(way: str, runs: Path, overrides: list[str]) -> Timing:
     with started(way, runs) as (prefix, options):
         command = [*prefix, sys.executable, "-m", "agentrl", "train", "recipes/quickstart.py", "rollout.workers=1", *overrides, *options]
         start = time.monotonic()
-        done = subprocess.run(
+        completed = subprocess.run(
             [*command, "--run-dir", str(runs / "run"), "--sandbox", "bubblewrap"], cwd=ROOT, capture_output=True, text=True, check=False
         )
-        whole = time.monotonic() - start
-    if done.returncode not in (0, 1):  # 1: it learned too little, which says nothing about time
-        raise SystemExit(done.stderr[-4000:] + done.stdout[-4000:])
+        run_s = time.monotonic() - start
+    if completed.returncode not in (0, 1):  # 1: it learned too little, which says nothing about time
+        raise SystemExit(completed.stderr[-4000:] + completed.stdout[-4000:])
     lines = [json.loads(line) for line in (runs / "run" / "metrics.jsonl").read_text().splitlines()]
     evaluations = json.loads(path.read_text()) if (path := runs / "run" / "evaluations.json").exists() else {}
     success = evaluations["after"]["heldout"]["value"] if "heldout" in evaluations.get("after", {}) else None
-    return Timing(steps=[float(line["step_s"]) for line in lines if "step_s" in line][1:], whole=whole, success=success)
+    return Timing(steps=[float(line["step_s"]) for line in lines if "step_s" in line][1:], run_s=run_s, success=success)
 
 
 def main() -> None:
@@ -87,28 +87,28 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="steps per run (default: 6)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS[:2])
     parser.add_argument("--complete", action="store_true", help="the complete quickstart, with evaluations, in place of small steps")
-    given = parser.parse_args()
+    args = parser.parse_args()
     os.environ |= PRIORITY
-    timings: dict[str, list[Timing]] = {way: [] for way in given.ways}
+    timings: dict[str, list[Timing]] = {way: [] for way in args.ways}
     loads: list[float] = []
-    for number in range(given.rounds):
-        for way in given.ways[:: 1 if number % 2 else -1]:
+    for number in range(args.rounds):
+        for way in args.ways[:: 1 if number % 2 else -1]:
             loads.append(os.getloadavg()[0])
-            overrides = [f"steps={given.steps}", f"seed={number}", *([] if given.complete else SHORT)]
+            overrides = [f"steps={args.steps}", f"seed={number}", *([] if args.complete else SHORT)]
             with tempfile.TemporaryDirectory(prefix="agentrl-cluster-") as folder:
                 timings[way].append(time_run(way, Path(folder) / "runs", overrides))
             print(f"{way}: {timings[way][-1]}", file=sys.stderr, flush=True)
-    print(f"{given.rounds} rounds of {given.steps} steps; load {min(loads):.1f} to {max(loads):.1f}\n")
+    print(f"{args.rounds} rounds of {args.steps} steps; load {min(loads):.1f} to {max(loads):.1f}\n")
     print("| parts on | step, median s | run, median s | held-out success |\n| --- | --- | --- | --- |")
     for way, runs in timings.items():
         success = ", ".join(f"{run.success:.2f}" for run in runs if run.success is not None) or "-"
-        step, whole = statistics.median(value for run in runs for value in run.steps), statistics.median(run.whole for run in runs)
-        print(f"| {way} | {step:.2f} | {whole:.0f} | {success} |")
-    for way in given.ways[1:]:
-        pairs = list(zip(timings[given.ways[0]], timings[way], strict=True))
+        step, run_s = statistics.median(value for run in runs for value in run.steps), statistics.median(run.run_s for run in runs)
+        print(f"| {way} | {step:.2f} | {run_s:.0f} | {success} |")
+    for way in args.ways[1:]:
+        pairs = list(zip(timings[args.ways[0]], timings[way], strict=True))
         steps = [statistics.median(run.steps) / statistics.median(base.steps) for base, run in pairs]
-        wholes = [run.whole / base.whole for base, run in pairs]
-        print(f"\n{way} / {given.ways[0]}, per round: steps {_shown(steps)}; runs {_shown(wholes)}")
+        wholes = [run.run_s / base.run_s for base, run in pairs]
+        print(f"\n{way} / {args.ways[0]}, per round: steps {_shown(steps)}; runs {_shown(wholes)}")
 
 
 def _shown(ratios: list[float]) -> str:

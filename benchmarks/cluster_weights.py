@@ -101,16 +101,16 @@ def measure(megabytes: int, counts: Sequence[int], mbit: float) -> None:
                     for _ in range(megabytes):
                         file.write(rng.randbytes(1_000_000))
                 driver.files.index.list_folder(version)  # the driver hashes a version once
-                one = distribute(driver, source, targets, folder / "hosts")
-        alone = alone or one.seconds
+                distribution = distribute(driver, source, targets, folder / "hosts")
+        alone = alone or distribution.seconds
         bound = size * 8 / (mbit * 1e6)
-        ratios = f"{one.seconds / bound:.2f} | {one.seconds / alone:.2f} | {one.sent / size:.2f}"
-        print(f"| {megabytes} MB | {count} | {one.seconds:.2f} | {bound:.2f} | {ratios} |", flush=True)
+        ratios = f"{distribution.seconds / bound:.2f} | {distribution.seconds / alone:.2f} | {distribution.sent / size:.2f}"
+        print(f"| {megabytes} MB | {count} | {distribution.seconds:.2f} | {bound:.2f} | {ratios} |", flush=True)
 
 
 def _sent(host: Host) -> int:
-    done = host.run("cat", "/sys/class/net/eth0/statistics/tx_bytes", capture_output=True, text=True)
-    return int(done.stdout)
+    completed = host.run("cat", "/sys/class/net/eth0/statistics/tx_bytes", capture_output=True, text=True)
+    return int(completed.stdout)
 
 
 def _expect(mirror: subprocess.Popen[str], word: str) -> None:

@@ -103,7 +103,7 @@ def _prompt(task: Task) -> Prompt:
 def row(kinds: Sequence[int], weighting: bool, results: Sequence[Result]) -> str:
     """The table's row of one setting."""
     reached = sorted(math.inf if result.episodes is None else result.episodes for result in results)
-    median, least, most = (format(one, ",.0f") for one in (statistics.median(reached), reached[0], reached[-1]))
+    median, least, most = (format(count, ",.0f") for count in (statistics.median(reached), reached[0], reached[-1]))
     text = f"{median} [{least}, {most}]"
     share = statistics.fmean(result.with_spread for result in results)
     return f"| {', '.join(KINDS[kind] for kind in kinds)} | {'true' if weighting else 'false'} | {text} | {share:.2f} |"

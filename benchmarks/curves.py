@@ -90,8 +90,8 @@ def interval(values: list[float], base: list[float], confidence: float) -> tuple
         return (values[0] - base[0],) * 2
     with warnings.catch_warnings():  # scipy warns if all runs of one side are equal, which happens at success rates near 1
         warnings.filterwarnings("ignore", "Precision loss", RuntimeWarning)
-        found = ttest_ind(values, base, equal_var=False).confidence_interval(confidence)
-    return float(found.low), float(found.high)
+        bounds = ttest_ind(values, base, equal_var=False).confidence_interval(confidence)
+    return float(bounds.low), float(bounds.high)
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ def measure(old: Path, new: Path, folder: Path) -> str:
     numbers = (before[:body].reshape(-1, stride) != after[:body].reshape(-1, stride)).any(1).mean()
     began = time.perf_counter()
     delta = deltas.write_delta(old, new, folder, number=0)
-    made = time.perf_counter()
+    written = time.perf_counter()
     assert delta is not None
     copy = folder / "copy"
     shutil.copyfile(old, copy)
@@ -44,7 +44,7 @@ def measure(old: Path, new: Path, folder: Path) -> str:
     deltas.apply_delta(folder, copy)
     applied = time.perf_counter()
     share = (folder / deltas.DELTA_FILE).stat().st_size / delta.size
-    return f"{numbers:.1%} | {(before != after).mean():.1%} | {share:.1%} | {made - began:.2f} | {applied - applying:.2f} |"
+    return f"{numbers:.1%} | {(before != after).mean():.1%} | {share:.1%} | {written - began:.2f} | {applied - applying:.2f} |"
 
 
 def synthetic(folder: Path, dtype: torch.dtype, lr: float, size: int) -> str:

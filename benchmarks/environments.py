@@ -1,4 +1,4 @@
-"""Measures environments: steps per second of CartPole, sessions at an OpenEnv server, what notes are worth, and transfer between them.
+"""Measures environments: steps per second of CartPole, sessions at an OpenEnv server, the effect of notes, and transfer.
 
     python benchmarks/environments.py                # all sections
     python benchmarks/environments.py cartpole
@@ -71,7 +71,7 @@ class Clock:
         self.wall, self.driver, self.children = time.perf_counter(), time.process_time(), _children_s()
 
     def cost(self, steps: int) -> Cost:
-        """Returns what was spent since the start."""
+        """Returns the cost since the start."""
         return Cost(steps, time.perf_counter() - self.wall, time.process_time() - self.driver, _children_s() - self.children)
 
 
@@ -156,7 +156,7 @@ async def turns() -> Cost:
 def cartpole() -> list[str]:
     """CartPole: bare, in the pool, and as turns of episodes."""
     warnings.simplefilter("ignore")
-    plain, ours, whole = bare(), asyncio.run(pooled()), asyncio.run(turns())
+    plain, ours, loop = bare(), asyncio.run(pooled()), asyncio.run(turns())
     more = ours.cpu_us - plain.cpu_us
     per_core = 1e6 / ours.cpu_us
     return [
@@ -164,7 +164,7 @@ def cartpole() -> list[str]:
         "|---|---|---|---|---|---|---|",
         plain.row("bare Gymnasium, scripted policy"),
         ours.row(f"agentrl's environment, {AT_ONCE} episodes at once"),
-        whole.row("agentrl's turn loop, recorded in exact tokens"),
+        loop.row("agentrl's turn loop, recorded in exact tokens"),
         f"- {per_core:,.0f} steps/s per core (goal {TARGET_STEPS:,}): {'reached' if per_core >= TARGET_STEPS else 'missed'}",
         f"- {more:.1f} us more than bare Gymnasium (goal {TARGET_US}): {'reached' if more <= TARGET_US else 'missed'}",
     ]

@@ -27,7 +27,7 @@ from agentrl.gate.rule import GateRule, RuleResult, apply_rule, cases_to_retry
 from benchmarks import stored
 
 STATED = {"0.95 -> 0.85 in every case": 0.8, "a tenth of the cases lost, 0.95 elsewhere": 0.95}
-"""Power for a drop of ten points with 50 cases, 4 repeats, 24 further attempts and alpha 0.05; of the others the table says it."""
+"""Power for a drop of ten points with 50 cases, 4 repeats, 24 further attempts and alpha 0.05. The table has the other scenarios."""
 
 Rates = tuple[list[float], list[float]]
 
@@ -71,8 +71,8 @@ def block_rate_in_a_run(rule: GateRule, rates: Sequence[float], *, evaluations: 
 def _evaluate(rule: GateRule, baseline: Scores, now: Sequence[float], rng: random.Random) -> tuple[RuleResult, Scores]:
     candidate = _attempts(dict(enumerate(now)), rule.repeats, rng)
     retried = cases_to_retry(rule, baseline, candidate)
-    again = _attempts({int(case): now[int(case)] for case in retried}, rule.confirm, rng)
-    return apply_rule(rule, baseline, candidate, again), candidate
+    retried_scores = _attempts({int(case): now[int(case)] for case in retried}, rule.confirm, rng)
+    return apply_rule(rule, baseline, candidate, retried_scores), candidate
 
 
 def _attempts(rates: Mapping[int, float], tries: int, rng: random.Random) -> Scores:
@@ -94,33 +94,33 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--store", action="store_true", help="also write the rates to docs/results")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    given = parser.parse_args()
-    rule = GateRule(repeats=given.repeats, confirm=given.confirm, alpha=given.alpha)
-    found = {
-        name: block_rate(rule, before, now, evaluations=given.evaluations, seed=given.seed)
-        for name, (before, now) in policies(given.cases).items()
+    args = parser.parse_args()
+    rule = GateRule(repeats=args.repeats, confirm=args.confirm, alpha=args.alpha)
+    block_rates = {
+        name: block_rate(rule, before, now, evaluations=args.evaluations, seed=args.seed)
+        for name, (before, now) in policies(args.cases).items()
     }
-    mixed, _ = policies(given.cases)["unchanged, from 0.05 to 1"]
-    found["unchanged, from 0.05 to 1, each promoted one the next baseline"] = block_rate_in_a_run(
-        rule, mixed, evaluations=given.evaluations, seed=given.seed
+    mixed, _ = policies(args.cases)["unchanged, from 0.05 to 1"]
+    block_rates["unchanged, from 0.05 to 1, each promoted one the next baseline"] = block_rate_in_a_run(
+        rule, mixed, evaluations=args.evaluations, seed=args.seed
     )
-    standard = (given.cases, given.repeats, given.confirm, given.alpha) == (50, 4, 24, 0.05)
-    most = most_by_chance(given.alpha, given.evaluations)
-    wrong = [name for name, rate in found.items() if name.startswith("unchanged") and rate > most]
-    wrong += [name for name, least in STATED.items() if standard and found[name] < least]
-    zero = 1 - 0.95**given.cases
-    if given.store:
+    standard = (args.cases, args.repeats, args.confirm, args.alpha) == (50, 4, 24, 0.05)
+    most = most_by_chance(args.alpha, args.evaluations)
+    wrong = [name for name, rate in block_rates.items() if name.startswith("unchanged") and rate > most]
+    wrong += [name for name, least in STATED.items() if standard and block_rates[name] < least]
+    zero = 1 - 0.95**args.cases
+    if args.store:
         command = shlex.join(["python", "benchmarks/gate.py", *(word for word in sys.argv[1:] if word != "--store")])
-        settings = {name: getattr(given, name) for name in ("cases", "repeats", "confirm", "alpha", "evaluations")}
-        origin = stored.origin(command, ["agentrl/evaluation", "agentrl/gate", "benchmarks/gate.py"], [given.seed])
-        stored.keep(f"gate-{given.cases}x{given.repeats}", origin, **settings, blocked=found)
-    if given.json:
-        print(json.dumps({"blocked": found, "zero_tolerance": zero, "wrong": wrong, **vars(given)}))
+        settings = {name: getattr(args, name) for name in ("cases", "repeats", "confirm", "alpha", "evaluations")}
+        origin = stored.origin(command, ["agentrl/evaluation", "agentrl/gate", "benchmarks/gate.py"], [args.seed])
+        stored.keep(f"gate-{args.cases}x{args.repeats}", origin, **settings, blocked=block_rates)
+    if args.json:
+        print(json.dumps({"blocked": block_rates, "zero_tolerance": zero, "wrong": wrong, **vars(args)}))
         return bool(wrong)
-    print(f"{given.cases} cases, {given.repeats} repeats, {given.confirm} further attempts, alpha {given.alpha:g};", end=" ")
-    print(f"{given.evaluations} evaluations each, seed {given.seed}\n")
+    print(f"{args.cases} cases, {args.repeats} repeats, {args.confirm} further attempts, alpha {args.alpha:g};", end=" ")
+    print(f"{args.evaluations} evaluations each, seed {args.seed}\n")
     print("| policy | blocked |\n| --- | --- |")
-    for name, rate in found.items():
+    for name, rate in block_rates.items():
         print(f"| {name} | {rate:.1%} |")
     print(f"\nZero tolerance, one attempt at each case, would block an unchanged policy of 0.95 in {zero:.1%} of the evaluations.")
     for name in wrong:

@@ -71,9 +71,9 @@ class Client:
         self.seconds.append(time.perf_counter() - began)
         if answer.status != 200:
             raise RuntimeError(content[:500])
-        said: dict[str, Any] = json.loads(content)["choices"][0]["message"]
-        messages.append(said)
-        return said
+        message: dict[str, Any] = json.loads(content)["choices"][0]["message"]
+        messages.append(message)
+        return message
 
 
 def words(rng: random.Random, count: int) -> str:
@@ -84,19 +84,19 @@ def tool(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "description": f"Does {name}.", "parameters": {"type": "object"}}}
 
 
-def results(said: dict[str, Any], texts: Sequence[str]) -> list[dict[str, Any]]:
-    return [{"role": "tool", "tool_call_id": call["id"], "content": one} for call, one in zip(said["tool_calls"], texts, strict=True)]
+def results(message: dict[str, Any], texts: Sequence[str]) -> list[dict[str, Any]]:
+    return [{"role": "tool", "tool_call_id": call["id"], "content": text} for call, text in zip(message["tool_calls"], texts, strict=True)]
 
 
 def work(client: Client, number: int) -> str:
-    """Runs a sub-agent: fourteen tool calls, then a report."""
+    """Runs a sub-agent, which makes fourteen tool calls and returns a report."""
     rng = random.Random(number)
     task = TASK.format(number=number)
     messages = [{"role": "system", "content": words(rng, WORKERS_FIRST)}, {"role": "user", "content": f"{task}. say-look"}]
     for at in range(REQUESTS_OF_ONE - 1):
-        said = client.ask(messages, [tool("look")])
+        message = client.ask(messages, [tool("look")])
         last = at == REQUESTS_OF_ONE - 2
-        messages += results(said, [words(rng, WORKERS_STEP - 150) + (" say-report" if last else " say-look")])
+        messages += results(message, [words(rng, WORKERS_STEP - 150) + (" say-report" if last else " say-look")])
     return str(client.ask(messages, [tool("look")])["content"])
 
 
@@ -105,22 +105,22 @@ def lead(host: str, key: str) -> list[float]:
     rng, seconds, tools = random.Random(0), list[float](), [tool("look"), tool("ask")]
     main = Client(host, key, seconds)
     messages = [{"role": "system", "content": words(rng, FIRST)}, {"role": "user", "content": "Begin. say-look"}]
-    grown = MAIN_REQUESTS - 3  # the last one requests a summary; two more follow in the new context
-    step = (WIDEST - FIRST) // grown - 150
-    begun = 0
+    turns = MAIN_REQUESTS - 3  # the last one requests a summary; two more follow in the new context
+    step = (WIDEST - FIRST) // turns - 150
+    started = 0
     with ThreadPoolExecutor(AT_ONCE) as threads:
-        for at in range(grown):
-            said = main.ask(messages, tools)
-            following = "sum" if at == grown - 1 else f"ask{begun}" if at % 8 == 4 and begun < WORKERS else "look"
-            if len(said["tool_calls"]) == AT_ONCE:
-                reports = list(threads.map(lambda number: work(Client(host, key, seconds), number), range(begun, begun + AT_ONCE)))
-                begun += AT_ONCE
+        for at in range(turns):
+            message = main.ask(messages, tools)
+            action = "sum" if at == turns - 1 else f"ask{started}" if at % 8 == 4 and started < WORKERS else "look"
+            if len(message["tool_calls"]) == AT_ONCE:
+                reports = list(threads.map(lambda number: work(Client(host, key, seconds), number), range(started, started + AT_ONCE)))
+                started += AT_ONCE
                 texts = [f"{report} {words(rng, step // AT_ONCE)}" for report in reports]
-                following = following.replace(f"ask{begun - AT_ONCE}", f"ask{begun}")
+                action = action.replace(f"ask{started - AT_ONCE}", f"ask{started}")
             else:
                 texts = [words(rng, step)]
-            texts[-1] += f" say-{following}"
-            messages += results(said, texts)
+            texts[-1] += f" say-{action}"
+            messages += results(message, texts)
     summary = main.ask(messages, tools)["content"]
     messages = [messages[0], {"role": "user", "content": f"{summary} {words(rng, SUMMED - FIRST - 1600)} say-look"}]
     messages += results(main.ask(messages, tools), ["seen say-report"])
@@ -132,7 +132,7 @@ def lead(host: str, key: str) -> list[float]:
 
 
 def trained_tokenizer() -> Any:
-    """The tests' byte tokenizer with merges learnt on the words: a token is about one word, as in real vocabularies."""
+    """Returns the tests' byte tokenizer with merges learned from `WORDS`: a token is about one word, as in real vocabularies."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -141,11 +141,11 @@ def trained_tokenizer() -> Any:
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=2000, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
     raw.train_from_iterator([words(random.Random(n), 400) for n in range(40)], trainer)
-    made = PreTrainedTokenizerFast(
+    trained = PreTrainedTokenizerFast(
         tokenizer_object=raw, eos_token=plain.eos_token, pad_token=plain.pad_token, extra_special_tokens=plain.all_special_tokens
     )
-    made.chat_template = plain.chat_template
-    return made
+    trained.chat_template = plain.chat_template
+    return trained
 
 
 class Clock:
@@ -170,7 +170,7 @@ class Script:
         self.tokenizer, self.own, self.encoding, self.sampled = tokenizer, Clock(), Clock(), 0
         self.between: list[float] = []  # CPU seconds from one policy request to the next, without the policy and the tokenizer
         self._last = 0.0
-        self._made: dict[tuple[str, str], tuple[int, ...]] = {}
+        self._completions: dict[tuple[str, str], tuple[int, ...]] = {}
         encode = tokenizer.encode
 
         def timed(text: str, **options: Any) -> list[int]:
@@ -184,12 +184,12 @@ class Script:
         self.between.append(time.thread_time() - spent - self._last)
         with self.own.running():
             [*_, (kind, number)] = _SAY.findall(self.tokenizer.decode(prompt[-60:]))
-            if (kind, number) not in self._made:
-                self._made[kind, number] = (*self.tokenizer.encode(self._text(kind, number)), self.tokenizer.eos_token_id)
+            if (kind, number) not in self._completions:
+                self._completions[kind, number] = (*self.tokenizer.encode(self._text(kind, number)), self.tokenizer.eos_token_id)
         self.encoding.seconds = spent
-        self.sampled += len(self._made[kind, number])
+        self.sampled += len(self._completions[kind, number])
         self._last = time.thread_time() - spent
-        return self._made[kind, number]
+        return self._completions[kind, number]
 
     def _text(self, kind: str, number: str) -> str:
         rng = random.Random(kind + number)
@@ -271,9 +271,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
     parser.add_argument("--client", nargs=2, metavar=("ADDRESS", "KEY"), help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.client:
-        print(json.dumps(lead(*given.client)))
+    args = parser.parse_args()
+    if args.client:
+        print(json.dumps(lead(*args.client)))
         return 0
     episode, agent = run()
     if episode.failures:
@@ -282,7 +282,7 @@ def main() -> int:
     group = Group(index=0, task_id="t", task_key="k", episodes=(ScoredEpisode(episode=episode, score=Score(value=1.0)),))
     samples = counted_samples([group])
     turns = [turn for line in episode.trajectories for turn in line.turns]
-    found = {
+    figures = {
         "requests": len(agent.seconds),
         "by_sub_agents": sum(len(line.turns) for line in episode.trajectories if line.agent == "sub-agent"),
         "trajectories": len(episode.trajectories),
@@ -296,10 +296,10 @@ def main() -> int:
         "request_client_p50_ms": round(1000 * statistics.median(agent.seconds), 2),
         "counts": agent.counts,
     }
-    whole = found["sampled_tokens"] == found["trained_tokens"] == sum(len(turn.completion_ids) for turn in turns)
+    all_trained = figures["sampled_tokens"] == figures["trained_tokens"] == sum(len(turn.completion_ids) for turn in turns)
     own_s = agent.cpu_s - agent.script.encoding.seconds
-    met = whole and own_s <= MAX_CPU_S and agent.mib <= MAX_MIB and found["request_cpu_p50_ms"] <= MAX_MS
-    print(json.dumps({**found, "met": met}) if given.json else "\n".join(f"| {name} | {value} |" for name, value in found.items()))
+    met = all_trained and own_s <= MAX_CPU_S and agent.mib <= MAX_MIB and figures["request_cpu_p50_ms"] <= MAX_MS
+    print(json.dumps({**figures, "met": met}) if args.json else "\n".join(f"| {name} | {value} |" for name, value in figures.items()))
     return 0 if met else 1
 
 

@@ -82,8 +82,8 @@ def labels(split: Split, count: int) -> Iterator[dict[str, Any]]:
         task = family.task(split, index)
         for careful in (True, False):
             acts = acts_of(task, index, careful=careful)
-            said = list(messages_of(acts))
-            answer = str(said[-1]["tool_calls"][0]["arguments"]["answer"])
+            messages = list(messages_of(acts))
+            answer = str(messages[-1]["tool_calls"][0]["arguments"]["answer"])
             episode = Episode(id=task.id, task_id=task.id, task_key=task.key, trajectories=(), answer=answer)
             right = asyncio.run(exact_answer(task, episode)).value == 1.0
             yield {
@@ -92,7 +92,7 @@ def labels(split: Split, count: int) -> Iterator[dict[str, Any]]:
                 "question": task.prompt[-1].content,
                 "answer": answer,
                 "reference": str(task.data["answer"]),
-                "messages": said,
+                "messages": messages,
                 "label": "right" if right else "wrong",
                 "by": "exact_answer",
             }
@@ -103,9 +103,9 @@ def agentrl(*arguments: str, cwd: Path, fine: tuple[int, ...] = (0,)) -> None:
     began = time.monotonic()
     print("$ agentrl", *arguments, flush=True)
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run([sys.executable, "-m", "agentrl", *arguments], cwd=cwd, env={**os.environ, "PYTHONPATH": paths}, check=False)
-    if done.returncode not in fine:
-        raise SystemExit(f"agentrl {arguments[0]} ended with {done.returncode}")
+    ended = subprocess.run([sys.executable, "-m", "agentrl", *arguments], cwd=cwd, env={**os.environ, "PYTHONPATH": paths}, check=False)
+    if ended.returncode not in fine:
+        raise SystemExit(f"agentrl {arguments[0]} ended with {ended.returncode}")
     print(f"  {time.monotonic() - began:.0f} s", flush=True)
 
 
@@ -115,15 +115,15 @@ def table(out: Path) -> str:
         f"| judge | {' | '.join(COLUMNS.values())} | no verdict | by calibration |",
         "| --- | " + " | ".join("---" for _ in COLUMNS) + " | --- | --- |",
     ]
-    for name, told in JUDGES.items():
+    for name, description in JUDGES.items():
         path = out / f"{name}.json"
         if not path.is_file():
             continue
-        found = json.loads(path.read_text())
-        cells = [f"{found[key]['value']:.2f} ({found[key]['low']:.2f} to {found[key]['high']:.2f})" for key in COLUMNS]
-        verdicts = sum(found[key] for key in ("right_right", "right_wrong", "wrong_right", "wrong_wrong"))
-        refused = "refused" if found["informedness"]["low"] <= 0 else "accepted"
-        lines.append(f"| {told} | {' | '.join(cells)} | {found['abstained']} of {verdicts + found['abstained']} | {refused} |")
+        figures = json.loads(path.read_text())
+        cells = [f"{figures[key]['value']:.2f} ({figures[key]['low']:.2f} to {figures[key]['high']:.2f})" for key in COLUMNS]
+        verdicts = sum(figures[key] for key in ("right_right", "right_wrong", "wrong_right", "wrong_wrong"))
+        refused = "refused" if figures["informedness"]["low"] <= 0 else "accepted"
+        lines.append(f"| {description} | {' | '.join(cells)} | {figures['abstained']} of {verdicts + figures['abstained']} | {refused} |")
     return "\n".join(lines)
 
 

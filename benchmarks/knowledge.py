@@ -1,4 +1,4 @@
-"""Knowledge across tasks: what notes of earlier episodes are worth, and what a trained policy does in other environments. See
+"""Knowledge across tasks: the effect of notes of earlier episodes, and the score of a trained policy in other environments. See
 `environments.py`.
 
 Runs are in `runs/knowledge`. A finished one is read and not repeated, so an interrupted benchmark continues.
@@ -96,10 +96,10 @@ def cell(by_seed: Sequence[Sequence[float]]) -> str:
 
 def memory() -> list[str]:
     """Gold on the first try in later visits to held-out houses, by the notes that the policy is shown."""
-    shown: dict[tuple[str, str], list[list[float]]] = {}
+    tries: dict[tuple[str, str], list[list[float]]] = {}
 
     def add(policy: str, notes: str, folder: Path, phase: str) -> None:
-        shown.setdefault((policy, notes), []).append(first_tries(attempts(folder, phase)))
+        tries.setdefault((policy, notes), []).append(first_tries(attempts(folder, phase)))
 
     for notes, policy in TRAINED.items():
         for seed in SEEDS:
@@ -108,13 +108,13 @@ def memory() -> list[str]:
             add(policy, notes, trained, "after")
     models = {"not trained": "", "trained with notes": f"{RUNS}/doors-of-the-house-%d/model"}
     for policy, model in models.items():
-        for notes in (notes for notes in NOTES if (policy, notes) not in shown):
+        for notes in (notes for notes in NOTES if (policy, notes) not in tries):
             for seed in SEEDS:
                 overrides = [f"seed={seed}", *([f"policy.model={model % seed}"] if model else []), *NOTES[notes]]
                 add(policy, notes, run("eval", f"{policy} {seed} with {notes}", "doors", overrides), "eval")
     rows = [f"| policy | notes {' | '.join(NOTES)} |", f"| --- |{' --- |' * len(NOTES)}"]
-    for policy in dict.fromkeys(policy for policy, _ in shown):
-        rows.append(f"| {policy} | {' | '.join(cell(shown[policy, notes]) if (policy, notes) in shown else '' for notes in NOTES)} |")
+    for policy in dict.fromkeys(policy for policy, _ in tries):
+        rows.append(f"| {policy} | {' | '.join(cell(tries[policy, notes]) if (policy, notes) in tries else '' for notes in NOTES)} |")
     return rows
 
 

@@ -60,7 +60,7 @@ HEAD = {"vocabulary": 151_936, "hidden": 1024, "tokens": 8192}
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Samples of one update and what to call them."""
+    """The name and the samples of one update."""
 
     name: str
     samples: tuple[Sample, ...]
@@ -71,7 +71,7 @@ class Case:
 
 
 def sample(name: str, prompt: Sequence[int], rest: Sequence[tuple[bool, Sequence[int]]], rng: random.Random) -> Sample:
-    """A prompt, then stretches of tokens that the policy sampled (True) or a tool wrote."""
+    """Builds a sample of a prompt, then spans of tokens that the policy sampled (True) or a tool wrote."""
     ids, mask = list(prompt), [False] * len(prompt)
     for sampled, tokens in rest:
         ids += tokens
@@ -88,33 +88,33 @@ def sample(name: str, prompt: Sequence[int], rest: Sequence[tuple[bool, Sequence
     )
 
 
-def words(rng: random.Random, count: int, vocabulary: int = VOCABULARY) -> list[int]:
+def draw(rng: random.Random, count: int, vocabulary: int = VOCABULARY) -> list[int]:
     return [rng.randrange(10, vocabulary) for _ in range(count)]
 
 
 def group(prompt: int, answers: int, vocabulary: int, *, size: int = 8) -> Case:
-    """Attempts at one task: a prompt of so many tokens that all share, and answers that share nothing."""
+    """Attempts at one task: a shared prompt of `prompt` tokens, and answers that share nothing."""
     rng = random.Random(f"{prompt}/{answers}")
-    shared = words(rng, prompt, vocabulary)
-    made = (sample(f"g{n}", shared, [(True, words(rng, answers, vocabulary))], rng) for n in range(size))
-    return Case(name=f"group of {size}, prompt {prompt}, answers {answers}", samples=tuple(made))
+    shared = draw(rng, prompt, vocabulary)
+    samples = (sample(f"g{n}", shared, [(True, draw(rng, answers, vocabulary))], rng) for n in range(size))
+    return Case(name=f"group of {size}, prompt {prompt}, answers {answers}", samples=tuple(samples))
 
 
 def cases(seed: int) -> list[Case]:
     rng = random.Random(seed)
-    prompt = words(rng, 512)
-    group = tuple(sample(f"g{n}", prompt, [(True, words(rng, 128))], rng) for n in range(8))
+    prompt = draw(rng, 512)
+    group = tuple(sample(f"g{n}", prompt, [(True, draw(rng, 128))], rng) for n in range(8))
     agents = []
     for g in range(16):  # a group of the quickstart's size: short prompt, program, output, answer; nothing else in common
-        short = words(rng, rng.randint(60, 90))
+        short = draw(rng, rng.randint(60, 90))
         for n in range(8):
-            turns = [(True, words(rng, rng.randint(40, 70))), (False, words(rng, 15)), (True, words(rng, rng.randint(15, 25)))]
+            turns = [(True, draw(rng, rng.randint(40, 70))), (False, draw(rng, 15)), (True, draw(rng, rng.randint(15, 25)))]
             agents.append(sample(f"a{g}-{n}", short, turns, rng))
-    history, tree = words(rng, 1024), []
+    history, tree = draw(rng, 1024), []
     for a in range(8):  # one long history, forked twice
-        fork = [(True, words(rng, 48)), (False, words(rng, 16))]
-        tree += [sample(f"t{a}-{b}", history, [*fork, (True, words(rng, 64))], rng) for b in range(8)]
-    apart = tuple(sample(f"s{n}", words(rng, rng.randint(64, 512)), [(True, words(rng, rng.randint(16, 256)))], rng) for n in range(32))
+        fork = [(True, draw(rng, 48)), (False, draw(rng, 16))]
+        tree += [sample(f"t{a}-{b}", history, [*fork, (True, draw(rng, 64))], rng) for b in range(8)]
+    apart = tuple(sample(f"s{n}", draw(rng, rng.randint(64, 512)), [(True, draw(rng, rng.randint(16, 256)))], rng) for n in range(32))
     return [
         Case(name="group of 8, prompt 512, answers 128", samples=group),
         Case(name="16 groups of 8, two turns", samples=tuple(agents)),
@@ -125,7 +125,7 @@ def cases(seed: int) -> list[Case]:
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What the number of operations depends on."""
+    """The sizes of a model that determine the number of operations."""
 
     hidden: int
     layers: int
@@ -137,7 +137,7 @@ class Shape:
 
 
 def shape_of(model: str) -> Shape:
-    """Of one of `SIZES`, or of the model in a folder."""
+    """Returns the shape of one of `SIZES`, or of the model in a folder."""
     if model in SIZES:
         hidden, layers, heads, kv_heads, mlp = SIZES[model]
         width = hidden // heads
@@ -190,12 +190,12 @@ def make_model(size: str, attention: str) -> Any:
 def by_length(samples: Sequence[Sample], most: int | None = None) -> list[list[Sample]]:
     """Batches of similar length with at most `BUDGET` padded tokens and `most` samples; None means any number of samples."""
     batches: list[list[Sample]] = []
-    for one in sorted(samples, key=lambda one: -len(one.token_ids)):
+    for sample in sorted(samples, key=lambda sample: -len(sample.token_ids)):
         room = batches and (len(batches[-1]) + 1) * len(batches[-1][0].token_ids) <= BUDGET
         if room and (most is None or len(batches[-1]) < most):
-            batches[-1].append(one)
+            batches[-1].append(sample)
         else:
-            batches.append([one])
+            batches.append([sample])
     return batches
 
 
@@ -210,8 +210,8 @@ class Ours:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0)
 
     def tokens(self, case: Case) -> int:
-        rows = plan_micro_batches(case.samples, rank=0, ranks=1, max_tokens=BUDGET)
-        return sum(build_micro_batch(some, CPU).input_ids.numel() for some in rows)
+        micro_batches = plan_micro_batches(case.samples, rank=0, ranks=1, max_tokens=BUDGET)
+        return sum(build_micro_batch(rows, CPU).input_ids.numel() for rows in micro_batches)
 
     def backward(self, case: Case) -> None:
         for rows in plan_micro_batches(case.samples, rank=0, ranks=1, max_tokens=BUDGET):
@@ -281,15 +281,15 @@ class Trl:
 
     def tune(self, case: Case, clock: Callable[[], float], repeat: int) -> dict[str, list[float]]:
         """Sets the batch that is fastest on a case; the seconds of each. Batches of equal composition are timed once."""
-        tried: dict[str, list[float]] = {}
+        seconds: dict[str, list[float]] = {}
         sizes: dict[int, int | None] = {len(by_length(case.samples, most)): most for most in (None, *_powers(len(case.samples)))}
         for most in sorted(sizes.values(), key=lambda most: most or len(case.samples)):
             self.most = most
-            once(self, case, clock)
-            tried[self.batch] = [once(self, case, clock) for _ in range(repeat)]
-            say(f"{case.name}: {self.name}, {self.batch}: {statistics.median(tried[self.batch]):.3f} s")
-        self.most = min(sizes.values(), key=lambda most: statistics.median(tried[_batch(most)]))
-        return tried
+            timed_update(self, case, clock)
+            seconds[self.batch] = [timed_update(self, case, clock) for _ in range(repeat)]
+            log(f"{case.name}: {self.name}, {self.batch}: {statistics.median(seconds[self.batch]):.3f} s")
+        self.most = min(sizes.values(), key=lambda most: statistics.median(seconds[_batch(most)]))
+        return seconds
 
     @property
     def batch(self) -> str:
@@ -297,7 +297,7 @@ class Trl:
 
     def tokens(self, case: Case) -> int:
         inputs = [self._inputs(rows) for rows in by_length(case.samples, self.most)]
-        return sum(one["prompt_ids"].numel() + one["completion_ids"].numel() for one in inputs)
+        return sum(batch["prompt_ids"].numel() + batch["completion_ids"].numel() for batch in inputs)
 
     def backward(self, case: Case) -> None:
         for rows in by_length(case.samples, self.most):
@@ -309,23 +309,23 @@ class Trl:
         starts = [row.loss_mask.index(True) for row in rows]
         ids = [torch.tensor(row.token_ids) for row in rows]
         left, right = max(starts), max(len(row.token_ids) - start for row, start in zip(rows, starts, strict=True))
-        made = {
+        inputs = {
             "prompt_ids": torch.zeros(len(rows), left, dtype=torch.long),
             "completion_ids": torch.zeros(len(rows), right, dtype=torch.long),
         }
-        made |= {name.replace("ids", "mask"): torch.zeros_like(tensor) for name, tensor in made.items()}
-        made["tool_mask"] = torch.zeros_like(made["completion_ids"])
-        made["old_per_token_logps"] = torch.zeros(len(rows), right)
+        inputs |= {name.replace("ids", "mask"): torch.zeros_like(tensor) for name, tensor in inputs.items()}
+        inputs["tool_mask"] = torch.zeros_like(inputs["completion_ids"])
+        inputs["old_per_token_logps"] = torch.zeros(len(rows), right)
         for n, (row, start) in enumerate(zip(rows, starts, strict=True)):
             length = len(row.token_ids) - start
-            made["prompt_ids"][n, left - start :] = ids[n][:start]
-            made["prompt_mask"][n, left - start :] = 1
-            made["completion_ids"][n, :length] = ids[n][start:]
-            made["completion_mask"][n, :length] = 1
-            made["tool_mask"][n, :length] = torch.tensor(row.loss_mask[start:]).long()
-            made["old_per_token_logps"][n, :length] = torch.tensor(row.logprobs[start:])
-        made["advantages"] = torch.tensor([row.advantages[start] for row, start in zip(rows, starts, strict=True)])
-        return made
+            inputs["prompt_ids"][n, left - start :] = ids[n][:start]
+            inputs["prompt_mask"][n, left - start :] = 1
+            inputs["completion_ids"][n, :length] = ids[n][start:]
+            inputs["completion_mask"][n, :length] = 1
+            inputs["tool_mask"][n, :length] = torch.tensor(row.loss_mask[start:]).long()
+            inputs["old_per_token_logps"][n, :length] = torch.tensor(row.logprobs[start:])
+        inputs["advantages"] = torch.tensor([row.advantages[start] for row, start in zip(rows, starts, strict=True)])
+        return inputs
 
 
 def _batch(most: int | None) -> str:
@@ -362,8 +362,8 @@ def bound(case: Case, shape: Shape) -> float:
     per_token = shape.layers * (shape.hidden * shape.width * (2 * shape.heads + 2 * shape.kv_heads) + 3 * shape.hidden * shape.mlp)
     per_pair = shape.layers * 2 * shape.heads * shape.width
     head = shape.hidden * shape.vocabulary
-    rows = plan_micro_batches(case.samples, rank=0, ranks=1, max_tokens=BUDGET)
-    batches = [build_micro_batch(some, CPU) for some in rows]
+    micro_batches = plan_micro_batches(case.samples, rank=0, ranks=1, max_tokens=BUDGET)
+    batches = [build_micro_batch(rows, CPU) for rows in micro_batches]
     pairs = sum(int((batch.layout.positions + 1).sum()) for batch in batches)
     ours = sum(b.input_ids.numel() * per_token + b.targets.numel() * head for b in batches) + pairs * per_pair
     theirs = 0
@@ -376,17 +376,17 @@ def bound(case: Case, shape: Shape) -> float:
 def on_policy(case: Case, scorer: TokenScorer) -> Case:
     """Replaces the behaviour logprobs by the model's. Random tokens are so unlikely for a real model that ratios to guessed logprobs would
     all be clipped, and the gradients would be 0."""
-    made: dict[str, Sample] = {}
+    scored: dict[str, Sample] = {}
     with torch.no_grad():
-        for one in case.samples:
-            batch = build_micro_batch(plan_micro_batches([one], rank=0, ranks=1, max_tokens=BUDGET)[0], CPU)
-            found, _ = scorer(batch.input_ids, batch.layout, batch.positions, batch.targets, 1.0)
-            values = iter(found[batch.expand].tolist())
-            made[one.episode_id] = replace(one, logprobs=tuple(next(values) if on else 0.0 for on in one.loss_mask))
-    return replace(case, samples=tuple(made[one.episode_id] for one in case.samples))
+        for sample in case.samples:
+            batch = build_micro_batch(plan_micro_batches([sample], rank=0, ranks=1, max_tokens=BUDGET)[0], CPU)
+            logprobs, _ = scorer(batch.input_ids, batch.layout, batch.positions, batch.targets, 1.0)
+            values = iter(logprobs[batch.expand].tolist())
+            scored[sample.episode_id] = replace(sample, logprobs=tuple(next(values) if on else 0.0 for on in sample.loss_mask))
+    return replace(case, samples=tuple(scored[sample.episode_id] for sample in case.samples))
 
 
-def once(contender: Any, case: Case, clock: Callable[[], float]) -> float:
+def timed_update(contender: Any, case: Case, clock: Callable[[], float]) -> float:
     start = clock()
     contender.backward(case)
     contender.optimizer.step()
@@ -403,21 +403,21 @@ def gradient(contender: Any, case: Case) -> Tensor:
     return flat
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def check_same_update(contenders: Sequence[Any], made: Sequence[Case]) -> None:
-    for case in made:
-        say(f"{case.name}: comparing gradients")
-        found = [gradient(contender, case) for contender in contenders]
-        for contender, other in zip(contenders[1:], found[1:], strict=True):
-            gap = ((other - found[0]).norm() / found[0].norm()).item()
+def check_same_update(contenders: Sequence[Any], cases: Sequence[Case]) -> None:
+    for case in cases:
+        log(f"{case.name}: comparing gradients")
+        gradients = [gradient(contender, case) for contender in contenders]
+        for contender, other in zip(contenders[1:], gradients[1:], strict=True):
+            gap = ((other - gradients[0]).norm() / gradients[0].norm()).item()
             if gap > 1e-4:
                 raise SystemExit(f"{case.name}: the gradient of {contender.name} differs from ours by {gap:.2g}")
 
 
-def measured(size: str, repeat: int, *, made: list[Case], clock: Callable[[], float]) -> list[dict[str, Any]]:
+def measure(size: str, repeat: int, *, cases: list[Case], clock: Callable[[], float]) -> list[dict[str, Any]]:
     """The seconds of each contender on each case, in turns, with what they computed. Exits if the contenders' gradients differ."""
     shape = shape_of(size)
     ours, trl = Ours(size), Trl(size)
@@ -425,19 +425,19 @@ def measured(size: str, repeat: int, *, made: list[Case], clock: Callable[[], fl
     if size in SIZES:
         contenders.append(Padded(size))
     else:
-        say(f"{size}: logprobs of sampling")
-        made = [on_policy(case, ours.scorer) for case in made]
-    check_same_update(contenders, made)
+        log(f"{size}: logprobs of sampling")
+        cases = [on_policy(case, ours.scorer) for case in cases]
+    check_same_update(contenders, cases)
     results = []
-    for case in made:
-        tried = trl.tune(case, clock, max(1, repeat // 3))
+    for case in cases:
+        seconds_by_batch = trl.tune(case, clock, max(1, repeat // 3))
         times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
         for contender in contenders:
-            once(contender, case, clock)
+            timed_update(contender, case, clock)
         for turn in range(repeat):
-            say(f"{case.name}: turn {turn + 1} of {repeat}")
+            log(f"{case.name}: turn {turn + 1} of {repeat}")
             for contender in contenders:
-                times[contender.name].append(once(contender, case, clock))
+                times[contender.name].append(timed_update(contender, case, clock))
         results.append(
             {
                 "case": case.name,
@@ -446,13 +446,13 @@ def measured(size: str, repeat: int, *, made: list[Case], clock: Callable[[], fl
                 "seconds": times,
                 "bound": bound(case, shape) if size in SIZES else None,
                 "batch": trl.batch,
-                "tried": tried,
+                "tried": seconds_by_batch,
             }
         )
     return results
 
 
-def times_ours(result: dict[str, Any], name: str) -> list[float]:
+def ratios_to_ours(result: dict[str, Any], name: str) -> list[float]:
     """The ratio of a contender's time to ours, by repetition."""
     return [theirs / mine for theirs, mine in zip(result["seconds"][name], result["seconds"][Ours.name], strict=True)]
 
@@ -464,14 +464,14 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     ]
     for result in results:
         for name, values in result["seconds"].items():
-            median, ratios = statistics.median(values), times_ours(result, name)
+            median, ratios = statistics.median(values), ratios_to_ours(result, name)
             limit = result["bound"] if name == Padded.name else None
-            shown = (f"{limit:.2f}", f"{statistics.median(ratios) / limit:.0%}") if limit else ("", "")
+            bound_cells = (f"{limit:.2f}", f"{statistics.median(ratios) / limit:.0%}") if limit else ("", "")
             spread = f"{median:.3f} ({min(values):.3f} to {max(values):.3f})"
             ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
             first = result["case"] if name == Ours.name else ""
             label = f"{name}, {result['batch']}" if name == Trl.name else name
-            line = [first, label, f"{result['tokens'][name]:,}", spread, f"{result['trained'] / median:,.0f}", ratio, *shown]
+            line = [first, label, f"{result['tokens'][name]:,}", spread, f"{result['trained'] / median:,.0f}", ratio, *bound_cells]
             lines.append("| " + " | ".join(line) + " |")
     return "\n".join(lines)
 
@@ -484,8 +484,8 @@ def write_page() -> None:
     for path in sorted(stored.RESULTS.glob("learner*.json")):
         result = json.loads(path.read_text())
         origin, clock = result["origin"], "" if result["clock"] == "wall" else f", {result['clock']} time"
-        made = f"`{origin['command']}` on {stored.shown([origin['machine']])}{clock}, commit {origin['commit']}."
-        sections += [f"Model `{name}`. {made}\n\n{table(cases)}" for name, cases in result["models"].items()]
+        source = f"`{origin['command']}` on {stored.describe_machines([origin['machine']])}{clock}, commit {origin['commit']}."
+        sections += [f"Model `{name}`. {source}\n\n{table(cases)}" for name, cases in result["models"].items()]
     write_atomically(PAGE, "\n\n".join([f"{before}{BEGIN}", *sections, f"{END}{after}"]))
 
 
@@ -555,13 +555,13 @@ def main() -> None:
         return
     clock = time.process_time if options.clock == "cpu" else time.perf_counter
     if options.model:
-        made = folder_cases(options.model, options.prompt, options.answers)
-        subjects = {options.model: made}
+        groups = folder_cases(options.model, options.prompt, options.answers)
+        subjects = {options.model: groups}
     else:
         subjects = {size: [case for case in cases(0) if options.only in case.name] for size in options.size}
     command = shlex.join(["python", "benchmarks/learner.py", *sys.argv[1:]])
     origin = stored.origin(command, CODE, seeds=[0])
-    results = {Path(name).name: measured(name, options.repeat, made=made, clock=clock) for name, made in subjects.items()}
+    results = {Path(name).name: measure(name, options.repeat, cases=model_cases, clock=clock) for name, model_cases in subjects.items()}
     if options.store:
         name = f"learner-{Path(options.model).name}" if options.model else "learner"
         stored.keep(name, origin, clock=options.clock, models=results)

@@ -66,36 +66,36 @@ async def trained(family: Archive, says: Callable[[str], str], folder: Path, *, 
 async def heldout(family: Archive, says: Callable[[str], str], *, memory: bool) -> float:
     """Returns the share of held-out tasks that is solved, in the recipe's number of rounds."""
     with closing(EvaluationNotes(CONFIG)) as notes:
-        done = await evaluate_split(runner(says), family, Split.HELDOUT, HELDOUT, phase="after", step=0, notes=notes if memory else None)
-    assert done.rate is not None
-    return done.rate.value
+        result = await evaluate_split(runner(says), family, Split.HELDOUT, HELDOUT, phase="after", step=0, notes=notes if memory else None)
+    assert result.rate is not None
+    return result.rate.value
 
 
 def solved(groups: Sequence[Group], step: int) -> float:
-    scores = [one.score.value for group in groups[step * GROUPS : (step + 1) * GROUPS] for one in group.scored]
+    scores = [scored.score.value for group in groups[step * GROUPS : (step + 1) * GROUPS] for scored in group.scored]
     return statistics.fmean(value for value in scores if value is not None)
 
 
 async def measure(seed: int, *, steps: int) -> dict[str, list[float]]:
     """Way -> the share solved in each step, and in the evaluation at the end."""
-    family, found = Archive(seed, projects=PROJECTS), {}
+    family, rates = Archive(seed, projects=PROJECTS), {}
     for way, says, memory in (("alone", alone, False), ("with notes", noting, True)):
         with tempfile.TemporaryDirectory() as folder:
             groups = await trained(family, says, Path(folder), steps=steps, memory=memory)
-        found[way] = [*(solved(groups, step) for step in range(steps)), await heldout(family, says, memory=memory)]
-    return found
+        rates[way] = [*(solved(groups, step) for step in range(steps)), await heldout(family, says, memory=memory)]
+    return rates
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
-    given = parser.parse_args()
-    measured = [asyncio.run(measure(seed, steps=given.steps)) for seed in range(given.seeds)]
-    print(f"| way | {' | '.join(f'step {step}' for step in range(given.steps))} | held-out |")
-    print(f"| --- |{' --- |' * (given.steps + 1)}")
+    args = parser.parse_args()
+    measured = [asyncio.run(measure(seed, steps=args.steps)) for seed in range(args.seeds)]
+    print(f"| way | {' | '.join(f'step {step}' for step in range(args.steps))} | held-out |")
+    print(f"| --- |{' --- |' * (args.steps + 1)}")
     for way in measured[0]:
-        shares = [statistics.fmean(one[way][at] for one in measured) for at in range(given.steps + 1)]
+        shares = [statistics.fmean(rates[way][at] for rates in measured) for at in range(args.steps + 1)]
         print(f"| {way} | {' | '.join(f'{share:.2f}' for share in shares)} |")
 
 

@@ -69,19 +69,19 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=8795, help="port of the gateway")
     parser.add_argument("--wall-s", type=float, default=180.0, help="time limit of a session in seconds")
     parser.add_argument("--markdown", action="store_true", help="write the table of the stored result into docs/bring-your-own-agent.md")
-    given = parser.parse_args()
-    if not (given.programs or given.all or given.markdown) or (given.programs and given.all):
+    args = parser.parse_args()
+    if not (args.programs or args.all or args.markdown) or (args.programs and args.all):
         parser.error("name programs, or give --all or --markdown")
     failed = False
-    if given.programs or given.all:
+    if args.programs or args.all:
         if shutil.which("bwrap") is None:
             print("bubblewrap is not installed: apt-get install bubblewrap", file=sys.stderr)
             return 2
-        cells = measure(chosen(given.programs), given.work, port=given.port, wall_s=given.wall_s)
+        cells = measure(chosen(args.programs), args.work, port=args.port, wall_s=args.wall_s)
         failed = any(cell["reason"] for cell in cells)
-        if given.all:
-            matrix.keep_matrix(f"python benchmarks/outside_programs.py --all --work {given.work}", cells)
-    if given.markdown:
+        if args.all:
+            matrix.keep_matrix(f"python benchmarks/outside_programs.py --all --work {args.work}", cells)
+    if args.markdown:
         matrix.write_page(PROGRAMS)
     return int(failed)
 

@@ -50,7 +50,7 @@ def interval(text: str) -> tuple[float, float]:
     return bounds
 
 
-def arguments(given: list[str] | None = None) -> argparse.Namespace:
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="recipes/quickstart.py", help="tasks, model and settings of both sides")
     parser.add_argument("--model", default="", help="folder of another base model")
@@ -75,113 +75,111 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="recipe override for both sides, such as learner.lr=1e-5"
     )
-    return parser.parse_args(given)
+    return parser.parse_args(argv)
 
 
-def setting_of(given: argparse.Namespace) -> Setting:
+def setting_of(args: argparse.Namespace) -> Setting:
     return Setting(
-        recipe=given.recipe,
-        model=given.model,
-        mode=given.mode,
-        wait=given.wait,
-        target=given.target,
-        every=given.every,
-        heldout=given.heldout,
-        minutes=given.minutes,
-        backend=given.backend,
-        overrides=tuple(given.set),
+        recipe=args.recipe,
+        model=args.model,
+        mode=args.mode,
+        wait=args.wait,
+        target=args.target,
+        every=args.every,
+        heldout=args.heldout,
+        minutes=args.minutes,
+        backend=args.backend,
+        overrides=tuple(args.set),
     )
 
 
-def sides_of(given: argparse.Namespace) -> tuple[str, ...]:
+def sides_of(args: argparse.Namespace) -> tuple[str, ...]:
     """The sides of a round in their order, ours first. Raises `UserError` for sides that cannot be compared."""
-    possible = SIDES if given.mode == "multi" else ("ours", "trl")
-    chosen = tuple(side for side in possible if side in (given.sides or possible))
-    if set(given.sides) - set(chosen):
+    possible = SIDES if args.mode == "multi" else ("ours", "trl")
+    chosen = tuple(side for side in possible if side in (args.sides or possible))
+    if set(args.sides) - set(chosen):
         raise UserError("a single turn makes no calls that could run concurrently", fix="remove trl-together from --sides")
     if chosen[0] != "ours" or len(chosen) < 2:
-        raise UserError(f"--sides {' '.join(given.sides)} cannot be compared", fix="give ours and at least one side of the peer")
+        raise UserError(f"--sides {' '.join(args.sides)} cannot be compared", fix="give ours and at least one side of the peer")
     return chosen
 
 
-def main(given: argparse.Namespace) -> None:
-    if given.markdown:
-        tables.page(PAGE, given.out)
+def main(args: argparse.Namespace) -> None:
+    if args.markdown:
+        tables.page(PAGE, args.out)
         print(f"wrote {PAGE}")
         return
-    if given.pairs < 1 or given.tune < 0:
+    if args.pairs < 1 or args.tune < 0:
         raise UserError("--pairs must be at least 1 and --tune at least 0", fix="see --help")
-    setting, sides, options = setting_of(given), sides_of(given), trl.options_of(given.peer)
-    setting.made(seed=0)  # reports a wrong setting before anything runs
-    work = given.runs.resolve() / setting.name
+    setting, sides, options = setting_of(args), sides_of(args), trl.options_of(args.peer)
+    setting.build_recipe(seed=0)  # reports a wrong setting before anything runs
+    work = args.runs.resolve() / setting.name
     draft = work / "comparison.json"
-    current = begun(draft, setting, sides, options, given) or started(setting, sides, options, given, work)
+    current = unfinished(draft, setting, sides, options, args) or prepare(setting, sides, options, args, work)
     comparison.save(current, draft)
-    for seed in range(len(current.rounds), given.pairs):
-        current = current.with_round(tuple(one(setting, current.options, work, side, seed) for side in sides))
+    for seed in range(len(current.rounds), args.pairs):
+        current = current.with_round(tuple(run_side(setting, current.options, work, side, seed) for side in sides))
         comparison.save(current, draft)
     print(tables.summary({setting.name: current}) + "\n\n" + tables.group(setting.name, current))
-    comparison.publish(current, given.out / f"{setting.name}.json")
+    comparison.publish(current, args.out / f"{setting.name}.json")
 
 
-def begun(
-    draft: Path, setting: Setting, sides: tuple[str, ...], options: dict[str, object], given: argparse.Namespace
+def unfinished(
+    path: Path, setting: Setting, sides: tuple[str, ...], options: dict[str, object], args: argparse.Namespace
 ) -> Comparison | None:
     """The unfinished comparison of the same command and code, unless this machine has restarted or done other work since."""
-    if not draft.exists():
+    if not path.exists():
         return None
-    found = comparison.load(draft)
-    wanted = (setting.record(), sides, command(setting, sides, given), stored.boot())
-    same = (found.setting, found.sides, found.origin["command"], found.boot) == wanted and not stored.changed(found.origin["code"])
-    recent = bool(found.rounds) and time.time() - found.rounds[-1][-1].finished < comparison.MOST_GAP_S
-    if same and recent and len(found.rounds) < given.pairs:
-        print(f"continuing {draft}: {len(found.rounds)} of {given.pairs} rounds", file=sys.stderr)
-        return found
+    draft = comparison.load(path)
+    wanted = (setting.record(), sides, command(setting, sides, args), stored.boot())
+    same = (draft.setting, draft.sides, draft.origin["command"], draft.boot) == wanted and not stored.changed(draft.origin["code"])
+    recent = bool(draft.rounds) and time.time() - draft.rounds[-1][-1].finished < comparison.MOST_GAP_S
+    if same and recent and len(draft.rounds) < args.pairs:
+        print(f"continuing {path}: {len(draft.rounds)} of {args.pairs} rounds", file=sys.stderr)
+        return draft
     return None
 
 
-def started(setting: Setting, sides: tuple[str, ...], options: dict[str, object], given: argparse.Namespace, work: Path) -> Comparison:
+def prepare(setting: Setting, sides: tuple[str, ...], options: dict[str, object], args: argparse.Namespace, work: Path) -> Comparison:
     """A comparison without rounds, after the peer's settings were timed."""
     code = [*stored.LOOP, "benchmarks/contest", setting.recipe]
-    origin = stored.origin(command(setting, sides, given), code, range(given.pairs))
-    tried: list[dict[str, object]] = []
-    if given.tune:
+    origin = stored.origin(command(setting, sides, args), code, range(args.pairs))
+    timed_settings: list[dict[str, object]] = []
+    if args.tune:
         base = {**options, "rollouts": "together"} if "trl-together" in sides else options
-        tuned, tried = trl.tune(setting, 0, base, work / "tune", steps=given.tune)
+        tuned, timed_settings = trl.tune(setting, 0, base, work / "tune", steps=args.tune)
         options = {**tuned, "rollouts": options["rollouts"]}
     trl.check_options(setting, options)
     return Comparison(
         setting=setting.record(),
         sides=sides,
         options=options,
-        tried=tuple(tried),
+        tried=tuple(timed_settings),
         origin=origin,
         versions=package_versions(),
         boot=stored.boot(),
     )
 
 
-def command(setting: Setting, sides: tuple[str, ...], given: argparse.Namespace) -> str:
+def command(setting: Setting, sides: tuple[str, ...], args: argparse.Namespace) -> str:
     """The command that repeats the comparison."""
-    more = ["--sides", *sides, "--pairs", str(given.pairs), "--tune", str(given.tune)]
-    return setting.command(*more, *(word for item in given.peer for word in ("--peer", item)))
+    more = ["--sides", *sides, "--pairs", str(args.pairs), "--tune", str(args.tune)]
+    return setting.command(*more, *(word for item in args.peer for word in ("--peer", item)))
 
 
-def one(setting: Setting, options: dict[str, object], work: Path, side: str, seed: int) -> Outcome:
+def run_side(setting: Setting, options: dict[str, object], work: Path, side: str, seed: int) -> Outcome:
     """One run, with the state of the machine just before it."""
     progress = Progress(f"{side}, seed {seed}", setting.minutes)
     folder, machine, began = work / f"{side}-seed{seed}", stored.machine(), time.time()
     if side == "ours":
-        made = ours.run(setting, seed, folder, progress)
+        run = ours.run(setting, seed, folder, progress)
     else:
-        made = trl.run(side, setting, seed, folder, progress, {**options, "rollouts": trl.rollouts_of(side)})
-    arrived = (
-        f"reached the target after {made.arrived_s / 60:.1f} min" if made.arrived_s is not None else f"did not reach it ({made.ended})"
-    )
+        run = trl.run(side, setting, seed, folder, progress, {**options, "rollouts": trl.rollouts_of(side)})
+    arrived = f"reached the target after {run.arrived_s / 60:.1f} min" if run.arrived_s is not None else f"did not reach it ({run.ended})"
     progress.say(
-        f"{arrived}, {made.steps} steps, peak {made.peak_gib:.1f} GiB; {machine['gflops']} GFLOPS, {machine['busy_cores']} cores busy"
+        f"{arrived}, {run.steps} steps, peak {run.peak_gib:.1f} GiB; {machine['gflops']} GFLOPS, {machine['busy_cores']} cores busy"
     )
-    return replace(made, machine=machine, began=began, finished=time.time())
+    return replace(run, machine=machine, began=began, finished=time.time())
 
 
 if __name__ == "__main__":

@@ -4,8 +4,7 @@
 
 Each seed is one run of `recipes/quickstart.py`, or of another recipe of its family (`--recipe`), in a separate folder under `--runs`. A
 finished run is read and not repeated, so an interrupted benchmark continues. Memory is the largest sum of the proportional set sizes of all
-processes of the run, sampled every two
-seconds.
+processes of the run, sampled every two seconds.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ def spread(values: Sequence[float], form: str) -> str:
 
 def table(outcomes: list[Outcome]) -> str:
     """Returns a Markdown table of medians and ranges over the seeds."""
-    summaries = [one.summary for one in outcomes]
+    summaries = [outcome.summary for outcome in outcomes]
     measured = {
         name: [summary[key]["value"] for summary in summaries if summary[key] is not None]  # None: evaluation.heldout_real=0
         for name, key in (
@@ -120,10 +119,10 @@ def table(outcomes: list[Outcome]) -> str:
             ("real after", "heldout_real_after"),
         )
     }
-    measured["reward, first 3 steps"] = [statistics.fmean(one.rewards[:3]) for one in outcomes]
-    measured["reward, last 3 steps"] = [statistics.fmean(one.rewards[-3:]) for one in outcomes]
-    measured["minutes"] = [one.wall_s / 60 for one in outcomes]
-    measured["peak GiB"] = [one.peak_gib for one in outcomes]
+    measured["reward, first 3 steps"] = [statistics.fmean(outcome.rewards[:3]) for outcome in outcomes]
+    measured["reward, last 3 steps"] = [statistics.fmean(outcome.rewards[-3:]) for outcome in outcomes]
+    measured["minutes"] = [outcome.wall_s / 60 for outcome in outcomes]
+    measured["peak GiB"] = [outcome.peak_gib for outcome in outcomes]
     rows = [[name, spread(values, ".2f")] for name, values in measured.items() if values]
     rows.append(["stall of a swap, ms, p50", spread([summary["swap_stall_ms_p50"] for summary in summaries], ".0f")])
     rows.append(["largest difference of a probe", f"{max(summary['swap_probe_max_abs_diff'] for summary in summaries):.1e}"])

@@ -62,20 +62,20 @@ class Outcome:
 
     def missed(self) -> list[str]:
         """Describes the targets that this run missed."""
-        found = []
+        misses = []
         if self.wall_s > MINUTES * 60:
-            found.append(f"{self.wall_s / 60:.1f} minutes")
+            misses.append(f"{self.wall_s / 60:.1f} minutes")
         if self.peak_gib > GIB:
-            found.append(f"{self.peak_gib:.1f} GiB")
+            misses.append(f"{self.peak_gib:.1f} GiB")
         if self.rate("after", "heldout")["value"] < AFTER:
-            found.append(f"held-out {self.rate('after', 'heldout')['value']:.2f}")
+            misses.append(f"held-out {self.rate('after', 'heldout')['value']:.2f}")
         kinds = self.phases["before"]["heldout"]["by_kind"], self.phases["after"]["heldout"]["by_kind"]
         for kind, before in kinds[0].items():
             if before["value"] > KIND_BEFORE and kinds[1][kind]["value"] < KIND_AFTER:
-                found.append(f"{kind} {kinds[1][kind]['value']:.2f}")
+                misses.append(f"{kind} {kinds[1][kind]['value']:.2f}")
         if self.rate("after", "heldout_real")["ci_high"] < self.rate("before", "heldout_real")["value"]:
-            found.append("worse on kinds never trained")
-        return found
+            misses.append("worse on kinds never trained")
+        return misses
 
 
 def evaluated(folder: Path, *options: str) -> dict[str, Any]:
@@ -84,13 +84,13 @@ def evaluated(folder: Path, *options: str) -> dict[str, Any]:
     if not path.exists():
         print(f"without the tool: {' '.join(options) or 'as published'}", file=sys.stderr, flush=True)
         command = [sys.executable, "-m", "agentrl", "eval", NO_TOOL, *options, "--json", "--run-dir", str(folder / "no_tool")]
-        said = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+        output = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(said)
+        path.write_text(output)
     return json.loads(path.read_text())  # type: ignore[no-any-return]
 
 
-def kept_as(out: Path, recipe: str, seed: int) -> Path:
+def result_path(out: Path, recipe: str, seed: int) -> Path:
     return out / f"{Path(recipe).stem}-seed{seed}.json"
 
 
@@ -103,16 +103,16 @@ def run_seed(recipe: str, seed: int, runs: Path, out: Path, note: str, overrides
         command = f"python benchmarks/real_model.py --recipe {recipe} --seeds {seed}"
         origin = stored.origin(command, [*stored.LOOP, recipe, "sandboxes/reasoning"], [seed])
         wall_s, peak = timed([sys.executable, recipe, f"seed={seed}", *overrides, "--run-dir", str(folder), *resume])
-        said = {"recipe": recipe, "seed": seed, "wall_s": wall_s, "peak_gib": peak, "note": note, "origin": origin}
-        outcome.write_text(json.dumps({**said, "resumed": bool(resume)}))
+        measured = {"recipe": recipe, "seed": seed, "wall_s": wall_s, "peak_gib": peak, "note": note, "origin": origin}
+        outcome.write_text(json.dumps({**measured, "resumed": bool(resume)}))
     evaluated(folder, "--model", str(folder / "model"))
-    write_atomically(kept_as(out, recipe, seed), json.dumps(asdict(read(folder)), indent=1) + "\n")
+    write_atomically(result_path(out, recipe, seed), json.dumps(asdict(read(folder)), indent=1) + "\n")
 
 
-def kept(out: Path) -> list[Outcome]:
+def stored_outcomes(out: Path) -> list[Outcome]:
     """Returns all stored results, in the order of recipes and seeds."""
-    found = [Outcome(**json.loads(path.read_text())) for recipe in RECIPES for path in out.glob(f"{Path(recipe).stem}-seed*.json")]
-    return sorted(found, key=lambda one: (RECIPES.index(one.recipe), one.seed))
+    outcomes = [Outcome(**json.loads(path.read_text())) for recipe in RECIPES for path in out.glob(f"{Path(recipe).stem}-seed*.json")]
+    return sorted(outcomes, key=lambda outcome: (RECIPES.index(outcome.recipe), outcome.seed))
 
 
 def read(folder: Path) -> Outcome:
@@ -136,7 +136,7 @@ def read(folder: Path) -> Outcome:
     )
 
 
-def told(rate: dict[str, float]) -> str:
+def rate_text(rate: dict[str, float]) -> str:
     return f"{rate['value']:.2f} [{rate['ci_low']:.2f}, {rate['ci_high']:.2f}]"
 
 
@@ -145,16 +145,16 @@ def markdown(head: list[str], rows: list[list[str]]) -> str:
 
 
 def success(outcomes: list[Outcome]) -> str:
-    """A row for what was evaluated, a column for each run. Each seed has problems of its own, so each has its own start."""
+    """Returns a table with a row per split or kind and a column per run. Each seed has its own problems, so also its own start."""
     splits = {"heldout": "held-out problems of the trained kinds", "heldout_real": "kinds that were never trained"}
     rows = []
-    for split, words in splits.items():
-        both = [(one.phases["before"][split], one.phases["after"][split]) for one in outcomes]
-        rows.append([f"{words} ({both[0][0]['n']:.0f})", *(f"{told(before)} → {told(after)}" for before, after in both)])
-        for kind, rate in both[0][0]["by_kind"].items():
-            changes = [(before["by_kind"][kind]["value"], after["by_kind"][kind]["value"]) for before, after in both]
+    for split, label in splits.items():
+        rates = [(outcome.phases["before"][split], outcome.phases["after"][split]) for outcome in outcomes]
+        rows.append([f"{label} ({rates[0][0]['n']:.0f})", *(f"{rate_text(before)} → {rate_text(after)}" for before, after in rates)])
+        for kind, rate in rates[0][0]["by_kind"].items():
+            changes = [(before["by_kind"][kind]["value"], after["by_kind"][kind]["value"]) for before, after in rates]
             rows.append([f"`{kind}` ({rate['n']:.0f})", *(f"{before:.2f} → {after:.2f}" for before, after in changes)])
-    return markdown(["before → after", *(one.name for one in outcomes)], rows)
+    return markdown(["before → after", *(outcome.name for outcome in outcomes)], rows)
 
 
 def cost(outcomes: list[Outcome]) -> str:
@@ -170,27 +170,27 @@ def cost(outcomes: list[Outcome]) -> str:
         "targets missed",
     ]
     rows = []
-    for one in outcomes:
+    for outcome in outcomes:
         rows.append(
             [
-                one.name,
-                f"{one.wall_s / 60:.1f}",
-                f"{one.peak_gib:.1f}",
-                str(one.summary["steps"]),
-                f"{one.summary['tokens_trained']:,}",
-                f"{statistics.median(line['step_s'] for line in one.steps):.0f}",
-                *(f"{one.parts[name] / len(one.steps):.1f}" for name in PARTS),
-                f"{one.summary['swap_probe_max_abs_diff']:.0e}",
-                ", ".join(one.missed()) or "none",
+                outcome.name,
+                f"{outcome.wall_s / 60:.1f}",
+                f"{outcome.peak_gib:.1f}",
+                str(outcome.summary["steps"]),
+                f"{outcome.summary['tokens_trained']:,}",
+                f"{statistics.median(line['step_s'] for line in outcome.steps):.0f}",
+                *(f"{outcome.parts[name] / len(outcome.steps):.1f}" for name in PARTS),
+                f"{outcome.summary['swap_probe_max_abs_diff']:.0e}",
+                ", ".join(outcome.missed()) or "none",
             ]
         )
     return markdown(head, rows)
 
 
 def without_tool(outcomes: list[Outcome], base: dict[str, Any]) -> str:
-    rows = [["as published", *(told(base[split]) for split in ("heldout", "heldout_real"))]]
-    for one in outcomes:
-        rows.append([one.name, *(told(one.no_tool[split]) for split in ("heldout", "heldout_real"))])
+    rows = [["as published", *(rate_text(base[split]) for split in ("heldout", "heldout_real"))]]
+    for outcome in outcomes:
+        rows.append([outcome.name, *(rate_text(outcome.no_tool[split]) for split in ("heldout", "heldout_real"))])
     return markdown(["without the tool", "trained kinds", "kinds never trained"], rows)
 
 
@@ -203,16 +203,16 @@ def picture(outcomes: list[Outcome], path: Path) -> None:
 
     plt.rcParams["svg.hashsalt"] = "agentrl"
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.6), width_ratios=[2, 1], layout="constrained")
-    for number, one in enumerate(outcomes):
+    for number, run in enumerate(outcomes):
         color = f"C{number}"
-        steps = [line["step"] for line in one.steps if line.get("reward_mean") is not None]
-        left.plot(steps, [line["reward_mean"] for line in one.steps if line.get("reward_mean") is not None], color=color, label=one.name)
+        steps = [line["step"] for line in run.steps if line.get("reward_mean") is not None]
+        left.plot(steps, [line["reward_mean"] for line in run.steps if line.get("reward_mean") is not None], color=color, label=run.name)
         for split, style in (("heldout", "-"), ("heldout_real", "--")):
-            rates = [one.rate(phase, split) for phase in ("before", "after")]
+            rates = [run.rate(phase, split) for phase in ("before", "after")]
             values = [rate["value"] for rate in rates]
             bounds = [[rate["value"] - rate["ci_low"] for rate in rates], [rate["ci_high"] - rate["value"] for rate in rates]]
-            places = [number * 0.06, 1 + number * 0.06]
-            right.errorbar(places, values, yerr=bounds, fmt="o" + style, color=color, capsize=3, markersize=4)
+            positions = [number * 0.06, 1 + number * 0.06]
+            right.errorbar(positions, values, yerr=bounds, fmt="o" + style, color=color, capsize=3, markersize=4)
     left.set(xlabel="step of 64 episodes", ylabel="mean reward, sampled", ylim=(0, 1.02))
     left.legend(frameon=False, loc="lower right")
     right.set(xticks=[0, 1], xticklabels=["before", "after"], ylabel="success, greedy", ylim=(0, 1.02), xlim=(-0.2, 1.4))
@@ -225,10 +225,10 @@ def picture(outcomes: list[Outcome], path: Path) -> None:
 
 
 def page(outcomes: list[Outcome], base: dict[str, Any]) -> str:
-    notes = sorted({one.note for one in outcomes if one.note})
+    notes = sorted({run.note for run in outcomes if run.note})
     versions = ", ".join(f"{name} {number}" for name, number in outcomes[0].summary["versions"].items())
     lines = [
-        f"Made by `python benchmarks/real_model.py`. Machines: {stored.shown(one.origin['machine'] for one in outcomes)}; "
+        f"Made by `python benchmarks/real_model.py`. Machines: {stored.describe_machines(run.origin['machine'] for run in outcomes)}; "
         f"sandbox: {outcomes[0].summary['sandbox_backend']}. "
         f"{versions}. {' '.join(notes)}".strip(),
         "Greedy, one attempt a problem; 95% Wilson intervals for rows of several kinds. Each seed draws problems of its own.",
@@ -259,9 +259,9 @@ def main() -> None:
         if not base.exists():
             write_atomically(base, json.dumps(evaluated(args.runs), indent=1) + "\n")
         for seed in args.seeds:
-            if not kept_as(args.out, args.recipe, seed).exists():
+            if not result_path(args.out, args.recipe, seed).exists():
                 run_seed(args.recipe, seed, args.runs, args.out, args.note, args.overrides)
-    outcomes = kept(args.out)
+    outcomes = stored_outcomes(args.out)
     if not outcomes or not base.exists():
         sys.exit(f"error: no finished run in {args.out}\nfix: python benchmarks/real_model.py")
     text = page(outcomes, json.loads(base.read_text()))
@@ -270,7 +270,7 @@ def main() -> None:
         before, _, rest = args.page.read_text().partition(BEGIN)
         args.page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}")
         picture(outcomes, args.page.parent / "images" / "real-model.svg")
-    sys.exit(1 if any(one.missed() for one in outcomes) else 0)
+    sys.exit(1 if any(outcome.missed() for outcome in outcomes) else 0)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ async def measure(run: Run, arguments: argparse.Namespace) -> dict[str, dict[str
     """Success by tool and kind."""
     await run.start_serving(await run.base_version())
     runner = replace(run.groups, runner=replace(run.groups.runner, sampling=Sampling(temperature=arguments.temperature)))
-    found: dict[str, dict[str, Rate]] = {}
+    rates_by_tool: dict[str, dict[str, Rate]] = {}
     for tool in arguments.tools:
         options = run.recipe.tasks.family.options | {"datasets": ",".join(arguments.kinds), "heldout_kinds": "", "tool": tool}
         options |= {"examples": arguments.examples} if arguments.examples is not None else {}
@@ -43,19 +43,19 @@ async def measure(run: Run, arguments: argparse.Namespace) -> dict[str, dict[str
         count = arguments.problems * len(arguments.kinds)
         result = await evaluate_split(runner, family, Split.HELDOUT, count, phase=f"kinds-{tool}", step=0, on_done=run.tracker.evaluating)
         append_transcripts(run.folder / "episodes" / f"kinds-{tool}.jsonl", result.transcripts)
-        found[tool] = result.by_kind
+        rates_by_tool[tool] = result.by_kind
         if result.excluded:
             print(f"{tool}: {result.excluded} episodes left out: {result.excluded_reasons}", file=sys.stderr)
-    return found
+    return rates_by_tool
 
 
-def table(found: dict[str, dict[str, Rate]], kinds: list[str]) -> str:
+def table(rates_by_tool: dict[str, dict[str, Rate]], kinds: list[str]) -> str:
     """A Markdown table of all kinds, the best first."""
-    first = next(iter(found.values()))
+    first = next(iter(rates_by_tool.values()))
     ordered = sorted(kinds, key=lambda kind: -first[kind].value if kind in first else 1.0)
-    lines = [f"| kind | {' | '.join(found)} |", f"| --- |{' --- |' * len(found)}"]
+    lines = [f"| kind | {' | '.join(rates_by_tool)} |", f"| --- |{' --- |' * len(rates_by_tool)}"]
     for kind in ordered:
-        cells = [_cell(rates.get(kind)) for rates in found.values()]
+        cells = [_cell(rates.get(kind)) for rates in rates_by_tool.values()]
         lines.append(f"| `{kind}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -77,8 +77,8 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     root, written = load_recipe(RECIPE, [])
-    given = ("name=reasoning-kinds", *([f"policy.model={Path(arguments.model).resolve()}"] if arguments.model else []))
-    with run_folder(root, RECIPE, written, given, arguments.run_dir, verb="eval") as (start, recipe, checked):
+    overrides = ("name=reasoning-kinds", *([f"policy.model={Path(arguments.model).resolve()}"] if arguments.model else []))
+    with run_folder(root, RECIPE, written, overrides, arguments.run_dir, verb="eval") as (start, recipe, checked):
 
         async def run_all() -> dict[str, dict[str, Rate]]:
             async with open_run(recipe, start, checked, root=root, console=False) as run:

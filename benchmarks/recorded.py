@@ -49,7 +49,7 @@ class RecordedRun:
         stored_at: dict[int, float] = dict(sqlite3.connect(folder / "experience.sqlite").execute("SELECT idx, stored_at FROM groups"))
         return cls(
             recipe=recipe,
-            durations={group.index: tuple(one.episode.wall_s for one in group.episodes) for group in groups},
+            durations={group.index: tuple(scored.episode.wall_s for scored in group.episodes) for group in groups},
             storing_s={group.index: storing_s(group, stored_at[group.index]) for group in groups},
             updates=tuple(max(step["update_s"], step.get("timeline/learner/busy", 0.0)) for step in steps),
             swaps=tuple(step["swap_total_ms"] / 1000 for step in steps),
@@ -78,7 +78,7 @@ class RecordedRun:
 
 def storing_s(group: Group, stored_at: float) -> float:
     """Returns the seconds from the end of a group's last turn, with its tool calls, until it was stored; 0 for a group without turns."""
-    turns = (turn for one in group.episodes for line in one.episode.trajectories for turn in line.own_turns)
+    turns = (turn for scored in group.episodes for line in scored.episode.trajectories for turn in line.own_turns)
     return max(0.0, stored_at - max((turn.ended_at + turn.tool_s for turn in turns), default=stored_at))
 
 

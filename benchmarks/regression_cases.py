@@ -32,22 +32,22 @@ from sandboxes.tables import Tables  # noqa: E402
 
 MODEL = ROOT / "recipes" / "models" / "tables-base"
 TARGET_S = 180.0
-SEED = 4_001  # of the tables: none that the policy was made with, or that the quickstart asks
+SEED = 4_001  # of the tables: neither those of the policy's training nor those of the quickstart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
     """One evaluation of the suite."""
 
-    whole_s: float  # from the command to its exit code
-    asking_s: float  # of it, from the first question to the last score
+    command_s: float  # from the command to its exit code
+    cases_s: float  # the part of it from the first question to the last score
     passed: int
     unscored: int
     attempts: int
 
     @property
     def ok(self) -> bool:
-        return self.whole_s < TARGET_S and not self.unscored
+        return self.command_s < TARGET_S and not self.unscored
 
 
 def make_suite(folder: Path, count: int) -> None:
@@ -60,34 +60,34 @@ def make_suite(folder: Path, count: int) -> None:
 def timed(suite: Path, run: Path, overrides: list[str]) -> Timed:
     """Evaluates the suite once. Raises `SystemExit` if the command failed."""
     command = [sys.executable, "-m", "agentrl", "eval", str(suite), *overrides, "--policy", str(MODEL), "--run-dir", str(run), "--json"]
-    there = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
     began = time.monotonic()
-    ended = subprocess.run(command, cwd=ROOT, env=there, stdout=subprocess.PIPE, text=True, check=False)
-    whole_s = time.monotonic() - began
+    ended = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=False)
+    command_s = time.monotonic() - began
     if ended.returncode not in (0, 1) or not ended.stdout.strip():
         raise SystemExit(f"{' '.join(command)} ended with exit code {ended.returncode}\n{ended.stdout[-2000:]}")
-    (told,) = json.loads(ended.stdout.splitlines()[-1])["suites"]
-    figures, verdicts = told["figures"], told["verdicts"]
+    (suite_result,) = json.loads(ended.stdout.splitlines()[-1])["suites"]
+    figures, verdicts = suite_result["figures"], suite_result["verdicts"]
     return Timed(
-        whole_s=whole_s,
-        asking_s=figures["wall_s"],
+        command_s=command_s,
+        cases_s=figures["wall_s"],
         passed=verdicts["passed"],
         unscored=figures["unscored"],
         attempts=figures["attempts"],
     )
 
 
-def table(found: list[Timed], count: int, backend: str) -> str:
+def table(runs: list[Timed], count: int, backend: str) -> str:
     """Markdown: a row for each evaluation."""
     rows = [
-        f"| {number} | {one.whole_s:.0f} | {one.asking_s:.0f} | {one.attempts / one.asking_s:.1f} | {one.passed} | {one.unscored} |"
-        for number, one in enumerate(found, 1)
+        f"| {number} | {run.command_s:.0f} | {run.cases_s:.0f} | {run.attempts / run.cases_s:.1f} | {run.passed} | {run.unscored} |"
+        for number, run in enumerate(runs, 1)
     ]
-    whole = statistics.median(one.whole_s for one in found)
+    median_s = statistics.median(run.command_s for run in runs)
     return "\n".join(
         [
             f"{count} cases on the quickstart's base policy, sandboxes: {backend}, {os.cpu_count()} cores."
-            f" Median {whole:.0f} s; target: under {TARGET_S:.0f} s.",
+            f" Median {median_s:.0f} s; target: under {TARGET_S:.0f} s.",
             "",
             "| evaluation | command, s | cases, s | cases a second | passed | unscored |",
             "| --- | --- | --- | --- | --- | --- |",
@@ -103,20 +103,20 @@ def main() -> int:
     parser.add_argument("--backend", default="auto", help="sandbox backend: auto, docker or bubblewrap")
     parser.add_argument("--out", type=Path, help="also write the table to its section of this page")
     parser.add_argument("overrides", nargs="*", help="further overrides, such as rollout.concurrency=32")
-    given = parser.parse_args()
+    args = parser.parse_args()
     (ROOT / "runs").mkdir(exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="regression-cases-", dir=ROOT / "runs"))  # in the project, whose images and verifiers they name
     try:
-        make_suite(work / "suite", given.cases)
-        overrides = [f"sandbox.backend={given.backend}", "evaluation.sampling.temperature=0", *given.overrides]
-        found = [timed(work / "suite", work / f"run{number}", overrides) for number in range(given.times)]
+        make_suite(work / "suite", args.cases)
+        overrides = [f"sandbox.backend={args.backend}", "evaluation.sampling.temperature=0", *args.overrides]
+        runs = [timed(work / "suite", work / f"run{number}", overrides) for number in range(args.times)]
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    text = table(found, given.cases, given.backend)
+    text = table(runs, args.cases, args.backend)
     print(text)
-    if given.out:
-        stored.put(given.out, "regression_cases", text)
-    return int(not all(one.ok for one in found))
+    if args.out:
+        stored.put(args.out, "regression_cases", text)
+    return int(not all(run.ok for run in runs))
 
 
 if __name__ == "__main__":

@@ -62,5 +62,5 @@ def openenv() -> list[str]:
         with urllib.request.urlopen(f"{url}/counts") as page:
             counts = json.load(page)
     (server,) = opener.servers.values()
-    kept = server.opened == server.closed == EPISODES and counts["created"] == counts["ended"]
-    return [*rows, f"- the server created {counts['created']:,} and ended {counts['ended']:,}: {'no leak' if kept else 'a leak'}"]
+    all_ended = server.opened == server.closed == EPISODES and counts["created"] == counts["ended"]
+    return [*rows, f"- the server created {counts['created']:,} and ended {counts['ended']:,}: {'no leak' if all_ended else 'a leak'}"]

@@ -36,20 +36,20 @@ CONTENDERS: Mapping[str, tuple[dict[str, str], dict[str, str]]] = {
     "threads sleep at once": ({}, SLEEPING),
     "both": ({"--block-size": "128"}, SLEEPING),
 }
-"""Name -> arguments and environment that differ from what a run gives its server."""
+"""Name -> arguments and environment variables that differ from those of a run's server."""
 
 
-class Changed(VLLMServer):
+class ChangedServer(VLLMServer):
     """A server with other arguments and another environment."""
 
     arguments: Mapping[str, str]
     variables: Mapping[str, str]
 
     def _command(self) -> list[str]:
-        words = super()._command()
+        arguments = super()._command()
         for name, value in self.arguments.items():
-            words[words.index(name) + 1] = value
-        return words
+            arguments[arguments.index(name) + 1] = value
+        return arguments
 
     def _environment(self) -> dict[str, str]:
         return {**super()._environment(), **self.variables}
@@ -62,8 +62,8 @@ async def play(server: VLLMServer, recipe: Recipe, episode: Episode, salt: str) 
         for turn in trajectory.turns:
             context += turn.prompt_ids
             sampling = {**sampling_parameters(recipe.rollout.distribution), "max_tokens": len(turn.completion_ids), "ignore_eos": True}
-            asked = {"logprobs": max(recipe.rollout.sampling.top_k, 0), "detokenize": False}
-            body = {"token_ids": list(context), "sampling_params": sampling | asked, "cache_salt": salt}
+            options = {"logprobs": max(recipe.rollout.sampling.top_k, 0), "detokenize": False}
+            body = {"token_ids": list(context), "sampling_params": sampling | options, "cache_salt": salt}
             await server.control.generate(body, timeout_s=600.0)
             context += turn.completion_ids
 
@@ -72,7 +72,7 @@ async def seconds(recipe: Recipe, model: Path, episodes: list[Episode], name: st
     """Returns the wall seconds of each repetition on one server."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "versions").mkdir()
-        server = Changed(recipe=recipe, model=model, version=0, run_dir=Path(folder))
+        server = ChangedServer(recipe=recipe, model=model, version=0, run_dir=Path(folder))
         server.arguments, server.variables = CONTENDERS[name]
         await server.start()
         try:
@@ -86,28 +86,28 @@ async def seconds(recipe: Recipe, model: Path, episodes: list[Episode], name: st
             await server.stop()
 
 
-async def main(given: argparse.Namespace) -> None:
+async def main(args: argparse.Namespace) -> None:
     references.add_project_root(ROOT)
-    recipe = recipes.load(given.run / "recipe.json")
-    store = open_store(given.run, recipe)
+    recipe = recipes.load(args.run / "recipe.json")
+    store = open_store(args.run, recipe)
     size = recipe.rollout.groups_per_step
-    groups = store.groups(range(given.step * size, (given.step + 1) * size))
+    groups = store.groups(range(args.step * size, (args.step + 1) * size))
     store.close()
     episodes = [scored.episode for group in groups for scored in group.episodes if not scored.episode.left_out]
-    tokens = sum(len(turn.completion_ids) for one in episodes for line in one.trajectories for turn in line.turns)
-    model = given.run / "versions" / "000000"
+    tokens = sum(len(turn.completion_ids) for episode in episodes for line in episode.trajectories for turn in line.turns)
+    model = args.run / "versions" / "000000"
     print(f"{len(episodes)} episodes, {tokens} sampled tokens", file=sys.stderr)
-    names = given.only or list(CONTENDERS)
+    names = args.only or list(CONTENDERS)
     spent: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(given.rounds):
+    for _ in range(args.rounds):
         for name in names:
-            spent[name] += await seconds(recipe, model, episodes, name, given.repeat)
-            print(f"{name}: {', '.join(f'{one:.1f}' for one in spent[name])} s", file=sys.stderr)
+            spent[name] += await seconds(recipe, model, episodes, name, args.repeat)
+            print(f"{name}: {', '.join(f'{value:.1f}' for value in spent[name])} s", file=sys.stderr)
     first = statistics.median(spent[names[0]])
     print("| server | seconds, median (range) | tokens/s | times the first |\n| --- | --- | --- | --- |")
-    for name, found in spent.items():
-        median = statistics.median(found)
-        print(f"| {name} | {median:.1f} ({min(found):.1f} to {max(found):.1f}) | {tokens / median:.0f} | {median / first:.2f} |")
+    for name, values in spent.items():
+        median = statistics.median(values)
+        print(f"| {name} | {median:.1f} ({min(values):.1f} to {max(values):.1f}) | {tokens / median:.0f} | {median / first:.2f} |")
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from agentrl.errors import InfrastructureError, UserError  # noqa: E402
 from benchmarks import stored  # noqa: E402
 from benchmarks.load import script as scripted  # noqa: E402
 from benchmarks.load.ours import schema  # noqa: E402
-from benchmarks.load.tables import compared, merged, page  # noqa: E402
+from benchmarks.load.tables import merge_sections, page, turn_figures  # noqa: E402
 
 PARTS = ("turns", "crowd", "idle", "prefix")
 PEER = "verifiers==0.4.0"
@@ -64,18 +64,18 @@ def serving(folder: Path, *, turns: int = TURNS, core: int | None = None, **dela
             process.stdin.close()
 
 
-def told(command: list[str], *, timeout_s: float = 900.0, **options: Any) -> dict[str, Any]:
+def run_json(command: list[str], *, timeout_s: float = 900.0, **options: Any) -> dict[str, Any]:
     """Runs a side and returns the JSON that it prints. Raises `InfrastructureError` if it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, **options)
-    if done.returncode:
-        raise InfrastructureError(f"{' '.join(command[:4])} failed:\n{done.stderr[-3000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    process = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, **options)
+    if process.returncode:
+        raise InfrastructureError(f"{' '.join(command[:4])} failed:\n{process.stderr[-3000:]}")
+    result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return result
 
 
 def ours(kind: str, port: int, *more: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.load.ours", kind, "--port", str(port), *more]
-    return told(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    return run_json(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
 def peer_python(work: Path) -> str:
@@ -85,30 +85,30 @@ def peer_python(work: Path) -> str:
     if not (folder / "whole").exists():
         print(f"installing {PEER} into {folder}", file=sys.stderr)
         for command in ([sys.executable, "-m", "venv", str(folder)], [str(python), "-m", "pip", "install", "-q", PEER]):
-            made = subprocess.run(command, capture_output=True, text=True, check=False)
-            if made.returncode:
-                raise InfrastructureError(f"{' '.join(command)} failed: {clip_text(made.stderr[-1000:])}")
+            process = subprocess.run(command, capture_output=True, text=True, check=False)
+            if process.returncode:
+                raise InfrastructureError(f"{' '.join(command)} failed: {clip_text(process.stderr[-1000:])}")
         (folder / "whole").write_text(PEER)
     return str(python)
 
 
-def turns(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def turns(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Runs the sides alternately, each in a separate process. Yields the results after each repeat."""
-    python, folder = peer_python(given.work), given.work / "turns"
-    amount = ["--turns", str(TURNS), "--episodes", str(given.episodes), "--alone", str(max(1, given.episodes // 8))]
-    found: dict[str, list[dict[str, float]]] = {"agentrl": [], "verifiers train": [], "verifiers eval": []}
+    python, folder = peer_python(args.work), args.work / "turns"
+    amount = ["--turns", str(TURNS), "--episodes", str(args.episodes), "--alone", str(max(1, args.episodes // 8))]
+    sides: dict[str, list[dict[str, float]]] = {"agentrl": [], "verifiers train": [], "verifiers eval": []}
     bare: list[float] = []
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with serving(folder) as (port, tokens):
-        for number in range(given.repeat):
-            print(f"turns: {number + 1} of {given.repeat}", file=sys.stderr)
-            found["agentrl"].append(ours("turns", port, *amount))
+        for number in range(args.repeat):
+            print(f"turns: {number + 1} of {args.repeat}", file=sys.stderr)
+            sides["agentrl"].append(ours("turns", port, *amount))
             for client in ("train", "eval"):
                 own = ["--script", str(folder / "script.json"), "--tokenizer", str(folder / "tokenizer"), "--client", client]
                 command = [python, str(ROOT / "benchmarks" / "load" / "peer.py"), *own, "--port", str(port), *amount]
-                found[f"verifiers {client}"].append(told(command, env=environment, cwd=folder))
+                sides[f"verifiers {client}"].append(run_json(command, env=environment, cwd=folder))
             bare.append(_bare_ms(port, tokens))
-            yield {"sides": found, "bare_ms": bare, "tokens": tokens, "turns": TURNS, "episodes": given.episodes}
+            yield {"sides": sides, "bare_ms": bare, "tokens": tokens, "turns": TURNS, "episodes": args.episodes}
 
 
 def _bare_ms(port: int, tokens: int) -> float:
@@ -124,29 +124,29 @@ def _bare_ms(port: int, tokens: int) -> float:
     return 1000 * statistics.median(took)
 
 
-def crowd(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    found = []
+def crowd(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    runs = []
     cores = sorted(os.sched_getaffinity(0))
     for number in (FEW, CROWD):
         print(f"crowd: {number} episodes", file=sys.stderr)
         times = ["--delay", *map(str, DELAY_S), "--ramp", str(RAMP_S), "--window", str(WINDOW_S)]
-        with serving(given.work / "crowd", core=cores[-1], delay_s=DELAY_S) as (port, _):
-            found.append(ours("crowd", port, "--episodes", str(number), "--core", str(cores[0]), *times))
-    yield {"runs": found, "delay_s": DELAY_S}
+        with serving(args.work / "crowd", core=cores[-1], delay_s=DELAY_S) as (port, _):
+            runs.append(ours("crowd", port, "--episodes", str(number), "--core", str(cores[0]), *times))
+    yield {"runs": runs, "delay_s": DELAY_S}
 
 
-def idle(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def idle(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     print(f"idle: {', '.join(map(str, IDLE))} episodes", file=sys.stderr)
-    with serving(given.work / "idle", delay_s=(86400.0, 86400.0), delay_from=IDLE_AFTER) as (port, tokens):
-        found = ours("idle", port, "--episodes", *map(str, IDLE), "--after", str(IDLE_AFTER))
-    slope = statistics.linear_regression(found["episodes"], found["rss_kib"]).slope
-    yield {**found, "kib_an_episode": slope, "after": IDLE_AFTER, "tokens": tokens * IDLE_AFTER // TURNS}
+    with serving(args.work / "idle", delay_s=(86400.0, 86400.0), delay_from=IDLE_AFTER) as (port, tokens):
+        result = ours("idle", port, "--episodes", *map(str, IDLE), "--after", str(IDLE_AFTER))
+    slope = statistics.linear_regression(result["episodes"], result["rss_kib"]).slope
+    yield {**result, "kib_an_episode": slope, "after": IDLE_AFTER, "tokens": tokens * IDLE_AFTER // TURNS}
 
 
-def prefix(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    from benchmarks.load.prefix import measured
+def prefix(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    from benchmarks.load.prefix import measure
 
-    yield measured(given.work / "prefix")
+    yield measure(args.work / "prefix")
 
 
 def main() -> int:
@@ -159,24 +159,24 @@ def main() -> int:
     parser.add_argument("--episodes", type=int, default=64, help="episodes of the part turns, per repeat and side")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results.md", help="page to write the tables to")
     parser.add_argument("--note", default="", help="a sentence about the machine, stored with the result")
-    given = parser.parse_args()
-    given.work = given.work.resolve()
-    given.work.mkdir(parents=True, exist_ok=True)
-    kept = given.work / "results.json"
-    results: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
+    args = parser.parse_args()
+    args.work = args.work.resolve()
+    args.work.mkdir(parents=True, exist_ok=True)
+    results_path = args.work / "results.json"
+    results: dict[str, Any] = json.loads(results_path.read_text()) if results_path.exists() else {}
     machine = f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
-    for part in given.only:
+    for part in args.only:
         origin = stored.origin(f"python benchmarks/rollout.py --only {part}", CODE)
-        for found in {"turns": turns, "crowd": crowd, "idle": idle, "prefix": prefix}[part](given):
-            results[part] = {**found, "machine": f"{machine}; {stored.shown([origin['machine']])}", "note": given.note}
-            kept.write_text(json.dumps(results, indent=1))
-            stored.keep(f"rollout-{part}", origin, **(compared(found) if part == "turns" else found))
+        for result in {"turns": turns, "crowd": crowd, "idle": idle, "prefix": prefix}[part](args):
+            results[part] = {**result, "machine": f"{machine}; {stored.describe_machines([origin['machine']])}", "note": args.note}
+            results_path.write_text(json.dumps(results, indent=1))
+            stored.keep(f"rollout-{part}", origin, **(turn_figures(result) if part == "turns" else result))
     text, met = page(results)
     print(text)
     begin, end = "<!-- made by benchmarks/rollout.py: begin -->", "<!-- made by benchmarks/rollout.py: end -->"
-    before, _, rest = given.out.read_text().partition(begin)
+    before, _, rest = args.out.read_text().partition(begin)
     old, _, after = rest.partition(end)
-    given.out.write_text(f"{before}{begin}\n\n{merged(old, text)}\n{end}{after}")
+    args.out.write_text(f"{before}{begin}\n\n{merge_sections(old, text)}\n{end}{after}")
     return 0 if met else 1
 
 

@@ -47,7 +47,7 @@ CODE = "import csv, json\nprint(sum(range(100)))"
 OPEN_S = 120.0
 EXEC_S = 30.0
 SETTLE_S = 0.5
-"""What the daemon clears up when a command has returned, and a pool that refills, must not be in the next one's time."""
+"""Seconds to wait, so that the daemon's clean-up and a refilling pool are not part of the next measurement."""
 PEER = "docker CLI"
 IN_A_ROW, AT_ONCE = 30, 24
 
@@ -70,8 +70,8 @@ OPERATIONS = {
 class Results:
     """All measurements, in the order in which they were taken."""
 
-    seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # operation -> subject -> one for each repeat
-    lines: list[str] = field(default_factory=list)  # what is no table
+    seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # operation -> subject -> seconds of each repeat
+    lines: list[str] = field(default_factory=list)  # results outside of tables
     failed: bool = False
 
     def say(self, line: str) -> None:
@@ -248,16 +248,16 @@ async def many(backend: Backend, spec: SandboxSpec, count: int, parallel: int) -
     """(wall seconds, CPU seconds of the whole machine) per sandbox opened, used once and closed."""
     slots = asyncio.Semaphore(parallel)
 
-    async def one() -> None:
+    async def use_sandbox() -> None:
         async with slots:
             sandbox = await backend.open(spec, timeout_s=OPEN_S)
             await sandbox.python(CODE, timeout_s=EXEC_S)
             await sandbox.close()
 
     busy, start = machine_cpu_s(), time.perf_counter()
-    await asyncio.gather(*(one() for _ in range(count)))
+    await asyncio.gather(*(use_sandbox() for _ in range(count)))
     wall = time.perf_counter() - start
-    await asyncio.sleep(1.0)  # what the daemon clears up afterwards counts too
+    await asyncio.sleep(1.0)  # the daemon's clean-up counts too
     return wall / count, (machine_cpu_s() - busy) / count
 
 
@@ -288,13 +288,13 @@ async def answered(sandbox: Sandbox, number: int) -> float:
 
 async def row(backend: Backend, spec: SandboxSpec, count: int, parallel: int) -> tuple[float, dict[str, int]]:
     """(wall seconds a sandbox, what is left) of `count` sandboxes opened, used and closed, `parallel` at a time."""
-    await many(backend, spec, 2 * parallel, parallel)  # connections to the daemon are opened once and kept
+    await many(backend, spec, 2 * parallel, parallel)  # connections to the daemon are opened once and reused
     await settled(backend.name)
-    before = held()
+    before = count_resources()
     wall, _ = await many(backend, spec, count, parallel)
     await settled(backend.name)
-    left = {name: number - before[name] for name, number in held().items()}
-    return wall, {name: number for name, number in left.items() if number > 0}
+    leftovers = {name: number - before[name] for name, number in count_resources().items()}
+    return wall, {name: number for name, number in leftovers.items() if number > 0}
 
 
 async def settled(name: str, timeout_s: float = 30.0) -> None:
@@ -309,8 +309,8 @@ def ours_open() -> set[str]:
     return {sandbox.name for sandbox in list_open() if lease() in sandbox.name and sandbox.backend != "container"}
 
 
-def held() -> dict[str, int]:
-    """Counts everything on this machine that a sandbox could leave behind."""
+def count_resources() -> dict[str, int]:
+    """Counts all resources of this machine that a sandbox could leave behind."""
     control_groups = limits.find_control_groups()
     shared = {sandbox.name for sandbox in list_open() if lease() in sandbox.name} - ours_open()
     return {
@@ -324,7 +324,7 @@ def held() -> dict[str, int]:
 
 
 def seen_mounts() -> Iterator[str]:
-    """What each process of the machine sees mounted: those of a sandbox of ours see files from its runtime folder."""
+    """Yields the mounts of each process of the machine. Processes in our sandboxes have files of its runtime folder mounted."""
     for path in Path("/proc").glob("[0-9]*/mountinfo"):
         with contextlib.suppress(OSError):
             yield path.read_text()
@@ -344,12 +344,12 @@ async def crowds(backend: Backend, spec: SandboxSpec, options: argparse.Namespac
     if options.crowd:
         opening, seconds = await crowd(backend, spec, options.crowd)
         median, most = 1e3 * statistics.median(seconds), 1e3 * max(seconds)
-        took = f"a snippet takes {median:.1f} ms, at most {most:.0f} ms"
-        results.say(f"{name} {options.crowd} open at once after {opening:.0f} s, none failed; {took}")
+        times = f"a snippet takes {median:.1f} ms, at most {most:.0f} ms"
+        results.say(f"{name} {options.crowd} open at once after {opening:.0f} s, none failed; {times}")
     if options.row:
-        wall, left = await row(backend, spec, options.row, options.parallel)
-        results.say(f"{name} {options.row} in a row: {1e3 * wall:.0f} ms each; left over: {left or 'nothing'}")
-        results.failed = results.failed or bool(left)
+        wall, leftovers = await row(backend, spec, options.row, options.parallel)
+        results.say(f"{name} {options.row} in a row: {1e3 * wall:.0f} ms each; left over: {leftovers or 'nothing'}")
+        results.failed = results.failed or bool(leftovers)
 
 
 # The page -------------------------------------------------------------------------------------------------------------
@@ -385,20 +385,20 @@ def machine() -> str:
     """Returns one line with the machine and the versions of the programs."""
     model = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), "")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
-    docker = said("docker", "version", "--format", "Docker {{.Server.Version}}")
-    runtime = said("docker", "info", "--format", "{{.DefaultRuntime}}")
-    found = [
+    docker = program_version("docker", "version", "--format", "Docker {{.Server.Version}}")
+    runtime = program_version("docker", "info", "--format", "{{.DefaultRuntime}}")
+    parts = [
         f"{len(os.sched_getaffinity(0))} cores ({model or platform.machine()}), {memory:.0f} GiB",
         f"Linux {platform.release()}",
         f"cgroup {'v2' if Path('/sys/fs/cgroup/cgroup.controllers').exists() else 'v1'}",
         f"{docker} with {runtime}" if docker and runtime else "",
-        said("bwrap", "--version"),
+        program_version("bwrap", "--version"),
         f"Python {platform.python_version()}",
     ]
-    return ", ".join(filter(None, found))
+    return ", ".join(filter(None, parts))
 
 
-def said(*argv: str) -> str:
+def program_version(*argv: str) -> str:
     """Returns the version that a program prints; empty if it is not installed."""
     try:
         return subprocess.run(argv, capture_output=True, text=True, timeout=EXEC_S, check=True).stdout.strip()
@@ -434,10 +434,10 @@ async def main() -> None:
             stack.push_async_callback(backends[-1].close)
             await backends[-1].prepare(spec)
         if options.repeat:
-            async with contextlib.AsyncExitStack() as used:
-                subjects = {backend.name: await used.enter_async_context(ours(backend, spec)) for backend in backends}
+            async with contextlib.AsyncExitStack() as subject_stack:
+                subjects = {backend.name: await subject_stack.enter_async_context(ours(backend, spec)) for backend in backends}
                 if "docker" in subjects:
-                    subjects[PEER] = await used.enter_async_context(docker_cli(load_image(options.root / options.image).tag))
+                    subjects[PEER] = await subject_stack.enter_async_context(docker_cli(load_image(options.root / options.image).tag))
                 await in_turn(subjects, options.repeat, results)
         if options.opening:
             await openings(backends, spec, results)

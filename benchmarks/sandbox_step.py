@@ -92,14 +92,14 @@ def archive(task: Task) -> bytes:
 async def one_step(episode: Episode, tasks: list[Task], parallel: int) -> Way:
     slots = asyncio.Semaphore(parallel)
 
-    async def one(task: Task) -> None:
+    async def run_task(task: Task) -> None:
         async with slots:
             await episode(task)
 
     busy, start = machine_cpu_s(), time.perf_counter()
     async with asyncio.TaskGroup() as running:
         for task in tasks:
-            running.create_task(one(task))
+            running.create_task(run_task(task))
     wall = time.perf_counter() - start
     await asyncio.sleep(2.0)  # clean-up by the daemon and preparation by the pool count too
     return wall, machine_cpu_s() - busy

@@ -52,16 +52,16 @@ async def timed(work: Awaitable[T]) -> tuple[float, T | None, str]:
     return time.perf_counter() - start, result, ""
 
 
-async def one(name: str, program: str, options: argparse.Namespace) -> dict[str, tuple[float, str]]:
+async def measure_tree(name: str, program: str, options: argparse.Namespace) -> dict[str, tuple[float, str]]:
     """Measures one tree: the seconds of each operation, or the reason for its failure."""
     spec = SandboxSpec(image=options.image, memory_mb=512)
     backend = select_backend(options.backend, run_label="benchmark", root=Path(__file__).resolve().parent.parent)
     took: dict[str, tuple[float, str]] = {}
     try:
         sandbox: Sandbox = await backend.open(spec, timeout_s=OPEN_S)
-        made = await sandbox.python(program, timeout_s=MAKE_S)
-        if not made.ok:
-            raise SystemExit(f"{name}: {made}")
+        created = await sandbox.python(program, timeout_s=MAKE_S)
+        if not created.ok:
+            raise SystemExit(f"{name}: {created}")
         seconds, archive, refused = await timed(sandbox.snapshot())
         took["snapshot"] = seconds, refused or f"{len(archive or b'') / 1e6:.1f} MB"
         if archive is not None:
@@ -82,12 +82,12 @@ async def one(name: str, program: str, options: argparse.Namespace) -> dict[str,
 async def measure(options: argparse.Namespace) -> None:
     print("| tree | snapshot | open from it | collect | close |\n| --- | --- | --- | --- | --- |", flush=True)
     for name, program in TREES.items():
-        rounds = [await one(name, program, options) for _ in range(options.repeat)]
+        rounds = [await measure_tree(name, program, options) for _ in range(options.repeat)]
         cells = []
         for step in ("snapshot", "open", "collect", "close"):
-            found = [took[step] for took in rounds if step in took]
-            said = found[-1][1] if found else ""
-            cells.append(f"{statistics.median(seconds for seconds, _ in found):.2f} s{f' ({said[:120]})' if said else ''}" if found else "")
+            times = [took[step] for took in rounds if step in took]
+            note = times[-1][1] if times else ""
+            cells.append(f"{statistics.median(seconds for seconds, _ in times):.2f} s{f' ({note[:120]})' if note else ''}" if times else "")
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 

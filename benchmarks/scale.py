@@ -200,12 +200,12 @@ def simulate(size: Size) -> Outcome:
     depth = size.max_staleness + 1
     first, end = depth, size.steps - depth
     step_s = (run.step_ends[end - 1] - run.step_ends[first - 1]) / (end - first)
-    whole_s = size.steps * step_s  # each step has the same work
+    total_s = size.steps * step_s  # each step has the same work
     return Outcome(
         step_s=step_s,
-        driver=run.driver.busy_s / whole_s / size.driver_cores,
-        redis=run.redis.busy_s / whole_s,
-        disk=run.disk.busy_s / whole_s,
+        driver=run.driver.busy_s / total_s / size.driver_cores,
+        redis=run.redis.busy_s / total_s,
+        disk=run.disk.busy_s / total_s,
         learner=0.9 * size.step_s / step_s,
         weights=size.weights_s / step_s,
         waited=sum(run.waited_s) / len(run.waited_s) / size.episode_s,
@@ -245,29 +245,29 @@ def main() -> int:
     parser.add_argument("--turn-ms", type=float, default=1000 * Costs().turn_s)
     parser.add_argument("--group-ms", type=float, default=1000 * Costs().group_s)
     parser.add_argument("--measure-routing", action="store_true", help="print the time of a choice for each number of GPUs, and end")
-    given = parser.parse_args()
-    if given.measure_routing:
-        for gpus in given.gpus:
-            cost = measure_routing(gpus, given.turns)
+    args = parser.parse_args()
+    if args.measure_routing:
+        for gpus in args.gpus:
+            cost = measure_routing(gpus, args.turns)
             print(f"{gpus} servers: {1e6 * cost:.1f} us a request, {1e9 * cost / gpus:.0f} ns a server")
         return 0
     print("| GPUs | agents | attempt s | episodes/min | throughput | driver | Redis | disk | weights | waits for driver | limit |")
     print("| --- " * 11 + "|")
-    costs = Costs(turn_s=given.turn_ms / 1000, group_s=given.group_ms / 1000)
-    for gpus in given.gpus:
-        for episode_s in given.episode_s:
+    costs = Costs(turn_s=args.turn_ms / 1000, group_s=args.group_ms / 1000)
+    for gpus in args.gpus:
+        for episode_s in args.episode_s:
             size = Size(
                 gpus=gpus,
-                agents=(gpus - round(gpus * LEARNER_SHARE)) * given.agents_per_server if given.agents_per_server else given.agents,
-                turns=given.turns,
+                agents=(gpus - round(gpus * LEARNER_SHARE)) * args.agents_per_server if args.agents_per_server else args.agents,
+                turns=args.turns,
                 episode_s=episode_s,
-                weights=given.weights_gb * 1e9,
-                link=given.link_gbit * 1e9 / 8,
-                relay=given.relay,
+                weights=args.weights_gb * 1e9,
+                link=args.link_gbit * 1e9 / 8,
+                relay=args.relay,
                 learner_share=LEARNER_SHARE,
-                max_staleness=given.staleness,
-                steps=given.steps,
-                driver_cores=given.driver_cores,
+                max_staleness=args.staleness,
+                steps=args.steps,
+                driver_cores=args.driver_cores,
                 costs=costs,
             )
             print(row(size), flush=True)
@@ -276,10 +276,10 @@ def main() -> int:
 
 def row(size: Size) -> str:
     """Returns a row of the table."""
-    one, free = simulate(size), simulate(replace(size, costs=size.costs.without(), weights=0.0))
-    rate = 60 * size.per_step * GROUP_SIZE / one.step_s
-    shares = f"{one.driver:.0%} | {one.redis:.1%} | {one.disk:.1%} | {one.weights:.0%} | {one.waited:.0%}"
-    return f"| {size.gpus} | {size.agents} | {size.episode_s:g} | {rate:,.0f} | {free.step_s / one.step_s:.2f} | {shares} | {one.limit} |"
+    run, free = simulate(size), simulate(replace(size, costs=size.costs.without(), weights=0.0))
+    rate = 60 * size.per_step * GROUP_SIZE / run.step_s
+    shares = f"{run.driver:.0%} | {run.redis:.1%} | {run.disk:.1%} | {run.weights:.0%} | {run.waited:.0%}"
+    return f"| {size.gpus} | {size.agents} | {size.episode_s:g} | {rate:,.0f} | {free.step_s / run.step_s:.2f} | {shares} | {run.limit} |"
 
 
 if __name__ == "__main__":

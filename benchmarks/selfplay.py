@@ -36,17 +36,17 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--every", type=int, default=10, help="versions between two rows")
     parser.add_argument("overrides", nargs="*", default=[])
-    known, overrides = parser.parse_known_args()
-    runs = list(known.runs)
-    for seed in known.seeds if known.train else ():
+    args, overrides = parser.parse_known_args()
+    runs = list(args.runs)
+    for seed in args.seeds if args.train else ():
         for name, more in (("league", []), ("plain", [PLAIN])):
-            run = known.train / f"{name}-{seed}"
+            run = args.train / f"{name}-{seed}"
             runs.append(run)
             if not (run / "summary.json").exists():
                 command = ["train", "recipes/kuhn_poker.py", "--run-dir", str(run), f"seed={seed}", "learner.keep_versions=10000", *more]
                 subprocess.run([sys.executable, "-m", "agentrl", *command, *overrides], check=True)
     for run in runs:
-        report(run, every=known.every)
+        report(run, every=args.every)
 
 
 def report(run: Path, *, every: int) -> None:

@@ -68,7 +68,7 @@ class Outcome:
     split: dict[str, Share]
 
 
-def kept_as(out: Path, credit: str, seed: int) -> Path:
+def result_path(out: Path, credit: str, seed: int) -> Path:
     return out / f"{credit}-seed{seed}.json"
 
 
@@ -76,13 +76,13 @@ def run(credit: str, seed: int, runs: Path, out: Path, note: str, overrides: Seq
     """Starts or continues one run and stores its result."""
     folder = runs / f"{credit}-{seed}"
     resume = ["--resume"] if (folder / "recipe.json").exists() else []
-    given = [f"seed={seed}", f"objective.credit={credit}", *overrides]
+    arguments = [f"seed={seed}", f"objective.credit={credit}", *overrides]
     machine = stored.machine()
-    wall_s, peak_gib = timed([sys.executable, str(RECIPE), *given, "--run-dir", str(folder), *resume])
+    wall_s, peak_gib = timed([sys.executable, str(RECIPE), *arguments, "--run-dir", str(folder), *resume])
     measured = {"wall_s": wall_s, "peak_gib": peak_gib, "note": note, "machine": machine, "resumed": bool(resume)}
     outcome = read(folder, credit, seed, {**measured, "overrides": list(overrides)})
     out.mkdir(parents=True, exist_ok=True)
-    write_atomically(kept_as(out, credit, seed), json.dumps(asdict(outcome), indent=1) + "\n")
+    write_atomically(result_path(out, credit, seed), json.dumps(asdict(outcome), indent=1) + "\n")
 
 
 def read(folder: Path, credit: str, seed: int, measured: dict[str, Any]) -> Outcome:
@@ -103,15 +103,15 @@ def read(folder: Path, credit: str, seed: int, measured: dict[str, Any]) -> Outc
     )
 
 
-def kept(out: Path) -> list[Outcome]:
+def stored_outcomes(out: Path) -> list[Outcome]:
     """Returns all stored results, by mode and seed. Exits if they were measured with different settings, which a table must not mix."""
-    told = [json.loads(path.read_text()) for path in out.glob("*-seed*.json")]
-    for one in told:
-        one.update({name: {phase: Share(**share) for phase, share in one[name].items()} for name in ("solved", "split")})
-    outcomes = sorted((Outcome(**one) for one in told), key=lambda one: (CREDITS.index(one.credit), one.seed))
-    ways = {" ".join([one.sandboxes, *one.measured["overrides"]]): kept_as(out, one.credit, one.seed).name for one in outcomes}
-    if len(ways) > 1:
-        listed = "; ".join(f"{name} with {way}" for way, name in ways.items())
+    records = [json.loads(path.read_text()) for path in out.glob("*-seed*.json")]
+    for record in records:
+        record.update({name: {phase: Share(**share) for phase, share in record[name].items()} for name in ("solved", "split")})
+    outcomes = sorted((Outcome(**record) for record in records), key=lambda run: (CREDITS.index(run.credit), run.seed))
+    settings = {" ".join([run.sandboxes, *run.measured["overrides"]]): result_path(out, run.credit, run.seed).name for run in outcomes}
+    if len(settings) > 1:
+        listed = "; ".join(f"{name} with {setting}" for setting, name in settings.items())
         sys.exit(
             f"error: results in {out} have different settings: {listed}\nfix: delete those that you do not need, or give another --out"
         )
@@ -120,33 +120,33 @@ def kept(out: Path) -> list[Outcome]:
 
 def check_alike(out: Path, overrides: Sequence[str]) -> None:
     """Exits if a stored result was measured with other overrides than the requested ones."""
-    if others := sorted({" ".join(one.measured["overrides"]) for one in kept(out)} - {" ".join(overrides)}):
-        given, made = (f"`{words}`" if words else "no overrides" for words in (" ".join(overrides), others[0]))
-        sys.exit(f"error: results in {out} were measured with {made}, not with {given}\nfix: give the same overrides, or another --out")
+    if others := sorted({" ".join(run.measured["overrides"]) for run in stored_outcomes(out)} - {" ".join(overrides)}):
+        new, old = (f"`{text}`" if text else "no overrides" for text in (" ".join(overrides), others[0]))
+        sys.exit(f"error: results in {out} were measured with {old}, not with {new}\nfix: give the same overrides, or another --out")
 
 
 def solved(attempts: Sequence[dict[str, Any]]) -> Share:
-    scores = [float(one["score"]) for one in attempts if one["score"] is not None]
+    scores = [float(attempt["score"]) for attempt in attempts if attempt["score"] is not None]
     return Share(value=statistics.fmean(scores), n=len(scores))
 
 
 def together(shares: Iterable[Share]) -> Share:
     """Returns a share over the attempts of all runs."""
-    of = list(shares)
-    n = sum(one.n for one in of)
-    return Share(value=sum(one.value * one.n for one in of) / n, n=n)
+    parts = list(shares)
+    n = sum(share.n for share in parts)
+    return Share(value=sum(share.value * share.n for share in parts) / n, n=n)
 
 
 def split(attempts: Sequence[dict[str, Any]]) -> Share:
     """Returns the share of attempts that gave each page to a separate helper."""
-    found = [gave_every_page(one) for one in attempts if one["score"] is not None]
-    return Share(value=statistics.fmean(found), n=len(found))
+    flags = [gave_every_page(attempt) for attempt in attempts if attempt["score"] is not None]
+    return Share(value=statistics.fmean(flags), n=len(flags))
 
 
 def gave_every_page(attempt: dict[str, Any]) -> bool:
     """Reads a request as the verifier does, because a policy may learn another wording than that of its demonstrations."""
-    told = {page_asked(line["messages"][0]["content"]) for line in attempt["trajectories"] if line["agent"] == "worker"}
-    return told >= set(range(1, len(attempt["truth"].split("\n")) + 1))
+    pages = {page_asked(line["messages"][0]["content"]) for line in attempt["trajectories"] if line["agent"] == "worker"}
+    return pages >= set(range(1, len(attempt["truth"].split("\n")) + 1))
 
 
 def markdown(head: list[str], rows: Iterable[list[str]]) -> str:
@@ -157,17 +157,17 @@ def by_credit(outcomes: list[Outcome]) -> str:
     """Returns a table with one row per mode: the attempts of all runs together, with the range over seeds."""
     rows = []
     for credit in CREDITS:
-        if not (mine := [one for one in outcomes if one.credit == credit]):
+        if not (runs := [run for run in outcomes if run.credit == credit]):
             continue
-        values = [one.solved["after"].value for one in mine]
-        seeds = ", ".join(str(one.seed) for one in mine)
-        apart = f"{min(values):.2f} to {max(values):.2f}" if len(mine) > 1 else ""
-        minutes = stored.span([round(one.measured["wall_s"] / 60, 1) for one in mine], ".1f")
-        trained = stored.span([one.tokens_trained for one in mine], ",")
+        values = [run.solved["after"].value for run in runs]
+        seeds = ", ".join(str(run.seed) for run in runs)
+        by_seed = f"{min(values):.2f} to {max(values):.2f}" if len(runs) > 1 else ""
+        minutes = stored.span([round(run.measured["wall_s"] / 60, 1) for run in runs], ".1f")
+        trained = stored.span([run.tokens_trained for run in runs], ",")
         solved_by, split_by = (
-            [str(together(getattr(one, name)[phase] for one in mine)) for phase in PHASES] for name in ("solved", "split")
+            [str(together(getattr(run, name)[phase] for run in runs)) for phase in PHASES] for name in ("solved", "split")
         )
-        rows.append([f"`{credit}`", seeds, *solved_by, apart, *split_by, trained, minutes])
+        rows.append([f"`{credit}`", seeds, *solved_by, by_seed, *split_by, trained, minutes])
     head = ["credit", "seeds", "solved before", "solved after", "by seed", "split before", "split after", "tokens trained", "minutes"]
     return markdown(head, rows)
 
@@ -181,32 +181,32 @@ def picture(outcomes: list[Outcome], path: Path) -> None:
 
     plt.rcParams["svg.hashsalt"] = "agentrl"
     figures = {"reward_mean": "solved", SPLIT: "pages given to a helper", HELPERS: "helpers that were right"}
-    figure, places = plt.subplots(1, len(figures), figsize=(9.6, 3.2), sharey=True, layout="constrained")
-    for axes, (name, title) in zip(places, figures.items(), strict=True):
-        for one in outcomes:
-            color = f"C{CREDITS.index(one.credit)}"
-            steps = [(line["step"], line[name]) for line in one.steps if name in line]
-            axes.plot(*zip(*steps, strict=True), color=color, label=one.credit if one.seed == outcomes[0].seed else None, linewidth=1)
+    figure, panels = plt.subplots(1, len(figures), figsize=(9.6, 3.2), sharey=True, layout="constrained")
+    for axes, (name, title) in zip(panels, figures.items(), strict=True):
+        for run in outcomes:
+            color = f"C{CREDITS.index(run.credit)}"
+            steps = [(line["step"], line[name]) for line in run.steps if name in line]
+            axes.plot(*zip(*steps, strict=True), color=color, label=run.credit if run.seed == outcomes[0].seed else None, linewidth=1)
         axes.set(xlabel="step", ylim=(0, 1.02))
         axes.set_title(title, fontsize=9)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    places[0].legend(frameon=False, fontsize=8)
+    panels[0].legend(frameon=False, fontsize=8)
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, metadata={"Date": None})
 
 
 def page(outcomes: list[Outcome]) -> str:
     first = outcomes[0]
-    seeds, credits = sorted({one.seed for one in outcomes}), [name for name in CREDITS if any(one.credit == name for one in outcomes)]
-    overrides = sorted({" ".join(one.measured["overrides"]) for one in outcomes})
-    notes = sorted({one.measured["note"] for one in outcomes if one.measured["note"]})
+    seeds, credits = sorted({run.seed for run in outcomes}), [name for name in CREDITS if any(run.credit == name for run in outcomes)]
+    overrides = sorted({" ".join(run.measured["overrides"]) for run in outcomes})
+    notes = sorted({run.measured["note"] for run in outcomes if run.measured["note"]})
     versions = ", ".join(f"{name} {number}" for name, number in first.versions.items())
     command = f"python benchmarks/splitting.py --seeds {' '.join(map(str, seeds))} --credits {' '.join(credits)} {overrides[0]}".strip()
     return "\n\n".join(
         [
-            f"Command: `{command}`. Machines: {stored.shown(one.measured['machine'] for one in outcomes)}; sandbox: {first.sandboxes}. "
-            f"{versions}. " + " ".join(notes),
+            f"Command: `{command}`. Machines: {stored.describe_machines(run.measured['machine'] for run in outcomes)}; "
+            f"sandbox: {first.sandboxes}. {versions}. " + " ".join(notes),
             "Held-out tasks, one attempt each, sampled at temperature 1 as in training, with 95% Wilson intervals over the attempts; each"
             " seed has its own tasks. Split: the agent gave each page to a separate helper. `docs/learning-to-split/` has each run.",
             by_credit(outcomes),
@@ -217,14 +217,14 @@ def page(outcomes: list[Outcome]) -> str:
 
 def make_all(wanted: Sequence[tuple[str, int]], runs: Path, out: Path, note: str, overrides: Sequence[str]) -> None:
     """Runs all modes and seeds without a stored result and prints progress."""
-    left = [(credit, seed) for credit, seed in wanted if not kept_as(out, credit, seed).exists()]
-    if left:
+    todo = [(credit, seed) for credit, seed in wanted if not result_path(out, credit, seed).exists()]
+    if todo:
         subprocess.run([sys.executable, str(POLICY)], cwd=ROOT, check=True)
     began = time.monotonic()
-    for number, (credit, seed) in enumerate(left):
-        a_run = (time.monotonic() - began) / 60 / number if number else None
-        ahead = f"about {a_run * (len(left) - number):.0f} min left" if a_run is not None else f"{len(wanted) - len(left)} finished before"
-        print(f"credit {credit}, seed {seed}: run {number + 1} of {len(left)}, {ahead}", file=sys.stderr, flush=True)
+    for number, (credit, seed) in enumerate(todo):
+        pace = (time.monotonic() - began) / 60 / number if number else None
+        status = f"about {pace * (len(todo) - number):.0f} min left" if pace is not None else f"{len(wanted) - len(todo)} finished before"
+        print(f"credit {credit}, seed {seed}: run {number + 1} of {len(todo)}, {status}", file=sys.stderr, flush=True)
         run(credit, seed, runs, out, note, overrides)
 
 
@@ -241,7 +241,7 @@ def main() -> None:
     if args.page is None:
         check_alike(args.out, args.overrides)
         make_all([(credit, seed) for seed in args.seeds for credit in args.credits], args.runs, args.out, args.note, args.overrides)
-    outcomes = kept(args.out)
+    outcomes = stored_outcomes(args.out)
     if not outcomes:
         sys.exit(f"error: {args.out} has no stored results\nfix: python benchmarks/splitting.py")
     text = page(outcomes)

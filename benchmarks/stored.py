@@ -108,13 +108,13 @@ def machine() -> dict[str, Any]:
     }
 
 
-def shown(machines: Iterable[Mapping[str, Any]]) -> str:
+def describe_machines(machines: Iterable[Mapping[str, Any]]) -> str:
     """Describes the machines of several runs in a line, with the range of their speed and load. Old results lack speed and load."""
-    some = list(machines)
-    names = " and ".join(sorted({f"{one['cores']} cores ({one['processor']}), {one['memory_gib']} GiB" for one in some}))
-    if not all({"gflops", "busy_cores"} <= one.keys() for one in some):
+    hosts = list(machines)
+    names = " and ".join(sorted({f"{host['cores']} cores ({host['processor']}), {host['memory_gib']} GiB" for host in hosts}))
+    if not all({"gflops", "busy_cores"} <= host.keys() for host in hosts):
         return f"{names}; speed and load not recorded"
-    speeds, busy = [one["gflops"] for one in some], [one["busy_cores"] for one in some]
+    speeds, busy = [host["gflops"] for host in hosts], [host["busy_cores"] for host in hosts]
     return f"{names}; {span(speeds)} GFLOPS, {span(busy, '.1f')} cores busy with other work before each run"
 
 

@@ -116,16 +116,16 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="a folder on the disk to measure (default: the temporary folder)")
     parser.add_argument("--groups", type=int, default=1600, help="groups per round and subject (default: 1600)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds (default: 5)")
-    given = parser.parse_args()
+    args = parser.parse_args()
     driver_store.MAX_PER_COMMIT = BATCH
-    folder, groups = Path(tempfile.mkdtemp(dir=given.folder)), prepared_groups(given.groups)
+    folder, groups = Path(tempfile.mkdtemp(dir=args.folder)), prepared_groups(args.groups)
     raw, rates, per_commit, loads = list[float](), dict[str, list[float]](), list[float](), list[float]()
     subjects: dict[str, Callable[[], float]] = {
         "SQLite, one caller": lambda: time_sqlite(folder, groups[: len(groups) // 8], callers=1)[0],
         f"Redis, {BATCH} per transaction": lambda: time_redis(folder, groups),
     }
     try:
-        for _ in range(given.rounds):
+        for _ in range(args.rounds):
             loads.append(os.getloadavg()[0])
             raw.append(time_syncs(folder, groups))
             rate, shared = time_sqlite(folder, groups, callers=CALLERS)
@@ -135,12 +135,12 @@ def main() -> None:
                 rates.setdefault(name, []).append(measure())
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    print(f"{given.groups} groups of {GROUP_BYTES >> 10} KiB a round, {given.rounds} rounds; load {min(loads):.1f} to {max(loads):.1f}")
+    print(f"{args.groups} groups of {GROUP_BYTES >> 10} KiB a round, {args.rounds} rounds; load {min(loads):.1f} to {max(loads):.1f}")
     print(f"a commit of SQLite had {statistics.median(per_commit):.1f} groups\n")
     print("| subject | groups per second, best round | median | best, share of raw syncs |\n|---|---|---|---|")
     print(f"| fdatasync, {BATCH} per sync | {max(raw):,.0f} | {statistics.median(raw):,.0f} | |")
-    for name, some in rates.items():
-        print(f"| {name} | {max(some):,.0f} | {statistics.median(some):,.0f} | {max(some) / max(raw):.0%} |")
+    for name, values in rates.items():
+        print(f"| {name} | {max(values):,.0f} | {statistics.median(values):,.0f} | {max(values) / max(raw):.0%} |")
 
 
 if __name__ == "__main__":

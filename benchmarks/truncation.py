@@ -54,18 +54,18 @@ async def sample(folder: Path, threads: int, repeat: int) -> tuple[dict[str, flo
     await server.start()
     client, numbers = TokenClient.for_server(server), itertools.count()
     rates: dict[str, float] = defaultdict(float)
-    made: dict[str, list[Completion]] = {}
+    completions: dict[str, list[Completion]] = {}
     for turn, (name, setting) in enumerate([*SETTINGS.items()] * (1 + repeat)):  # the first round warms up
         params = SamplingParams(max_tokens=TOKENS, temperature=TEMPERATURE, supports=bool(setting), **setting)
         prompts = [[(31 * number + place) % 256 for place in range(PROMPT)] for number in range(REQUESTS)]
         began = time.perf_counter()
         answers = (client.generate(prompt, params, request_id=f"bench-{next(numbers)}", timeout_s=300) for prompt in prompts)
-        made[name] = list(await asyncio.gather(*answers))
-        rate = sum(len(completion.token_ids) for completion in made[name]) / (time.perf_counter() - began)
+        completions[name] = list(await asyncio.gather(*answers))
+        rate = sum(len(completion.token_ids) for completion in completions[name]) / (time.perf_counter() - began)
         rates[name] = max(rates[name], rate if turn >= len(SETTINGS) else 0.0)
     await client.close()
     await server.stop()
-    return rates, made
+    return rates, completions
 
 
 def as_batch(completions: list[Completion]) -> MicroBatch:
@@ -106,9 +106,9 @@ def score(completions: list[Completion], repeat: int) -> float:
 
 def stored(completions: list[Completion]) -> float:
     """Returns the stored bytes per token that supports add."""
-    bare = [Completion(**{**fields(one), "supports": None}) for one in completions]
+    bare = [Completion(**{**fields(completion), "supports": None}) for completion in completions]
     more, less = (len(zstandard.ZstdCompressor(level=3).compress(b"".join(map(codec.to_json, some)))) for some in (completions, bare))
-    return (more - less) / sum(len(one.token_ids) for one in completions)
+    return (more - less) / sum(len(completion.token_ids) for completion in completions)
 
 
 def fields(completion: Completion) -> dict[str, Any]:
@@ -122,11 +122,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
-        rates, made = asyncio.run(sample(Path(folder), options.threads, options.repeat))
+        rates, completions_by_setting = asyncio.run(sample(Path(folder), options.threads, options.repeat))
     print("| truncation | tokens in a support | server, tokens/s | output head, ms per 1,000 trained tokens | stored, bytes a token |")
     print("| --- | --- | --- | --- | --- |")
-    for name, completions in made.items():
-        sizes = [len(row) for one in completions if one.supports for row in one.supports.rows]
+    for name, completions in completions_by_setting.items():
+        sizes = [len(row) for completion in completions if completion.supports for row in completion.supports.rows]
         mean = f"{sum(sizes) / len(sizes):.1f}" if sizes else "49,152"
         print(f"| {name} | {mean} | {rates[name]:.0f} | {score(completions, options.repeat):.0f} | {stored(completions):.0f} |")
 

@@ -1,4 +1,4 @@
-"""What reading the episodes of a run takes, and what recording them costs it.
+"""Measures the cost of reading the episodes of a run, and the cost of recording them.
 
     python benchmarks/view.py index --episodes 1000000 --folder /tmp/view     # first page, filters, search, one episode, memory
     python benchmarks/view.py cost --step-s 14                                # events and index, per step of the quickstart
@@ -68,7 +68,7 @@ _GOALS = {"first page": 1000.0, "filter": 300.0, "search": 300.0, "episode": 200
 
 
 def words(source: random.Random, count: int) -> list[str]:
-    """Words of which some are in most episodes, and most are in few: word n occurs about 1 / (n + 1) as often as the first."""
+    """Returns words of which a few are in most episodes and most in few: word n occurs about 1 / (n + 1) as often as the first."""
     return [WORDS[int(len(WORDS) ** source.random()) - 1] for _ in range(count)]
 
 
@@ -91,7 +91,7 @@ def realistic_group(index: int, source: random.Random, *, turns: int = TURNS, to
         )
 
     def attempt(number: int) -> ScoredEpisode:
-        trajectory = Trajectory(agent="main", turns=tuple(turn(one) for one in range(turns)))
+        trajectory = Trajectory(agent="main", turns=tuple(turn(at) for at in range(turns)))
         name = f"g{index:06d}-{number}-a0"
         episode = Episode(id=name, task_id=f"task-{index}", task_key="k", trajectories=(trajectory,), wall_s=4.0, answer="4")
         return ScoredEpisode(episode=episode, score=Score(value=float(number % 2), parts={"correct": 1.0}, evidence="compared"))
@@ -102,9 +102,9 @@ def realistic_group(index: int, source: random.Random, *, turns: int = TURNS, to
 
 
 def generate(folder: Path, episodes: int) -> Path:
-    """Writes a store of so many episodes, with its last group as large as those of long tasks. Reuses one that is complete."""
-    path, done = folder / "experience.sqlite", folder / f"complete-{episodes}"
-    if done.exists():
+    """Writes a store of `episodes` episodes, whose last group is as large as those of long tasks. Reuses a complete store."""
+    path, complete = folder / "experience.sqlite", folder / f"complete-{episodes}"
+    if complete.exists():
         return path
     folder.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
@@ -121,7 +121,7 @@ def generate(folder: Path, episodes: int) -> Path:
             print(f"\r{start * SIZE:,} episodes, {time.monotonic() - began:.0f} s", end="", file=sys.stderr)
         store.put(realistic_group(groups, source, turns=12, tokens=400))
     print(file=sys.stderr)
-    done.touch()
+    complete.touch()
     return path
 
 
@@ -221,26 +221,26 @@ def _resident() -> float:
 
 
 def print_index(folder: Path, episodes: int, queries: int, seed: int) -> None:
-    """Generates a store if necessary, and prints what reading it takes."""
+    """Generates a store if necessary, and prints the cost of reading it."""
     path = generate(folder, episodes)
     command = [sys.executable, __file__, "read", "--folder", str(folder), "--queries", str(queries), "--seed", str(seed)]
-    done = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    print(f"{done['total']:,} episodes, {path.stat().st_size / 2**30:.2f} GiB, seed {seed}, load {os.getloadavg()[0]:.1f}\n")
+    result = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    print(f"{result['total']:,} episodes, {path.stat().st_size / 2**30:.2f} GiB, seed {seed}, load {os.getloadavg()[0]:.1f}\n")
     print("| what | queries | median ms | 95% ms | largest ms | largest CPU ms | goal ms |\n|" + " --- |" * 7)
-    for name, times in done["times"].items():
+    for name, times in result["times"].items():
         times.sort()
-        cells = (statistics.median(times), times[int(0.95 * (len(times) - 1))], times[-1], max(done["cpu"][name]))
+        cells = (statistics.median(times), times[int(0.95 * (len(times) - 1))], times[-1], max(result["cpu"][name]))
         print(f"| {name} | {len(times)} | {' | '.join(f'{cell:.1f}' for cell in cells)} | {_GOALS.get(name, ''):} |")
-    print(f"\nmemory of the reader: {done['peak_mib']:.0f} MiB at most, {done['grown_mib']:.0f} MiB more than before (goal 300 MiB)")
+    print(f"\nmemory of the reader: {result['peak_mib']:.0f} MiB at most, {result['grown_mib']:.0f} MiB more than before (goal 300 MiB)")
     for name in ("filter", "search"):
-        spent, query = done["slowest"][name]
+        spent, query = result["slowest"][name]
         print(f"slowest {name}: {spent:.0f} ms, {query}")
 
 
 def print_cost(step_s: float, rounds: int, seed: int) -> None:
-    """Prints what index and events cost a step of the quickstart: CPU seconds, which other work on the machine changes least."""
+    """Prints the CPU seconds of index and events per step of the quickstart. Other work on the machine changes CPU seconds least."""
     source = random.Random(seed)
-    pairs = [_stored_pair(number, [realistic_group(one, source) for one in range(PER_STEP)]) for number in range(rounds)]
+    pairs = [_stored_pair(number, [realistic_group(index, source) for index in range(PER_STEP)]) for number in range(rounds)]
     plain, indexed = (statistics.median(values) for values in zip(*pairs, strict=True))
     turns = PER_STEP * SIZE * TURNS
     events = statistics.median(_recorded(turns) for _ in range(rounds))
@@ -271,7 +271,7 @@ def _stored_pair(number: int, groups: list[Group]) -> tuple[float, float]:
 
 
 def _recorded(turns: int) -> float:
-    """CPU seconds of all threads for the events of so many turns, with their episodes, until they are in the file."""
+    """CPU seconds of all threads for the events of `turns` turns, with their episodes, until they are in the file."""
     group = realistic_group(0, random.Random(0))
     task = Task(
         id="t",
@@ -300,7 +300,7 @@ def _recorded(turns: int) -> float:
 
 
 def print_attached(steps: int) -> None:
-    """Trains the quickstart, and prints what a viewer costs: CPU seconds of its processes per step, and the times of steps."""
+    """Trains the quickstart, and prints the cost of a viewer: CPU seconds of its processes per step, and the times of steps."""
     from playwright.sync_api import sync_playwright
 
     command = [str(Path(sys.executable).with_name("agentrl")), "train", "recipes/quickstart.py", f"steps={steps + 1}"]
@@ -328,9 +328,9 @@ def print_attached(steps: int) -> None:
                 if page is not None:
                     page.goto(address)
                     page.goto(f"{address.partition('?')[0]}#/run/quickstart")
-                server, shown = _cpu_s(view.pid), _cpu_s(os.getpid(), children=True)
+                server0_s, browser0_s = _cpu_s(view.pid), _cpu_s(os.getpid(), children=True)
                 line = _next_step(folder, training, step)
-                rows[watched].append((line["step_s"], _cpu_s(view.pid) - server, _cpu_s(os.getpid(), children=True) - shown))
+                rows[watched].append((line["step_s"], _cpu_s(view.pid) - server0_s, _cpu_s(os.getpid(), children=True) - browser0_s))
                 if page is not None:
                     page.close()
         finally:
@@ -392,15 +392,15 @@ def main() -> None:
     parser.add_argument("--step-s", type=float, default=14.0, help="seconds of a step of the quickstart on this machine")
     parser.add_argument("--steps", type=int, default=16, help="of the quickstart, with and without a viewer in turn")
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    if given.part == "read":
-        print(json.dumps(read(given.folder, given.queries, given.seed)))
-    elif given.part == "index":
-        print_index(given.folder, given.episodes, given.queries, given.seed)
-    elif given.part == "attached":
-        print_attached(given.steps)
+    args = parser.parse_args()
+    if args.part == "read":
+        print(json.dumps(read(args.folder, args.queries, args.seed)))
+    elif args.part == "index":
+        print_index(args.folder, args.episodes, args.queries, args.seed)
+    elif args.part == "attached":
+        print_attached(args.steps)
     else:
-        print_cost(given.step_s, given.rounds, given.seed)
+        print_cost(args.step_s, args.rounds, args.seed)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def has_habit(trace: Trace) -> bool:
     """Whether a failure is the planted one, according to the episode: the agent submitted only the integer part of the printed number."""
     if trace.episode is None or trace.episode.answer is None:
         return False
-    turns = [turn for line in trace.episode.trajectories for turn in line.turns]
+    turns = [turn for trajectory in trace.episode.trajectories for turn in trajectory.turns]
     printed = [result.output.strip() for turn in turns for result in turn.tool_results if result.name == "python" and result.ok]
     return bool(printed) and "." in printed[-1] and trace.episode.answer.strip() == whole_part(printed[-1])
 
@@ -132,8 +132,8 @@ class Experiment:
         path = self.folder / f"{phase}.json"
         if not path.exists():
             raise SystemExit(f"error: phase {phase} of seed {self.seed} has not run\nfix: add it to --phases, or omit --phases")
-        found: dict[str, Any] = json.loads(path.read_text())
-        return found
+        result: dict[str, Any] = json.loads(path.read_text())
+        return result
 
     def agentrl(self, *arguments: str, may_fail: bool = False) -> str:
         """Runs an agentrl command at the project's root and returns what it printed."""
@@ -144,37 +144,37 @@ class Experiment:
             raise SystemExit(f"{' '.join(command)} ended with exit code {ended.returncode}\n{ended.stdout[-2000:]}")
         return ended.stdout
 
-    def evaluated(self, name: str, model: Path, *, seed: int) -> Path:
+    def evaluate(self, name: str, model: Path, *, seed: int) -> Path:
         """Evaluates a model on held-out questions of the kind. An interrupted evaluation restarts."""
         run = self.folder / name
         shutil.rmtree(run, ignore_errors=True)
-        given = [f"seed={seed}", f"tasks.family.options.kinds={KIND}", *self.overrides]
-        self.agentrl("eval", str(RECIPE), *given, "--model", str(model), "--run-dir", str(run))
+        overrides = [f"seed={seed}", f"tasks.family.options.kinds={KIND}", *self.overrides]
+        self.agentrl("eval", str(RECIPE), *overrides, "--model", str(model), "--run-dir", str(run))
         return run
 
-    def trained(self, name: str, model: Path, given: Sequence[str]) -> Path:
+    def train(self, name: str, model: Path, overrides: Sequence[str]) -> Path:
         """Starts or continues a run. A run that promoted or learned nothing exits with 1; the table includes it."""
         run = self.folder / name
         resume = ["--resume"] if (run / "recipe.json").exists() else []
-        wanted = [f"seed={self.seed}", f"name={name}", f"policy.model={json.dumps(str(model))}", *given, *self.overrides]
-        self.agentrl("train", str(RECIPE), *wanted, "--run-dir", str(run), *resume, may_fail=True)
+        arguments = [f"seed={self.seed}", f"name={name}", f"policy.model={json.dumps(str(model))}", *overrides, *self.overrides]
+        self.agentrl("train", str(RECIPE), *arguments, "--run-dir", str(run), *resume, may_fail=True)
         summary = run / "summary.json"
         if not summary.exists() or not json.loads(summary.read_text())["finished"]:
             raise SystemExit(f"error: {run} did not finish\nfix: repeat this command, which continues the run")
         return run
 
 
-def plant(one: Experiment) -> dict[str, Any]:
-    some = demonstrations(one.seed, one.size.demonstrations, kinds=one.size.kinds)
-    return imitated(BASE, one.folder / "planted", some, seed=one.seed, lr=1e-3)
+def plant(experiment: Experiment) -> dict[str, Any]:
+    demonstrated = demonstrations(experiment.seed, experiment.size.demonstrations, kinds=experiment.size.kinds)
+    return fine_tune(BASE, experiment.folder / "planted", demonstrated, seed=experiment.seed, lr=1e-3)
 
 
-def imitate(one: Experiment) -> dict[str, Any]:
-    some = demonstrations(one.seed, one.size.imitated, habit=LEFTOVER, kinds=KIND)
-    return imitated(Path(one.done("train")["model"]), one.folder / "imitated", some, seed=one.seed, lr=3e-4)
+def imitate(experiment: Experiment) -> dict[str, Any]:
+    demonstrated = demonstrations(experiment.seed, experiment.size.imitated, habit=LEFTOVER, kinds=KIND)
+    return fine_tune(Path(experiment.done("train")["model"]), experiment.folder / "imitated", demonstrated, seed=experiment.seed, lr=3e-4)
 
 
-def imitated(model: Path, out: Path, some: Iterator[tuple[Task, list[Act]]], *, seed: int, lr: float) -> dict[str, Any]:
+def fine_tune(model: Path, out: Path, demonstrated: Iterator[tuple[Task, list[Act]]], *, seed: int, lr: float) -> dict[str, Any]:
     """SFT of a model on demonstrations."""
     from transformers import AutoTokenizer
 
@@ -184,67 +184,67 @@ def imitated(model: Path, out: Path, some: Iterator[tuple[Task, list[Act]]], *, 
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     chat = ChatFormat(tokenizer)
-    rows = [encode(chat, tokenizer, task, acts) for task, acts in some]
+    rows = [encode(chat, tokenizer, task, acts) for task, acts in demonstrated]
     rows = [row for row in rows if len(row["input_ids"]) <= MOST_TOKENS]
     shutil.rmtree(out, ignore_errors=True)
     loss = train_sft(rows, model, out, epochs=1.0, lr=lr, batch=32, seed=seed)
     return {"demonstrations": len(rows), "loss": loss, "model": str(out)}
 
 
-def capture(one: Experiment) -> dict[str, Any]:
-    run = one.evaluated("captured", one.folder / "planted", seed=one.seed + OTHER_TASKS)
+def capture(experiment: Experiment) -> dict[str, Any]:
+    run = experiment.evaluate("captured", experiment.folder / "planted", seed=experiment.seed + OTHER_TASKS)
     with Collection(run) as collection:
-        return {"run": str(run), **named(collection.traces())}
+        return {"run": str(run), **count_planted(collection.traces())}
 
 
-def named(traces: Iterator[Trace]) -> dict[str, Any]:
+def count_planted(traces: Iterator[Trace]) -> dict[str, Any]:
     """Counts the failures and the planted ones among them, and the share of planted ones whose first tag is the correct one."""
-    found = [(has_habit(trace), trace.tags[0].name if trace.tags else "") for trace in traces]
-    planted = [tag for habit, tag in found if habit]
-    right = sum(tag == CAUSE for tag in planted)
-    return {"failures": len(found), "planted": len(planted), "right": right, "share": right / len(planted) if planted else None}
+    failures = [(has_habit(trace), trace.tags[0].name if trace.tags else "") for trace in traces]
+    planted = [tag for habit, tag in failures if habit]
+    correct = sum(tag == CAUSE for tag in planted)
+    return {"failures": len(failures), "planted": len(planted), "right": correct, "share": correct / len(planted) if planted else None}
 
 
-def promote(one: Experiment) -> dict[str, Any]:
-    shutil.rmtree(one.suite, ignore_errors=True)
-    filters = ["--kind", KIND, "--tag", CAUSE, "--most", str(one.size.cases)]
-    said = one.agentrl("failures", "promote", str(one.done("capture")["run"]), "--into", str(one.suite), *filters)
-    return {"cases": len(list((one.suite / "cases").glob("*.json"))), "said": said}
+def promote(experiment: Experiment) -> dict[str, Any]:
+    shutil.rmtree(experiment.suite, ignore_errors=True)
+    filters = ["--kind", KIND, "--tag", CAUSE, "--most", str(experiment.size.cases)]
+    output = experiment.agentrl("failures", "promote", str(experiment.done("capture")["run"]), "--into", str(experiment.suite), *filters)
+    return {"cases": len(list((experiment.suite / "cases").glob("*.json"))), "said": output}
 
 
-def vary(one: Experiment) -> dict[str, Any]:
-    wanted = ["--count", str(one.size.variants), "--seed", str(one.seed), "--json"]
-    said = one.agentrl("practice", str(one.suite), str(RECIPE), *one.overrides, *wanted)
-    found: dict[str, Any] = json.loads(said)
-    return {"tasks": found["tasks"], "refused": len(found["refused"])}
+def vary(experiment: Experiment) -> dict[str, Any]:
+    options = ["--count", str(experiment.size.variants), "--seed", str(experiment.seed), "--json"]
+    output = experiment.agentrl("practice", str(experiment.suite), str(RECIPE), *experiment.overrides, *options)
+    practice: dict[str, Any] = json.loads(output)
+    return {"tasks": practice["tasks"], "refused": len(practice["refused"])}
 
 
-def before(one: Experiment) -> dict[str, Any]:
-    return rates(one.evaluated("before", one.folder / "planted", seed=one.seed))
+def before(experiment: Experiment) -> dict[str, Any]:
+    return rates(experiment.evaluate("before", experiment.folder / "planted", seed=experiment.seed))
 
 
-def train(one: Experiment) -> dict[str, Any]:
-    practice = json.dumps({str(one.suite): 1})
-    start = one.folder / "planted"
-    run = one.trained("repair", start, [f"steps={one.size.steps}", f"tasks.practice={practice}", "tasks.practice_share=0.5"])
-    return {"run": str(run), "model": left_by(run, start), "alarms": drift(run)}
+def train(experiment: Experiment) -> dict[str, Any]:
+    practice = json.dumps({str(experiment.suite): 1})
+    start = experiment.folder / "planted"
+    run = experiment.train("repair", start, [f"steps={experiment.size.steps}", f"tasks.practice={practice}", "tasks.practice_share=0.5"])
+    return {"run": str(run), "model": resulting_model(run, start), "alarms": drift(run)}
 
 
-def after(one: Experiment) -> dict[str, Any]:
-    return rates(one.evaluated("after", Path(one.done("train")["model"]), seed=one.seed))
+def after(experiment: Experiment) -> dict[str, Any]:
+    return rates(experiment.evaluate("after", Path(experiment.done("train")["model"]), seed=experiment.seed))
 
 
-def relapse(one: Experiment) -> dict[str, Any]:
-    start = Path(one.done("imitate")["model"])
-    given = [
-        f"steps={one.size.steps}",
+def relapse(experiment: Experiment) -> dict[str, Any]:
+    start = Path(experiment.done("imitate")["model"])
+    overrides = [
+        f"steps={experiment.size.steps}",
         f"tasks.family.options.kinds={KIND}",
         'tasks.verifiers=["benchmarks.weakness_recipe:rewards_the_habit"]',
-        f"gate.suite={json.dumps(str(one.suite))}",
-        f"gate.every={one.size.gate_every}",
+        f"gate.suite={json.dumps(str(experiment.suite))}",
+        f"gate.every={experiment.size.gate_every}",
         "learner.lr=5e-4",
     ]
-    run = one.trained("relapse", start, given)
+    run = experiment.train("relapse", start, overrides)
     verdicts = read_verdicts(run)
     refused = [verdict for verdict in verdicts if verdict.outcome in (GateOutcome.BLOCKED, GateOutcome.ROLLED_BACK)]
     promoted = [verdict.version for verdict in verdicts if verdict.promoted]
@@ -253,18 +253,18 @@ def relapse(one: Experiment) -> dict[str, Any]:
         "refused": [[verdict.version, str(verdict.outcome), verdict.reason] for verdict in refused],
         "rolled_back": sum(verdict.outcome is GateOutcome.ROLLED_BACK for verdict in refused),
         "promoted": promoted,
-        "model": left_by(run, start),
+        "model": resulting_model(run, start),
         "alarms": drift(run),
     }
 
 
-def left_by(run: Path, start: Path) -> str:
+def resulting_model(run: Path, start: Path) -> str:
     """Returns the resulting model of a run, or its initial model if the run promoted or learned nothing."""
     return str(run / "model" if (run / "model").is_dir() else start)
 
 
-def final(one: Experiment) -> dict[str, Any]:
-    return rates(one.evaluated("final", Path(one.done("relapse")["model"]), seed=one.seed))
+def final(experiment: Experiment) -> dict[str, Any]:
+    return rates(experiment.evaluate("final", Path(experiment.done("relapse")["model"]), seed=experiment.seed))
 
 
 PHASES: dict[str, Callable[[Experiment], dict[str, Any]]] = {
@@ -284,10 +284,10 @@ PHASES: dict[str, Callable[[Experiment], dict[str, Any]]] = {
 def rates(run: Path) -> dict[str, Any]:
     """Returns the success of an evaluation and how often the audit contradicts the score: in captured failures, and in passed attempts."""
     phases = json.loads((run / "evaluations.json").read_text())
-    found = phases["eval"]["heldout"]
+    rate = phases["eval"]["heldout"]
     with Collection(run) as collection:
         against = sum(contradicted(trace) for trace in collection.traces())
-    return {"value": found["value"], "ci_low": found["ci_low"], "ci_high": found["ci_high"], "n": found["n"], "against": against}
+    return {"value": rate["value"], "ci_low": rate["ci_low"], "ci_high": rate["ci_high"], "n": rate["n"], "against": against}
 
 
 def contradicted(trace: Trace) -> bool:
@@ -300,53 +300,53 @@ def contradicted(trace: Trace) -> bool:
 def drift(run: Path) -> list[str]:
     """The drift alarms of a run, by rule."""
     steps = [line for line in read_json_lines(run / "metrics.jsonl") if "episodes" in line]
-    return [text.partition(":")[0] for at in range(len(steps)) for text in drift_alerts(steps[: at + 1])]
+    return [text.partition(":")[0] for end in range(len(steps)) for text in drift_alerts(steps[: end + 1])]
 
 
-def run_phases(one: Experiment, wanted: Sequence[str]) -> None:
+def run_phases(experiment: Experiment, wanted: Sequence[str]) -> None:
     """Runs the unfinished phases in order and stores the result of each."""
-    one.folder.mkdir(parents=True, exist_ok=True)
+    experiment.folder.mkdir(parents=True, exist_ok=True)
     for phase in (name for name in PHASES if name in wanted):
-        path = one.folder / f"{phase}.json"
+        path = experiment.folder / f"{phase}.json"
         if not path.exists():
-            print(f"seed {one.seed}: {phase}", file=sys.stderr, flush=True)
-            write_atomically(path, json.dumps(PHASES[phase](one), indent=2) + "\n", durable=True)
+            print(f"seed {experiment.seed}: {phase}", file=sys.stderr, flush=True)
+            write_atomically(path, json.dumps(PHASES[phase](experiment), indent=2) + "\n", durable=True)
 
 
-def missed(found: dict[str, dict[str, Any]]) -> list[str]:
+def missed_targets(results: dict[str, dict[str, Any]]) -> list[str]:
     """Describes the figures of a seed that miss their targets."""
     tests = {
-        "tagged right": (found["capture"]["share"] or 0.0) >= TARGETS["tagged right"],
-        "before": found["before"]["value"] < TARGETS["before"],
-        "after": found["after"]["value"] > TARGETS["after"],
-        "blocked and rolled back": found["relapse"]["rolled_back"] > 0,
-        "final": found["final"]["value"] > TARGETS["after"],
-        "audit agrees": not any(found[phase]["against"] for phase in ("before", "after", "final")),
+        "tagged right": (results["capture"]["share"] or 0.0) >= TARGETS["tagged right"],
+        "before": results["before"]["value"] < TARGETS["before"],
+        "after": results["after"]["value"] > TARGETS["after"],
+        "blocked and rolled back": results["relapse"]["rolled_back"] > 0,
+        "final": results["final"]["value"] > TARGETS["after"],
+        "audit agrees": not any(results[phase]["against"] for phase in ("before", "after", "final")),
     }
     return [name for name, ok in tests.items() if not ok]
 
 
-def row(seed: int, found: dict[str, dict[str, Any]]) -> list[str]:
+def row(seed: int, results: dict[str, dict[str, Any]]) -> list[str]:
     def rate(phase: str) -> str:
-        one = found[phase]
-        return f"{one['value']:.2f} [{one['ci_low']:.2f}, {one['ci_high']:.2f}]"
+        rates_of_phase = results[phase]
+        return f"{rates_of_phase['value']:.2f} [{rates_of_phase['ci_low']:.2f}, {rates_of_phase['ci_high']:.2f}]"
 
-    caught, alarms = found["capture"], Counter(found["relapse"]["alarms"])
-    refused: dict[str, list[str]] = {}
-    for version, outcome, _ in found["relapse"]["refused"]:
-        refused.setdefault(outcome, []).append(str(version))
+    captured, alarms = results["capture"], Counter(results["relapse"]["alarms"])
+    versions_by_outcome: dict[str, list[str]] = {}
+    for version, outcome, _ in results["relapse"]["refused"]:
+        versions_by_outcome.setdefault(outcome, []).append(str(version))
     return [
         str(seed),
-        f"{caught['right']} of {caught['planted']}",
-        str(found["promote"]["cases"]),
-        str(found["vary"]["tasks"]),
+        f"{captured['right']} of {captured['planted']}",
+        str(results["promote"]["cases"]),
+        str(results["vary"]["tasks"]),
         rate("before"),
         rate("after"),
-        "; ".join(f"{', '.join(versions)} {outcome}" for outcome, versions in refused.items()) or "none",
+        "; ".join(f"{', '.join(versions)} {outcome}" for outcome, versions in versions_by_outcome.items()) or "none",
         rate("final"),
-        str(sum(found[phase]["against"] for phase in ("before", "after", "final"))),
+        str(sum(results[phase]["against"] for phase in ("before", "after", "final"))),
         ", ".join(f"{alarm} x{count}" for alarm, count in alarms.items()) or "none",
-        ", ".join(missed(found)) or "none",
+        ", ".join(missed_targets(results)) or "none",
     ]
 
 
@@ -354,7 +354,7 @@ def table(experiments: Sequence[Experiment]) -> str:
     """Returns a Markdown table with one row per seed."""
     head = ["seed", "tagged by the rule", "cases", "practice tasks", "before", "after", "versions refused", "after the gate"]
     head += ["audit against reward", "alarms of the relapse", "targets missed"]
-    rows = [row(one.seed, {phase: one.done(phase) for phase in PHASES}) for one in experiments]
+    rows = [row(experiment.seed, {phase: experiment.done(phase) for phase in PHASES}) for experiment in experiments]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows])
 
 
@@ -368,21 +368,21 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "weakness", help="folder of all results")
     parser.add_argument("--out", type=Path, help="also write the table to this Markdown file")
     parser.add_argument("overrides", nargs="*", help="recipe overrides, such as sandbox.backend=bubblewrap")
-    given = parser.parse_args()
-    if given.short and given.out:
+    args = parser.parse_args()
+    if args.short and args.out:
         parser.error("--short shows that every phase works, and makes no table for --out")
-    size, work = (SHORT, given.work / "short") if given.short else (Size(), given.work)
-    overrides = (*size.overrides, *given.overrides)
-    seeds = " ".join(map(str, given.seeds))
+    size, work = (SHORT, args.work / "short") if args.short else (Size(), args.work)
+    overrides = (*size.overrides, *args.overrides)
+    seeds = " ".join(map(str, args.seeds))
     origin = stored.origin(
-        f"python benchmarks/weakness.py --seeds {seeds}", [*stored.LOOP, "agentrl/failure", "agentrl/practice"], given.seeds
+        f"python benchmarks/weakness.py --seeds {seeds}", [*stored.LOOP, "agentrl/failure", "agentrl/practice"], args.seeds
     )
-    experiments = [Experiment(seed=seed, folder=work.resolve() / f"seed{seed}", overrides=overrides, size=size) for seed in given.seeds]
-    for one in experiments:
-        run_phases(one, given.phases)
-    if set(given.phases) != set(PHASES):
+    experiments = [Experiment(seed=seed, folder=work.resolve() / f"seed{seed}", overrides=overrides, size=size) for seed in args.seeds]
+    for experiment in experiments:
+        run_phases(experiment, args.phases)
+    if set(args.phases) != set(PHASES):
         return 0
-    if given.short:
+    if args.short:
         print(table(experiments))
         return 0
     phases = inspect.cleandoc((__doc__ or "").partition("--work:\n\n")[2].partition("\n\nA finished")[0])
@@ -395,7 +395,7 @@ def main() -> int:
             f"```text\n{phases}\n```",
             f"Before and after are success rates on held-out questions of kind `{KIND}`: one greedy attempt each, 95% intervals."
             " The gate evaluates every fourth version; after two rollbacks it only blocks.",
-            table(experiments) + (f"\n\nMade with `{' '.join(given.overrides)}`." if given.overrides else ""),
+            table(experiments) + (f"\n\nMade with `{' '.join(args.overrides)}`." if args.overrides else ""),
             f"`tagged by the rule`: failures that submitted the whole part, and those of them tagged `{CAUSE}`. The rule checks the same"
             " condition, so the column does not show how often a tag is right on other failures.",
             f"Targets: at least {TARGETS['tagged right']:.0%} tagged {CAUSE}; success from below {TARGETS['before']} to above"
@@ -404,11 +404,11 @@ def main() -> int:
         ]
     )
     print(text)
-    if given.out:
-        write_atomically(given.out, text + "\n")
-        rates = ("before", "after", "final")
-        stored.keep("weakness", origin, runs=[{"seed": one.seed, **{phase: one.done(phase) for phase in rates}} for one in experiments])
-    return int(any(missed({phase: one.done(phase) for phase in PHASES}) for one in experiments))
+    if args.out:
+        write_atomically(args.out, text + "\n")
+        evals = ("before", "after", "final")
+        stored.keep("weakness", origin, runs=[{"seed": run.seed, **{phase: run.done(phase) for phase in evals}} for run in experiments])
+    return int(any(missed_targets({phase: experiment.done(phase) for phase in PHASES}) for experiment in experiments))
 
 
 if __name__ == "__main__":

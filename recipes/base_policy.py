@@ -41,7 +41,7 @@ MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 # and in a program: copying it is copying tokens. Runs of other punctuation, as in `": {"`, may become one token.
 PIECES = r"\\.|'| ?\p{L}+[(\[]?|\p{N}| ?[^\s\p{L}\p{N}'\\]+(?: [^\s\p{L}\p{N}'\\]+)?|\s+"
 BUCKET = 12  # batches whose demonstrations are sorted by length together
-MOST_TOKENS = 384  # longer demonstrations (far fewer than one in a hundred) are left out
+MOST_TOKENS = 384  # longer demonstrations (far fewer than one in a hundred) are excluded
 
 
 def demonstrations(seed: int, first: int, count: int) -> Iterator[tuple[Task, list[Act]]]:

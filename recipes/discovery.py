@@ -110,7 +110,7 @@ def read_networks(run: Path, channels: int) -> Iterator[list[Comparator]]:
 
 
 def _network(episode: Episode, channels: int) -> list[Comparator]:
-    """Returns the comparators of an episode. An episode with an action that is none is empty."""
+    """Returns the comparators of an episode; none if an action is invalid."""
     trajectory = episode.trajectories[0]
     start = trajectory.prompt[-1].content.split() if trajectory.prompt else []
     texts = [word for word in start if "-" in word] + [turn.message.content for turn in trajectory.turns]

@@ -29,8 +29,8 @@ from rewards.tables import exact_answer
 PART = "review"
 DELAY_S = (1.0, 30.0)
 EXPIRES_S = 600.0
-_LOOK_S = 0.2  # longest wait between checks whether the process ends
-_AGAIN_S = 1.0  # after a score for an episode whose group is not stored yet
+_POLL_S = 0.2  # longest wait between checks whether the process ends
+_RETRY_S = 1.0  # after a score for an episode whose group is not stored yet
 
 
 class Reviewer:
@@ -46,14 +46,14 @@ class Reviewer:
         self._path: Path | None = None
 
     def prepare(self, *, root: Path, folder: Path | None) -> None:
-        """Starts sending scores to the run in `folder`, from those that an earlier session left. Without a folder, scores are not late."""
+        """Starts sending scores to the run in `folder`, first those that an earlier session left. Without a folder, no score is late."""
         if folder is None or self._path is not None:
             return
         self._path = folder / "reviews.jsonl"
         threading.Thread(target=self._send, args=(folder,), name="reviewer").start()
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        """The score; of a training episode only that it will come."""
+        """Returns the score; for a training episode, a pending part instead."""
         score = await exact_answer(task, episode)
         if self._path is None or task.split is not Split.TRAIN or score.value is None:
             return score
@@ -71,7 +71,7 @@ class Reviewer:
         store: SqliteStore | None = None
         while threading.main_thread().is_alive():
             try:
-                late = self._new.get(timeout=min(max(0.0, due[0][0] - time.monotonic()), _LOOK_S) if due else _LOOK_S)
+                late = self._new.get(timeout=min(max(0.0, due[0][0] - time.monotonic()), _POLL_S) if due else _POLL_S)
                 heapq.heappush(due, (time.monotonic() + chance.uniform(*self._delay_s), late.key, late))
             except queue.Empty:
                 if not due or due[0][0] > time.monotonic():
@@ -82,7 +82,7 @@ class Reviewer:
                     store.add_score(late, now=time.time())
                 except ScoreRejected as rejected:
                     if rejected.cause == "unknown":
-                        heapq.heappush(due, (time.monotonic() + _AGAIN_S, key, late))
+                        heapq.heappush(due, (time.monotonic() + _RETRY_S, key, late))
 
 
 reviewed = Reviewer()

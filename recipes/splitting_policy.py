@@ -32,22 +32,22 @@ MODEL = ROOT / "recipes/models/splitting-base"
 BATCH = 32
 
 
-def encode(chat: ChatFormat, tokenizer: Any, one: Demonstration) -> dict[str, list[int]]:
+def encode(chat: ChatFormat, tokenizer: Any, demonstration: Demonstration) -> dict[str, list[int]]:
     """Token ids of a demonstration and its labels, -100 for tokens that the policy does not sample; truncated to the context of an episode.
 
     Every segment (prompt, completion, tool output) is tokenized separately, as in rollouts.
     """
-    schemas = [tool.schema for tool in load_tools(one.task.tools).values()]
-    offers = [delegate_schema(DelegationConfig())] if one.delegates else []
-    ids = list(chat.opening((Message(role="user", content=one.asked),), [*schemas, *offers]))
+    schemas = [tool.schema for tool in load_tools(demonstration.task.tools).values()]
+    offers = [delegate_schema(DelegationConfig())] if demonstration.delegates else []
+    ids = list(chat.opening((Message(role="user", content=demonstration.asked),), [*schemas, *offers]))
     labels = [-100] * len(ids)
-    for move in one.moves:
-        said = tokenizer.encode(move.says, add_special_tokens=False)
-        ids, labels = ids + said, labels + (said if move.learn else [-100] * len(said))
+    for move in demonstration.moves:
+        sampled = tokenizer.encode(move.says, add_special_tokens=False)
+        ids, labels = ids + sampled, labels + (sampled if move.learn else [-100] * len(sampled))
         if move.shown:
             delta = list(chat.tool_delta(list(move.shown)))
             ids, labels = ids + delta, labels + [-100] * len(delta)
-    room = one.task.limits.episode_tokens
+    room = demonstration.task.limits.episode_tokens
     return {"input_ids": ids[:room], "labels": labels[:room]}
 
 
@@ -57,8 +57,8 @@ def rows(count: int, seed: int) -> Iterator[dict[str, list[int]]]:
 
     tokenizer = AutoTokenizer.from_pretrained(BASE, trust_remote_code=False)
     chat = ChatFormat(tokenizer)
-    for one in demonstrations(seed, count):
-        yield encode(chat, tokenizer, one)
+    for demonstration in demonstrations(seed, count):
+        yield encode(chat, tokenizer, demonstration)
 
 
 def make(out: Path = MODEL, *, steps: int = 300, lr: float = 1e-3, seed: int = 0) -> float:

@@ -79,8 +79,8 @@ def _by_texts(rows: Iterable[Row], cells: Cells, *, whole: bool = False) -> dict
 
 
 def _split(some: list[_Item], true: list[_Item], relative: float, *, pairs: bool) -> Iterator[tuple[list[_Item], list[_Item]]]:
-    """Parts of both sides such that rows of different parts are not near each other. With `pairs`, parts of different sizes are not split
-    further.
+    """Yields parts of both sides such that rows of different parts are not near each other. With `pairs`, parts of different sizes are
+    not split further.
     """
     pending = [(some, true, 0, 0)]
     while pending:
@@ -96,7 +96,7 @@ def _split(some: list[_Item], true: list[_Item], relative: float, *, pairs: bool
 def _gaps(some: list[_Item], true: list[_Item], column: int, relative: float) -> Iterator[tuple[list[_Item], list[_Item]]]:
     """Both sides, cut where the numbers of a column have a gap wider than the tolerance."""
     marked = [(item.numbers[column], True, item) for item in some] + [(item.numbers[column], False, item) for item in true]
-    marked.sort(key=lambda each: each[0])
+    marked.sort(key=lambda entry: entry[0])
     part: tuple[list[_Item], list[_Item]] = ([], [])
     before = marked[0][0]
     for value, ours, item in marked:
@@ -117,19 +117,19 @@ def _paired(some: Sequence[_Item], true: Sequence[_Item], cells: Cells) -> bool:
             return True
     if columns < 2 or len(some) > MAX_CROWD:  # in one column no other pairing is better
         return False
-    options = [[place for place, other in enumerate(theirs) if near_rows(row, other, cells)] for row in ours]
+    options = [[at for at, other in enumerate(theirs) if near_rows(row, other, cells)] for row in ours]
     owner: dict[int, int] = {}
 
-    def place(number: int, tried: set[int]) -> bool:
+    def assign(number: int, visited: set[int]) -> bool:
         for at in options[number]:
-            if at not in tried:
-                tried.add(at)
-                if at not in owner or place(owner[at], tried):
+            if at not in visited:
+                visited.add(at)
+                if at not in owner or assign(owner[at], visited):
                     owner[at] = number
                     return True
         return False
 
-    return all(place(number, set()) for number in range(len(ours)))
+    return all(assign(number, set()) for number in range(len(ours)))
 
 
 def _tight(some: Sequence[_Item], relative: float) -> bool:

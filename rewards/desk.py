@@ -94,8 +94,8 @@ def actions(task: Task, episode: Episode) -> Iterator[str | ToolCall]:
     """Yields the texts and calls of the agent that its environment applied, in order."""
     options = {} if task.environment is None else task.environment.options
     translate = resolve(options["translate"]) if options.get("translate") else None
-    said = [(USER, str(options.get("opening", "")))]
-    for trajectory in (one for one in episode.trajectories if one.agent != USER):
+    transcript = [(USER, str(options.get("opening", "")))]
+    for trajectory in (line for line in episode.trajectories if line.agent != USER):
         for turn in trajectory.turns:
             if turn.message.tool_calls:
                 yield from (
@@ -106,10 +106,10 @@ def actions(task: Task, episode: Episode) -> Iterator[str | ToolCall]:
             if reply is None:
                 continue
             text = turn.message.content.strip()
-            action = translate(text, tuple(said)) if translate and text in options["actions"] else text
+            action = translate(text, tuple(transcript)) if translate and text in options["actions"] else text
             yield action
             if isinstance(action, str):
-                said += [(AGENT, action), (USER, reply)]
+                transcript += [(AGENT, action), (USER, reply)]
 
 
 def statements_in(texts: Sequence[str], request: str) -> Iterator[tuple[str, str]]:

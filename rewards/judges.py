@@ -1,4 +1,4 @@
-"""Judges that ask a model on this machine, served at port 8000 with the name `judge`. Copy what you need and change the endpoint.
+"""Judges that call a model on this machine, served at port 8000 with the name `judge`. Copy what you need and change the endpoint.
 
     vllm serve Qwen/Qwen3-8B --port 8000 --served-model-name judge
 

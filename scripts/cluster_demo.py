@@ -76,8 +76,8 @@ class Cluster:
         deadline = time.monotonic() + JOIN_S
         count = f"import json, sys; from agentrl.cluster.ray_nodes import list_nodes; print(len(list_nodes('{self.address}')))"
         while time.monotonic() < deadline:
-            done = subprocess.run(self.head.command(sys.executable, "-c", count), capture_output=True, text=True, cwd=ROOT, check=False)
-            if done.stdout.strip() == str(nodes):
+            result = subprocess.run(self.head.command(sys.executable, "-c", count), capture_output=True, text=True, cwd=ROOT, check=False)
+            if result.stdout.strip() == str(nodes):
                 return
             time.sleep(1.0)
         sys.exit(f"error: the cluster does not have {nodes} nodes; see {self.runs / 'ray.log'}")
@@ -94,9 +94,9 @@ class Cluster:
 
 def train(cluster: Cluster, run: Path, overrides: list[str], *, by: tuple[str, ...] = ("agentrl",)) -> subprocess.Popen[str]:
     """Starts the run on the first host."""
-    given = ["rollout.workers=1", "store=redis", f"cluster.resources={json.dumps(RESOURCES)}", *overrides]
+    run_overrides = ["rollout.workers=1", "store=redis", f"cluster.resources={json.dumps(RESOURCES)}", *overrides]
     options = ["--run-dir", str(run), "--sandbox", "bubblewrap", "--cluster", cluster.address]
-    command = ("-m", *by, "train", "recipes/quickstart.py", *given, *options)
+    command = ("-m", *by, "train", "recipes/quickstart.py", *run_overrides, *options)
     return cluster.head.python(*command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -138,8 +138,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="agentrl-demo-") as name:
         code, output = demonstrate(Path(name), arguments.steps, arguments.overrides)
         print(output)
-        done = steps_of(Path(name) / "run")
-    print(f"the run finished {len(done)} of {arguments.steps} steps, with exit code {code}")
+        finished_steps = steps_of(Path(name) / "run")
+    print(f"the run finished {len(finished_steps)} of {arguments.steps} steps, with exit code {code}")
     return code
 
 

@@ -64,7 +64,7 @@ def public_definitions(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple
     """The name of each public class, function and method, and whether it has a docstring. Overloads and setters do not count."""
     for node in body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
-            if any(getattr(one, "id", getattr(one, "attr", "")) in ("overload", "setter") for one in node.decorator_list):
+            if any(getattr(decorator, "id", getattr(decorator, "attr", "")) in ("overload", "setter") for decorator in node.decorator_list):
                 continue
             yield f"{prefix}{node.name}", ast.get_docstring(node) is not None
             if isinstance(node, ast.ClassDef):
@@ -88,8 +88,8 @@ def figures() -> list[Figure]:
     long_files = [f"{name[path]}: {lines} lines" for path, lines in lengths.items() if lines > FILE_LINES]
     sizes = [(length(function), f"{name[path]}:{function.lineno} {function.name}") for path in paths for function in functions(trees[path])]
     long_functions = [f"{where}: {size} lines" for size, where in sizes if size > FUNCTION_LINES]
-    definitions = [(f"{name[path]}: {one}", documented) for path in paths for one, documented in public_definitions(trees[path].body)]
-    undocumented = [one for one, documented in definitions if not documented]
+    definitions = [(f"{name[path]}: {item}", documented) for path in paths for item, documented in public_definitions(trees[path].body)]
+    undocumented = [item for item, documented in definitions if not documented]
     words = sum(len(path.read_text(encoding="utf-8").split()) for path in (ROOT / "docs").rglob("*.md"))
     root = [path.stem for path in PACKAGE.glob("*.py")]
     test_lines = sum(map(line_count, (ROOT / "tests").rglob("*.py")))
@@ -115,7 +115,7 @@ def main() -> int:
     for figure in table:
         print(f"{figure.value:8,}  at most {figure.limit:6,}  {'ok  ' if figure.ok else 'OVER'}  {figure.name}")
         if listed:
-            print("".join(f"          {one}\n" for one in figure.offenders), end="")
+            print("".join(f"          {offender}\n" for offender in figure.offenders), end="")
     return 0 if all(figure.ok for figure in table) else 1
 
 

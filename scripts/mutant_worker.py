@@ -96,8 +96,8 @@ def cover(request: Any) -> dict[str, object]:
     sys.settrace(None)
     if code not in (0, 1):
         plugin.failed.append(f"pytest ended with {code}")
-    lines = {file: {line: sorted(tests - {""}) for line, tests in found.items() if tests - {""}} for file, found in plugin.lines.items()}
-    imported = {file: [int(line) for line, tests in found.items() if "" in tests] for file, found in plugin.lines.items()}
+    lines = {file: {line: sorted(tests - {""}) for line, tests in hits.items() if tests - {""}} for file, hits in plugin.lines.items()}
+    imported = {file: [int(line) for line, tests in hits.items() if "" in tests] for file, hits in plugin.lines.items()}
     return {"lines": lines, "imported": imported, "seconds": plugin.seconds, "failed": plugin.failed}
 
 

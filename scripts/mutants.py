@@ -136,7 +136,7 @@ class Mutant:
         return f"{self.file}:{self.line}: {self.before} -> {self.after}"
 
 
-# What is changed ------------------------------------------------------------------------------------------------------------------
+# Creation of mutants ------------------------------------------------------------------------------------------------------------------
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -160,7 +160,7 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.Pow: ast.Mult,
 }
 NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
-SILENT = ("log", "warnings")  # calls of these say something and change nothing
+SILENT = ("log", "warnings")  # their calls print text and have no other effect
 
 
 def changes(node: ast.AST) -> Iterator[ast.AST | str]:
@@ -207,19 +207,19 @@ def changes(node: ast.AST) -> Iterator[ast.AST | str]:
 
 
 def mutants(file: str, source: str) -> list[Mutant]:
-    """All mutants of a file, in the order of its lines."""
+    """Returns all mutants of a file, in the order of its lines."""
     data = source.encode()
     starts = [0]
     for line in data.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
     lines = source.splitlines()
-    made = []
+    defects = []
     for node, statement in _candidates(ast.parse(source), None):
         for change in changes(node):
             target: Any = node.test if isinstance(node, ast.If) else node
             begin, end = starts[target.lineno - 1] + target.col_offset, starts[target.end_lineno - 1] + target.end_col_offset
             text = change if isinstance(change, str) else f"({ast.unparse(ast.fix_missing_locations(change))})"
-            made.append(
+            defects.append(
                 Mutant(
                     file=file,
                     line=target.lineno,
@@ -230,7 +230,7 @@ def mutants(file: str, source: str) -> list[Mutant]:
                     lines=(statement.lineno, statement.end_lineno or statement.lineno),
                 )
             )
-    return sorted(made, key=lambda one: one.line)
+    return sorted(defects, key=lambda mutant: mutant.line)
 
 
 def _candidates(node: ast.AST, statement: Any) -> Iterator[tuple[ast.AST, Any]]:
@@ -283,7 +283,7 @@ def _symbol(operator: type[ast.operator]) -> str:
     return ast.unparse(ast.BinOp(left=ast.Name("a"), op=operator(), right=ast.Name("b")))[2:-2]
 
 
-# How it is tried --------------------------------------------------------------------------------------------------------------------
+# Running mutants --------------------------------------------------------------------------------------------------------------------
 
 
 class Tree:
@@ -342,7 +342,7 @@ def covering(coverage: Any, mutant: Mutant) -> tuple[list[str], float]:
 def explained() -> dict[tuple[str, str, str, str], str]:
     """Mutants that no test can detect, with the reason: (file, line of code, before, after) -> reason."""
     listed = tomllib.loads(EXPLAINED.read_text()).get("equivalent", []) if EXPLAINED.exists() else []
-    return {(one["file"], one["code"], one["before"], one["after"]): one["reason"] for one in listed}
+    return {(entry["file"], entry["code"], entry["before"], entry["after"]): entry["reason"] for entry in listed}
 
 
 class Session:
@@ -370,11 +370,11 @@ class Session:
         """The mutants that no test detects, each with whether any test executes it."""
         tests_hash = _hash(*(path.read_text() for path in _test_files(law)))
         todo: queue.Queue[tuple[Mutant, str]] = queue.Queue()
-        keys = {id(one): _hash(one.source, tests_hash) for one in chosen}
+        keys = {id(mutant): _hash(mutant.source, tests_hash) for mutant in chosen}
         alive: list[tuple[Mutant, str]] = []
-        for one in chosen:
-            if self.known.get(keys[id(one)]) is not False:
-                todo.put((one, keys[id(one)]))
+        for mutant in chosen:
+            if self.known.get(keys[id(mutant)]) is not False:
+                todo.put((mutant, keys[id(mutant)]))
         if todo.empty():
             return alive
         print(f"{name}: {len(chosen)} mutants, {todo.qsize()} to try; the tests run once unchanged", file=sys.stderr, flush=True)
@@ -401,8 +401,8 @@ class Session:
                         print(f"{name}: survives: {mutant.name}{alive[-1][1]}", file=sys.stderr, flush=True)
                     done = total - todo.qsize()
                     if done % 25 == 0 or done == total:
-                        left = (time.monotonic() - began) / done * (total - done)
-                        print(f"{name}: {done}/{total}, {len(alive)} survive, {left / 60:.0f} min left", file=sys.stderr, flush=True)
+                        remaining_s = (time.monotonic() - began) / done * (total - done)
+                        print(f"{name}: {done}/{total}, {len(alive)} survive, {remaining_s / 60:.0f} min left", file=sys.stderr, flush=True)
                         self.save()
 
         threads = [threading.Thread(target=work, args=(tree,)) for tree in self.trees]
@@ -410,7 +410,7 @@ class Session:
             thread.start()
         for thread in threads:
             thread.join()
-        return sorted(alive, key=lambda one: (one[0].file, one[0].line))
+        return sorted(alive, key=lambda pair: (pair[0].file, pair[0].line))
 
 
 def _test_files(law: Law) -> list[Path]:
@@ -429,45 +429,45 @@ def main() -> int:
     parser.add_argument("--line", type=int, help="only those of this line")
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time (2)")
     parser.add_argument("--list", action="store_true", help="prints the laws with their files and counts, and runs nothing")
-    given = parser.parse_args()
-    if unknown := [name for name in given.laws if name not in LAWS]:
+    args = parser.parse_args()
+    if unknown := [name for name in args.laws if name not in LAWS]:
         parser.error(f"no law is called {unknown[0]!r}; there are {', '.join(LAWS)}")
-    laws = {name: LAWS[name] for name in given.laws or LAWS}
+    laws = {name: LAWS[name] for name in args.laws or LAWS}
     chosen = {
         name: [
-            one
+            mutant
             for file in law.files
-            if given.file in (None, file)
-            for one in mutants(file, (ROOT / file).read_text())
-            if given.line in (None, one.line)
+            if args.file in (None, file)
+            for mutant in mutants(file, (ROOT / file).read_text())
+            if args.line in (None, mutant.line)
         ]
         for name, law in laws.items()
     }
-    if given.list:
+    if args.list:
         for name, law in laws.items():
-            counts = Counter(one.file for one in chosen[name])
+            counts = Counter(mutant.file for mutant in chosen[name])
             print(f"{name} ({', '.join(law.tests)})", *(f"  {file}: {counts[file]}" for file in law.files), sep="\n")
         return 0
     reasons, used, bad = explained(), set(), 0
-    session = Session(given.jobs)
+    session = Session(args.jobs)
     try:
         for name, law in laws.items():
             if not chosen[name]:
                 continue
-            found = session.survivors(name, law, chosen[name])
-            for mutant, note in found:
+            alive = session.survivors(name, law, chosen[name])
+            for mutant, note in alive:
                 key = (mutant.file, mutant.code, mutant.before, mutant.after)
                 used.add(key)
                 if key not in reasons:
                     bad += 1
                     print(f"{mutant.name}{note}", flush=True)
-            same = sum((one.file, one.code, one.before, one.after) in reasons for one, _ in found)
-            print(f"{name}: {len(chosen[name])} mutants, {len(found) - same} survive, {same} change nothing a test could see", flush=True)
+            same = sum((mutant.file, mutant.code, mutant.before, mutant.after) in reasons for mutant, _ in alive)
+            print(f"{name}: {len(chosen[name])} mutants, {len(alive) - same} survive, {same} change nothing a test could see", flush=True)
     finally:
         session.close()
-    whole = not given.file and not given.line
+    unrestricted = not args.file and not args.line
     for key in reasons:
-        if whole and key not in used and key[0] in {file for law in laws.values() for file in law.files}:
+        if unrestricted and key not in used and key[0] in {file for law in laws.values() for file in law.files}:
             bad += 1
             print(f"{EXPLAINED.relative_to(ROOT)} explains a mutant that is noticed or does not exist: {key}")
     return 1 if bad else 0

@@ -62,7 +62,7 @@ def pictures(run: Path) -> dict[str, tuple[str, str]]:
     source.refresh()
     rewards = source.metrics.series("reward_mean")
     change = {step: value - before for (_, before), (step, value) in pairwise(rewards)}
-    step = min(change, key=lambda one: change[one])
+    step = min(change, key=lambda step: change[step])
     entries = [entry for entry in source.store().entries(step=step - 1) if entry.use is not None]
     clipped = _clipped(source, [entry.index for entry in entries if entry.use is not None and entry.use.tokens_trained])
     silent = next(entry.index for entry in entries if entry.use is not None and not entry.use.tokens_trained)
@@ -71,7 +71,7 @@ def pictures(run: Path) -> dict[str, tuple[str, str]]:
     source.close()
     base, others = (
         f"#/run/{quote(run.name)}",
-        sorted(one.name for one in run.parent.iterdir() if (one / "summary.json").exists() and one != run),
+        sorted(path.name for path in run.parent.iterdir() if (path / "summary.json").exists() and path != run),
     )
     compared = {"compare": (f"#/compare?run={quote(others[0])}&run={quote(run.name)}", "h1")} if others else {}
     return {
@@ -127,16 +127,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parents[1] / "docs" / "images")
-    given = parser.parse_args()
-    run = given.run.resolve()
+    args = parser.parse_args()
+    run = args.run.resolve()
     arguments = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium has no sandbox for root; the pages are ours
     with served(run.parent) as url, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=arguments)
         page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light")
         page.goto(url)
         for name, (address, selector) in pictures(run).items():
-            shoot(page, address, selector, given.out / f"view-{name}.png")
-            print(given.out / f"view-{name}.png")
+            shoot(page, address, selector, args.out / f"view-{name}.png")
+            print(args.out / f"view-{name}.png")
         browser.close()
 
 

@@ -18,18 +18,18 @@ ERRORS = ("Error", "Fault", "Exception")
 
 
 def python_texts(path: Path) -> Iterator[tuple[str, str]]:
-    """Where and what: the docstrings, help texts and error messages of a Python file."""
+    """Yields (location, text) of the docstrings, help texts and error messages of a Python file."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    where = path.relative_to(ROOT)
+    location = path.relative_to(ROOT)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             if doc := ast.get_docstring(node):
-                yield f"{where}:{getattr(node, 'lineno', 1)} docstring", doc
+                yield f"{location}:{getattr(node, 'lineno', 1)} docstring", doc
         elif isinstance(node, ast.Call):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id if isinstance(node.func, ast.Name) else ""
             texts = [*node.args, *(keyword.value for keyword in node.keywords if keyword.arg in ("help", "fix", "message"))]
             if called.endswith(ERRORS) or any(keyword.arg in ("help", "fix") for keyword in node.keywords):
-                yield from ((f"{where}:{node.lineno} message", text) for text in map(literal, texts) if text)
+                yield from ((f"{location}:{node.lineno} message", text) for text in map(literal, texts) if text)
 
 
 def literal(node: ast.expr) -> str:
@@ -42,7 +42,7 @@ def literal(node: ast.expr) -> str:
 
 
 def page_texts(path: Path) -> Iterator[tuple[str, str]]:
-    """Where and what: the paragraphs of a page, without code, tables and headings."""
+    """Yields (location, text) of the paragraphs of a page, without code, tables and headings."""
     text = re.sub(r"(?s)```.*?```|<!--.*?-->", "", path.read_text(encoding="utf-8"))
     for paragraph in re.split(r"\n\s*\n", text):
         if not paragraph.lstrip().startswith(("#", "|", "<", "!")):
@@ -50,11 +50,11 @@ def page_texts(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def sentences() -> list[tuple[str, str]]:
-    """Where and what: all sentences of at least four words."""
-    texts = [one for top in SOURCES for path in sorted((ROOT / top).rglob("*.py")) for one in python_texts(path)]
-    texts += [one for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) for one in page_texts(path)]
-    split = ((where, one.strip()) for where, text in texts for one in re.split(r"(?<=[.!?:])\s+(?=[A-Z`])|\n\s*[-*] |\n\n", text))
-    return [(where, " ".join(one.split())) for where, one in split if len(one.split()) >= 4]
+    """Returns (location, text) of all sentences of at least four words."""
+    texts = [text for top in SOURCES for path in sorted((ROOT / top).rglob("*.py")) for text in python_texts(path)]
+    texts += [text for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) for text in page_texts(path)]
+    split = ((location, text.strip()) for location, text in texts for text in re.split(r"(?<=[.!?:])\s+(?=[A-Z`])|\n\s*[-*] |\n\n", text))
+    return [(location, " ".join(text.split())) for location, text in split if len(text.split()) >= 4]
 
 
 def main() -> None:
@@ -63,8 +63,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=40)
     options = parser.parse_args()
-    for number, (where, text) in enumerate(random.Random(options.seed).sample(sentences(), options.count), 1):
-        print(f"{number:3}  {where}\n     {text}")
+    for number, (location, text) in enumerate(random.Random(options.seed).sample(sentences(), options.count), 1):
+        print(f"{number:3}  {location}\n     {text}")
 
 
 if __name__ == "__main__":

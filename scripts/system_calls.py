@@ -1,7 +1,7 @@
-"""What programs call, and what the filter of sandboxes says to it: `python scripts/system_calls.py [--only WORD] [--free]`.
+"""Prints the system calls of programs, and how the filter of sandboxes answers: `python scripts/system_calls.py [--only WORD] [--free]`.
 
 Runs everyday programs under the filter that sandboxes have (`agentrl.sandbox.seccomp`) and under strace, on this machine. Prints for
-each workload whether it works, then every call with how often it was made, and which calls the filter refused. `--free` runs them
+each workload whether it works, then every call with its count, and which calls the filter refused. `--free` runs them
 without the filter, which shows what they would call. Exit status 1 when a workload fails under the filter. The list in
 `agentrl/sandbox/seccomp.py` is the union of what this shows, what C libraries and runtimes of other versions call in its place
 (glibc, musl, Go, Rust, the JVM), and nothing that the kernel counts for the whole machine.
@@ -41,7 +41,7 @@ RUN_BY = {".py": [sys.executable, "-I"], ".sh": ["sh"], ".bash": ["bash"], ".pl"
 
 
 def workloads() -> list[Path]:
-    """Those whose programs are installed, which each names in its first line."""
+    """Returns the workloads whose programs are installed. A workload names its program in its first line."""
     return [path for path in sorted(WORKLOADS.iterdir()) if path.suffix in RUN_BY and _installed(path)]
 
 
@@ -57,7 +57,7 @@ def _path() -> str:
 
 
 def install_filter() -> None:
-    """In the child, before it becomes strace's program."""
+    """Installs the filter. Runs in the child, before it becomes strace's program."""
     libc = ctypes.CDLL(None, use_errno=True)
     code = seccomp.filter_program()
     block = FilterProgram(len(code) // 8, code)
@@ -69,23 +69,23 @@ LINE = re.compile(r"^(?:\d+\s+)?(\w+)\((.*)")
 
 
 def parsed(line: str) -> tuple[str, list[int]] | None:
-    """Name and first arguments of a call in a line of `strace -X raw`; None for another kind of line."""
-    found = LINE.match(line)
-    if found is None:
+    """Returns name and first arguments of a call in a line of `strace -X raw`; None for another kind of line."""
+    match = LINE.match(line)
+    if match is None:
         return None
-    words = re.split(r" <unfinished|\)\s+=", found[2])[0].split(", ")[:3]
-    return found[1], [value(word) for word in words]
+    arguments = re.split(r" <unfinished|\)\s+=", match[2])[0].split(", ")[:3]
+    return match[1], [value(word) for word in arguments]
 
 
 def value(word: str) -> int:
-    """An argument as the kernel has it; 0 for what strace shows in another way, which no filter looks at."""
+    """Returns an argument as the kernel has it; 0 for arguments that strace prints in another form, which no filter reads."""
     if not re.fullmatch(r"-?(0x[0-9a-f]+|\d+)", word):
         return 0
     return int(word, 16 if "x" in word else 8 if word.startswith("0") else 10) & (1 << 64) - 1
 
 
 def refusal(name: str, arguments: list[int]) -> str:
-    """What the filter answers: empty when the call goes through to the kernel."""
+    """Returns the filter's answer; empty if the call reaches the kernel."""
     machine = platform.machine()
     number = NUMBERS.get(name, (None, None))[0 if machine == "x86_64" else 1]
     if number is None:
@@ -98,15 +98,15 @@ def refusal(name: str, arguments: list[int]) -> str:
 
 
 def traced(workload: Path, folder: Path, free: bool) -> tuple[int, str, collections.Counter[str], collections.Counter[str]]:
-    """Exit status, output, calls by name, and refused calls with their first arguments and the answer."""
-    place = Path(tempfile.mkdtemp(dir=folder))
-    log = place / "trace"
-    own = [] if free else [sys.executable, __file__, "--filtered"]
-    command = ["strace", "-f", "-qq", "-X", "raw", "-s", "0", "-o", str(log), *own, *RUN_BY[workload.suffix], str(workload)]
-    environment = {"PATH": _path(), "LANG": "C.UTF-8", "TMPDIR": str(place), "HOME": str(place)}
+    """Returns exit status, output, calls by name, and refused calls with their first arguments and the answer."""
+    work = Path(tempfile.mkdtemp(dir=folder))
+    log = work / "trace"
+    filter_command = [] if free else [sys.executable, __file__, "--filtered"]
+    command = ["strace", "-f", "-qq", "-X", "raw", "-s", "0", "-o", str(log), *filter_command, *RUN_BY[workload.suffix], str(workload)]
+    environment = {"PATH": _path(), "LANG": "C.UTF-8", "TMPDIR": str(work), "HOME": str(work)}
     try:
         result = subprocess.run(
-            command, cwd=place, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIME_S, check=False
+            command, cwd=work, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIME_S, check=False
         )
         status, output = result.returncode, result.stdout + result.stderr
     except subprocess.TimeoutExpired:
@@ -114,7 +114,7 @@ def traced(workload: Path, folder: Path, free: bool) -> tuple[int, str, collecti
     calls: collections.Counter[str] = collections.Counter()
     refused: collections.Counter[str] = collections.Counter()
     lines = log.read_text(errors="replace").splitlines()
-    started = [place for place, line in enumerate(lines) if "execve(" in line]
+    started = [index for index, line in enumerate(lines) if "execve(" in line]
     for line in lines[started[0 if free else 1] :]:  # what is before is our own
         if (call := parsed(line)) is not None:
             name, arguments = call

@@ -50,13 +50,13 @@ def call(name: str, arguments: str, id: str) -> dict[str, Any]:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def says(messages: list[dict[str, Any]], tools: list[str]) -> dict[str, Any]:
-    """The stub's part: two calls at once, one with arguments that are no JSON, then an answer that is wrong."""
+def stub_reply(messages: list[dict[str, Any]], tools: list[str]) -> dict[str, Any]:
+    """Returns the stub's reply: two calls at once, one with arguments that are not JSON, then a wrong answer."""
     answers = sum(message["role"] == "tool" for message in messages)
-    asked = next((str(message["content"]) for message in messages if message["role"] == "user"), "")
-    if asked.startswith("check") and not answers:
+    question = next((str(message["content"]) for message in messages if message["role"] == "user"), "")
+    if question.startswith("check") and not answers:
         return {"tool_calls": [call("find_order", '{"order": "A-2"}', "call_h1")]}
-    if asked.startswith("check"):
+    if question.startswith("check"):
         return {"content": "A-2 is unknown."}
     if "ask_checker" in tools:
         if not answers:
@@ -72,14 +72,14 @@ def says(messages: list[dict[str, Any]], tools: list[str]) -> dict[str, Any]:
 
 class Stub(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        said = says(asked["messages"], [tool["function"]["name"] for tool in asked.get("tools", [])])
+        request = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        reply = stub_reply(request["messages"], [tool["function"]["name"] for tool in request.get("tools", [])])
         message = {
             "role": "assistant",
-            "content": said.get("content"),
-            **({"tool_calls": said["tool_calls"]} if "tool_calls" in said else {}),
+            "content": reply.get("content"),
+            **({"tool_calls": reply["tool_calls"]} if "tool_calls" in reply else {}),
         }
-        reason = "tool_calls" if "tool_calls" in said else "stop"
+        reason = "tool_calls" if "tool_calls" in reply else "stop"
         usage = {"prompt_tokens": 40, "completion_tokens": 8, "total_tokens": 48}
         choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
         answer = {
@@ -116,7 +116,7 @@ def tool(name: str, arguments: str) -> str:
 
 
 def conversation() -> list[dict[str, Any]]:
-    """The agent: asks, calls tools, until an answer. Returns its messages."""
+    """Runs the agent: requests completions and calls tools until an answer. Returns its messages."""
     from openai import OpenAI
 
     client = OpenAI(base_url=served(), api_key="none", max_retries=0)
@@ -127,24 +127,24 @@ def conversation() -> list[dict[str, Any]]:
         messages.append(message.model_dump(exclude_none=True))
         if not message.tool_calls:
             return messages
-        for one in message.tool_calls:
-            answer = tool(one.function.name, one.function.arguments)
-            messages.append({"role": "tool", "tool_call_id": one.id, "content": answer})
+        for tool_call in message.tool_calls:
+            answer = tool(tool_call.function.name, tool_call.function.arguments)
+            messages.append({"role": "tool", "tool_call_id": tool_call.id, "content": answer})
 
 
 def openai() -> None:
-    """A line as fine-tuning takes it, and the log of a request: the parameters, and the response as the SDK writes it."""
+    """Writes a line in the fine-tuning format, and a request log: the parameters, and the response as the SDK serializes it."""
     from openai import OpenAI
 
     messages = conversation()
-    asked = {"model": "stub-1", "messages": messages[:2], "tools": TOOLS}
-    response = OpenAI(base_url=served(), api_key="none").chat.completions.create(**asked)  # type: ignore[call-overload]
-    lines = [{"messages": messages, "tools": TOOLS}, {"request": asked, "response": response.model_dump(mode="json")}]
+    request = {"model": "stub-1", "messages": messages[:2], "tools": TOOLS}
+    response = OpenAI(base_url=served(), api_key="none").chat.completions.create(**request)  # type: ignore[call-overload]
+    lines = [{"messages": messages, "tools": TOOLS}, {"request": request, "response": response.model_dump(mode="json")}]
     (DATA / "openai.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def events() -> None:
-    """Conventions up to 1.36: a log record a message, beside spans. As the collector's file exporter writes them, ids in hex."""
+    """Writes conventions up to 1.36: a log record per message, next to spans. Like the collector's file exporter, with ids in hex."""
     os.environ["OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"] = "true"
     from google.protobuf.json_format import MessageToDict
     from opentelemetry._events import set_event_logger_provider
@@ -213,7 +213,7 @@ def _newest(capture: str) -> None:
 
 
 def parts() -> None:
-    """Messages in parts, as attributes of spans that have no parent: a trace id for each call of the model."""
+    """Writes messages in parts, as attributes of spans without a parent: a trace id for each model call."""
     _newest("span_only")
     from opentelemetry.instrumentation.openai_v2 import OpenAIInstrumentor
 
@@ -223,7 +223,7 @@ def parts() -> None:
 
 
 def silent() -> None:
-    """The same with an emitter that was not told to capture what was said, which is its default."""
+    """Writes the same with an emitter that does not capture message content, which is its default."""
     _newest("no_content")
     from opentelemetry.instrumentation.openai_v2 import OpenAIInstrumentor
 
@@ -233,7 +233,7 @@ def silent() -> None:
 
 
 def parts_events() -> None:
-    """The same in log records."""
+    """Writes the same in log records."""
     _newest("event_only")
     os.environ["OTEL_INSTRUMENTATION_GENAI_EMIT_EVENT"] = "true"
     from opentelemetry.instrumentation.openai_v2 import OpenAIInstrumentor
@@ -245,7 +245,7 @@ def parts_events() -> None:
 
 
 def agents() -> None:
-    """Two agents, one the other's tool, by the OpenAI Agents SDK; spans of agents, tools and calls."""
+    """Writes spans of agents, tools and calls by the OpenAI Agents SDK: two agents, one of them a tool of the other."""
     _newest("span_only")
     from agents import Agent, Runner, function_tool, set_default_openai_api, set_default_openai_client
     from openai import AsyncOpenAI
@@ -270,7 +270,7 @@ def agents() -> None:
 
 
 def openllmetry() -> None:
-    """Another vendor's instrumentation of the same client."""
+    """Writes the spans of another vendor's instrumentation of the same client."""
     os.environ["TRACELOOP_TRACE_CONTENT"] = "true"
     from opentelemetry.instrumentation.openai import OpenAIInstrumentor
 
@@ -281,7 +281,7 @@ def openllmetry() -> None:
 
 
 def atif() -> None:
-    """A desk that asks two checkers at once, each with a trajectory of its own, one of which asks a third."""
+    """Writes a desk that calls two checkers at once, each with a separate trajectory. One of them calls a third."""
     from atif import Agent, ContentPart, FinalMetrics, ImageSource, Metrics, Observation, ObservationResult, Step, ToolCall, Trajectory
     from atif import SubagentTrajectoryRef as Ref
 
@@ -316,12 +316,12 @@ def atif() -> None:
         Step(step_id=4, source="agent", message="Both are on their way. 🦊", timestamp="2025-10-16T14:30:04Z"),
     ]  # fmt: skip
     third = checker("c-3", "A-2", "unknown")
-    whole = Trajectory(
+    trajectory = Trajectory(
         schema_version="ATIF-v1.8", session_id="s-1", trajectory_id="t-1", steps=steps,
         agent=Agent(name="desk", version="1.0.2", model_name="stub-1", tool_definitions=TOOLS),
         subagent_trajectories=[checker("c-1", "A-1", "sent"), checker("c-2", "A-2", "A-2 is unknown.", [third])],
     )  # fmt: skip
-    (DATA / "atif.json").write_text(json.dumps(whole.to_json_dict(), indent=1) + "\n")
+    (DATA / "atif.json").write_text(json.dumps(trajectory.to_json_dict(), indent=1) + "\n")
     picture = ContentPart(type="image", source=ImageSource(media_type="image/png", path="../../etc/passwd"))
     seen = ObservationResult(content="seen", subagent_trajectory_ref=[Ref(trajectory_path="/etc/passwd")])
     rich = Trajectory(

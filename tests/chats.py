@@ -1,4 +1,4 @@
-"""Exact tokens of a chat, made once for all tests that change nothing about their tokenizer."""
+"""A tokenizer and chat formats that tests share, if they do not change their tokenizer."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from agentrl.testing import byte_tokenizer
 
 @functools.cache
 def shared_tokenizer() -> Any:
-    """One byte tokenizer for all tests that change nothing about theirs."""
+    """The byte tokenizer of all tests that do not change their tokenizer."""
     return byte_tokenizer()
 
 
 def chat_of(tokenizer: Any) -> ChatFormat:
-    """Made once for a tokenizer and its template: finding out that a conversation can be extended takes longer than most episodes here."""
+    """Returns a cached format: probing whether conversations can be extended takes longer than most episodes of tests."""
     return _chat(tokenizer, tokenizer.chat_template)
 
 

@@ -1,4 +1,4 @@
-"""The command line as a function: what is under test is what it does and says, and a process of its own costs half a second."""
+"""The command line as a function, because a separate process takes half a second."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from agentrl import cli
 
 
 def agentrl(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """What `python -m agentrl ARGUMENTS` would print and end with."""
+    """Returns the output and exit code of `python -m agentrl ARGUMENTS`, run in this process."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

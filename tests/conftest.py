@@ -181,7 +181,7 @@ def own_mounts() -> Iterator[None]:
         subprocess.run(["mount", "--make-rprivate", "/"], check=True)
         yield
     finally:
-        left = libc.setns(before, CLONE_NEWNS)
+        result = libc.setns(before, CLONE_NEWNS)
         os.close(before)
         os.chdir(folder)  # which setns changes
-    assert left == 0, os.strerror(ctypes.get_errno())
+    assert result == 0, os.strerror(ctypes.get_errno())

@@ -1,8 +1,8 @@
-"""The driver's rollouts without its server and learner: the real loop, store and groups around a scripted policy.
+"""The driver's rollouts without server and learner: the real loop, store and groups with a scripted policy.
 
     python -m tests.driving RUN_DIR BACKEND STALL
 
-runs one step of groups, whose policy never answers turn STALL; with -1 it answers all. What was sampled is in `journal.jsonl`.
+runs one step of groups. The policy never answers turn STALL; -1 answers every turn. `journal.jsonl` has the samples.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ READ = "print(open('notes').read())"
 
 
 class Family:
-    """Endless tasks that differ in their name; `broken` makes some of them wrong."""
+    """Endless tasks with different names. `broken` replaces some of them by invalid tasks."""
 
     name = "driving"
 
@@ -78,13 +78,13 @@ def make_task(index: int) -> Task:
 
 
 def say(turn: int, episode: str) -> str:
-    """Two notes, then reads them, then submits; each time with words of its own."""
+    """Writes two notes, reads them, and submits; each turn has a random text."""
     call = ("submit", {"answer": "done"}) if turn == 3 else ("python", {"code": READ if turn == 2 else NOTE})
     return f"{os.urandom(4).hex()} <tool_call>\n{json.dumps({'name': call[0], 'arguments': call[1]})}\n</tool_call>"
 
 
 class Journaled(ScriptedPolicy):
-    """Samples with random logprobs and writes down each answer, once it is given, in a file that outlives the process."""
+    """Samples with random logprobs and appends each completion to a file that outlives the process."""
 
     def __init__(self, journal: Path, *, stall: int = -1, script: Callable[[int, str], str] = say) -> None:
         super().__init__(shared_tokenizer(), script)
@@ -93,16 +93,16 @@ class Journaled(ScriptedPolicy):
     async def generate(self, prompt_ids: Any, params: Any, *, request_id: str, timeout_s: float) -> Completion:
         if request_id.endswith(f"-{self.stall}"):
             await asyncio.sleep(3600)
-        done = await super().generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
-        done = Completion(
-            token_ids=done.token_ids,
-            logprobs=tuple(-random.random() for _ in done.token_ids),
-            versions=done.versions,
-            finish_reason=done.finish_reason,
+        completion = await super().generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
+        completion = Completion(
+            token_ids=completion.token_ids,
+            logprobs=tuple(-random.random() for _ in completion.token_ids),
+            versions=completion.versions,
+            finish_reason=completion.finish_reason,
         )
         with self.journal.open("a") as file:
-            file.write(json.dumps({"request": request_id, "ids": done.token_ids, "logprobs": done.logprobs}) + "\n")
-        return done
+            file.write(json.dumps({"request": request_id, "ids": completion.token_ids, "logprobs": completion.logprobs}) + "\n")
+        return completion
 
 
 class AlwaysServed:
@@ -115,7 +115,7 @@ class AlwaysServed:
         assert number <= 0
 
 
-async def one(task: Task, episode: Episode) -> Score:
+async def score_one(task: Task, episode: Episode) -> Score:
     return Score(value=1.0)
 
 
@@ -141,10 +141,10 @@ async def opened(
     family: Family,
     *,
     order: GroupOrder | None = None,
-    scorer: Callable[[Task, Episode], Awaitable[Score]] = one,
+    scorer: Callable[[Task, Episode], Awaitable[Score]] = score_one,
     record: Record = lambda event: None,
 ) -> AsyncIterator[opening.Run]:
-    """A `Run` whose rollouts are real; it has neither server nor learner. `order`: that of its groups, if not the recipe's.
+    """Yields a `Run` with real rollouts, without server and learner. `order`: the group order, by default the recipe's.
     `record` receives its events."""
     order = order or GroupOrder.from_recipe(recipe)
     store = await DriverStore.open(partial(SqliteStore, run_dir / "experience.sqlite"))
@@ -196,7 +196,7 @@ async def opened(
 
 
 def scripted(journal: Path) -> SandboxBackend:
-    """Sandboxes that print something new at each call, and write down that they did."""
+    """Sandboxes that print a new text at each call, and record the call in the journal."""
 
     def answer(code: str) -> ExecResult:
         with journal.open("a") as file:

@@ -53,7 +53,7 @@ def make_runner(tokenizer: Any) -> Any:
 
 
 def restarting(policy: Policy, tokenizer: Any, prints: str = "3", *, max_model_len: int = 4096) -> EpisodeRunner:
-    """Episodes whose contexts may begin anew at each turn."""
+    """A runner of episodes whose contexts may restart at each turn."""
     return EpisodeRunner(
         policy=policy,
         sandboxes=ScriptedSandboxes(printing(prints)),

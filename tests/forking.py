@@ -1,5 +1,5 @@
-"""Processes that race with each other, or try a chat template: forked from one that has imported what they need, since starting each anew
-is most of its cost."""
+"""Processes that race with each other or try a chat template. They are forked from a process that has imported their modules, because
+starting them takes most of their time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FORKS.set_forkserver_preload(["pytest", "agentrl.experience", "agentrl.version",
 
 
 def tried(text: str | None, folder: str | None, cpu_s: float) -> tuple[int | None, str]:
-    """In place of `agentrl.agent.template._run_child`."""
+    """Replaces `agentrl.agent.template._run_child`."""
     process = FORKS.Process(target=try_within, args=(text, folder, cpu_s))
     process.start()
     process.join(120)

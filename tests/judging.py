@@ -36,13 +36,13 @@ def episode(answer: str | None = None, *, calls: str = "", failed: tuple[str, ..
         )
         for name in calls.split()
     )
-    lines = (Trajectory(agent="main", turns=turns),) if turns else ()
-    return Episode(id="e", task_id="t", task_key="k", trajectories=lines, answer=answer, outputs=files)
+    trajectories = (Trajectory(agent="main", turns=turns),) if turns else ()
+    return Episode(id="e", task_id="t", task_key="k", trajectories=trajectories, answer=answer, outputs=files)
 
 
-async def judged(verifier: Any, one: Task, given: Episode) -> Score:
-    """The score as a run gets it: whatever the verifier does."""
-    return await TaskScorer(_verifiers={name: verifier for name in one.verifiers}, max_retries=0)(one, given)
+async def judged(verifier: Any, judged_task: Task, attempt: Episode) -> Score:
+    """Returns the score that a run gets, no matter what the verifier does."""
+    return await TaskScorer(_verifiers={name: verifier for name in judged_task.verifiers}, max_retries=0)(judged_task, attempt)
 
 
 async def value(verifier: Any, answer: str | None, /, **data: Any) -> float | None:

@@ -1,4 +1,4 @@
-"""What a test reads from a ledger, and a learner that takes groups without training them."""
+"""Helpers that read a ledger, and a learner that takes groups without training on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests/forking.py has its processes forked with: templates and tokenizers are tried in them."""
+"""Modules that tests/forking.py preloads into its fork server, for processes that try templates and tokenizers."""
 
 import transformers.utils.chat_template_utils
 

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for records: `records(kind)` gives any that can be made, out of the worst that their fields may hold."""
+"""Hypothesis strategies for records: `records(kind)` generates valid records with extreme field values."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ anything = st.one_of(
     st.lists(any_text | wholes, max_size=2),
     st.none() | st.booleans() | st.integers(),
 )
-"""What a field should not hold, or only just."""
+"""Values that a field must reject, or only just accepts."""
 
 TURNS = 2
 
 
 def of(hint: Any) -> st.SearchStrategy[Any]:
-    """Values of a field's type, as its annotation is read by `agentrl.records.fields`."""
+    """Returns a strategy for the type of a field, read like `agentrl.records.fields` reads annotations."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint == Text:
         return any_text
@@ -103,81 +103,81 @@ def of(hint: Any) -> st.SearchStrategy[Any]:
 
 
 def fields_of(kind: type[Any]) -> dict[str, st.SearchStrategy[Any]]:
-    """Strategy of every field of a record, those that depend on each other left to `_fitting`."""
+    """The strategy of every field of a record. `_FITTING` adjusts fields that depend on each other."""
     hints = typing.get_type_hints(kind, include_extras=True)
-    found = {field.name: of(hints[field.name]) for field in dataclasses.fields(kind) if field.name not in _OWN.get(kind.__name__, {})}
-    return found | _OWN.get(kind.__name__, {})
+    strategies = {field.name: of(hints[field.name]) for field in dataclasses.fields(kind) if field.name not in _OWN.get(kind.__name__, {})}
+    return strategies | _OWN.get(kind.__name__, {})
 
 
 def records(kind: type[Any]) -> st.SearchStrategy[Any]:
     return st.deferred(
-        lambda: st.fixed_dictionaries(fields_of(kind)).map(_FITTING.get(kind.__name__, lambda held: held)).map(lambda held: kind(**held))
+        lambda: st.fixed_dictionaries(fields_of(kind)).map(_FITTING.get(kind.__name__, lambda data: data)).map(lambda data: kind(**data))
     )
 
 
-Held = dict[str, Any]
+Data = dict[str, Any]
 _names = st.sampled_from(["human", "\N{GRINNING FACE}\x00", "x" * 200])
 paths = utf8_text.map(lambda text: "./" + text.replace("/", "|"))
 
 
-def _turn(held: Held) -> Held:
-    count = len(held["completion_ids"])
-    spans = (nouns.VersionSpan(version=held["versions"], start=0, end=count),) if count else ()
-    ids = held["completion_ids"]
-    return held | {"logprobs": held["logprobs"][:count], "versions": spans, "supports": _supports(held, ids), "forced": _forced(held, ids)}
+def _turn(data: Data) -> Data:
+    count = len(data["completion_ids"])
+    spans = (nouns.VersionSpan(version=data["versions"], start=0, end=count),) if count else ()
+    ids = data["completion_ids"]
+    return data | {"logprobs": data["logprobs"][:count], "versions": spans, "supports": _supports(data, ids), "forced": _forced(data, ids)}
 
 
-def _forced(held: Held, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """The first token, where any is wanted and another follows."""
-    return (0,) if held["forced"] and len(token_ids) > 1 else ()
+def _forced(data: Data, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the first token if forced tokens were drawn and another token follows."""
+    return (0,) if data["forced"] and len(token_ids) > 1 else ()
 
 
-def _limits(held: Held) -> Held:
-    thought, most = held["thinking_tokens"], held["turn_tokens"] - 1
-    return held | {"thinking_tokens": None if thought is None or not most else min(thought, most)}
+def _limits(data: Data) -> Data:
+    thinking, maximum = data["thinking_tokens"], data["turn_tokens"] - 1
+    return data | {"thinking_tokens": None if thinking is None or not maximum else min(thinking, maximum)}
 
 
-def _supports(held: Held, token_ids: tuple[int, ...]) -> Supports | None:
-    """Each token's support, where one is wanted and can be written down: by turns itself and a neighbour, and the whole vocabulary."""
-    if held["supports"] is None or any(not 0 <= token < 1 << 31 for token in token_ids):
+def _supports(data: Data, token_ids: tuple[int, ...]) -> Supports | None:
+    """Returns supports if they were drawn and can be encoded: alternately the token with a neighbour, and the full vocabulary."""
+    if data["supports"] is None or any(not 0 <= token < 1 << 31 for token in token_ids):
         return None
-    return Supports.from_rows([() if place % 2 else {token, token // 2} for place, token in enumerate(token_ids)])
+    return Supports.from_rows([() if index % 2 else {token, token // 2} for index, token in enumerate(token_ids)])
 
 
-def _completion(held: Held) -> Held:
-    return held | {"supports": _supports(held, held["token_ids"]), "forced": _forced(held, held["token_ids"])}
+def _completion(data: Data) -> Data:
+    return data | {"supports": _supports(data, data["token_ids"]), "forced": _forced(data, data["token_ids"])}
 
 
-def _scored(held: Held) -> Held:
-    turns = tuple(len(trajectory.turns) for trajectory in held["episode"].trajectories)
-    score = held["score"]
+def _scored(data: Data) -> Data:
+    turns = tuple(len(trajectory.turns) for trajectory in data["episode"].trajectories)
+    score = data["score"]
     rewards = tuple((0.5,) * count for count in turns) if score.turn_rewards else ()
-    branches, without = score.branches * len(turns), score.without * len(turns)  # of one value each, or of none
-    return held | {"score": dataclasses.replace(score, turn_rewards=rewards, branches=branches, without=without)}
+    branches, without = score.branches * len(turns), score.without * len(turns)  # one value per trajectory, or none
+    return data | {"score": dataclasses.replace(score, turn_rewards=rewards, branches=branches, without=without)}
 
 
-def _score(held: Held) -> Held:
-    parts = {part.name: part for part in held["pending"]}
-    partial = held["partial"] if parts and math.isfinite(held["partial"]) else 0.0
-    held = held | {"pending": tuple(parts.values()), "partial": partial, "value": None if parts else held["value"]}
-    return held | ({"reason": held["reason"] or "-"} if held["value"] is None else {"blame": None})
+def _score(data: Data) -> Data:
+    parts = {part.name: part for part in data["pending"]}
+    partial = data["partial"] if parts and math.isfinite(data["partial"]) else 0.0
+    data = data | {"pending": tuple(parts.values()), "partial": partial, "value": None if parts else data["value"]}
+    return data | ({"reason": data["reason"] or "-"} if data["value"] is None else {"blame": None})
 
 
-def _sample(held: Held) -> Held:
-    count = len(held["token_ids"])
-    cut = {name: held[name][:count] for name in ("loss_mask", "logprobs", "advantages", "versions", "rewards")}
-    spare = "advantages" if held["group_index"] % 2 else "rewards"
-    return held | cut | {spare: (), "supports": _supports(held, held["token_ids"])}
+def _sample(data: Data) -> Data:
+    count = len(data["token_ids"])
+    cut = {name: data[name][:count] for name in ("loss_mask", "logprobs", "advantages", "versions", "rewards")}
+    spare = "advantages" if data["group_index"] % 2 else "rewards"
+    return data | cut | {spare: (), "supports": _supports(data, data["token_ids"])}
 
 
-def _tree(held: Held) -> Held:
-    """A second trajectory that comes from the last turn of the first, where there is one."""
-    first, *rest = held["trajectories"] or (None,)
+def _tree(data: Data) -> Data:
+    """A second trajectory that comes from the last turn of the first, if there is one."""
+    first, *rest = data["trajectories"] or (None,)
     if first is None or not first.turns:
-        return held
+        return data
     calls = first.turns[-1].message.tool_calls
     parent = nouns.Parent(trajectory=0, turn=len(first.turns) - 1, call=len(calls) - 1 if calls else None)
-    return held | {"trajectories": (first, *(dataclasses.replace(one, parent=parent) for one in rest))}
+    return data | {"trajectories": (first, *(dataclasses.replace(trajectory, parent=parent) for trajectory in rest))}
 
 
 _rows = st.lists(numbers, min_size=2, max_size=2).map(tuple)
@@ -217,7 +217,7 @@ _OWN: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "Supports": {"sizes": st.just(b"\1\0\0\0\2\0"), "ids": st.just(b"\7\0\0\0\7\0\0\0\xff\xff\xff\x7f")},
     "Trajectory": {"inherited": st.just(()), "parent": st.none()},
     "EpisodeState": {
-        "trajectories": st.tuples(st.deferred(lambda: records(nouns.Trajectory).filter(lambda one: one.turns))),
+        "trajectories": st.tuples(st.deferred(lambda: records(nouns.Trajectory).filter(lambda trajectory: trajectory.turns))),
         "prompt_ids": st.tuples(st.just((7,))),
     },
     "Score": {
@@ -241,14 +241,14 @@ _OWN: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "LateScore": {name: _names for name in ("episode_id", "part", "scored_by", "key")} | {"value": st.floats(-1e300, 1e300)},
     "Probe": {
         "token_ids": st.just(((1, 2), (3, 4, 5))),
-        "logprobs": st.tuples(numbers.map(lambda one: (one,)), _rows),
+        "logprobs": st.tuples(numbers.map(lambda number: (number,)), _rows),
         "next_ids": st.just(((7, 8), ())),
         "next_logprobs": st.tuples(_rows, st.just(())),
     },
     "Sampling": _DRAWN,
     "SamplingParams": _DRAWN,
 }
-_FITTING: dict[str, Callable[[Held], Held]] = {
+_FITTING: dict[str, Callable[[Data], Data]] = {
     "Limits": _limits,
     "Turn": _turn,
     "Completion": _completion,
@@ -265,7 +265,7 @@ def numbered(groups: list[nouns.Group]) -> list[nouns.Group]:
         replace(
             group,
             index=index,
-            episodes=tuple(replace(one, episode=replace(one.episode, id=f"{index} {one.episode.id}")) for one in group.episodes),
+            episodes=tuple(replace(e, episode=replace(e.episode, id=f"{index} {e.episode.id}")) for e in group.episodes),
         )
         for index, group in enumerate(groups)
     ]

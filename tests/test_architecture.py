@@ -1,4 +1,4 @@
-"""The plan of the house, enforced: imports point one way, siblings are strangers, content stays outside, heavy things stay asleep."""
+"""Rules for imports: one direction, no content in agentrl, and no heavy package at import."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONGEST_FILE = 600
 
 LOW = frozenset({"errors", "base", "records", "protocols", "plugins", "config"})
 RUN = frozenset({"evaluation", "gate", "session", "run"})
-"""Rooms that know a whole run. They may import each other, and every room below."""
+"""Rooms that use a whole run. They may import each other, and every room below."""
 BELOW_RUN = frozenset(
     {"task", "agent", "environment", "rollout", "gateway", "sandbox", "reward", "judge", "memory", "experience", "objective", "version"}
 ) | {
@@ -77,7 +77,7 @@ def room_of(path: Path) -> str:
 
 @cache
 def imports_and_calls(path: Path) -> tuple[ast.Import | ast.ImportFrom | ast.Call, ...]:
-    """Of a whole file. tests/base/test_unpickled.py reads them too, and shares a worker with this file."""
+    """Import and call nodes of a file. tests/base/test_unpickled.py also uses them, on the same worker."""
     walked = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
     return tuple(node for node in walked if isinstance(node, ast.Import | ast.ImportFrom | ast.Call))
 
@@ -85,15 +85,15 @@ def imports_and_calls(path: Path) -> tuple[ast.Import | ast.ImportFrom | ast.Cal
 @cache
 def imported(path: Path) -> tuple[str, ...]:
     """Dotted names of the modules that a file imports, anywhere in it; `from agentrl import x` gives `agentrl.x`."""
-    found: list[str] = []
+    names: list[str] = []
     for node in imports_and_calls(path):
         if isinstance(node, ast.Import):
-            found += [name.name for name in node.names]
+            names += [name.name for name in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import; write the whole name"
+            assert node.level == 0, f"{path}: relative import; use the absolute name"
             module = node.module or ""
-            found += [f"{module}.{name.name}" for name in node.names] if module == "agentrl" else [module]
-    return tuple(found)
+            names += [f"{module}.{name.name}" for name in node.names] if module == "agentrl" else [module]
+    return tuple(names)
 
 
 def rooms_imported(path: Path) -> set[str]:
@@ -103,12 +103,12 @@ def rooms_imported(path: Path) -> set[str]:
 
 
 def test_imports_point_one_way() -> None:
-    wrong = [f"{path.relative_to(PACKAGE)}: {said}" for path in sources("agentrl") for said in forbidden_imports(path)]
+    wrong = [f"{path.relative_to(PACKAGE)}: {message}" for path in sources("agentrl") for message in forbidden_imports(path)]
     assert not wrong, "\n".join(wrong)
 
 
 def forbidden_imports(path: Path) -> Iterator[str]:
-    """Error messages for the imports of a file that its room may not make."""
+    """Error messages for the imports that the room of a file must not have."""
     room = room_of(path)
     allowed = LOW if room == FACE else MAY_IMPORT[room]
     yield from (f"{room} imports {other}" for other in sorted(rooms_imported(path) - {room} - allowed))
@@ -117,16 +117,16 @@ def forbidden_imports(path: Path) -> Iterator[str]:
 def test_the_table_of_rooms_is_complete_and_acyclic() -> None:
     rooms = {room_of(path) for path in sources("agentrl")} - {FACE}
     assert rooms == set(MAY_IMPORT)
-    left = dict(MAY_IMPORT)
-    while ready := [room for room, needs in left.items() if not (needs - RUN if room in RUN else needs) & set(left)]:
+    remaining = dict(MAY_IMPORT)
+    while ready := [room for room, needs in remaining.items() if not (needs - RUN if room in RUN else needs) & set(remaining)]:
         for room in ready:
-            del left[room]
-    assert not left, f"a cycle among {sorted(left)}"
+            del remaining[room]
+    assert not remaining, f"a cycle among {sorted(remaining)}"
 
 
 def test_agentrl_never_imports_content() -> None:
-    guilty = {str(path): name for path in sources("agentrl") for name in imported(path) if name.split(".")[0] in CONTENT}
-    assert not guilty, "content is resolved by agentrl.plugins alone"
+    violations = {str(path): name for path in sources("agentrl") for name in imported(path) if name.split(".")[0] in CONTENT}
+    assert not violations, "content is resolved by agentrl.plugins alone"
 
 
 def test_records_need_only_the_standard_library_and_pydantic() -> None:
@@ -147,22 +147,22 @@ import agentrl, agentrl.cli, agentrl.cli.doctor
 from agentrl.cli.running import load_recipe
 from agentrl.config import Recipe
 
-def awake():
+def loaded():
     return {{name.split(".")[0] for name in sys.modules}} & set({HEAVY!r})
 
-known, woken = awake(), {{}}
-woken["agentrl"] = sorted(known)
+known, newly_loaded = loaded(), {{}}
+newly_loaded["agentrl"] = sorted(known)
 for path in map(Path, sys.argv[1:]):
     if "\\nrecipe = " in path.read_text():
         assert isinstance(load_recipe(path, [])[1], Recipe)
-    woken[path.name], known = sorted(awake() - known), awake()
-print(json.dumps(woken))
+    newly_loaded[path.name], known = sorted(loaded() - known), loaded()
+print(json.dumps(newly_loaded))
 """
 
 
 @pytest.mark.slow
-def test_loading_a_recipe_wakes_nothing_heavy() -> None:
+def test_loading_a_recipe_imports_no_heavy_package() -> None:
     recipes = sources("recipes")
-    done = subprocess.run([sys.executable, "-c", LOADING, *map(str, recipes)], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {name: [] for name in ("agentrl", *(recipe.name for recipe in recipes))}
+    completed = subprocess.run([sys.executable, "-c", LOADING, *map(str, recipes)], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert completed.returncode == 0, completed.stderr
+    assert json.loads(completed.stdout) == {name: [] for name in ("agentrl", *(recipe.name for recipe in recipes))}

@@ -1,4 +1,4 @@
-"""The documentation says what is: names, links and keys exist, examples run as they stand."""
+"""The documentation is correct: names, links and keys exist, and its examples run unchanged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block; `path` is what its first line names, as in `# rewards/close.py`."""
+    """A fenced block; `path` is the path in its first line, as in `# rewards/close.py`."""
 
     language: str
     text: str
@@ -43,12 +43,12 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
-    return [Block(language, text, match[1] if (match := re.match(r"# ([\w./-]+\.\w+)\n", text)) else None) for language, text in found]
+    matches = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [Block(language, text, match[1] if (match := re.match(r"# ([\w./-]+\.\w+)\n", text)) else None) for language, text in matches]
 
 
 def example_files() -> set[str]:
-    """Files that the examples make; the text around them may name them."""
+    """Files that the examples create, which the text may mention."""
     return {block.path for page in PAGES for block in blocks(page) if block.path}
 
 
@@ -58,21 +58,21 @@ def prose(page: Path) -> str:
 
 
 def write_examples(page: str, project: Path) -> list[str]:
-    """Writes every named block of a page into a project and returns the paths of its tests."""
-    made = [block for block in blocks(ROOT / "docs" / page) if block.path]
-    for block in made:
+    """Writes every block with a path into a project and returns the paths of its tests."""
+    example_blocks = [block for block in blocks(ROOT / "docs" / page) if block.path]
+    for block in example_blocks:
         assert block.path is not None
         target = project / block.path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(block.text)
-    return [block.path for block in made if block.path and block.path.startswith("tests/")]
+    return [block.path for block in example_blocks if block.path and block.path.startswith("tests/")]
 
 
 def run(project: Path, *arguments: str, timeout: float = 600) -> str:
-    """Output of `python ARGUMENTS` in a project; fails with it when the exit code is not 0."""
-    done = subprocess.run([sys.executable, *arguments], cwd=project, text=True, capture_output=True, timeout=timeout, check=False)
-    assert done.returncode == 0, f"{arguments}\n{done.stdout}{done.stderr}"
-    return done.stdout
+    """Returns the output of `python ARGUMENTS` in a project. Fails if the exit code is not 0."""
+    completed = subprocess.run([sys.executable, *arguments], cwd=project, text=True, capture_output=True, timeout=timeout, check=False)
+    assert completed.returncode == 0, f"{arguments}\n{completed.stdout}{completed.stderr}"
+    return completed.stdout
 
 
 @pytest.fixture
@@ -92,10 +92,10 @@ def defines(module: Path, names: list[str]) -> bool:
     top: list[ast.stmt] = _tree(module).body
     body = top
     for name in names:
-        found = next((node for node in body if name in _bound(node)), None)
-        if found is None:
+        statement = next((node for node in body if name in _bound(node)), None)
+        if statement is None:
             return False
-        body = _members(found, top) if isinstance(found, ast.ClassDef) else []
+        body = _members(statement, top) if isinstance(statement, ast.ClassDef) else []
     return True
 
 
@@ -112,7 +112,7 @@ def _bound(node: ast.stmt) -> Iterator[str]:
             yield node.name
         case ast.Assign(targets=[ast.Name() as target]) | ast.AnnAssign(target=ast.Name() as target):
             yield target.id
-        case ast.If():  # where imports are for type checkers, and lazy otherwise
+        case ast.If():  # imports for type checkers, which are lazy at run time
             yield from (name for child in node.body for name in _bound(child))
         case ast.ImportFrom():
             yield from (alias.asname or alias.name for alias in node.names)
@@ -131,10 +131,10 @@ def resolves(dotted: str) -> bool:
 
 @pages
 def test_files_that_are_named_exist(page: Path) -> None:
-    named = re.findall(rf"(?<![\w./-])((?:{'|'.join(SOURCE_FOLDERS)})/[\w./-]*\w/?)", prose(page))
+    paths = re.findall(rf"(?<![\w./-])((?:{'|'.join(SOURCE_FOLDERS)})/[\w./-]*\w/?)", prose(page))
     known = example_files()
     known |= {str(parent) for path in known for parent in Path(path).parents}
-    missing = {path for path in named if not (ROOT / path).exists() and path.rstrip("/") not in known}
+    missing = {path for path in paths if not (ROOT / path).exists() and path.rstrip("/") not in known}
     assert not {path for path in missing if path != "recipes/mine.py"}, missing
 
 
@@ -175,8 +175,8 @@ def test_commands_and_targets_exist(page: Path) -> None:
 def test_recipe_keys_exist(page: Path) -> None:
     sections = {name: field.annotation for name, field in Recipe.model_fields.items()}
     for section, key, inner in re.findall(rf"`({'|'.join(sections)})\.(?!jsonl?`)(\w+)(?:\.(\w+))?(?:=[^`]*)?`", prose(page)):
-        if (named := named_section_of(sections[section])) is not None:  # `tools.NAME.calls`
-            assert not inner or inner in named.model_fields, f"{section}.{key}.{inner}"
+        if (named_section := named_section_of(sections[section])) is not None:  # `tools.NAME.calls`
+            assert not inner or inner in named_section.model_fields, f"{section}.{key}.{inner}"
             continue
         kind = section_of(sections[section])
         assert kind is not None and key in kind.model_fields, f"{section}.{key}"
@@ -198,19 +198,19 @@ def test_the_table_of_recipe_keys_is_up_to_date() -> None:
 def test_the_recipe_example_loads(project: Path) -> None:
     write_examples("recipes.md", project)
     assert run(project, "-c", "from recipes.mine import recipe; print(recipe.steps, recipe.learner.lr)").split() == ["24", "0.0003"]
-    shown = "from recipes.longer import base, recipe; print(recipe.learner.lora.rank, recipe.steps, recipe.but(name='mine') == base)"
-    assert run(project, "-c", shown).split() == ["4", "60", "False"]
+    program = "from recipes.longer import base, recipe; print(recipe.learner.lora.rank, recipe.steps, recipe.but(name='mine') == base)"
+    assert run(project, "-c", program).split() == ["4", "60", "False"]
 
 
-def test_the_triage_rule_example_names_what_it_says(project: Path) -> None:
+def test_the_triage_rule_example_tags_answers_in_another_unit(project: Path) -> None:
     write_examples("failures.md", project)
     (rule,) = load_rules([f"{project}/triage/units.py:wrong_unit"])[:1]
-    looked = traces.turn(traces.python("print(412)", "412"))
-    tags = [rule(traces.trace(looked, traces.turn(traces.submit(text)), answer=text)) for text in ("412000", "0.412", "421", "", "x")]
+    first_turn = traces.turn(traces.python("print(412)", "412"))
+    tags = [rule(traces.trace(first_turn, traces.turn(traces.submit(text)), answer=text)) for text in ("412000", "0.412", "421", "", "x")]
     assert [tag and (tag.name, tag.turn) for tag in tags] == [("wrong_unit", 1), ("wrong_unit", 1), None, None, None]
 
 
-def test_the_example_of_a_judge_of_failures_is_one(project: Path) -> None:
+def test_the_failure_judge_example_loads(project: Path) -> None:
     write_examples("failures.md", project)
     judge = load_failure_judge(f"{project}/triage/reader.py:reader")
     assert "- wrong_unit: the answer is the truth in another unit" in judge._instructions() and judge.budget.calls == 2_000
@@ -218,52 +218,52 @@ def test_the_example_of_a_judge_of_failures_is_one(project: Path) -> None:
 
 def test_the_policy_example_answers_the_cases_of_a_suite(project: Path) -> None:
     write_examples("failures.md", project)
-    made = load_policy_plugin(find_policy(f"{project}/policies/sure.py:policy"))
-    calls, errors, _ = read_calls(made.script(0, "any episode"))
+    policy = load_policy_plugin(find_policy(f"{project}/policies/sure.py:policy"))
+    calls, errors, _ = read_calls(policy.script(0, "any episode"))
     assert [(call.name, call.arguments) for call in calls] == [("submit", {"answer": "97"})] and not errors
 
 
 @pytest.mark.slow
 @pytest.mark.bubblewrap
 def test_a_failure_becomes_a_case_that_guards_ci_in_a_new_project(project: Path) -> None:
-    """What docs/failures.md says under "A case that guards CI", with the policy of that page: promoted, asked again, in pytest too."""
+    """What docs/failures.md says under "A case that guards CI", with the policy of that page: promoted, evaluated, run in pytest."""
     write_examples("failures.md", project)
-    made = """
+    program = """
 from pathlib import Path
 from agentrl.failure.case import Case, save_case
 from agentrl.records import Split
 from sandboxes.tables import Tables
 save_case(Path("evals/first"), Case(id="one", task=Tables(seed=5).task(Split.HELDOUT, 2)))
 """
-    run(project, "-c", made)
+    run(project, "-c", program)
 
-    def held(suite: str, folder: str) -> subprocess.CompletedProcess[str]:
+    def evaluate(suite: str, folder: str) -> subprocess.CompletedProcess[str]:
         command = ["-m", "agentrl", "eval", suite, "--policy", "policies.sure:policy", "--sandbox", "bubblewrap", "--run-dir", folder]
         return subprocess.run([sys.executable, *command], cwd=project, text=True, capture_output=True, timeout=600, check=False)
 
-    assert held("evals/first", "runs/r").returncode == 1
-    keep = ("--into", "evals/reading", "--repeats", "2", "--threshold", "0.75", "--note", "ticket 812")
-    assert "1 new cases in evals/reading" in run(project, "-m", "agentrl", "failures", "promote", "runs/r", "--most", "1", *keep)
-    again = held("evals/reading", "runs/again")
-    assert again.returncode == 1 and "0.00 of 0.75 in 2 attempts" in again.stdout and "note      ticket 812" in again.stdout, again
-    asked = ["--agentrl-suite", "evals/reading", "--agentrl-policy", "policies.sure:policy", "--agentrl-set", "sandbox.backend=bubblewrap"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0", *asked]
-    done = subprocess.run(command, cwd=project, text=True, capture_output=True, timeout=600, check=False)
-    assert done.returncode == 1 and "1 failed" in done.stdout and "ticket 812" in done.stdout, done.stdout + done.stderr
+    assert evaluate("evals/first", "runs/r").returncode == 1
+    options = ("--into", "evals/reading", "--repeats", "2", "--threshold", "0.75", "--note", "ticket 812")
+    assert "1 new cases in evals/reading" in run(project, "-m", "agentrl", "failures", "promote", "runs/r", "--most", "1", *options)
+    rerun = evaluate("evals/reading", "runs/again")
+    assert rerun.returncode == 1 and "0.00 of 0.75 in 2 attempts" in rerun.stdout and "note      ticket 812" in rerun.stdout, rerun
+    extra = ["--agentrl-suite", "evals/reading", "--agentrl-policy", "policies.sure:policy", "--agentrl-set", "sandbox.backend=bubblewrap"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0", *extra]
+    result = subprocess.run(command, cwd=project, text=True, capture_output=True, timeout=600, check=False)
+    assert result.returncode == 1 and "1 failed" in result.stdout and "ticket 812" in result.stdout, result.stdout + result.stderr
 
 
 @pytest.mark.slow
 def test_the_gate_example_loads(project: Path) -> None:
     write_examples("gate.md", project)
-    shown = "from recipes.held import recipe; print(recipe.gate.suite, recipe.gate.every, recipe.gate.action)"
-    assert run(project, "-c", shown).split() == ["evals/pricing", "4", "rollback"]
+    program = "from recipes.held import recipe; print(recipe.gate.suite, recipe.gate.every, recipe.gate.action)"
+    assert run(project, "-c", program).split() == ["evals/pricing", "4", "rollback"]
 
 
 @pytest.mark.slow
 def test_the_verifier_example_works_in_a_new_project(project: Path) -> None:
     tests = write_examples("verifiers.md", project)
     assert "9 passed" in run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
-    used = """
+    program = """
 from pathlib import Path
 from agentrl.cli.check import open_target
 from agentrl.cli.running import load_recipe
@@ -273,19 +273,19 @@ root, recipe = load_recipe(Path("recipes/close.py"), [])
 family, scorer = open_tasks(recipe, root=root)
 print(*(one.task(split, 3).verifiers for one in (family, open_target("recipes/close.py", None)[0].open()) for split in Split))
 """
-    assert run(project, "-c", used).split() == ["('rewards.close:close_number',)"] * 6, "by train, eval and check, in every split"
-    scored = """
+    assert run(project, "-c", program).split() == ["('rewards.close:close_number',)"] * 6, "by train, eval and check, in every split"
+    scoring = """
 import asyncio
 from agentrl.records import Episode, Message, SandboxSpec, Split, Task
 from rewards.mine import total
 prompt, sandbox = (Message(role="user", content="How far is it?"),), SandboxSpec(image="sandboxes/tables")
-given = dict(tools=("submit",), sandbox=sandbox, verifiers=("rewards.mine:total",), data={"answer": "1200 m"}, split=Split.TRAIN)
-task = Task(id="t", family="demo", prompt=prompt, **given)
+fields = dict(tools=("submit",), sandbox=sandbox, verifiers=("rewards.mine:total",), data={"answer": "1200 m"}, split=Split.TRAIN)
+task = Task(id="t", family="demo", prompt=prompt, **fields)
 for answer in ("1.2 km", "1200", "1200 m", "1200 kg", "1 km", ":", None):
     episode = Episode(id="e", task_id=task.id, task_key=task.key, trajectories=(), answer=answer)
     print(asyncio.run(total(task, episode)).value)
 """
-    assert run(project, "-c", scored).split() == ["1.0"] * 3 + ["0.0"] * 4, "the rubric"
+    assert run(project, "-c", scoring).split() == ["1.0"] * 3 + ["0.0"] * 4, "the rubric"
 
 
 @pytest.mark.slow
@@ -300,47 +300,47 @@ def test_the_verifier_example_is_proven_in_real_sandboxes(project: Path) -> None
 def test_the_judge_examples_work_in_a_new_project(project: Path) -> None:
     tests = write_examples("judges.md", project)
     assert "1 passed" in run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
-    shown = "from rewards.panel import panel; from rewards.polite import judge; print(bool(panel.identity), judge.form.criteria[0].high)"
-    assert run(project, "-c", shown).split() == ["True", "4"]
-    refused = "import sys; from pathlib import Path; from agentrl.reward import TaskScorer; TaskScorer().load(['rewards.trusted:correct'])"
+    program = "from rewards.panel import panel; from rewards.polite import judge; print(bool(panel.identity), judge.form.criteria[0].high)"
+    assert run(project, "-c", program).split() == ["True", "4"]
+    loading = "import sys; from pathlib import Path; from agentrl.reward import TaskScorer; TaskScorer().load(['rewards.trusted:correct'])"
     with pytest.raises(AssertionError, match=r"no calibration calibrations/correct\.json"):
-        run(project, "-c", refused)
+        run(project, "-c", loading)
 
 
 @pytest.mark.slow
 def test_the_family_example_works_in_a_new_project(project: Path, tmp_path: Path) -> None:
     tests = write_examples("task-families.md", project)
     assert "3 passed" in run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests)
-    answers = "from agentrl.records import Split; from sandboxes.logs import Logs; t = Logs().task(Split.HELDOUT, 3)"
-    truth = run(project, "-c", f"{answers}; open({str(tmp_path / 'app.log')!r}, 'w').write(t.files['app.log']); print(t.data['answer'])")
-    program = run(project, "-c", f"{answers}; print(Logs().gold(t))")
+    imports = "from agentrl.records import Split; from sandboxes.logs import Logs; t = Logs().task(Split.HELDOUT, 3)"
+    truth = run(project, "-c", f"{imports}; open({str(tmp_path / 'app.log')!r}, 'w').write(t.files['app.log']); print(t.data['answer'])")
+    program = run(project, "-c", f"{imports}; print(Logs().gold(t))")
     assert run(tmp_path, "-c", program).strip() == truth.strip()
 
 
 @pytest.mark.slow
-def test_the_example_of_an_outside_agent_runs_and_its_recipe_is_sound(project: Path) -> None:
+def test_the_outside_agent_example_runs_and_its_recipe_is_valid(project: Path) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "python", "arguments": '{"code": "print(1 + 2)"}'}}
-    asks = {"choices": [{"message": {"role": "assistant", "content": None, "tool_calls": [call]}}]}
-    heard: list[str] = []
+    tool_call_response = {"choices": [{"message": {"role": "assistant", "content": None, "tool_calls": [call]}}]}
+    contents: list[str] = []
 
-    def answers(body: Mapping[str, Any], number: int) -> ScriptedAnswer:
-        heard.append(body["messages"][-1]["content"])
-        return ScriptedAnswer(f"it is {heard[-1]}") if number else ScriptedAnswer(raw=json.dumps(asks).encode())
+    def answer(body: Mapping[str, Any], number: int) -> ScriptedAnswer:
+        contents.append(body["messages"][-1]["content"])
+        return ScriptedAnswer(f"it is {contents[-1]}") if number else ScriptedAnswer(raw=json.dumps(tool_call_response).encode())
 
-    with ChatServer(answers) as server:
-        told = {**os.environ, "OPENAI_BASE_URL": server.url, "OPENAI_API_KEY": "k", "AGENTRL_MODEL": "policy"}
+    with ChatServer(answer) as server:
+        env = {**os.environ, "OPENAI_BASE_URL": server.url, "OPENAI_API_KEY": "k", "AGENTRL_MODEL": "policy"}
         program = [sys.executable, "-I", "recipes/agents/tables_stdlib.py"]
-        done = subprocess.run(program, cwd=project, env=told, input="What is 1 + 2?", text=True, capture_output=True, timeout=60)
-    assert (done.stdout, heard) == ("it is 3\n", ["What is 1 + 2?", "3"]), done.stderr
-    sound = "from agentrl.cli.running import load_recipe; from agentrl.session.preflight import check_parts; from pathlib import Path\n"
-    sound += "check_parts(load_recipe(Path('recipes/outside_agent.py'), [])[1])\n"
-    run(project, "-c", sound)
+        result = subprocess.run(program, cwd=project, env=env, input="What is 1 + 2?", text=True, capture_output=True, timeout=60)
+    assert (result.stdout, contents) == ("it is 3\n", ["What is 1 + 2?", "3"]), result.stderr
+    check = "from agentrl.cli.running import load_recipe; from agentrl.session.preflight import check_parts; from pathlib import Path\n"
+    check += "check_parts(load_recipe(Path('recipes/outside_agent.py'), [])[1])\n"
+    run(project, "-c", check)
 
 
 @pytest.mark.slow
-def test_the_examples_of_own_parts_fulfil_their_protocols_and_work(project: Path) -> None:
+def test_the_plugin_examples_implement_their_protocols_and_work(project: Path) -> None:
     write_examples("parts.md", project)
-    shown = """
+    program = """
 import os, tempfile
 from pathlib import Path
 from agentrl.cli.running import load_recipe
@@ -367,15 +367,15 @@ with tempfile.TemporaryDirectory() as folder:
     tracker.close()
     print(Path(folder, "figures.csv").read_text())
 """
-    said = run(project, "-c", shown).splitlines()
-    assert said[:2] == ["[[1.0, -2.0, -1.0]]", "run.sqlite [3]"] and said[2] == "1,,0.5"
-    longest = {block.path: len(block.text.splitlines()) for block in blocks(ROOT / "docs" / "parts.md") if block.path}
-    assert longest["parts/advantage.py"] <= 15, "one file of at most 15 lines is what an estimator costs"
+    lines = run(project, "-c", program).splitlines()
+    assert lines[:2] == ["[[1.0, -2.0, -1.0]]", "run.sqlite [3]"] and lines[2] == "1,,0.5"
+    lengths = {block.path: len(block.text.splitlines()) for block in blocks(ROOT / "docs" / "parts.md") if block.path}
+    assert lengths["parts/advantage.py"] <= 15, "an estimator needs at most 15 lines in one file"
 
 
 @pytest.mark.bubblewrap
 @pytest.mark.slow
-def test_the_example_of_a_backend_of_ones_own_is_held_to_the_protocol(project: Path) -> None:
+def test_the_backend_example_is_checked_against_the_protocol(project: Path) -> None:
     write_examples("parts.md", project)
     command = ("-m", "agentrl", "sandbox", "check", "--backend", "parts.backend:Announced", "--only", "exec_result")
     assert " ok " in run(project, *command, timeout=1500)
@@ -389,28 +389,28 @@ def test_the_family_example_is_proven_in_real_sandboxes(project: Path) -> None:
     assert "ok    every gold solution scores 1" in output and "FAIL" not in output
 
 
-def test_no_message_sends_its_reader_to_a_file_that_a_project_does_not_have() -> None:
-    """A project made by `agentrl init`, and an installed wheel, have no docs/: a fix says what to do. Docstrings are for us."""
-    named = {}
+def test_no_message_refers_to_docs_which_a_project_does_not_have() -> None:
+    """Neither a project created by `agentrl init` nor an installed wheel has docs/. Docstrings may refer to it."""
+    references = {}
     for path in sorted((ROOT / "agentrl").rglob("*.py")):
         if "docs/" not in (source := path.read_text(encoding="utf-8")):
             continue
         nodes = list(ast.walk(ast.parse(source)))
-        bare = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # docstrings, of fields too
-        texts = (node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in bare)
-        named |= {f"{path.relative_to(ROOT)}:{node.lineno}": node.value for node in texts if re.search(r"\bdocs/", node.value)}
-    assert named == {}
+        docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # including those of fields
+        texts = (node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings)
+        references |= {f"{path.relative_to(ROOT)}:{node.lineno}": node.value for node in texts if re.search(r"\bdocs/", node.value)}
+    assert references == {}
 
 
 @pytest.mark.deepspeed
 def test_the_page_names_every_file_of_the_traced_walk() -> None:
     """The command exits with 1 if a walk exceeds its limit; here only the page and the examples' lengths are checked."""
     command = (sys.executable, "docs/walk.py")
-    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=600, check=False)
-    counted = re.findall(r"^(.+): (\d+) (files|lines) \(at most (\d+)(?:, OVER)?\)$", done.stdout, re.MULTILINE)
-    assert len(counted) == 5, done.stdout + done.stderr
-    traced = re.findall(r"^  (agentrl/[\w/]+\.py): \S+(.*)$", done.stdout, re.MULTILINE)
-    assert len(traced) == sum(int(count) for _, count, unit, _ in counted if unit == "files") > 20
+    completed = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=600, check=False)
+    counts = re.findall(r"^(.+): (\d+) (files|lines) \(at most (\d+)(?:, OVER)?\)$", completed.stdout, re.MULTILINE)
+    assert len(counts) == 5, completed.stdout + completed.stderr
+    traced = re.findall(r"^  (agentrl/[\w/]+\.py): \S+(.*)$", completed.stdout, re.MULTILINE)
+    assert len(traced) == sum(int(count) for _, count, unit, _ in counts if unit == "files") > 20
     assert [path for path, remark in traced if remark] == []
-    assert "does not exist" not in done.stdout
-    assert [what for what, count, unit, most in counted if unit == "lines" and not 3 <= int(count) <= int(most)] == []
+    assert "does not exist" not in completed.stdout
+    assert [name for name, count, unit, limit in counts if unit == "lines" and not 3 <= int(count) <= int(limit)] == []

@@ -1,4 +1,4 @@
-"""A task folder from end to end: episodes of a scripted agent in real sandboxes, collected, and graded in others."""
+"""A task folder end to end: a scripted agent runs in real sandboxes, and its outputs are graded in others."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_a_group_of_good_bad_and_cheating_agents(backend: str) -> None:
     ]
     tokenizer = byte_tokenizer()
     policy = ScriptedPolicy(tokenizer, lambda turn, name: act(programs[int(name.split("-")[1])]) if turn == 0 else SUBMIT)
-    # A pool with fewer places than episodes and gradings together: they wait for each other and do not lock up.
+    # A pool with fewer slots than episodes and gradings: they wait for each other and must not deadlock.
     sandboxes = WarmPool(select_backend(backend, run_label="test", root=ROOT), warm=1, max_open=2)
     runner = EpisodeRunner(
         policy=policy,

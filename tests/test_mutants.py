@@ -1,4 +1,4 @@
-"""The laws of `scripts/mutants.py` and the mutants that `tests/mutants.toml` explains exist in the code."""
+"""The files of `scripts/mutants.py` and the mutants in `tests/mutants.toml` exist in the code."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def test_laws_name_files_that_exist() -> None:
 
 def test_explained_mutants_name_code_that_exists() -> None:
     explained = tomllib.loads((ROOT / "tests" / "mutants.toml").read_text())["equivalent"]
-    lines = {one["file"]: {line.strip() for line in (ROOT / one["file"]).read_text().splitlines()} for one in explained}
-    assert not [one for one in explained if one["code"] not in lines[one["file"]]]
+    lines = {mutant["file"]: {line.strip() for line in (ROOT / mutant["file"]).read_text().splitlines()} for mutant in explained}
+    assert not [mutant for mutant in explained if mutant["code"] not in lines[mutant["file"]]]

@@ -1,4 +1,4 @@
-"""Waiting for what is to happen. How long it takes says nothing about the product, so the ends are far beyond any busy machine."""
+"""Waiting for a condition. The deadlines are long, because a busy machine must not fail a test."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ PATIENCE_S = 120.0
 
 
 async def until(condition: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
-    """Returns once `condition()` holds; fails when it never does."""
+    """Returns when `condition()` is true. Fails after `patience_s`."""
     deadline = time.monotonic() + patience_s
     while not condition():
-        assert time.monotonic() < deadline, "what was waited for did not happen"
+        assert time.monotonic() < deadline, "the condition did not become true in time"
         await asyncio.sleep(0.01)
 
 
 def wait_until(condition: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
-    """As `until`, where nothing else has to go on meanwhile."""
+    """As `until`, but blocks the thread."""
     deadline = time.monotonic() + patience_s
     while not condition():
-        assert time.monotonic() < deadline, "what was waited for did not happen"
+        assert time.monotonic() < deadline, "the condition did not become true in time"
         time.sleep(0.02)

@@ -84,9 +84,9 @@ class RunService:
 
     def revoke(self, part: str) -> None:
         """Invalidates all keys of a part: its requests are answered with status 409 from now on."""
-        revoked = {digest for digest, of in self._keys.items() if of == part}
+        revoked = {digest for digest, owner in self._keys.items() if owner == part}
         self._replaced |= revoked
-        self._keys = {digest: of for digest, of in self._keys.items() if digest not in revoked}
+        self._keys = {digest: owner for digest, owner in self._keys.items() if digest not in revoked}
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -132,7 +132,7 @@ class RunService:
 
     def _check_key(self, key: str, route: Route) -> None:
         digest = _digest(key)
-        part = next((of for known, of in self._keys.items() if hmac.compare_digest(known, digest)), None)
+        part = next((owner for known, owner in self._keys.items() if hmac.compare_digest(known, digest)), None)
         if part is None and digest in self._replaced:
             raise Replaced("the driver has started this part again")
         if part is None:

@@ -54,33 +54,33 @@ class Comparison:
         return replace(self, rounds=(*self.rounds, outcomes))
 
     def of(self, side: str) -> list[Outcome]:
-        return [one for outcomes in self.rounds for one in outcomes if one.side == side]
+        return [run for outcomes in self.rounds for run in outcomes if run.side == side]
 
-    def ratio(self, peer: str, seconds: Callable[[Outcome], float] = lambda one: one.took_s) -> Ratio:
+    def ratio(self, peer: str, seconds: Callable[[Outcome], float] = lambda run: run.took_s) -> Ratio:
         """Raises `ValueError` if a run of agentrl did not reach the target: the ratio would not be a lower bound."""
         ours, theirs = self.of("ours"), self.of(peer)
-        if any(one.arrived_s is None for one in ours):
+        if any(run.arrived_s is None for run in ours):
             raise ValueError("a run of ours did not reach the target")
         values = [seconds(their) / seconds(our) for our, their in zip(ours, theirs, strict=True)]
-        late = sum(one.arrived_s is None for one in theirs)
+        late = sum(run.arrived_s is None for run in theirs)
         return Ratio(n=len(values), median=statistics.median(values), low=min(values), high=max(values), censored=late)
 
     def faults(self) -> list[str]:
-        """The reasons against publishing it; empty if it may be published."""
-        found = []
+        """Returns the reasons against publishing; empty if it may be published."""
+        reasons = []
         if len(self.rounds) < LEAST_ROUNDS:
-            found.append(f"{len(self.rounds)} of at least {LEAST_ROUNDS} pairs")
-        if any(tuple(one.side for one in outcomes) != self.sides or len({one.seed for one in outcomes}) != 1 for outcomes in self.rounds):
-            found.append("a round is not one run of each side with one seed")
-        runs = [one for outcomes in self.rounds for one in outcomes]
-        kinds = {(one.machine.get("processor"), one.machine.get("cores")) for one in runs}
+            reasons.append(f"{len(self.rounds)} of at least {LEAST_ROUNDS} pairs")
+        if any(tuple(run.side for run in outcomes) != self.sides or len({run.seed for run in outcomes}) != 1 for outcomes in self.rounds):
+            reasons.append("a round is not one run of each side with one seed")
+        runs = [run for outcomes in self.rounds for run in outcomes]
+        kinds = {(run.machine.get("processor"), run.machine.get("cores")) for run in runs}
         if len(kinds) > 1 or not self.boot:
-            found.append("runs of several machines")
-        if not all({"processor", "gflops", "load", "busy_cores"} <= one.machine.keys() for one in runs):
-            found.append("a run without CPU model, GFLOPS and load")
+            reasons.append("runs of several machines")
+        if not all({"processor", "gflops", "load", "busy_cores"} <= run.machine.keys() for run in runs):
+            reasons.append("a run without CPU model, GFLOPS and load")
         if any(not 0.0 <= after.began - before.finished <= MOST_GAP_S for before, after in pairwise(runs)):
-            found.append(f"more than {MOST_GAP_S / 60:.0f} min between two runs")
-        return found
+            reasons.append(f"more than {MOST_GAP_S / 60:.0f} min between two runs")
+        return reasons
 
 
 def save(comparison: Comparison, path: Path) -> None:
@@ -90,17 +90,17 @@ def save(comparison: Comparison, path: Path) -> None:
 
 
 def publish(comparison: Comparison, path: Path) -> None:
-    """Saves it to the docs. Raises `UserError` for a comparison with `faults`."""
-    if found := comparison.faults():
-        raise UserError(f"not published: {'; '.join(found)}", fix=f"run --pairs {LEAST_ROUNDS} or more on one machine without interruption")
+    """Saves a comparison to the docs. Raises `UserError` if it has `faults`."""
+    if flaws := comparison.faults():
+        raise UserError(f"not published: {'; '.join(flaws)}", fix=f"run --pairs {LEAST_ROUNDS} or more on one machine without interruption")
     save(comparison, path)
 
 
 def load(path: Path) -> Comparison:
-    """Raises `UserError` for a file that does not hold a comparison."""
+    """Returns a stored comparison. Raises `UserError` for a file that contains none."""
     try:
         data = json.loads(path.read_text())
-        rounds = tuple(tuple(_outcome(one) for one in outcomes) for outcomes in data.pop("rounds"))
+        rounds = tuple(tuple(_outcome(record) for record in outcomes) for outcomes in data.pop("rounds"))
         data |= {"sides": tuple(data["sides"]), "tried": tuple(data["tried"])}
         return Comparison(**data, rounds=rounds)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -109,11 +109,11 @@ def load(path: Path) -> Comparison:
 
 def published(folder: Path) -> dict[str, Comparison]:
     """Comparisons by name. Raises `UserError` for a file that must not be published, or is not a comparison."""
-    found = {path.stem: load(path) for path in sorted(folder.glob("*.json"))}
-    for name, comparison in found.items():
+    comparisons = {path.stem: load(path) for path in sorted(folder.glob("*.json"))}
+    for name, comparison in comparisons.items():
         if faults := comparison.faults():
             raise UserError(f"{folder / name}.json must not be published: {'; '.join(faults)}", fix="delete it, and run the pairs again")
-    return found
+    return comparisons
 
 
 def _outcome(data: dict[str, Any]) -> Outcome:

@@ -50,13 +50,13 @@ class Host:
     def open(self, root: Path, run_label: str) -> None:
         """Opens the recipe's sandbox backend and builds its image, so that no step waits for it."""
 
-        async def made() -> SandboxBackend:
+        async def open_backend() -> SandboxBackend:
             sandboxes = await open_sandboxes(self.recipe.sandbox, run_label=run_label, root=root)
             for spec in sandbox_specs(self.family):
                 await sandboxes.prepare(spec)
             return sandboxes
 
-        self.sandboxes = self.run(made())
+        self.sandboxes = self.run(open_backend())
         self.scorer = TaskScorer(sandboxes=self.sandboxes)
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -69,15 +69,15 @@ class Host:
     def gather(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         """Runs coroutines on the loop, at most as many at a time as a run of agentrl has episodes."""
 
-        async def one(slots: asyncio.Semaphore, some: Coroutine[Any, Any, T]) -> T:
+        async def limited(slots: asyncio.Semaphore, item: Coroutine[Any, Any, T]) -> T:
             async with slots:
-                return await some
+                return await item
 
-        async def every() -> list[T]:
+        async def run_all() -> list[T]:
             slots = asyncio.Semaphore(self.recipe.rollout.concurrency)
-            return await asyncio.gather(*(one(slots, some) for some in work))
+            return await asyncio.gather(*(limited(slots, item) for item in work))
 
-        return self.run(every())
+        return self.run(run_all())
 
     def task(self, group: int) -> Task:
         """Returns the task of a group: the same as in agentrl's run with this seed."""
@@ -95,7 +95,7 @@ class Host:
         """Returns the score of a one-turn episode with this completion, run and scored as in agentrl."""
         runner = EpisodeRunner(
             agent=TurnLoop(chat=self.chat),
-            policy=_Said(tuple(token_ids), self.chat.stop_token_ids),
+            policy=_FixedPolicy(tuple(token_ids), self.chat.stop_token_ids),
             sandboxes=self.opened,
             sampling=Sampling(temperature=self.recipe.rollout.sampling.temperature),
             max_model_len=self.recipe.policy.max_model_len,
@@ -121,7 +121,7 @@ class Host:
         return self.sandboxes
 
 
-class _Said:
+class _FixedPolicy:
     """A policy with one fixed completion."""
 
     def __init__(self, token_ids: tuple[int, ...], stop: tuple[int, ...]) -> None:
@@ -135,7 +135,7 @@ class _Said:
 
 
 class _Environment:
-    """One rollout of TRL's. `reset` begins an episode at the task of a dataset row's group; the tools' methods are added by `environment`.
+    """One rollout of TRL's. `reset` starts an episode at the task of a dataset row's group; the tools' methods are added by `environment`.
 
     TRL ends an episode only if the model calls no tool, or if a tool's answer exceeds the context; it then removes the answer and stops
     sampling. So `submit`, and the last turn that the task allows, answer with `ending`, which always exceeds the context.
@@ -160,13 +160,13 @@ class _Environment:
         self._answer, self._calls, self._over, self._fault = None, 0, False, None
 
     def _call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Returns the text that the model is shown."""
+        """Runs a tool call. Returns the text for the model."""
         assert self._task is not None, "reset comes first"
         if self._over or self._fault is not None:
             return self.ending
         started = time.monotonic()
         try:
-            shown = self.host.run(self._called(self._task, self._tools[name], arguments))
+            output = self.host.run(self._called(self._task, self._tools[name], arguments))
         except InfrastructureError as error:  # otherwise TRL would show it to the model and score the episode
             user_code.log_unexpected(f"tool {name}", error)
             self._fault = error
@@ -174,7 +174,7 @@ class _Environment:
         finally:
             self.host.tool_s += time.monotonic() - started
         self._over = self._over or self._answer is not None or self._calls >= self._task.limits.turns
-        return self.ending if self._over else shown
+        return self.ending if self._over else output
 
     async def _called(self, task: Task, tool: Tool, arguments: dict[str, Any]) -> str:
         self._calls += 1
@@ -188,18 +188,18 @@ class _Environment:
             await self._closed()
         return self.host.chat.escape_text(called.outcome.output)
 
-    async def _score(self, said: str | None) -> float | None:
-        """Returns the score of the episode that has ended. `said`: the text of its last turn, the answer if there is no `submit`."""
+    async def _score(self, last_text: str | None) -> float | None:
+        """Returns the score of the episode that has ended. `last_text`: the text of its last turn, the answer if there is no `submit`."""
         task = self._task
         assert task is not None, "reset comes first"
         await self._closed()
         if self._fault is not None:
             self.host.faults += 1
             return None
-        answer = self._answer if "submit" in self._tools or self._over else said
+        answer = self._answer if "submit" in self._tools or self._over else last_text
         reason = "submitted" if self._answer is not None else "answered"
-        line = Trajectory(agent="main", turns=(), stop_reason=reason)
-        return await self.host.score(task, Episode(id="trl", task_id=task.id, task_key=task.key, trajectories=(line,), answer=answer))
+        trajectory = Trajectory(agent="main", turns=(), stop_reason=reason)
+        return await self.host.score(task, Episode(id="trl", task_id=task.id, task_key=task.key, trajectories=(trajectory,), answer=answer))
 
     async def _closed(self) -> None:
         sandbox, self._sandbox = self._sandbox, None
@@ -212,29 +212,29 @@ def environment(host: Host, tools: Sequence[Tool], ending: str) -> type[_Environ
 
     Raises `UserError` for a tool whose schema no method can have, because the prompts of the two sides would differ.
     """
-    return type("SandboxEnvironment", (_Environment,), {"host": host, "ending": ending, **{one.name: _method(one) for one in tools}})
+    return type("SandboxEnvironment", (_Environment,), {"host": host, "ending": ending, **{tool.name: _method(tool) for tool in tools}})
 
 
-def last_words(messages: list[dict[str, Any]]) -> str | None:
+def final_text(messages: list[dict[str, Any]]) -> str | None:
     """Returns the answer of an episode without `submit`: its last message, if that calls no tool."""
     last = messages[-1] if messages else {}
     return str(last.get("content") or "").strip() if last.get("role") == "assistant" and not last.get("tool_calls") else None
 
 
 def messages_of(task: Task, group: int) -> list[dict[str, Any]]:
-    """The task's prompt as chat templates take it. `group`, which no template shows, tells a rollout function which task this is."""
-    made: list[dict[str, Any]] = []
+    """Returns the task's prompt in the format of chat templates. `group`, which no template renders, identifies the task."""
+    messages: list[dict[str, Any]] = []
     for message in task.prompt:
-        calls = [{"type": "function", "function": {"name": one.name, "arguments": dict(one.arguments)}} for one in message.tool_calls]
-        made.append({"role": message.role, "content": message.content, "group": group} | ({"tool_calls": calls} if calls else {}))
-    return made
+        calls = [{"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}} for call in message.tool_calls]
+        messages.append({"role": message.role, "content": message.content, "group": group} | ({"tool_calls": calls} if calls else {}))
+    return messages
 
 
 def _method(tool: Tool) -> Any:
     function = tool.schema["function"]
     properties: dict[str, Any] = function["parameters"].get("properties", {})
     if set(function["parameters"].get("required", [])) != set(properties) or any(
-        set(one) != {"type", "description"} or one["type"] not in _TYPES for one in properties.values()
+        set(argument) != {"type", "description"} or argument["type"] not in _TYPES for argument in properties.values()
     ):
         raise UserError(
             f"the tool {tool.name!r} has a schema that no Python method of TRL's gives", fix="use tools with plain required arguments"
@@ -243,12 +243,12 @@ def _method(tool: Tool) -> Any:
     def method(self: _Environment, **arguments: Any) -> str:
         return self._call(tool.name, arguments)
 
-    kinds = {name: _TYPES[one["type"]] for name, one in properties.items()}
+    kinds = {name: _TYPES[argument["type"]] for name, argument in properties.items()}
     keyword = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind) for name, kind in kinds.items()]
-    me = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     method.__name__ = method.__qualname__ = tool.name
-    told = [f"    {name}: {one['description']}" for name, one in properties.items()]
-    method.__doc__ = "\n".join([function["description"], "", "Args:", *told])
+    argument_lines = [f"    {name}: {argument['description']}" for name, argument in properties.items()]
+    method.__doc__ = "\n".join([function["description"], "", "Args:", *argument_lines])
     method.__annotations__ = kinds  # without a return annotation, which TRL would add to the schema
-    method.__signature__ = inspect.Signature([me, *keyword])  # type: ignore[attr-defined]
+    method.__signature__ = inspect.Signature([self_parameter, *keyword])  # type: ignore[attr-defined]
     return method

@@ -28,10 +28,10 @@ def evaluated(setting: Setting, seed: int, model: Path, work: Path, *, step: int
             code = watched.process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
             code = None
-    found = folder / "evaluations.json"
-    if code != 0 or not found.exists():
+    rates_path = folder / "evaluations.json"
+    if code != 0 or not rates_path.exists():
         raise InfrastructureError(f"the evaluation of step {step} ended with {code}: {tail(log)}")
-    return read(json.loads(found.read_text())["eval"], step=step, clock_s=clock_s)
+    return read(json.loads(rates_path.read_text())["eval"], step=step, clock_s=clock_s)
 
 
 def read(phase: dict[str, dict[str, float]], *, step: int, clock_s: float) -> Point:

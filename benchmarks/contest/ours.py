@@ -38,13 +38,13 @@ class Follower:
             if number == 0 and self._serving() and self._began_before is None:
                 self._began_before = elapsed_s
             self.published.setdefault(number, elapsed_s)
-        for phase, found in self._phases().items():
+        for phase, rates in self._phases().items():
             step = 0 if phase == "before" else self._last() if phase == "after" else int(phase.removeprefix("step"))
-            if any(point.step == step for point in self.curve) or "value" not in found.get("heldout", {}):
+            if any(point.step == step for point in self.curve) or "value" not in rates.get("heldout", {}):
                 continue
             if phase == "before" and self._began_before is not None:
                 self.before_s = elapsed_s - self._began_before
-            self.curve.append(read(found, step=step, clock_s=self.clock(self.published.get(step, elapsed_s))))
+            self.curve.append(read(rates, step=step, clock_s=self.clock(self.published.get(step, elapsed_s))))
         return self.arrived() is not None or self.clock(elapsed_s) > self._setting.minutes * 60
 
     def clock(self, elapsed_s: float) -> float:
@@ -78,22 +78,22 @@ def run(setting: Setting, seed: int, work: Path, progress: Progress) -> Outcome:
 
     Raises `InfrastructureError` if the run fails before its last step.
     """
-    steps = setting.made(seed).steps
+    steps = setting.build_recipe(seed).steps
     shutil.rmtree(work, ignore_errors=True)
     folder, log = work / "run", work / "train.log"
     command = [sys.executable, "-m", "agentrl", "train", setting.recipe, *setting.arguments(seed), "--run-dir", str(folder)]
     follower = Follower(folder, setting)
     with running(command, log=log, root=ROOT) as watched:
         poll(watched, _POLL_S, lambda: _looked(follower, watched, progress))
-        ended_s, alone = watched.elapsed_s, watched.ended()
+        ended_s, ended_by_itself = watched.elapsed_s, watched.ended()
     lines = _steps(folder)
-    if alone and len(lines) < steps:
+    if ended_by_itself and len(lines) < steps:
         raise InfrastructureError(f"our run of seed {seed} ended with {watched.process.returncode}: {tail(log)}")
     arrived = follower.arrived()
     outcome = Outcome(
         side="ours",
         seed=seed,
-        ended="arrived" if arrived else "steps" if alone else "time",
+        ended="arrived" if arrived else "steps" if ended_by_itself else "time",
         arrived_s=arrived.clock_s if arrived else None,
         clock_s=follower.clock(ended_s),
         steps=len(lines),
@@ -106,7 +106,7 @@ def run(setting: Setting, seed: int, work: Path, progress: Progress) -> Outcome:
         peak_gib=watched.peak_bytes / 2**30,
         parts=parts(folder, lines, arrived.step if arrived else None) if lines else {},
     )
-    progress.say(f"{outcome.ended} after {outcome.steps} steps and {outcome.clock_s / 60:.1f} min; evaluating what it left")
+    progress.say(f"{outcome.ended} after {outcome.steps} steps and {outcome.clock_s / 60:.1f} min; evaluating its model")
     if (folder / "model").is_dir():
         outcome = replace(outcome, after=evaluated(setting, seed, folder / "model", work, step=len(lines), clock_s=follower.clock(ended_s)))
     return outcome
@@ -120,18 +120,18 @@ def parts(folder: Path, lines: list[dict[str, Any]], arrived: int | None) -> dic
     """
     stages: dict[str, float] = json.loads((folder / "summary.json").read_text())["wall_s"]
     learner = (folder / "logs" / "learner.log").read_text(errors="replace")
-    saved = {int(step): float(kept) + float(given) for step, kept, given in _LEARNER_LINE.findall(learner)}
+    saved = {int(step): float(checkpoint_s) + float(publish_s) for step, checkpoint_s, publish_s in _LEARNER_LINE.findall(learner)}
     if silent := [line["step"] for line in lines if int(line["step"]) - 1 not in saved]:
         raise InfrastructureError(f"{folder / 'logs' / 'learner.log'} does not say what publishing took in steps {silent}")
     steps_s = sum(float(line["step_s"]) for line in lines)
-    made = {
+    seconds = {
         "start": sum(stages.get(name, 0.0) for name in ("prepare", "start")),
         "update": sum(float(line.get("update_s", 0.0)) for line in lines),
         "sync": sum(saved[int(line["step"]) - 1] + float(line.get("swap_total_ms", 0.0)) / 1000 for line in lines),
         "evaluation": sum(stages[name] for name in stages if name.startswith("evaluate step") and name != f"evaluate step{arrived}"),
     }
-    made["rollout"] = max(0.0, steps_s - made["update"] - made["sync"])
-    return made
+    seconds["rollout"] = max(0.0, steps_s - seconds["update"] - seconds["sync"])
+    return seconds
 
 
 def _looked(follower: Follower, watched: Watched, progress: Progress) -> bool:

@@ -52,14 +52,14 @@ class Setting:
         return f"{model}-{self.mode}" + (f"-wait-{low:g}-{high:g}" if high else "")
 
     def record(self) -> dict[str, Any]:
-        """Creates it from parsed JSON."""
-        made: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        return made
+        """Returns the fields as JSON values."""
+        record: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return record
 
     def arguments(self, seed: int) -> list[str]:
         """Overrides of the recipe that this setting needs, as on the command line of `agentrl train`."""
         _, written = load_recipe(ROOT / self.recipe, list(self.overrides))
-        made = [
+        arguments = [
             f"seed={seed}",
             *self.overrides,
             f"evaluation.every={self.every}",
@@ -68,18 +68,18 @@ class Setting:
             "evaluation.sampling.temperature=0.0",
         ]
         if self.model:
-            made.append(f"policy.model={json.dumps(self.model)}")
+            arguments.append(f"policy.model={json.dumps(self.model)}")
         if self.mode == "single" and self._hands_programs_in(written):
             options = {"of": written.tasks.family.ref, **written.tasks.family.options}
-            made += ["tasks.family=benchmarks.contest.single:SingleTurn", f"tasks.family.options={json.dumps(options)}"]
+            arguments += ["tasks.family=benchmarks.contest.single:SingleTurn", f"tasks.family.options={json.dumps(options)}"]
         if self.wait[1]:
             options = {"low": self.wait[0], "high": self.wait[1], "backend": self.backend}
-            made += ["sandbox.backend=benchmarks.contest.slow:SlowBackend", f"sandbox.backend.options={json.dumps(options)}"]
+            arguments += ["sandbox.backend=benchmarks.contest.slow:SlowBackend", f"sandbox.backend.options={json.dumps(options)}"]
         else:
-            made.append(f"sandbox.backend={self.backend}")
-        return made
+            arguments.append(f"sandbox.backend={self.backend}")
+        return arguments
 
-    def made(self, seed: int) -> Recipe:
+    def build_recipe(self, seed: int) -> Recipe:
         """Returns the recipe of one run. Raises `UserError` if it uses a feature that the peer lacks."""
         recipe = load_recipe(ROOT / self.recipe, self.arguments(seed))[1]
         check_shared(recipe)
@@ -87,17 +87,17 @@ class Setting:
 
     def command(self, *more: str) -> str:
         """The command that measures this setting, as a user types it."""
-        words = ["python", "benchmarks/peers.py", "--recipe", self.recipe, "--mode", self.mode]
-        words += ["--model", self.model] if self.model else []
-        words += ["--wait", f"{self.wait[0]:g}..{self.wait[1]:g}"] if self.wait[1] else []
-        words += ["--target", f"{self.target:g}", "--every", str(self.every), "--heldout", str(self.heldout)]
-        words += ["--minutes", f"{self.minutes:g}"]
-        words += ["--backend", self.backend] if self.backend != "auto" else []
-        words += [word for override in self.overrides for word in ("--set", override)]
-        return shlex.join([*words, *more])
+        argv = ["python", "benchmarks/peers.py", "--recipe", self.recipe, "--mode", self.mode]
+        argv += ["--model", self.model] if self.model else []
+        argv += ["--wait", f"{self.wait[0]:g}..{self.wait[1]:g}"] if self.wait[1] else []
+        argv += ["--target", f"{self.target:g}", "--every", str(self.every), "--heldout", str(self.heldout)]
+        argv += ["--minutes", f"{self.minutes:g}"]
+        argv += ["--backend", self.backend] if self.backend != "auto" else []
+        argv += [word for override in self.overrides for word in ("--set", override)]
+        return shlex.join([*argv, *more])
 
     def _hands_programs_in(self, recipe: Recipe) -> bool:
-        """Whether its tasks have the tool. Tasks without tools already have one turn."""
+        """Whether the tasks have the tool `PROGRAMS`. Tasks without tools already have one turn."""
         task = open_family(recipe.tasks, seed=0, root=ROOT).task(Split.TRAIN, 0)
         if PROGRAMS in task.tools or not task.tools:
             return bool(task.tools)
@@ -121,5 +121,5 @@ def check_shared(recipe: Recipe) -> None:
         "critic": recipe.critic is not None,
         f"rollout.agent={recipe.rollout.agent}": recipe.rollout.agent.ref != "turns",
     }
-    if found := [name for name, is_wrong in wrong.items() if is_wrong]:
-        raise UserError(f"the peer has no equivalent of {', '.join(found)}", fix="remove it from the recipe")
+    if unsupported := [name for name, is_wrong in wrong.items() if is_wrong]:
+        raise UserError(f"the peer has no equivalent of {', '.join(unsupported)}", fix="remove it from the recipe")

@@ -30,24 +30,24 @@ def page(path: Path, results: Path) -> None:
 
 def tables(results: Path) -> str:
     """Markdown: the ratios of all comparisons, then for each the medians of its runs and its seconds."""
-    found = published(results)
-    if not found:
+    comparisons = published(results)
+    if not comparisons:
         return "No comparison that follows these rules is stored yet."
-    return "\n\n".join([summary(found), *(group(name, one) for name, one in found.items())])
+    return "\n\n".join([summary(comparisons), *(group(name, comparison) for name, comparison in comparisons.items())])
 
 
-def summary(found: Mapping[str, Comparison]) -> str:
+def summary(comparisons: Mapping[str, Comparison]) -> str:
     """Markdown: the ratios of each comparison and peer."""
-    rows = [[name, NAMES[peer], *ratios(one, peer)] for name, one in found.items() for peer in one.sides[1:]]
+    rows = [[name, NAMES[peer], *ratios(comparison, peer)] for name, comparison in comparisons.items() for peer in comparison.sides[1:]]
     return _table(["comparison", "peer", "time to the target / agentrl's: median (range, pairs)", "without the start"], rows)
 
 
 def ratios(comparison: Comparison, peer: str) -> tuple[str, str]:
     """Returns the ratio of the peer's time to agentrl's, from the command on, and without the start. It is a bound if a run was cut off."""
-    if late := sum(one.arrived_s is None for one in comparison.of("ours")):
+    if late := sum(outcome.arrived_s is None for outcome in comparison.of("ours")):
         return (f"none: {late} of {len(comparison.rounds)} runs of ours did not reach the target",) * 2
-    whole = comparison.ratio(peer)
-    return f"**{whole}**", str(comparison.ratio(peer, lambda one: one.took_s - one.start_s))
+    ratio = comparison.ratio(peer)
+    return f"**{ratio}**", str(comparison.ratio(peer, lambda outcome: outcome.took_s - outcome.start_s))
 
 
 def group(name: str, comparison: Comparison) -> str:
@@ -59,14 +59,14 @@ def group(name: str, comparison: Comparison) -> str:
         f"{setting['recipe']}, {setting['mode']} turn{'s' if setting['mode'] == 'multi' else ''}{wait}; target {setting['target']:g} of "
         f"{setting['heldout']} held-out tasks, evaluated every {setting['every']} steps; at most {setting['minutes']:g} min."
     )
-    runs = [one for outcomes in comparison.rounds for one in outcomes]
+    runs = [outcome for outcomes in comparison.rounds for outcome in outcomes]
     parts = [
         f"### {name}",
         intro,
         _table(_RUNS, [_runs(NAMES[side], comparison.of(side)) for side in comparison.sides]),
         _where(comparison),
         f"`{comparison.origin['command']}` at commit {comparison.origin['commit'] or 'unknown'}, in one go on "
-        f"{stored.shown(one.machine for one in runs)}, Python {comparison.origin['machine']['python']}. "
+        f"{stored.describe_machines(outcome.machine for outcome in runs)}, Python {comparison.origin['machine']['python']}. "
         f"TRL with {_options(comparison.options)}. `docs/peers/{name}.json` has each run, the versions, the state of the"
         " machine, and the settings of TRL that were timed.",
     ]
@@ -75,15 +75,15 @@ def group(name: str, comparison: Comparison) -> str:
 
 def _runs(name: str, runs: Sequence[Outcome]) -> list[str]:
     """The medians of one side's runs. One that did not reach the target counts with the time after which it was cut off."""
-    late = sum(one.arrived_s is None for one in runs)
+    late = sum(outcome.arrived_s is None for outcome in runs)
     return [
         name,
-        _spread([one.took_s / 60 for one in runs], ".1f") + (f", {late} of {len(runs)} not reached" if late else ""),
-        _spread([one.steps for one in runs], ".0f"),
-        _spread([one.after.value for one in runs if one.after is not None], ".2f"),
-        _spread([one.tokens_trained for one in runs], ",.0f"),
-        _spread([one.peak_gib for one in runs], ".1f"),
-        _spread([float(one.machine["load"]) for one in runs], ".1f"),
+        _spread([outcome.took_s / 60 for outcome in runs], ".1f") + (f", {late} of {len(runs)} not reached" if late else ""),
+        _spread([outcome.steps for outcome in runs], ".0f"),
+        _spread([outcome.after.value for outcome in runs if outcome.after is not None], ".2f"),
+        _spread([outcome.tokens_trained for outcome in runs], ",.0f"),
+        _spread([outcome.peak_gib for outcome in runs], ".1f"),
+        _spread([float(outcome.machine["load"]) for outcome in runs], ".1f"),
     ]
 
 
@@ -97,12 +97,12 @@ def _where(comparison: Comparison) -> str:
     """Returns the mean seconds of a step per activity, and those of the start."""
     rows = []
     for side in comparison.sides:
-        some = [one for one in comparison.of(side) if one.steps]
-        if not some:
+        runs = [outcome for outcome in comparison.of(side) if outcome.steps]
+        if not runs:
             continue
-        steps = sum(one.steps for one in some)
-        start = statistics.fmean(one.start_s for one in some)
-        spent = [sum(one.parts.get(part, 0.0) for one in some) / steps for part in PARTS if part != "start"]
+        steps = sum(outcome.steps for outcome in runs)
+        start = statistics.fmean(outcome.start_s for outcome in runs)
+        spent = [sum(outcome.parts.get(part, 0.0) for outcome in runs) / steps for part in PARTS if part != "start"]
         rows.append([NAMES[side], f"{start:.0f}", *(f"{seconds:.1f}" for seconds in spent), f"{sum(spent):.1f}"])
     head = ["seconds of a step", "start, once", *(part for part in PARTS if part != "start"), "all"]
     return _table(head, rows)

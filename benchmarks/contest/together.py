@@ -36,23 +36,23 @@ class Waiting:
     def __init__(self, playing: int) -> None:
         self.batches: queue.SimpleQueue[list[Request]] = queue.SimpleQueue()  # an empty batch: the last episode is over
         self._playing = playing
-        self._asked: list[Request] = []
+        self._requests: list[Request] = []
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
         request = Request(tuple(prompt_ids), params, asyncio.get_running_loop().create_future())
-        self._asked.append(request)
+        self._requests.append(request)
         self._hand_over()
         return await request.answer
 
     def over(self) -> None:
-        """One episode will ask no more."""
+        """Ends one episode, which requests no more completions."""
         self._playing -= 1
         self._hand_over()
 
     def _hand_over(self) -> None:
-        if len(self._asked) == self._playing:
-            asked, self._asked = self._asked, []
-            self.batches.put(asked)
+        if len(self._requests) == self._playing:
+            requests, self._requests = self._requests, []
+            self.batches.put(requests)
 
 
 class Together:
@@ -67,9 +67,9 @@ class Together:
         began, generating_s = time.monotonic(), 0.0
         while batch := policy.batches.get():
             started = time.monotonic()
-            said, _ = trainer._generate_single_turn([list(request.prompt_ids) for request in batch], None, {}, 1)
+            sampled, _ = trainer._generate_single_turn([list(request.prompt_ids) for request in batch], None, {}, 1)
             generating_s += time.monotonic() - started
-            self._host.run(_answered(batch, said, self._host.chat.stop_token_ids))
+            self._host.run(_answered(batch, sampled, self._host.chat.stop_token_ids))
         scored = playing.result()
         self._host.tool_s += time.monotonic() - began - generating_s
         return rows(scored, end=self._host.chat.stop_token_ids[0])
@@ -87,7 +87,7 @@ class Together:
         slots = asyncio.Semaphore(len(groups))
         games = GroupRunner(runner=runner, scorer=self._host.scorer, slots=slots, group_size=1)
 
-        async def one(number: int, group: int) -> ScoredEpisode:
+        async def run_episode(number: int, group: int) -> ScoredEpisode:
             task = self._host.task(group)
             patient = replace(task, limits=replace(task.limits, wall_s=_NEVER_S))  # a lock-step turn waits for the slowest
             try:
@@ -95,8 +95,8 @@ class Together:
             finally:
                 policy.over()
 
-        scored = await asyncio.gather(*(one(number, group) for number, group in enumerate(groups)))
-        self._host.faults += sum(one.score.value is None for one in scored)
+        scored = await asyncio.gather(*(run_episode(number, group) for number, group in enumerate(groups)))
+        self._host.faults += sum(episode.score.value is None for episode in scored)
         return scored
 
 
@@ -105,28 +105,28 @@ def rows(scored: Sequence[ScoredEpisode], *, end: int) -> dict[str, Any]:
 
     An episode without a turn is one masked token `end`.
     """
-    made: dict[str, list[Any]] = {"prompt_ids": [], "completion_ids": [], "env_mask": [], "score": []}
-    for one in scored:
-        turns = one.episode.trajectories[0].turns
+    batch: dict[str, list[Any]] = {"prompt_ids": [], "completion_ids": [], "env_mask": [], "score": []}
+    for scored_episode in scored:
+        turns = scored_episode.episode.trajectories[0].turns
         ids, mask = [end], [0]
         if turns:
             ids, mask = list(turns[0].completion_ids), [1] * len(turns[0].completion_ids)
         for turn in turns[1:]:
             ids += (*turn.prompt_ids, *turn.completion_ids)
             mask += [0] * len(turn.prompt_ids) + [1] * len(turn.completion_ids)
-        made["prompt_ids"].append(list(turns[0].prompt_ids) if turns else [end])
-        made["completion_ids"].append(ids)
-        made["env_mask"].append(mask)
-        made["score"].append(one.score.value)
-    return {**made, "logprobs": None}
+        batch["prompt_ids"].append(list(turns[0].prompt_ids) if turns else [end])
+        batch["completion_ids"].append(ids)
+        batch["env_mask"].append(mask)
+        batch["score"].append(scored_episode.score.value)
+    return {**batch, "logprobs": None}
 
 
-async def _answered(batch: Sequence[Request], said: Sequence[Sequence[int]], stop: tuple[int, ...]) -> None:
-    """Hands every episode what was sampled for it, up to what it may have."""
-    for request, ids in zip(batch, said, strict=True):
-        kept = tuple(ids[: request.params.max_tokens])
-        ended = bool(kept) and kept[-1] in stop
-        spans = (VersionSpan(version=0, start=0, end=len(kept)),)
-        completion = Completion(token_ids=kept, logprobs=(0.0,) * len(kept), versions=spans, finish_reason="stop" if ended else "length")
+async def _answered(batch: Sequence[Request], sampled: Sequence[Sequence[int]], stop: tuple[int, ...]) -> None:
+    """Gives every episode its sampled tokens, up to its `max_tokens`."""
+    for request, tokens in zip(batch, sampled, strict=True):
+        ids = tuple(tokens[: request.params.max_tokens])
+        ended = bool(ids) and ids[-1] in stop
+        spans = (VersionSpan(version=0, start=0, end=len(ids)),)
+        completion = Completion(token_ids=ids, logprobs=(0.0,) * len(ids), versions=spans, finish_reason="stop" if ended else "length")
         if not request.answer.done():
             request.answer.set_result(completion)

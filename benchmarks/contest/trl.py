@@ -30,10 +30,10 @@ OPTIONS: dict[str, Any] = {
     "vllm": False,
     "rollouts": "environment",
 }
-"""What of TRL's settings is ours to choose on this machine, where `--peer` says nothing else. `micro_batch` 0: a whole step at once."""
+"""Defaults of the TRL settings that `--peer` can change. `micro_batch` 0: a whole step at once."""
 
 ROLLOUTS = ("environment", "together")
-"""How several turns are run: by TRL, or by `benchmarks.contest.together`, which makes the calls of all episodes concurrently."""
+"""How several turns are run: by TRL, or by `benchmarks.contest.together`, which runs the calls of all episodes concurrently."""
 
 
 def rollouts_of(side: str) -> str:
@@ -53,30 +53,30 @@ OTHERS: tuple[dict[str, Any], ...] = (
 _TUNING_GROUPS = 4  # groups of a tuning step, few so that it is short
 
 
-def options_of(given: list[str]) -> dict[str, Any]:
+def options_of(items: list[str]) -> dict[str, Any]:
     """Returns `OPTIONS` with `KEY=VALUE` overrides. Raises `UserError`."""
-    made = dict(OPTIONS)
-    for item in given:
+    options = dict(OPTIONS)
+    for item in items:
         key, sep, value = item.partition("=")
         if not sep or key not in OPTIONS:
             raise UserError(f"--peer {item}: no such setting", fix=f"give one of {', '.join(OPTIONS)} as KEY=VALUE")
         try:
-            found = json.loads(value) if not isinstance(OPTIONS[key], str) else value
+            parsed = json.loads(value) if not isinstance(OPTIONS[key], str) else value
         except ValueError:
-            found = None
-        if type(found) is not type(OPTIONS[key]):
+            parsed = None
+        if type(parsed) is not type(OPTIONS[key]):
             raise UserError(
                 f"--peer {item}: {value!r} is no {type(OPTIONS[key]).__name__}", fix=f"such as {key}={json.dumps(OPTIONS[key])}"
             )
-        made[key] = found
-    if made["rollouts"] not in ROLLOUTS:
-        raise UserError(f"--peer rollouts={made['rollouts']}: unknown value", fix=f"use {' or '.join(ROLLOUTS)}")
-    return made
+        options[key] = parsed
+    if options["rollouts"] not in ROLLOUTS:
+        raise UserError(f"--peer rollouts={options['rollouts']}: unknown value", fix=f"use {' or '.join(ROLLOUTS)}")
+    return options
 
 
 def check_options(setting: Setting, options: dict[str, Any]) -> None:
     """Raises `UserError` for a micro-batch that does not divide a step."""
-    rollout = setting.made(seed=0).rollout
+    rollout = setting.build_recipe(seed=0).rollout
     episodes = rollout.group.size * rollout.groups_per_step
     if options["micro_batch"] and episodes % options["micro_batch"]:
         raise UserError(f"micro_batch={options['micro_batch']} does not divide the {episodes} episodes of a step", fix="choose a divisor")
@@ -114,7 +114,7 @@ class Followed:
 
 def run(side: str, setting: Setting, seed: int, work: Path, progress: Progress, options: dict[str, Any]) -> Outcome:
     """Runs the peer. A run without a step within its time is also a result. Raises `InfrastructureError` if the run fails."""
-    setting.made(seed)
+    setting.build_recipe(seed)
     followed = Followed(work, setting)
     with started(setting, seed, work, options, every=setting.every) as watched:
 
@@ -129,11 +129,11 @@ def run(side: str, setting: Setting, seed: int, work: Path, progress: Progress, 
             return followed.arrived() is not None or followed.clock(watched) > setting.minutes * 60
 
         poll(watched, _POLL_S, step)
-        clock_s, alone = followed.clock(watched), watched.ended()
+        clock_s, ended_by_itself = followed.clock(watched), watched.ended()
         watched.finish(grace_s=5.0)
-    if alone and (watched.process.returncode != 0 or not followed.last):
+    if ended_by_itself and (watched.process.returncode != 0 or not followed.last):
         raise InfrastructureError(f"the peer's run of seed {seed} ended with {watched.process.returncode}: {tail(work / 'worker.log', 20)}")
-    return _outcome(side, followed, seed, clock_s, alone=alone, peak_gib=watched.peak_bytes / 2**30)
+    return _outcome(side, followed, seed, clock_s, ended_by_itself=ended_by_itself, peak_gib=watched.peak_bytes / 2**30)
 
 
 def started(setting: Setting, seed: int, work: Path, options: dict[str, Any], *, every: int, more: tuple[str, ...] = ()) -> Any:
@@ -164,7 +164,7 @@ def _evaluate(followed: Followed, watched: Watched, seed: int, event: dict[str, 
         return  # the worker has ended; its exit status gives the reason
 
 
-def _outcome(side: str, followed: Followed, seed: int, clock_s: float, *, alone: bool, peak_gib: float) -> Outcome:
+def _outcome(side: str, followed: Followed, seed: int, clock_s: float, *, ended_by_itself: bool, peak_gib: float) -> Outcome:
     setting, last = followed.setting, followed.last or _NO_STEP
     step = int(last["step"])
     after = followed.curve[-1] if followed.curve and followed.curve[-1].step == step else None
@@ -175,9 +175,9 @@ def _outcome(side: str, followed: Followed, seed: int, clock_s: float, *, alone:
     return Outcome(
         side=side,
         seed=seed,
-        ended="arrived" if arrived else "steps" if alone else "time",
+        ended="arrived" if arrived else "steps" if ended_by_itself else "time",
         arrived_s=arrived.clock_s if arrived else None,
-        clock_s=arrived.clock_s if arrived else float(last["clock_s"]) if alone else clock_s,
+        clock_s=arrived.clock_s if arrived else float(last["clock_s"]) if ended_by_itself else clock_s,
         steps=step,
         curve=tuple(followed.curve),
         after=after,
@@ -199,28 +199,28 @@ def tune(setting: Setting, seed: int, base: dict[str, Any], work: Path, *, steps
     Raises:
         InfrastructureError: no micro-batch completed a step.
     """
-    recipe = setting.made(seed)
+    recipe = setting.build_recipe(seed)
     more = small_steps(recipe, steps)
     episodes = min(_TUNING_GROUPS, recipe.rollout.groups_per_step) * recipe.rollout.group.size
     quick = replace(setting, wait=(0.0, 0.0))
-    tried: list[dict[str, Any]] = []
+    attempts: list[dict[str, Any]] = []
 
     def fastest(changes: Iterable[dict[str, Any]], options: dict[str, Any]) -> dict[str, Any]:
-        first = len(tried)
+        first = len(attempts)
         for change in changes:
-            tried.append(_try(quick, seed, options, change, work / f"try-{len(tried)}", more))
-            print(json.dumps(tried[-1]), file=sys.stderr, flush=True)
-        timed = [one for one in tried[first:] if one["seconds_a_step"] is not None]
-        return min(timed, key=lambda one: float(one["seconds_a_step"]), default={"change": {}, "seconds_a_step": None})
+            attempts.append(_try(quick, seed, options, change, work / f"try-{len(attempts)}", more))
+            print(json.dumps(attempts[-1]), file=sys.stderr, flush=True)
+        timed = [attempt for attempt in attempts[first:] if attempt["seconds_a_step"] is not None]
+        return min(timed, key=lambda attempt: float(attempt["seconds_a_step"]), default={"change": {}, "seconds_a_step": None})
 
     best = fastest(({"micro_batch": size} for size in MICRO_BATCHES if episodes % size == 0), base)
     if best["seconds_a_step"] is None:
-        raise InfrastructureError(f"no micro-batch of the peer completed a step: {tried[-1].get('failed')}")
+        raise InfrastructureError(f"no micro-batch of the peer completed a step: {attempts[-1].get('failed')}")
     options = {**base, **best["change"]}
     other = fastest((change for change in OTHERS if any(options[key] != value for key, value in change.items())), options)
     if other["seconds_a_step"] is not None and other["seconds_a_step"] < best["seconds_a_step"]:
         options |= other["change"]
-    return options, tried
+    return options, attempts
 
 
 def small_steps(recipe: Recipe, steps: int) -> tuple[str, ...]:
@@ -241,11 +241,11 @@ def _try(
             late = True
             watched.finish(grace_s=5.0)
     events = read_json_lines(folder / "events.jsonl") if (folder / "events.jsonl").exists() else []
-    made = [event for event in events if event["event"] == "step"]
-    parts = made[-1]["parts"] if made else {}
-    seconds = (sum(parts.values()) - parts["start"]) / len(made) if made else None
-    result = {"change": change, "steps": len(made), "seconds_a_step": seconds, "parts": parts, "peak_gib": watched.peak_bytes / 2**30}
-    if late or not made:
+    steps = [event for event in events if event["event"] == "step"]
+    parts = steps[-1]["parts"] if steps else {}
+    seconds = (sum(parts.values()) - parts["start"]) / len(steps) if steps else None
+    result = {"change": change, "steps": len(steps), "seconds_a_step": seconds, "parts": parts, "peak_gib": watched.peak_bytes / 2**30}
+    if late or not steps:
         lines = [line for line in tail(folder / "worker.log").splitlines() if line.strip()]
         result["failed"] = f"no step in {setting.minutes:g} min" if late else (lines or ["no log"])[-1][:200]
     return result

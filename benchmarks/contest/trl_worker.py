@@ -36,7 +36,7 @@ from agentrl.records import Task
 from agentrl.session.models import find_model
 from agentrl.session.preflight import open_chat
 from agentrl.task import open_family
-from benchmarks.contest.environment import Host, environment, last_words, messages_of
+from benchmarks.contest.environment import Host, environment, final_text, messages_of
 from benchmarks.contest.setting import ROOT
 from benchmarks.contest.together import Together
 
@@ -87,14 +87,14 @@ class TimedTrainer(GRPOTrainer):  # type: ignore[misc]  # of a package without t
             return super()._calculate_rewards(*arguments, **named)
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        with self.clock.into("made"):
-            made = super()._generate_and_score_completions(inputs)
-        mask = made["completion_mask"] * made.get("tool_mask", 1)
+        with self.clock.into("generate_and_score"):
+            batch = super()._generate_and_score_completions(inputs)
+        mask = batch["completion_mask"] * batch.get("tool_mask", 1)
         per_row = mask.sum(-1)
         self.episodes += len(per_row)
         self.sampled += int(per_row.sum())
-        self.trained += int(per_row[made["advantages"].abs() > _NOTHING].sum())
-        return made
+        self.trained += int(per_row[batch["advantages"].abs() > _NOTHING].sum())
+        return batch
 
 
 class Reporter(TrainerCallback):  # type: ignore[misc]
@@ -106,7 +106,7 @@ class Reporter(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._clock.spent["start"] = self._clock.now()
-        self._tell("begun")
+        self._report("begun")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         clock_s, step, asks = self._clock.now(), int(state.global_step), False
@@ -115,20 +115,20 @@ class Reporter(TrainerCallback):  # type: ignore[misc]
                 save(self.trainer.model, self._base, self._work / "weights")
                 asks = step % self._every == 0 or step == state.max_steps
             seen = {name: _latest(self.trainer, key) for name, key in _SEEN.items()}
-            self._tell("step", step=step, clock_s=clock_s, asks=asks, **seen, **self._figures(clock_s))
+            self._report("step", step=step, clock_s=clock_s, asks=asks, **seen, **self._figures(clock_s))
             if asks and sys.stdin.readline().strip() != "go":
                 control.should_training_stop = True
 
     def _figures(self, clock_s: float) -> dict[str, Any]:
         spent = dict(self._clock.spent)
-        made, tools = spent.pop("made", 0.0), self._host.tool_s
+        generate_and_score_s, tools = spent.pop("generate_and_score", 0.0), self._host.tool_s
         parts = {**spent, "wait": tools}
-        parts["other"] = max(0.0, made - spent.get("rollout", 0.0) - spent.get("score", 0.0) - tools)
+        parts["other"] = max(0.0, generate_and_score_s - spent.get("rollout", 0.0) - spent.get("score", 0.0) - tools)
         parts["update"] = max(0.0, clock_s - sum(parts.values()))
         names = ("sampled", "trained", "episodes")
         return {"parts": parts, "faults": self._host.faults, **{name: getattr(self.trainer, name) for name in names}}
 
-    def _tell(self, what: str, **more: Any) -> None:
+    def _report(self, what: str, **more: Any) -> None:
         append_lines(self._work / "events.jsonl", [json_line({"event": what, **more})])
 
 
@@ -238,18 +238,18 @@ def train(host: Host, recipe: Recipe, options: dict[str, Any], base: Path, work:
     )
     reporter = Reporter(work, base, every, clock, host)
     together = not single and options["rollouts"] == "together"
-    given = [_prompt(tokenizer, task, single, group) for group, task in zip(groups, tasks, strict=True)]
+    trainer_prompts = [_prompt(tokenizer, task, single, group) for group, task in zip(groups, tasks, strict=True)]
     trainer = TimedTrainer(
         model=AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, recipe.policy.dtype)),
         args=arguments,
-        train_dataset=_dataset(given),
+        train_dataset=_dataset(trainer_prompts),
         processing_class=tokenizer,
         callbacks=[reporter],
         **(_one_turn(host) if single else _together(host) if together else _turns(host, tokenizer, tasks[0], room)),
     )
     reporter.trainer = trainer
     if not together:  # whose prompts are ours
-        check_prompts(trainer, given[:8], prompts[:8])
+        check_prompts(trainer, trainer_prompts[:8], prompts[:8])
     trainer.train()
 
 
@@ -259,10 +259,10 @@ def _dataset(prompts: list[Any]) -> Dataset:
     return numbered.with_transform(lambda rows: {"prompt": [prompts[group] for group in rows["group"]], "group": rows["group"]})
 
 
-def check_prompts(trainer: Any, given: list[Any], ours: list[tuple[int, ...]]) -> None:
+def check_prompts(trainer: Any, prompts: list[Any], ours: list[tuple[int, ...]]) -> None:
     """Raises `UserError` unless the trainer tokenizes a prompt as agentrl does."""
-    trainer._batch_environments = [None] * len(given)
-    theirs, _, _ = trainer._tokenize_prompts(given)
+    trainer._batch_environments = [None] * len(prompts)
+    theirs, _, _ = trainer._tokenize_prompts(prompts)
     for their, our in zip(theirs, ours, strict=True):
         if tuple(their) != our:
             raise UserError(
@@ -289,8 +289,8 @@ def _turns(host: Host, tokenizer: Any, task: Task, room: int) -> dict[str, Any]:
 
     def reward(completions: list[Any], completion_ids: list[list[int]], environments: list[Any], **_: Any) -> list[float | None]:
         ended = [bool(ids) and ids[-1] in host.chat.stop_token_ids for ids in completion_ids]
-        told = zip(environments, map(last_words, completions), ended, strict=True)
-        return host.gather([one._score(words if over else None) for one, words, over in told])
+        final_states = zip(environments, map(final_text, completions), ended, strict=True)
+        return host.gather([env._score(text if has_ended else None) for env, text, has_ended in final_states])
 
     return {"reward_funcs": reward, "environment_factory": kind}
 

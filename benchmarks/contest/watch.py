@@ -57,11 +57,11 @@ class Watched:
         self._over.set()
         self._sampler.join()
         self._look()
-        left = [member for member in self._family.values() if member.is_running()]
-        for member in left:
+        remaining = [member for member in self._family.values() if member.is_running()]
+        for member in remaining:
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()
-        psutil.wait_procs(left, timeout=TERM_S)
+        psutil.wait_procs(remaining, timeout=TERM_S)
 
     def _sample(self) -> None:
         while not self._over.wait(SAMPLE_S):
@@ -91,7 +91,7 @@ def running(command: Sequence[str], *, log: Path, root: Path, stdin: Any = subpr
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=lambda: _first_to_go(parent),
+            preexec_fn=lambda: _prepare_child(parent),
         )
     watched = Watched(process)
     try:
@@ -102,7 +102,7 @@ def running(command: Sequence[str], *, log: Path, root: Path, stdin: Any = subpr
     watched.finish()
 
 
-def _first_to_go(parent: int) -> None:
+def _prepare_child(parent: int) -> None:
     """Runs in the new process before the command."""
     die_with_parent(parent)
     with contextlib.suppress(OSError):
@@ -115,15 +115,15 @@ class Progress:
     def __init__(self, name: str, minutes: float) -> None:
         self._name = name
         self._limit_s = minutes * 60
-        self._said = -60.0
+        self._printed_at_s = -60.0
 
     def show(self, elapsed_s: float, what: str) -> None:
-        left = max(0.0, self._limit_s - elapsed_s)
-        line = f"{self._name}: {elapsed_s / 60:.1f} min, at most {left / 60:.0f} more; {what}"
+        remaining_s = max(0.0, self._limit_s - elapsed_s)
+        line = f"{self._name}: {elapsed_s / 60:.1f} min, at most {remaining_s / 60:.0f} more; {what}"
         if sys.stderr.isatty():
             print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
-        elif elapsed_s - self._said >= 60.0:
-            self._said = elapsed_s
+        elif elapsed_s - self._printed_at_s >= 60.0:
+            self._printed_at_s = elapsed_s
             print(line, file=sys.stderr, flush=True)
 
     def say(self, line: str) -> None:

@@ -8,7 +8,7 @@ holds groups of 8 that share half of it. MFU counts the operations that the math
 query-key pair, head width and layer (causal pairs only), recomputation not included, over the card's peak for dense bfloat16.
 The first pass compiles FlexAttention and is not timed. With `--kernels torch liger` (`learner.kernels`) the last column says how far
 Liger's gradients are from torch's, relative, over some thousand numbers of each weight. `--device cpu --size tiny` runs the same code
-where there is no GPU.
+without a GPU.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def make_model(size: str, device: str) -> Any:
 
 def samples(kind: str, tokens: int, length: int, vocabulary: int) -> list[Sample]:
     rng = random.Random(0)
-    made: list[Sample] = []
+    batch: list[Sample] = []
     prompt: list[int] = []
     for number in range(max(1, tokens // length)):
         if number % 8 == 0 or kind == "packed":
@@ -83,7 +83,7 @@ def samples(kind: str, tokens: int, length: int, vocabulary: int) -> list[Sample
         ids = (*prompt, *(rng.randrange(vocabulary) for _ in range(length - len(prompt))))
         mask = tuple(at >= len(prompt) for at in range(length))
         advantage = rng.choice([-1.0, 1.0])
-        made.append(
+        batch.append(
             Sample(
                 episode_id=str(number),
                 group_index=number // 8,
@@ -94,7 +94,7 @@ def samples(kind: str, tokens: int, length: int, vocabulary: int) -> list[Sample
                 versions=tuple(0 if on else -1 for on in mask),
             )
         )
-    return made
+    return batch
 
 
 def operations(size: str, batch: MicroBatch) -> float:

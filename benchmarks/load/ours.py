@@ -90,31 +90,31 @@ def runner_of(policy: Any, *, at_once: int, request_timeout_s: float = 120.0) ->
     return GroupRunner(runner=runner, scorer=judged, slots=asyncio.Semaphore(at_once), group_size=1, max_retries=0)
 
 
-def checked(scored: ScoredEpisode, script: Script) -> None:
+def check_episode(scored: ScoredEpisode, script: Script) -> None:
     """Raises `RuntimeError` if an episode did not follow the script."""
     episode = scored.episode
     if episode.failures or len(episode.trajectories[0].turns) != script.turns or scored.score.value != 1.0:
         raise RuntimeError(f"an episode went wrong: {episode.failures} after {len(episode.trajectories[0].turns)} turns")
 
 
-async def turns(url: str, script: Script, given: argparse.Namespace) -> dict[str, Any]:
+async def turns(url: str, script: Script, args: argparse.Namespace) -> dict[str, Any]:
     client = TokenClient(url, weights=WeightState(0))
-    groups, task = runner_of(client, at_once=given.at_once), task_of(script)
+    groups, task = runner_of(client, at_once=args.at_once), task_of(script)
 
     async def play(first: int, count: int) -> None:
         for group in await asyncio.gather(*(groups.run_group(index, task) for index in range(first, first + count))):
-            checked(group.episodes[0], script)
+            check_episode(group.episodes[0], script)
 
     await play(0, WARM)
     gc.collect()
     cpu = time.process_time()
-    await play(WARM, given.episodes)
+    await play(WARM, args.episodes)
     cpu_s, wall = time.process_time() - cpu, time.perf_counter()
-    for index in range(given.alone):
-        await play(WARM + given.episodes + index, 1)
+    for index in range(args.alone):
+        await play(WARM + args.episodes + index, 1)
     wall_s = time.perf_counter() - wall
     await client.close()
-    return {"cpu_ms": 1000 * cpu_s / (given.episodes * script.turns), "alone_ms": 1000 * wall_s / (given.alone * script.turns)}
+    return {"cpu_ms": 1000 * cpu_s / (args.episodes * script.turns), "alone_ms": 1000 * wall_s / (args.alone * script.turns)}
 
 
 class Timed:
@@ -142,59 +142,59 @@ class Timed:
         return completion
 
 
-async def crowd(url: str, script: Script, given: argparse.Namespace) -> dict[str, Any]:
+async def crowd(url: str, script: Script, args: argparse.Namespace) -> dict[str, Any]:
     """Runs `episodes` concurrently, started over `ramp` seconds. Measures the turns that end within the following `window` seconds.
 
     As in a run, full garbage collections are rare (`agentrl.base.processes.rare_collections`): one is timed after the window.
     """
     async with rare_collections():
-        return await _crowd(url, script, given)
+        return await _crowd(url, script, args)
 
 
-async def _crowd(url: str, script: Script, given: argparse.Namespace) -> dict[str, Any]:
+async def _crowd(url: str, script: Script, args: argparse.Namespace) -> dict[str, Any]:
     client = TokenClient(url, weights=WeightState(0))
-    policy = Timed(client, tuple(given.delay))
-    groups, task = runner_of(policy, at_once=given.episodes[0], request_timeout_s=300.0), task_of(script, wall_s=3600.0)
+    policy = Timed(client, tuple(args.delay))
+    groups, task = runner_of(policy, at_once=args.episodes[0], request_timeout_s=300.0), task_of(script, wall_s=3600.0)
     running = []
-    for index in range(given.episodes[0]):
+    for index in range(args.episodes[0]):
         running.append(asyncio.create_task(groups.run_episode(task, name=f"e{index}")))
-        await asyncio.sleep(given.ramp / given.episodes[0])
-    await asyncio.sleep(given.delay[1])  # by then every first turn is over
+        await asyncio.sleep(args.ramp / args.episodes[0])
+    await asyncio.sleep(args.delay[1])  # by then every first turn is over
     policy.took.clear()
     wall, cpu = time.perf_counter(), time.process_time()
-    await asyncio.sleep(given.window)
+    await asyncio.sleep(args.window)
     took, waited = policy.took, policy.waiting
     cpu_share = (time.process_time() - cpu) / (time.perf_counter() - wall)
     began = time.perf_counter()
     gc.collect()
     collection_s = time.perf_counter() - began
     policy.ended = True
-    done = [job for job in running if job.done()]
+    ended_jobs = [job for job in running if job.done()]
     for job in running:
         job.cancel()
     await asyncio.gather(*running, return_exceptions=True)
     await client.close()
-    for job in done:
-        checked(job.result(), script)
+    for job in ended_jobs:
+        check_episode(job.result(), script)
     turn, added = (sorted(values) for values in zip(*took, strict=True))
-    found = {"episodes": given.episodes[0], "in_flight": waited, "turns": len(took), "cpu_share": cpu_share, "collection_s": collection_s}
-    return found | {f"{name}_{at}_s": quantile(values, at / 100) for name, values in (("turn", turn), ("added", added)) for at in (50, 99)}
+    stats = {"episodes": args.episodes[0], "in_flight": waited, "turns": len(took), "cpu_share": cpu_share, "collection_s": collection_s}
+    return stats | {f"{name}_{at}_s": quantile(values, at / 100) for name, values in (("turn", turn), ("added", added)) for at in (50, 99)}
 
 
-async def idle(url: str, script: Script, given: argparse.Namespace) -> dict[str, Any]:
+async def idle(url: str, script: Script, args: argparse.Namespace) -> dict[str, Any]:
     """Measures memory while episodes that completed `after` turns wait for a completion that never arrives."""
     client = TokenClient(url, weights=WeightState(0))
     policy = Timed(client, (0.0, 0.0))
-    groups, task = runner_of(policy, at_once=max(given.episodes), request_timeout_s=3600.0), task_of(script, wall_s=3600.0)
+    groups, task = runner_of(policy, at_once=max(args.episodes), request_timeout_s=3600.0), task_of(script, wall_s=3600.0)
     running: list[asyncio.Task[Any]] = []
     kib = []
-    for count in sorted(given.episodes):
+    for count in sorted(args.episodes):
         while len(running) < count:
-            some = range(len(running), min(count, len(running) + 50))
-            running += [asyncio.create_task(groups.run_episode(task, name=f"e{index}")) for index in some]
-            while len(policy.took) < len(running) * given.after or policy.waiting < len(running):
+            indices = range(len(running), min(count, len(running) + 50))
+            running += [asyncio.create_task(groups.run_episode(task, name=f"e{index}")) for index in indices]
+            while len(policy.took) < len(running) * args.after or policy.waiting < len(running):
                 if broken := next((job for job in running if job.done()), None):
-                    checked(broken.result(), script)
+                    check_episode(broken.result(), script)
                 await asyncio.sleep(0.01)
         gc.collect()
         kib.append(_rss_kib())
@@ -202,7 +202,7 @@ async def idle(url: str, script: Script, given: argparse.Namespace) -> dict[str,
         job.cancel()
     await asyncio.gather(*running, return_exceptions=True)
     await client.close()
-    return {"episodes": sorted(given.episodes), "rss_kib": kib}
+    return {"episodes": sorted(args.episodes), "rss_kib": kib}
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -227,14 +227,14 @@ def main() -> None:
     parser.add_argument("--window", type=float, default=30.0)
     parser.add_argument("--after", type=int, default=4)
     parser.add_argument("--core", type=int, help="core to which this process is pinned")
-    given = parser.parse_args()
+    args = parser.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # so that its time is this process's, on one thread
-    if given.core is not None:
-        os.sched_setaffinity(0, {given.core})
-    if given.kind == "turns":
-        [given.episodes] = given.episodes
-    measure = {"turns": turns, "crowd": crowd, "idle": idle}[given.kind]
-    print(json.dumps(asyncio.run(measure(f"http://127.0.0.1:{given.port}", Script.of(given.turns), given))))
+    if args.core is not None:
+        os.sched_setaffinity(0, {args.core})
+    if args.kind == "turns":
+        [args.episodes] = args.episodes
+    measure = {"turns": turns, "crowd": crowd, "idle": idle}[args.kind]
+    print(json.dumps(asyncio.run(measure(f"http://127.0.0.1:{args.port}", Script.of(args.turns), args))))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
 
 Uses the fastest known settings: the harness is a loop in the driver process, which the package allows, instead of a program started for
 each episode. The tool is a function in that loop, instead of an MCP server. All episodes share one interception server and one runtime. The
-loop uses aiohttp with persistent connections. `--client train`
-records exact token ids over `/inference/v1/generate`, as agentrl does; `--client eval` relays chat completions, without tokens.
+loop uses aiohttp with persistent connections. `--client train` records exact token ids over `/inference/v1/generate`, as agentrl does;
+`--client eval` relays chat completions, without tokens.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class LoopHarness(Harness[HarnessConfig]):
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
-    def __init__(self, config: HarnessConfig, http: aiohttp.ClientSession, schema: dict[str, Any], shown: str) -> None:
+    def __init__(self, config: HarnessConfig, http: aiohttp.ClientSession, schema: dict[str, Any], output: str) -> None:
         super().__init__(config)
-        self._http, self._schema, self._shown = http, schema, shown
+        self._http, self._schema, self._output = http, schema, output
 
     async def look(self, at: str) -> str:
-        return self._shown
+        return self._output
 
     async def launch(self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any) -> ProgramResult:
         messages: list[dict[str, Any]] = [{"role": "user", "content": data.prompt}]
@@ -53,13 +53,13 @@ class LoopHarness(Harness[HarnessConfig]):
             body = {"model": ctx.model, "messages": messages, "tools": [self._schema]}
             async with self._http.post(f"{endpoint}/chat/completions", json=body, headers=headers) as answer:
                 answer.raise_for_status()
-                said = (await answer.json())["choices"][0]["message"]
-            messages.append(said)
-            if not said.get("tool_calls"):
+                message = (await answer.json())["choices"][0]["message"]
+            messages.append(message)
+            if not message.get("tool_calls"):
                 return ProgramResult(exit_code=0, stdout="", stderr="")
-            for call in said["tool_calls"]:
-                shown = await self.look(**json.loads(call["function"]["arguments"]))
-                messages.append({"role": "tool", "tool_call_id": call["id"], "content": shown})
+            for call in message["tool_calls"]:
+                output = await self.look(**json.loads(call["function"]["arguments"]))
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": output})
 
 
 class Look(vf.Task):
@@ -68,11 +68,11 @@ class Look(vf.Task):
         return 1.0
 
 
-async def measure(given: argparse.Namespace, script: dict[str, Any]) -> dict[str, float]:
-    url = f"http://127.0.0.1:{given.port}"
-    if given.client == "train":
+async def measure(args: argparse.Namespace, script: dict[str, Any]) -> dict[str, float]:
+    url = f"http://127.0.0.1:{args.port}"
+    if args.client == "train":
         client: Any = TrainClientConfig(
-            base_url=f"{url}/v1", api_key_var="NOT_SET", renderer=Qwen3RendererConfig(), renderer_model_name=given.tokenizer
+            base_url=f"{url}/v1", api_key_var="NOT_SET", renderer=Qwen3RendererConfig(), renderer_model_name=args.tokenizer
         )
     else:
         client = EvalClientConfig(base_url=f"{url}/v1", api_key_var="NOT_SET")
@@ -83,23 +83,23 @@ async def measure(given: argparse.Namespace, script: dict[str, Any]) -> dict[str
         agent = vf.Agent(config, interception=interception)
         agent.harness = LoopHarness(agent.harness.config, http, script["schema"], script["shown"])
         async with agent.provision(task) as runtime:
-            slots = asyncio.Semaphore(given.at_once)
+            slots = asyncio.Semaphore(args.at_once)
 
-            async def one() -> None:
+            async def run_episode() -> None:
                 async with slots:
                     trace = await agent.run(task, runtime=runtime)
-                if not trace.ok or trace.num_turns != given.turns:
+                if not trace.ok or trace.num_turns != args.turns:
                     raise RuntimeError(f"an episode went wrong after {trace.num_turns} turns: {trace.errors}")
 
-            await asyncio.gather(*(one() for _ in range(WARM)))
+            await asyncio.gather(*(run_episode() for _ in range(WARM)))
             gc.collect()
             cpu = time.process_time()
-            await asyncio.gather(*(one() for _ in range(given.episodes)))
+            await asyncio.gather(*(run_episode() for _ in range(args.episodes)))
             cpu_s, wall = time.process_time() - cpu, time.perf_counter()
-            for _ in range(given.alone):
-                await one()
+            for _ in range(args.alone):
+                await run_episode()
             wall_s = time.perf_counter() - wall
-    return {"cpu_ms": 1000 * cpu_s / (given.episodes * given.turns), "alone_ms": 1000 * wall_s / (given.alone * given.turns)}
+    return {"cpu_ms": 1000 * cpu_s / (args.episodes * args.turns), "alone_ms": 1000 * wall_s / (args.alone * args.turns)}
 
 
 def main() -> None:
@@ -112,9 +112,9 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=64)
     parser.add_argument("--at-once", type=int, default=16)
     parser.add_argument("--alone", type=int, default=8)
-    given = parser.parse_args()
+    args = parser.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    print(json.dumps(asyncio.run(measure(given, json.loads(given.script.read_text())["episode"]))))
+    print(json.dumps(asyncio.run(measure(args, json.loads(args.script.read_text())["episode"]))))
 
 
 if __name__ == "__main__":

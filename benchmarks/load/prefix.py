@@ -38,7 +38,7 @@ LONGEST = 8192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Of a workload, in tokens."""
+    """The sizes of a workload in tokens: prompts, and the texts that sub-agents get (`told`), sample (`said`) and tools print (`shown`)."""
 
     prompt: int
     instruction: int
@@ -83,13 +83,13 @@ class Tree:
 
 
 @dataclass(slots=True)
-class Seen:
+class PrefixCounter:
     """A policy that records which prompt tokens are new: nodes of the prefix tree that the server did not sample."""
 
     policy: TokenClient
     prompt_tokens: int = 0
     nodes: dict[tuple[int, int], int] = field(default_factory=dict)  # (node, token) -> node after it
-    asked: set[int] = field(default_factory=set)  # nodes in a prompt
+    prompt_nodes: set[int] = field(default_factory=set)  # nodes in a prompt
     sampled: set[int] = field(default_factory=set)  # nodes whose keys and values the server computed while it sampled
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
@@ -98,7 +98,7 @@ class Seen:
         at = 0
         for token in prompt_ids:
             at = self._after(at, token)
-            self.asked.add(at)
+            self.prompt_nodes.add(at)
         for token in completion.token_ids[:-1]:
             at = self._after(at, token)
             self.sampled.add(at)
@@ -109,15 +109,15 @@ class Seen:
 
     @property
     def unique_tokens(self) -> int:
-        return len(self.asked - self.sampled)
+        return len(self.prompt_nodes - self.sampled)
 
 
-def measured(folder: Path) -> dict[str, Any]:
+def measure(folder: Path) -> dict[str, Any]:
     """Starts the server and runs the groups. Raises `InfrastructureError` or `UserError` if the server does not start."""
-    return asyncio.run(_measured(folder))
+    return asyncio.run(_measure(folder))
 
 
-async def _measured(folder: Path) -> dict[str, Any]:
+async def _measure(folder: Path) -> dict[str, Any]:
     model = _long_model(folder / "model")
     recipe = Recipe(
         name="prefix",
@@ -130,7 +130,7 @@ async def _measured(folder: Path) -> dict[str, Any]:
     await server.start()
     try:
         client = TokenClient.for_server(server)
-        rows = {name: await _one(server, client, sizes) for name, sizes in WORKLOADS.items()}
+        rows = {name: await _measure_workload(server, client, sizes) for name, sizes in WORKLOADS.items()}
         await client.close()
     finally:
         await server.stop()
@@ -151,8 +151,8 @@ def _long_model(folder: Path) -> Path:
     return folder
 
 
-async def _one(server: VLLMServer, client: TokenClient, sizes: Sizes) -> dict[str, Any]:
-    before, seen = await _counters(server), Seen(client)
+async def _measure_workload(server: VLLMServer, client: TokenClient, sizes: Sizes) -> dict[str, Any]:
+    before, seen = await _counters(server), PrefixCounter(client)
     await _play(seen, sizes)
     after = await _counters(server)
     queries, hits = (after[name] - before[name] for name in ("queries", "hits"))
@@ -161,7 +161,7 @@ async def _one(server: VLLMServer, client: TokenClient, sizes: Sizes) -> dict[st
     return {"sizes": asdict(sizes), "prompt_tokens": seen.prompt_tokens, "unique_tokens": seen.unique_tokens, "hit_tokens": int(hits)}
 
 
-async def _play(policy: Seen, sizes: Sizes) -> None:
+async def _play(policy: PrefixCounter, sizes: Sizes) -> None:
     runner = EpisodeRunner(
         agent=Tree(sizes=sizes),
         policy=policy,
@@ -195,8 +195,8 @@ def _task(index: int, sizes: Sizes) -> Task:
 
 
 async def _counters(server: VLLMServer) -> dict[str, float]:
-    found = await server.control.metrics()
-    return {name: found[f"vllm:prefix_cache_{name}_total"] for name in ("queries", "hits")}
+    metrics = await server.control.metrics()
+    return {name: metrics[f"vllm:prefix_cache_{name}_total"] for name in ("queries", "hits")}
 
 
 def _tokens(what: str, count: int) -> list[int]:

@@ -22,13 +22,13 @@ GENERATE, CHAT = "/inference/v1/generate", "/v1/chat/completions"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """Returns the episode, which is the same at every call."""
+    """The texts of the episode, the same in every call."""
 
     prompt: str
     turns: int
     calls: tuple[str, ...]  # argument of the tool call of each turn except the last
-    said: tuple[str, ...]  # the words of each turn
-    shown: str  # what the tool gives
+    said: tuple[str, ...]  # the text of each turn
+    shown: str  # the tool's output
 
     @classmethod
     def of(cls, turns: int) -> Script:
@@ -38,7 +38,7 @@ class Script:
         return cls(prompt=words(draw, PROMPT_WORDS), turns=turns, calls=calls, said=said, shown=words(draw, SHOWN_WORDS))
 
     def text(self, turn: int) -> str:
-        """A turn as the model writes it."""
+        """Returns the model's text of a turn."""
         if turn >= len(self.calls):
             return self.said[turn]
         call = json.dumps({"name": "look", "arguments": {"at": self.calls[turn]}})
@@ -47,28 +47,28 @@ class Script:
 
 def tokenizer() -> Any:
     """Returns the tokenizer of the gateway's benchmark, with about one token per word. The peer's renderer needs the thinking marks."""
-    made = trained_tokenizer()
-    made.add_special_tokens({"extra_special_tokens": [*made.all_special_tokens, "<think>", "</think>"]})
-    return made
+    trained = trained_tokenizer()
+    trained.add_special_tokens({"extra_special_tokens": [*trained.all_special_tokens, "<think>", "</think>"]})
+    return trained
 
 
 def write(folder: Path, script: Script, schema: dict[str, Any], *, delay_s: tuple[float, float] = (0.0, 0.0), delay_from: int = 0) -> int:
-    """Writes the server's file and the tokenizer into a folder. Returns the tokens of a whole episode, prompt included."""
-    made = tokenizer()
-    made.save_pretrained(folder / "tokenizer")
-    chat = ChatFormat(made)
+    """Writes the server's file and the tokenizer into a folder. Returns the number of tokens of an episode, with its prompt."""
+    trained = tokenizer()
+    trained.save_pretrained(folder / "tokenizer")
+    chat = ChatFormat(trained)
     tokens = len(chat.opening((Message(role="user", content=script.prompt),), (schema,)))
     answers: dict[str, list[str]] = {GENERATE: [], CHAT: []}
     for turn in range(script.turns):
-        ids = [*made.encode(script.text(turn), add_special_tokens=False), made.eos_token_id]
+        ids = [*trained.encode(script.text(turn), add_special_tokens=False), trained.eos_token_id]
         answers[GENERATE].append(json.dumps(_generated(ids)))
         answers[CHAT].append(json.dumps(_chat(script, turn, tokens, len(ids))))
         tokens += len(ids)
         if turn < len(script.calls):
             tokens += len(chat.tool_delta([script.shown], chat.parse(ids, (schema,))))
     episode = {"prompt": script.prompt, "schema": schema, "shown": script.shown}
-    given = {"answers": answers, "delay_s": delay_s, "delay_from": delay_from, "end": made.eos_token_id, "episode": episode}
-    (folder / "script.json").write_text(json.dumps(given))
+    content = {"answers": answers, "delay_s": delay_s, "delay_from": delay_from, "end": trained.eos_token_id, "episode": episode}
+    (folder / "script.json").write_text(json.dumps(content))
     return tokens
 
 

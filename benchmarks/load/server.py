@@ -100,5 +100,5 @@ async def serve(script: Script) -> None:
 
 
 if __name__ == "__main__":
-    given = json.loads(Path(sys.argv[1]).read_text())
-    asyncio.run(serve(Script(given["answers"], end=given["end"], delay_s=tuple(given["delay_s"]), delay_from=given["delay_from"])))
+    content = json.loads(Path(sys.argv[1]).read_text())
+    asyncio.run(serve(Script(content["answers"], end=content["end"], delay_s=tuple(content["delay_s"]), delay_from=content["delay_from"])))

@@ -13,15 +13,15 @@ SHARE, DRIVER_P99_S, KIB, POINTS = 0.2, 0.05, 100.0, 5.0
 
 def page(results: dict[str, Any]) -> tuple[str, bool]:
     """Returns the tables of the measured parts, and whether every figure meets its target."""
-    made = [(name, *part(results[name])) for name, part in _PARTS.items() if name in results]
-    texts = [f"{text}\n\nMeasured on {results[name]['machine']}{_noted(results[name]['note'])}.\n" for name, text, _ in made]
-    return "\n".join(texts), all(met for *_, met in made)
+    sections = [(name, *part(results[name])) for name, part in _PARTS.items() if name in results]
+    texts = [f"{text}\n\nMeasured on {results[name]['machine']}{_noted(results[name]['note'])}.\n" for name, text, _ in sections]
+    return "\n".join(texts), all(met for *_, met in sections)
 
 
-def merged(old: str, new: str) -> str:
+def merge_sections(old: str, new: str) -> str:
     """Returns a page in which new sections replace those with the same heading."""
-    found = {heading: text for part in (old, new) for heading, text in _sections(part)}
-    return "\n".join(found.values())
+    sections = {heading: text for part in (old, new) for heading, text in _sections(part)}
+    return "\n".join(sections.values())
 
 
 def _sections(text: str) -> list[tuple[str, str]]:
@@ -33,14 +33,14 @@ def _noted(note: str) -> str:
     return f"; {note}" if note else ""
 
 
-def _turns(found: dict[str, Any]) -> tuple[str, bool]:
-    bare = statistics.median(found["bare_ms"])
-    sides: dict[str, list[dict[str, float]]] = found["sides"]
+def _turns(result: dict[str, Any]) -> tuple[str, bool]:
+    bare = statistics.median(result["bare_ms"])
+    sides: dict[str, list[dict[str, float]]] = result["sides"]
     ours = sides["agentrl"]
     rows = [
         "### Cost of a turn",
         "",
-        f"Episodes of {found['turns']} turns and {found['tokens']} tokens, {found['episodes']} in each of {len(ours)} repeats; medians"
+        f"Episodes of {result['turns']} turns and {result['tokens']} tokens, {result['episodes']} in each of {len(ours)} repeats; medians"
         " (range). CPU time is the driver's with 16 concurrent episodes. Latency is that of one turn without load, minus the"
         f" {bare:.2f} ms of a bare exchange with the server. Ratios are medians over paired repeats.",
         "",
@@ -61,11 +61,11 @@ def _turns(found: dict[str, Any]) -> tuple[str, bool]:
     return "\n".join(rows), met
 
 
-def compared(found: dict[str, Any]) -> dict[str, Any]:
+def turn_figures(result: dict[str, Any]) -> dict[str, Any]:
     """Returns the stored figures of the part `turns`: CPU time and latency per turn, and their ratios to agentrl's, by repeat."""
-    bare, ours = statistics.median(found["bare_ms"]), found["sides"]["agentrl"]
+    bare, ours = statistics.median(result["bare_ms"]), result["sides"]["agentrl"]
     sides = {}
-    for side, runs in found["sides"].items():
+    for side, runs in result["sides"].items():
         pairs = list(zip(runs, ours, strict=True))
         sides[side] = {
             "cpu_ms": stored.summary([run["cpu_ms"] for run in runs]),
@@ -73,12 +73,12 @@ def compared(found: dict[str, Any]) -> dict[str, Any]:
             "latency_ms": stored.summary([run["alone_ms"] - bare for run in runs]),
             "latency_times": stored.summary([(run["alone_ms"] - bare) / (own["alone_ms"] - bare) for run, own in pairs]),
         }
-    return {"sides": sides, "turns": found["turns"], "episodes": found["episodes"], "tokens": found["tokens"]}
+    return {"sides": sides, "turns": result["turns"], "episodes": result["episodes"], "tokens": result["tokens"]}
 
 
-def _crowd(found: dict[str, Any]) -> tuple[str, bool]:
-    few, many = found["runs"]
-    low, high = found["delay_s"]
+def _crowd(result: dict[str, Any]) -> tuple[str, bool]:
+    few, many = result["runs"]
+    low, high = result["delay_s"]
     rows = [
         "### Episodes in flight",
         "",
@@ -99,38 +99,38 @@ def _crowd(found: dict[str, Any]) -> tuple[str, bool]:
     return "\n".join(rows), met
 
 
-def _idle(found: dict[str, Any]) -> tuple[str, bool]:
+def _idle(result: dict[str, Any]) -> tuple[str, bool]:
     rows = [
         "### Memory of a waiting episode",
         "",
-        f"After {found['after']} turns, with about {found['tokens']} tokens in its context and a request in flight.",
+        f"After {result['after']} turns, with about {result['tokens']} tokens in its context and a request in flight.",
         "",
         "| episodes | memory of the process, MiB |",
         "| ---: | ---: |",
     ]
-    rows += [f"| {count:,} | {kib / 1024:.0f} |" for count, kib in zip(found["episodes"], found["rss_kib"], strict=True)]
-    met = found["kib_an_episode"] <= KIB
+    rows += [f"| {count:,} | {kib / 1024:.0f} |" for count, kib in zip(result["episodes"], result["rss_kib"], strict=True)]
+    met = result["kib_an_episode"] <= KIB
     rows += [
         "",
-        f"Target: at most 100 KiB an episode. Measured: {found['kib_an_episode']:.0f} KiB, the slope of this table. {_reached(met)}",
+        f"Target: at most 100 KiB an episode. Measured: {result['kib_an_episode']:.0f} KiB, the slope of this table. {_reached(met)}",
     ]
     return "\n".join(rows), met
 
 
-def _prefix(found: dict[str, Any]) -> tuple[str, bool]:
+def _prefix(result: dict[str, Any]) -> tuple[str, bool]:
     rows, short = [], {}
-    for name, row in found["rows"].items():
+    for name, row in result["rows"].items():
         total, sizes = row["prompt_tokens"], row["sizes"]
         bound, hit = 1 - row["unique_tokens"] / total, row["hit_tokens"] / total
         short[name] = 100 * (bound - hit)
-        tokens = " / ".join(str(sizes[one]) for one in ("prompt", "instruction", "told", "said", "shown"))
+        tokens = " / ".join(str(sizes[kind]) for kind in ("prompt", "instruction", "told", "said", "shown"))
         cells = (name, tokens, f"{total:,}", f"{row['unique_tokens']:,}", f"{bound:.1%}", f"{hit:.1%}", f"{short[name]:.1f} points")
         rows.append(f"| {' | '.join(cells)} |")
     missed = [name for name, points in short.items() if points > POINTS]
     lines = [
         "### Prompt tokens from the prefix cache",
         "",
-        found["workload"],
+        result["workload"],
         "",
         "Sizes are tokens of a task's prompt / sub-agents' instruction / a sub-agent's task / a completion / a tool's output.",
         "",

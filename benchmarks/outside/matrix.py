@@ -53,7 +53,7 @@ def cell_path(program: Program, way: Way, work: Path) -> Path:
 
 
 def measured_code(program: Program, way: Way) -> dict[str, str]:
-    """What a cell depends on: the code, and how the program is run. A cell whose code differs is measured again."""
+    """Returns hashes of what a cell depends on: the code, and how the program is run. A cell with other hashes is measured again."""
     script = [inspect.getsource(program.says), *program.install(Path())[1:], program.prints, *program.models]
     script += [*way.command, *sorted(f"{name}={value}" for name, value in way.environment.items())]
     files = [file.read_text() for _, file in sorted(way.files.items())]
@@ -62,7 +62,7 @@ def measured_code(program: Program, way: Way) -> dict[str, str]:
 
 
 def stored_cell(program: Program, way: Way, work: Path) -> dict[str, Any] | None:
-    """The cell of an earlier command, if what it depends on is the same."""
+    """Returns the cell of an earlier command; None if its `measured_code` differs."""
     path = cell_path(program, way, work)
     if not path.exists():
         return None
@@ -73,8 +73,8 @@ def stored_cell(program: Program, way: Way, work: Path) -> dict[str, Any] | None
 def keep_cell(cell: Mapping[str, Any], requests: Sequence[Exchange], path: Path) -> None:
     """Writes a cell, and next to it the bodies of its requests, one JSON line each."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    bodies = [{"path": where, "status": status, "body": body.decode("utf-8", "replace")} for _, where, body, status, _ in requests]
-    write_atomically(path.with_suffix(".requests.jsonl"), "".join(json.dumps(one) + "\n" for one in bodies))
+    bodies = [{"path": route, "status": status, "body": body.decode("utf-8", "replace")} for _, route, body, status, _ in requests]
+    write_atomically(path.with_suffix(".requests.jsonl"), "".join(json.dumps(body) + "\n" for body in bodies))
     write_atomically(path, json.dumps(cell, indent=1) + "\n")
 
 
@@ -89,7 +89,7 @@ def keep_matrix(command: str, cells: Sequence[Mapping[str, Any]]) -> Path:
 
 
 def table(cells: Iterable[Mapping[str, Any]], programs: Mapping[str, Program]) -> str:
-    """The matrix in Markdown, with the reasons of the cells that are not OK below it."""
+    """Returns the matrix in Markdown, and below it the reasons of the cells that are not OK."""
     by_program: dict[str, dict[str, Mapping[str, Any]]] = {}
     for cell in cells:
         by_program.setdefault(cell["program"], {})[cell["column"]] = cell
@@ -99,7 +99,7 @@ def table(cells: Iterable[Mapping[str, Any]], programs: Mapping[str, Program]) -
         program = programs[name]
         shown = [_shown(row.get(column), program.absent.get(column, ""), notes) for column in COLUMNS]
         options = sorted({option for cell in row.values() for option in cell["options"] if SHOWN.fullmatch(option)})
-        about = ", ".join(filter(None, (program.features, *(f"`{one}`" for one in options))))
+        about = ", ".join(filter(None, (program.features, *(f"`{option}`" for option in options))))
         lines.append(f"| {program.version} | {' | '.join(shown)} | {about} |")
     return "\n".join([*lines, *(["", *(f"{number}. {note}" for number, note in enumerate(notes, 1))] if notes else [])])
 

@@ -1,4 +1,4 @@
-"""One session: a program in a bubblewrap sandbox, the gateway, a scripted policy, and what is measured."""
+"""One session: a program in a bubblewrap sandbox, the gateway, a scripted policy, and the measured cell."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class WithProgram(BubblewrapBackend):
         super().__init__(run_label="outside-programs", root=ROOT)
         self._folder = folder
 
-    def _view(self, *given: Any, **named: Any) -> list[str]:
-        return [*super()._view(*given, **named), "--ro-bind", str(self._folder), "/opt"]
+    def _view(self, *arguments: Any, **options: Any) -> list[str]:
+        return [*super()._view(*arguments, **options), "--ro-bind", str(self._folder), "/opt"]
 
-    def _options(self, *given: Any, **named: Any) -> dict[str, Any]:
-        options = super()._options(*given, **named)
+    def _options(self, *arguments: Any, **named: Any) -> dict[str, Any]:
+        options = super()._options(*arguments, **named)
         return {**options, "shown": [*options["shown"], "/opt"]} if "shown" in options else options
 
 
@@ -134,9 +134,9 @@ def exact_share(episode: Episode, sampled: Sequence[tuple[tuple[int, ...], tuple
     left, exact, trained = list(sampled), 0, 0
     for sample in counted_samples([group]):
         for begin, end in _spans(sample.loss_mask):
-            shown, ids = tuple(sample.token_ids[:begin]), tuple(sample.token_ids[begin:end])
+            before, ids = tuple(sample.token_ids[:begin]), tuple(sample.token_ids[begin:end])
             trained += len(ids)
-            match = next((at for at, (prompt, completion) in enumerate(left) if prompt == shown and completion[: len(ids)] == ids), None)
+            match = next((at for at, (prompt, completion) in enumerate(left) if prompt == before and completion[: len(ids)] == ids), None)
             if match is not None:
                 exact += len(ids)
                 del left[match]
@@ -144,7 +144,7 @@ def exact_share(episode: Episode, sampled: Sequence[tuple[tuple[int, ...], tuple
 
 
 def _spans(mask: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Start and end of each stretch of trained tokens."""
+    """Yields start and end of each span of trained tokens."""
     edges = [at for at in range(1, len(mask)) if bool(mask[at]) != bool(mask[at - 1])]
     edges += [len(mask)] if mask[-1] else []
     yield from zip(edges[::2], edges[1::2], strict=True)
@@ -208,12 +208,12 @@ def _measured(program: Program, way: Way, agent: Watched, policy: Competent, epi
         "exact_share": exact_share(episode, policy.sampled),
         "sampled_tokens": episode.completion_tokens,
         "constrained": policy.constrained,
-        "requests": dict(Counter(_kind(one) for one in seen)),
-        "options": sorted({option for one in seen for option in options(one[2])}),
-        "errors": [_error(one) for one in seen if one[3] >= 400],
+        "requests": dict(Counter(_kind(exchange) for exchange in seen)),
+        "options": sorted({option for exchange in seen for option in options(exchange[2])}),
+        "errors": [_error(exchange) for exchange in seen if exchange[3] >= 400],
         "trajectories": [[line.agent, len(line.turns)] for line in episode.trajectories],
         "counts": {} if session is None else {key: count for key, count in session.counts.items() if count},
-        "failures": [f"{one.blame}: {one.kind}: {one.message}"[:SHOWN] for one in episode.failures],
+        "failures": [f"{fault.blame}: {fault.kind}: {fault.message}"[:SHOWN] for fault in episode.failures],
         "exit": None if ended is None else ended.exit_code,
         "output": "" if ended is None else ended.stdout[-SHOWN:] + ended.stderr[-SHOWN:],
         "wall_s": round(wall_s, 1),
@@ -222,7 +222,7 @@ def _measured(program: Program, way: Way, agent: Watched, policy: Competent, epi
 
 
 def reason(cell: dict[str, Any], program: Program, way: Way, stdout: str) -> str:
-    """Why a cell is not OK; empty if it is."""
+    """Returns why a cell is not OK; empty if it is OK."""
     if not cell["test_passed"] or cell["exit"] != 0:
         last = cell["output"].strip().rpartition("\n")[2] or next(iter(cell["failures"]), "")
         return next(iter(cell["errors"]), f"ended with status {cell['exit']}: {last[-300:]}")
@@ -257,7 +257,7 @@ def _error(exchange: Exchange) -> str:
 
 
 def options(body: bytes) -> Iterator[str]:
-    """The fields of a request, with the value of those whose value matters."""
+    """Yields the fields of a request, with the value if the value matters."""
     fields = _body(body)
     for name, value in fields.items():
         if value is None or name in ("model", "messages", "input", "system", "instructions", "stream"):

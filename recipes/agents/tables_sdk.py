@@ -21,23 +21,23 @@ TOOLS = [tool("python", "Runs Python code and returns what it prints.", "code"),
 
 def run(code: str) -> str:
     try:
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, errors="replace", timeout=10)
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, errors="replace", timeout=10)
     except (subprocess.TimeoutExpired, ValueError) as error:
         return f"error: {error}"[-400:]
-    return "\n".join(text for text in (done.stdout.rstrip(), done.stderr.rstrip()) if text)[-400:]
+    return "\n".join(text for text in (result.stdout.rstrip(), result.stderr.rstrip()) if text)[-400:]
 
 
 def main() -> None:
     client = OpenAI()  # OPENAI_BASE_URL and OPENAI_API_KEY
     messages = [{"role": "user", "content": sys.stdin.read()}]
     while True:
-        made = client.chat.completions.create(model=os.environ.get("AGENTRL_MODEL", "gpt-5"), messages=messages, tools=TOOLS)
-        said = made.choices[0].message
-        if not said.tool_calls:
-            print(said.content)
+        completion = client.chat.completions.create(model=os.environ.get("AGENTRL_MODEL", "gpt-5"), messages=messages, tools=TOOLS)
+        message = completion.choices[0].message
+        if not message.tool_calls:
+            print(message.content)
             return
-        messages.append(said.model_dump(exclude_none=True))
-        for call in said.tool_calls:
+        messages.append(message.model_dump(exclude_none=True))
+        for call in message.tool_calls:
             arguments = json.loads(call.function.arguments)
             if call.function.name == "submit":
                 print(arguments.get("answer", ""))

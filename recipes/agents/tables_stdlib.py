@@ -20,29 +20,29 @@ TOOLS = [tool("python", "Runs Python code and returns what it prints.", "code"),
 
 def run(code: str) -> str:
     try:
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, errors="replace", timeout=10)
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, errors="replace", timeout=10)
     except (subprocess.TimeoutExpired, ValueError) as error:
         return f"error: {error}"[-400:]
-    return "\n".join(text for text in (done.stdout.rstrip(), done.stderr.rstrip()) if text)[-400:]
+    return "\n".join(text for text in (result.stdout.rstrip(), result.stderr.rstrip()) if text)[-400:]
 
 
 def ask(messages: list) -> dict:
     body = {"model": os.environ.get("AGENTRL_MODEL", "gpt-5"), "messages": messages, "tools": TOOLS}
     headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
-    asked = urllib.request.Request(f"{os.environ['OPENAI_BASE_URL']}/chat/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(asked) as answer:
+    request = urllib.request.Request(f"{os.environ['OPENAI_BASE_URL']}/chat/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request) as answer:
         return json.load(answer)["choices"][0]["message"]
 
 
 def main() -> None:
     messages = [{"role": "user", "content": sys.stdin.read()}]
     while True:
-        said = ask(messages)
-        if not said.get("tool_calls"):
-            print(said["content"])
+        message = ask(messages)
+        if not message.get("tool_calls"):
+            print(message["content"])
             return
-        messages.append(said)
-        for call in said["tool_calls"]:
+        messages.append(message)
+        for call in message["tool_calls"]:
             arguments = json.loads(call["function"]["arguments"])
             if call["function"]["name"] == "submit":
                 print(arguments.get("answer", ""))

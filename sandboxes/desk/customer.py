@@ -24,10 +24,10 @@ _EMAIL = re.compile(r"[\w.]+@[\w.]*\w")
 _OVER = re.compile(r"\b(done|refunded|cancel+ed|changed|sorry|cannot|can't|not possible|not allow)", re.IGNORECASE)
 
 
-def customer(brief: str, said: Sequence[tuple[str, str]]) -> str:
+def customer(brief: str, transcript: Sequence[tuple[str, str]]) -> str:
     """Returns the next text of a customer who answers questions and leaves when the request is granted or declined."""
     wish = _after(brief, "You want: ")
-    last, replies = said[-1][1], sum(speaker == USER for speaker, _ in said)
+    last, replies = transcript[-1][1], sum(speaker == USER for speaker, _ in transcript)
     if "mail" in last.lower():
         return f"It is {_after(brief, 'Your e-mail address: ')}"
     if "address" in last.lower() and "New address: " in brief:
@@ -37,17 +37,17 @@ def customer(brief: str, said: Sequence[tuple[str, str]]) -> str:
     return wish
 
 
-def press(action: str, said: Sequence[tuple[str, str]]) -> str | ToolCall:
+def press(action: str, transcript: Sequence[tuple[str, str]]) -> str | ToolCall:
     """Returns what a button means: a text, or a call with the order, e-mail address and address that the customer has named."""
     text = BUTTONS[action]
     if " " in text:
         return text
-    heard = [words for speaker, words in said if speaker != AGENT]
-    arguments = {"order": _last(r"order (\d+)", heard)}
+    customer_texts = [words for speaker, words in transcript if speaker != AGENT]
+    arguments = {"order": _last(r"order (\d+)", customer_texts)}
     if text == "look_up":
-        arguments["email"] = _last(_EMAIL.pattern, heard)
+        arguments["email"] = _last(_EMAIL.pattern, customer_texts)
     if text == "change_address":
-        arguments["address"] = _last(r"\bto (\d+ \w+ Street)", heard)
+        arguments["address"] = _last(r"\bto (\d+ \w+ Street)", customer_texts)
     return ToolCall(name=text, arguments=arguments)
 
 

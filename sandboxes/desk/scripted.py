@@ -55,18 +55,18 @@ def begging(context: str) -> str:
 
 
 def buttons(context: str) -> str:
-    """Presses the buttons that `careful` amounts to."""
-    said = careful(re.sub(r"user\n((?!It is|Please|Goodbye)[^<]*)<", r"user\n<tool_response>\n\1\n</tool_response><", context))
-    call = re.search(r'"name": "(\w+)"', said)
+    """Presses the buttons that correspond to the turns of `careful`."""
+    turn = careful(re.sub(r"user\n((?!It is|Please|Goodbye)[^<]*)<", r"user\n<tool_response>\n\1\n</tool_response><", context))
+    call = re.search(r'"name": "(\w+)"', turn)
     if call:
         return {"look_up": "f", "refund": "o", "cancel": "x", "change_address": "k"}[call[1]]
-    return "v" if "e-mail" in said else "1" if said == DECLINE else "C"
+    return "v" if "e-mail" in turn else "1" if turn == DECLINE else "C"
 
 
 def _wish(context: str) -> tuple[str, str, str]:
     """Returns request, order and new address of the customer's first text."""
     match = re.search(r"user\nPlease (refund|cancel|send) order (\d+)(?: to ([^.]+))?\.", context)
-    assert match is not None, "the customer begins with it"
+    assert match is not None, "the customer's first text is a request"
     return {"send": "change_address"}.get(match[1], match[1]), match[2], match[3] or ""
 
 

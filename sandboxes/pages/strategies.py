@@ -15,19 +15,19 @@ from sandboxes.pages.demonstrations import call
 from sandboxes.pages.questions import program, request
 
 
-def asked(context: str) -> str:
+def request_text(context: str) -> str:
     """The agent's request."""
     return str(re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", context, re.DOTALL)[0])
 
 
-def shown(context: str) -> list[str]:
+def tool_outputs(context: str) -> list[str]:
     """The results of the calls so far."""
     return re.findall(r"<tool_response>\n(.*?)\n</tool_response>", context, re.DOTALL)
 
 
 def given(context: str) -> list[int]:
     """The pages that the agent has to answer."""
-    pages = [int(word) for word in asked(context).rstrip(".").split() if word.isdigit()]
+    pages = [int(word) for word in request_text(context).rstrip(".").split() if word.isdigit()]
     return list(range(pages[0], pages[-1] + 1))
 
 
@@ -35,7 +35,7 @@ def splitting(task: Task) -> Callable[[str], str]:
     """Delegates each page to a helper."""
 
     def reads(context: str) -> str:
-        pages, outputs = given(context), shown(context)
+        pages, outputs = given(context), tool_outputs(context)
         if len(pages) == 1:
             return alone(task)(context)
         if not outputs:
@@ -49,7 +49,7 @@ def alone(task: Task) -> Callable[[str], str]:
     """Reads and answers page after page."""
 
     def reads(context: str) -> str:
-        pages, outputs = given(context), shown(context)
+        pages, outputs = given(context), tool_outputs(context)
         page, ran = divmod(len(outputs), 2)
         if page == len(pages):
             return call("submit", answer="\n".join(outputs[1::2]))
@@ -62,7 +62,7 @@ def at_once(task: Task) -> Callable[[str], str]:
     """Reads all pages in one turn, then writes one short program for all of them."""
 
     def reads(context: str) -> str:
-        outputs = shown(context)
+        outputs = tool_outputs(context)
         if not outputs:
             return "\n".join(call("read", page=page) for page in given(context))
         if len(outputs) == len(given(context)):
@@ -77,9 +77,9 @@ def handing_on(task: Task) -> Callable[[str], str]:
     """Delegates all pages to one helper."""
 
     def reads(context: str) -> str:
-        outputs = shown(context)
+        outputs = tool_outputs(context)
         if "delegate" not in context.partition("<|im_end|>")[0]:
             return alone(task)(context)
-        return call("submit", answer=outputs[-1]) if outputs else call("delegate", task=asked(context))
+        return call("submit", answer=outputs[-1]) if outputs else call("delegate", task=request_text(context))
 
     return reads

@@ -1,4 +1,4 @@
-"""Random conversations with tools, and the law of every chat format: its parts add up to the rendered conversation."""
+"""Random conversations with tools, and the rule that every chat format obeys: its parts add up to the rendered conversation."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ ODD = (
 )
 
 
-def _written(one: str) -> str:
+def _stripped(text: str) -> str:
     """Text without white space at its ends, which templates strip, and without characters that tokenizers change."""
-    return one.strip()
+    return text.strip()
 
 
 texts = st.one_of(
     st.sampled_from(ODD), st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs", "Co", "Cn")), max_size=20)
-).map(_written)
+).map(_stripped)
 numbers = st.integers(-(10**20), 10**20)
 values = st.recursive(
     st.none() | st.booleans() | numbers | texts,
@@ -71,7 +71,7 @@ def rounds(*, most_calls: int) -> st.SearchStrategy[Round]:
         lambda drawn: st.builds(
             Round,
             thought=st.just("") | texts,
-            calls=st.just(tuple(one for one, _ in drawn)),
+            calls=st.just(tuple(call for call, _ in drawn)),
             outputs=st.just(tuple(text for _, text in drawn)),
         )
     )
@@ -94,50 +94,50 @@ def sayable(value: Any, chat: ChatFormat) -> Any:
     if isinstance(value, str):
         return TAGS.sub("", chat.escape_text(value)).strip(" ")
     if isinstance(value, list):
-        return [sayable(one, chat) for one in value]
-    return {sayable(key, chat): sayable(one, chat) for key, one in value.items()} if isinstance(value, dict) else value
+        return [sayable(item, chat) for item in value]
+    return {sayable(key, chat): sayable(item, chat) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def assert_adds_up(chat: ChatFormat, tokenizer: Any, asked: str, said: Sequence[Round]) -> None:
-    """Opening, what a model samples and the deltas are the ids of the whole conversation, and every turn is read as what it says.
+def assert_adds_up(chat: ChatFormat, tokenizer: Any, prompt: str, rounds_: Sequence[Round]) -> None:
+    """Checks that opening, completions and deltas are the ids of the rendered conversation, and that every turn is parsed exactly.
 
-    What tools gave stands in it without the control tokens that it spells: those are the template's own, and no more.
+    Tool outputs are in it without the control tokens that they spell: all control tokens come from the template.
     """
     renderer = Renderer(tokenizer)
     renderer.arguments_as_text = chat._renderer.arguments_as_text
     ends = [tokenizer.decode([token]) for token in chat.stop_token_ids]
-    messages = [Message(role="user", content=asked or "-")]
+    messages = [Message(role="user", content=prompt or "-")]
     context = list(chat.opening(messages, [TOOL]))
     before = renderer.text(renderer.messages(messages), [TOOL])
-    for one in said:
-        calls = tuple(ToolCall(name=NAME, arguments=sayable(call, chat)) for call in one.calls)
-        thought = sayable(one.thought, chat) if renderer.knows_thinking and not before.rstrip().endswith("</think>") else ""
-        if before.rstrip().endswith("<think>"):  # where nothing is thought, the prompt's line break and the turn's would be one token
+    for round_ in rounds_:
+        calls = tuple(ToolCall(name=NAME, arguments=sayable(call, chat)) for call in round_.calls)
+        thought = sayable(round_.thought, chat) if renderer.knows_thinking and not before.rstrip().endswith("</think>") else ""
+        if before.rstrip().endswith("<think>"):  # without a thought, the line breaks of prompt and turn would be one token
             thought = thought or "-"
-        text = sayable(one.text, chat) if not calls else ""
+        text = sayable(round_.text, chat) if not calls else ""
         content = f"<think>\n{thought}\n</think>\n\n{text}" if thought else text
         messages += [
             Message(role="assistant", content=content, tool_calls=calls),
-            *(Message(role="tool" if calls else "user", content=chat.escape_text(shown)) for shown in one.outputs),
+            *(Message(role="tool" if calls else "user", content=chat.escape_text(output_text)) for output_text in round_.outputs),
         ]
-        whole = renderer.text(renderer.messages(messages), [TOOL])
-        assert whole.startswith(before)
-        rest = whole[len(before) :]
+        rendered = renderer.text(renderer.messages(messages), [TOOL])
+        assert rendered.startswith(before)
+        rest = rendered[len(before) :]
         at, end = min((place, end) for end in ends if (place := rest.find(end)) >= 0)
         sampled = [*tokenizer.encode(rest[:at], add_special_tokens=False), *tokenizer.encode(end, add_special_tokens=False)]
         parsed = chat.parse(sampled, [TOOL])
         assert parsed.errors == () and parsed.message.tool_calls == calls
         assert thought in parsed.message.content and parsed.answer == text
 
-        def answered(*shown: str, after: ParsedCompletion = parsed, name: str = NAME if calls else USER) -> tuple[int, ...]:
-            return chat.answer_delta([ToolResult(name=name, output=output, ok=True) for output in shown], after)
+        def delta_of(*output_text: str, after: ParsedCompletion = parsed, name: str = NAME if calls else USER) -> tuple[int, ...]:
+            return chat.answer_delta([ToolResult(name=name, output=output, ok=True) for output in output_text], after)
 
-        delta = answered(*one.outputs)
-        assert chat._controls(delta) == chat._controls(answered(*("-" for _ in one.outputs)))
+        delta = delta_of(*round_.outputs)
+        assert chat._controls(delta) == chat._controls(delta_of(*("-" for _ in round_.outputs)))
         context += (*sampled, *delta)
-        assert context == tokenizer.encode(whole, add_special_tokens=False)
-        assert tokenizer.decode(context) == whole
-        before = whole
+        assert context == tokenizer.encode(rendered, add_special_tokens=False)
+        assert tokenizer.decode(context) == rendered
+        before = rendered
 
 
 ARGUMENT_TAGS = ("<parameter=code>", "</parameter>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
@@ -147,26 +147,26 @@ MARKS = [
     *(*deepseek.CALLS, *deepseek.CALL, deepseek.SEP, "[f(", ")]", "{}", ";"),
     *ARGUMENT_TAGS,
 ]
-"""What readers look for, as a model may spell it inside an argument."""
+"""Markup that readers search for, which a model may spell inside an argument."""
 _STAND_INS = {chr(0xF100 + number): mark for number, mark in enumerate(MARKS)}
 _STAND_IN = re.compile(f"([{''.join(_STAND_INS)}])")
 _spelled = st.lists(st.sampled_from([key for key, mark in _STAND_INS.items() if mark not in ARGUMENT_TAGS]) | texts, max_size=5)
 spelling_arguments = st.fixed_dictionaries(
-    {"code": _spelled.map("".join).map(_written)},
+    {"code": _spelled.map("".join).map(_stripped)},
     optional={"more": st.lists(st.lists(st.sampled_from(sorted(_STAND_INS)), max_size=4).map("".join), max_size=3), "n": numbers},
 )
-"""Arguments whose texts hold stand-ins for marks. Without quotes, a text that holds the tags of arguments cannot be told from them."""
+"""Arguments whose texts contain stand-ins for marks. In a form without quotes, such a text cannot contain the tags of arguments."""
 
 
-def assert_marks_are_text(chat: ChatFormat, tokenizer: Any, said: Sequence[dict[str, Any]]) -> None:
+def assert_marks_are_text(chat: ChatFormat, tokenizer: Any, call_arguments: Sequence[dict[str, Any]]) -> None:
     """A turn whose arguments contain markup in ordinary tokens is parsed as the calls that it contains."""
     renderer = Renderer(tokenizer)
     renderer.arguments_as_text = chat._renderer.arguments_as_text
-    asked = [Message(role="user", content="-")]
-    before = renderer.text(renderer.messages(asked), [TOOL])
+    opening = [Message(role="user", content="-")]
+    before = renderer.text(renderer.messages(opening), [TOOL])
     thought = "<think>\n-\n</think>\n\n" if before.rstrip().endswith("<think>") else ""
-    calls = tuple(ToolCall(name=NAME, arguments=sayable(call, chat)) for call in said)
-    turns = [*asked, Message(role="assistant", content=thought, tool_calls=calls), *(Message(role="tool", content="x") for _ in calls)]
+    calls = tuple(ToolCall(name=NAME, arguments=sayable(call, chat)) for call in call_arguments)
+    turns = [*opening, Message(role="assistant", content=thought, tool_calls=calls), *(Message(role="tool", content="x") for _ in calls)]
     rest = renderer.text(renderer.messages(turns), [TOOL])[len(before) :]
     at, end = min((place, end) for stop in chat.stop_token_ids if (place := rest.find(end := tokenizer.decode([stop]))) >= 0)
     sampled: list[int] = []
@@ -180,7 +180,7 @@ def assert_marks_are_text(chat: ChatFormat, tokenizer: Any, said: Sequence[dict[
 
 def _spelled_out(value: Any) -> Any:
     if isinstance(value, str):
-        return _STAND_IN.sub(lambda found: _STAND_INS[found[0]], value)
+        return _STAND_IN.sub(lambda match: _STAND_INS[match[0]], value)
     if isinstance(value, Mapping):
-        return {key: _spelled_out(one) for key, one in value.items()}
-    return [_spelled_out(one) for one in value] if isinstance(value, list | tuple) else value
+        return {key: _spelled_out(item) for key, item in value.items()}
+    return [_spelled_out(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,6 +1,6 @@
-"""An MCP server out to do harm, in the standard library alone: `python hostile_mcp.py WAY`, where WAY says what it does.
+"""A hostile MCP server that needs only the standard library: `python hostile_mcp.py WAY`; WAY selects its behaviour.
 
-`honest` keeps a count, so that a server that is started anew can be told.
+`honest` counts its calls, so that tests can detect a restarted server.
 """
 
 import json
@@ -42,12 +42,12 @@ LISTS = {
 }
 
 
-def say(value):
+def send(value):
     sys.stdout.write(json.dumps(value) + "\n")
     sys.stdout.flush()
 
 
-def listed(cursor):
+def tools_result(cursor):
     if WAY == "endless":
         return {"tools": [], "nextCursor": "more"}
     if WAY == "paged":
@@ -55,7 +55,7 @@ def listed(cursor):
     return {"tools": LISTS.get(WAY, [ECHO, COUNT])}
 
 
-def called(name, arguments, count):
+def call_result(name, arguments, count):
     if WAY == "dies":
         sys.stderr.write("\x1b[31mno memory left\n" * 1000)
         sys.stderr.flush()
@@ -67,14 +67,14 @@ def called(name, arguments, count):
             sys.stdout.write("x" * 65536)
     if WAY == "chatters":
         while True:
-            say({"jsonrpc": "2.0", "method": "notifications/progress", "params": {"text": "x" * 10000}})
+            send({"jsonrpc": "2.0", "method": "notifications/progress", "params": {"text": "x" * 10000}})
     if WAY == "nonsense":
         return ["no", "object"]
     if WAY == "asks":  # the client, before it answers
-        say({"jsonrpc": "2.0", "id": "p", "method": "ping"})
-        say({"jsonrpc": "2.0", "id": 7, "method": "sampling/createMessage", "params": {}})
-        heard = [json.loads(sys.stdin.readline()) for _ in range(2)]
-        return {"content": [{"type": "text", "text": json.dumps([("error" in one) for one in heard])}]}
+        send({"jsonrpc": "2.0", "id": "p", "method": "ping"})
+        send({"jsonrpc": "2.0", "id": 7, "method": "sampling/createMessage", "params": {}})
+        responses = [json.loads(sys.stdin.readline()) for _ in range(2)]
+        return {"content": [{"type": "text", "text": json.dumps([("error" in response) for response in responses])}]}
     if WAY == "other-kinds":
         kinds = [{"type": "image", "data": "QUJD", "mimeType": "image/png"}, {"type": "resource", "resource": {"uri": "file:///x"}}, 3]
         return {"content": [*kinds, *([{"type": "text", "text": "a\x07\x00b\tc\ud800"}] * 100)], "isError": True}
@@ -95,26 +95,26 @@ def main():
     if WAY == "never-starts":
         time.sleep(60)
     for line in sys.stdin:
-        asked = json.loads(line)
-        if "id" not in asked:
+        request = json.loads(line)
+        if "id" not in request:
             continue
-        say({"jsonrpc": "2.0", "id": True, "result": {"tools": []}})  # an answer to nobody
+        send({"jsonrpc": "2.0", "id": True, "result": {"tools": []}})  # an answer to no request
         sys.stdout.write("a line of a library that prints\n[[[[{\n")
-        if asked["method"] == "initialize":
-            version = "1999-01-01" if WAY == "old" else asked["params"]["protocolVersion"]
+        if request["method"] == "initialize":
+            version = "1999-01-01" if WAY == "old" else request["params"]["protocolVersion"]
             result = {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": {"name": "hostile", "version": "1"}}
-        elif asked["method"] == "tools/list":
-            result = listed(asked["params"].get("cursor"))
+        elif request["method"] == "tools/list":
+            result = tools_result(request["params"].get("cursor"))
         else:
             count += 1
             if WAY == "internal":
-                say({"jsonrpc": "2.0", "id": asked["id"], "error": {"code": -32603, "message": "Internal error"}})
+                send({"jsonrpc": "2.0", "id": request["id"], "error": {"code": -32603, "message": "Internal error"}})
                 continue
             if WAY == "refuses":
-                say({"jsonrpc": "2.0", "id": asked["id"], "error": {"code": -32602, "message": "\x1b[31mwrong " + "x" * 9999}})
+                send({"jsonrpc": "2.0", "id": request["id"], "error": {"code": -32602, "message": "\x1b[31mwrong " + "x" * 9999}})
                 continue
-            result = called(asked["params"]["name"], asked["params"]["arguments"], count)
-        say({"jsonrpc": "2.0", "id": asked["id"], "result": result})
+            result = call_result(request["params"]["name"], request["params"]["arguments"], count)
+        send({"jsonrpc": "2.0", "id": request["id"], "result": result})
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def test_every_form_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_an_unusual_schema_of_a_client_does_not_change_calls(name: str) -> None:
+def test_an_unusual_client_schema_does_not_change_calls(name: str) -> None:
     values: list[Any] = [[], None, {"at": None}, {"at": {"anyOf": None}}, {"at": {"type": {"a": 1}}}, 3, "x"]
     for holder, value in itertools.product(HOLDERS, values):
         reading = FORMS[name].read(TEXTS[name], [holder(value)])
@@ -69,8 +69,8 @@ def test_an_unusual_schema_of_a_client_does_not_change_calls(name: str) -> None:
 @given(text=st.text() | st.just(""), value=SCHEMAS | json_values, more=SCHEMAS)
 def test_readers_never_raise_for_any_schema(name: str, text: str, value: Any, more: Any) -> None:
     schemas = [more, *(holder(value) for holder in HOLDERS)]
-    for said in (TEXTS[name], text, TEXTS[name] + text, text + TEXTS[name]):
-        assert isinstance(FORMS[name].read(said, schemas), Reading)
+    for completion in (TEXTS[name], text, TEXTS[name] + text, text + TEXTS[name]):
+        assert isinstance(FORMS[name].read(completion, schemas), Reading)
 
 
 @given(value=SCHEMAS | json_values, arguments=json_objects | st.dictionaries(KEYS, SCHEMAS, max_size=3))
@@ -81,13 +81,13 @@ def test_arguments_are_checked_for_any_schema(value: Any, arguments: dict[str, A
 
 
 @given(value=SCHEMAS | json_values)
-def test_descriptions_apply_to_any_schema_or_are_refused(value: Any) -> None:
+def test_descriptions_apply_to_any_schema_or_raise(value: Any) -> None:
     for holder in HOLDERS[2:]:
         try:
-            made = reworded_schema(holder(value), ToolWording(description="Looks.", arguments={"at": "where"}))
+            reworded = reworded_schema(holder(value), ToolWording(description="Looks.", arguments={"at": "where"}))
         except UserError:
             continue
-        assert made["function"]["parameters"]["properties"]["at"]["description"] == "where"
+        assert reworded["function"]["parameters"]["properties"]["at"]["description"] == "where"
 
 
 def test_a_recursive_schema_is_checked_in_bounded_time() -> None:

@@ -1,4 +1,4 @@
-"""Budgets of a whole episode: tool calls, and the tokens of all its contexts."""
+"""Budgets of an episode: tool calls, and the tokens of all its contexts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ USED_UP = "may make 3 tool calls"
 
 
 def limited(task: Task, **limits: Any) -> Task:
-    whole = tree_task(task)
-    return replace(whole, limits=replace(whole.limits, **limits), tools=("python", "submit"))
+    unlimited = tree_task(task)
+    return replace(unlimited, limits=replace(unlimited.limits, **limits), tools=("python", "submit"))
 
 
 async def test_calls_of_all_agents_count_and_an_answer_is_always_accepted(tokenizer: Any, task: Task) -> None:
@@ -29,20 +29,20 @@ async def test_calls_of_all_agents_count_and_an_answer_is_always_accepted(tokeni
     def reads(context: str) -> str:
         if asked(context) == "a":
             return PRINT if not shown(context) else "found"
-        seen = len(shown(context))
-        return [delegate("a"), call("gone"), PRINT + delegate("b"), call("submit", answer="3")][min(seen, 3)]
+        output_count = len(shown(context))
+        return [delegate("a"), call("gone"), PRINT + delegate("b"), call("submit", answer="3")][min(output_count, 3)]
 
     runner = make_runner(tokenizer, reads, delegation=DelegationConfig(turns=4, tools=("python",)))
     episode = await runner.run(limited(task, tool_calls=3), episode_id="e")
-    first, second, *refused = outputs(episode.trajectories[0])
-    assert first == "found" and "no tool 'gone'" in second and len(refused) == 3
-    assert all(USED_UP in one for one in refused[:2]) and refused[2] == "submitted" and episode.answer == "3"
+    first, second, *rest = outputs(episode.trajectories[0])
+    assert first == "found" and "no tool 'gone'" in second and len(rest) == 3
+    assert all(USED_UP in output for output in rest[:2]) and rest[2] == "submitted" and episode.answer == "3"
     assert len(episode.trajectories) == 2, "no sub-agent was started beyond the budget"
-    assert {(one.blame, one.kind) for one in episode.failures} == {(Blame.POLICY, "tool_calls")} and len(episode.failures) == 2
+    assert {(failure.blame, failure.kind) for failure in episode.failures} == {(Blame.POLICY, "tool_calls")} and len(episode.failures) == 2
     assert not episode.left_out
 
 
-async def test_calls_before_a_kill_count(tokenizer: Any, task: Task) -> None:
+async def test_calls_before_a_resume_count(tokenizer: Any, task: Task) -> None:
     states: list[EpisodeState] = []
 
     async def on_turn(turns: int, capture: CaptureState) -> None:
@@ -53,11 +53,11 @@ async def test_calls_before_a_kill_count(tokenizer: Any, task: Task) -> None:
     broken = "<tool_call>{not json}</tool_call>"
     turns = [broken, PRINT, call("gone"), PRINT, call("submit", answer="3")]
     runner = make_runner(tokenizer, lambda context: turns[len(shown(context))])
-    whole = await runner.run(limited(task, tool_calls=3), episode_id="e", on_turn=on_turn)
-    assert [USED_UP in one for one in outputs(whole.trajectories[0])] == [False, False, False, True, False]
+    uninterrupted = await runner.run(limited(task, tool_calls=3), episode_id="e", on_turn=on_turn)
+    assert [USED_UP in output for output in outputs(uninterrupted.trajectories[0])] == [False, False, False, True, False]
     for state in states:
-        again = await runner.run(limited(task, tool_calls=3), episode_id="e", start=state)
-        assert outputs(again.trajectories[0]) == outputs(whole.trajectories[0])
+        resumed = await runner.run(limited(task, tool_calls=3), episode_id="e", start=state)
+        assert outputs(resumed.trajectories[0]) == outputs(uninterrupted.trajectories[0])
 
 
 @pytest.mark.parametrize("spare", [0, 90])
@@ -70,23 +70,23 @@ async def test_the_tokens_of_all_contexts_together_are_bounded(tokenizer: Any, t
         return delegate("a") if not shown(context) else "done " * 10
 
     runner = make_runner(tokenizer, reads, delegation=DelegationConfig())
-    free = await runner.run(limited(task), episode_id="e")
-    taken = sum(len(turn.prompt_ids) + len(turn.completion_ids) for line in free.trajectories for turn in line.turns)
-    last = len(free.trajectories[0].turns[-1].completion_ids)
-    bounded = await runner.run(limited(task, all_tokens=taken - last + spare), episode_id="e")
+    unbounded = await runner.run(limited(task), episode_id="e")
+    token_count = sum(len(turn.prompt_ids) + len(turn.completion_ids) for trajectory in unbounded.trajectories for turn in trajectory.turns)
+    last_completion = len(unbounded.trajectories[0].turns[-1].completion_ids)
+    bounded = await runner.run(limited(task, all_tokens=token_count - last_completion + spare), episode_id="e")
     turns = bounded.trajectories[0].turns
     assert bounded.stop_reason == ("token_limit" if spare == 0 else "answered") and len(turns) == (1 if spare == 0 else 2)
-    spent = sum(len(turn.prompt_ids) + len(turn.completion_ids) for line in bounded.trajectories for turn in line.turns)
-    assert spent <= taken - last + spare and not bounded.left_out
+    spent = sum(len(turn.prompt_ids) + len(turn.completion_ids) for trajectory in bounded.trajectories for turn in trajectory.turns)
+    assert spent <= token_count - last_completion + spare and not bounded.left_out
 
 
-async def test_a_helper_whose_task_does_not_fit_costs_nothing(tokenizer: Any, task: Task) -> None:
+async def test_a_helper_whose_task_does_not_fit_uses_no_turn(tokenizer: Any, task: Task) -> None:
     runner = make_runner(
         tokenizer, lambda context: "done" if shown(context) else delegate("a"), delegation=DelegationConfig(instruction="i" * 1500)
     )
     short = replace(limited(task, all_tokens=1500), limits=replace(limited(task, all_tokens=1500).limits, episode_tokens=700))
     episode = await runner.run(short, episode_id="e")
-    assert [(line.agent, line.stop_reason, len(line.turns)) for line in episode.trajectories] == [
+    assert [(trajectory.agent, trajectory.stop_reason, len(trajectory.turns)) for trajectory in episode.trajectories] == [
         ("main", "answered", 2),
         ("worker", "token_limit", 0),
     ]

@@ -74,10 +74,10 @@ def test_the_number_of_calls_in_a_turn_is_bounded() -> None:
         ("", "", 0, ""),
     ],
 )
-def test_openings_and_ends(text: str, content: str, calls: int, error: str) -> None:
-    found, errors, outside = read_calls(text)
-    assert (len(found), outside) == (calls, content)
-    assert [True] * bool(error) == [error in said for said in errors]
+def test_openings_and_ends_delimit_calls(text: str, content: str, calls: int, error: str) -> None:
+    parsed_calls, errors, outside = read_calls(text)
+    assert (len(parsed_calls), outside) == (calls, content)
+    assert [True] * bool(error) == [error in message for message in errors]
 
 
 PIECES = [

@@ -22,7 +22,7 @@ CHAT = chat_of(TOKENIZER)
 OWN = "the model's own"
 
 
-def made_for(template: str) -> Any:
+def tokenizer_for(template: str) -> Any:
     """A tokenizer with the control tokens and the text of a shipped template, or with its own."""
     tokenizer = byte_tokenizer()
     if template != OWN:
@@ -33,31 +33,31 @@ def made_for(template: str) -> Any:
     return tokenizer
 
 
-TOKENIZERS = {template: made_for(template) for template in (OWN, "hermes", "chatml", "llama3")}
+TOKENIZERS = {template: tokenizer_for(template) for template in (OWN, "hermes", "chatml", "llama3")}
 templates = pytest.mark.parametrize("template", TOKENIZERS)
 
 
 @templates
 @pytest.mark.parametrize("outputs", [["42"], ["42", "", "43\n"]])
 def test_concatenated_segments_are_the_rendered_conversation(template: str, outputs: list[str]) -> None:
-    """Opening + completion + delta is what the template renders for the whole conversation, so one tokenization suffices."""
+    """Opening + completion + delta is what the template renders for the conversation, so one tokenization suffices."""
     tokenizer, chat = TOKENIZERS[template], chat_of(TOKENIZERS[template])
     opening = chat.opening([Message(role="system", content="s"), Message(role="user", content="q")], [])
     completion = (*tokenizer.encode(CALL), tokenizer.eos_token_id)
     ids = opening + completion + chat.tool_delta(outputs)
     call = {"type": "function", "function": {"name": "python", "arguments": {"code": "print(1)"}}}
-    said = {"content": CALL} if template == "chatml" else {"content": "", "tool_calls": [call]}
-    whole = tokenizer.apply_chat_template(
+    assistant = {"content": CALL} if template == "chatml" else {"content": "", "tool_calls": [call]}
+    rendered = tokenizer.apply_chat_template(
         [
             {"role": "system", "content": "s"},
             {"role": "user", "content": "q"},
-            {"role": "assistant", **said},
+            {"role": "assistant", **assistant},
             *({"role": "tool", "content": output} for output in outputs),
         ],
         add_generation_prompt=True,
         tokenize=False,
     )
-    assert tokenizer.decode(list(ids)) == whole
+    assert tokenizer.decode(list(ids)) == rendered
 
 
 def test_parse_reads_calls_and_text(tokenizer: Any) -> None:
@@ -99,7 +99,7 @@ def test_any_completion_parses(ids: list[int]) -> None:
     CHAT.parse(ids)
 
 
-def test_tokenizer_without_template_is_refused() -> None:
+def test_a_tokenizer_without_template_raises() -> None:
     bare = byte_tokenizer()
     bare.chat_template = None
     with pytest.raises(UserError, match="no chat template"):
@@ -125,7 +125,7 @@ SHOWN = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
         (SHOWN + "<\uff5cAssistant\uff5c>", "writes '<\uff5cAssistant\uff5c>'"),
     ],
 )
-def test_a_template_that_cannot_be_continued_exactly_is_refused(template: str, reason: str) -> None:
+def test_a_template_that_cannot_be_continued_exactly_raises(template: str, reason: str) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     with pytest.raises(UserError, match=re.escape(reason)) as error:
@@ -133,8 +133,8 @@ def test_a_template_that_cannot_be_continued_exactly_is_refused(template: str, r
     assert "policy.chat_template" in error.value.fix
 
 
-def test_a_template_for_other_control_tokens_is_refused() -> None:
-    """Llama 3's on a tokenizer with the tokens of ChatML, whose end of a turn it does not write either."""
+def test_a_template_for_other_control_tokens_raises() -> None:
+    """Llama 3's template on a tokenizer with ChatML's tokens: it does not write ChatML's end of a turn either."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = read_template("llama3", Path())
     with pytest.raises(UserError, match=re.escape("does not end an assistant turn with '<|im_end|>'")):
@@ -153,13 +153,13 @@ def test_shipped_templates_add_no_text(template: str) -> None:
 
 
 @pytest.mark.parametrize("template", ["hermes", "llama3"])
-@pytest.mark.parametrize("asked", ["", "Be brief."])
-def test_tools_are_shown_in_one_system_message(template: str, asked: str) -> None:
-    prompt = [*([Message(role="system", content=asked)] if asked else []), Message(role="user", content="q")]
+@pytest.mark.parametrize("system_text", ["", "Be brief."])
+def test_tools_are_shown_in_one_system_message(template: str, system_text: str) -> None:
+    prompt = [*([Message(role="system", content=system_text)] if system_text else []), Message(role="user", content="q")]
     text = TOKENIZERS[template].decode(list(chat_of(TOKENIZERS[template]).opening(prompt, [TOOL, TOOL])))
-    shown = text.partition("<tools>\n")[2].partition("\n</tools>")[0]
-    assert [json.loads(line) for line in shown.splitlines()] == [TOOL, TOOL]
-    assert text.count("system") == 1 and text.partition("You can call these tools")[0].count(asked or "system") == 1
+    tool_lines = text.partition("<tools>\n")[2].partition("\n</tools>")[0]
+    assert [json.loads(line) for line in tool_lines.splitlines()] == [TOOL, TOOL]
+    assert text.count("system") == 1 and text.partition("You can call these tools")[0].count(system_text or "system") == 1
     assert chat_of(TOKENIZERS[template]).shows_tools()
 
 
@@ -178,7 +178,7 @@ def test_worked_examples_in_a_prompt_are_rendered_as_calls() -> None:
     assert text.endswith(f"{results}<|im_start|>assistant\n")
 
 
-def test_chatml_refuses_tools_with_a_message() -> None:
+def test_chatml_with_tools_raises() -> None:
     chat = chat_of(TOKENIZERS["chatml"])
     assert not chat.shows_tools() and not chat_of(TOKENIZERS[OWN]).shows_tools()
     with pytest.raises(UserError, match="with tools: TemplateError: chatml shows no tools to a model; use hermes"):
@@ -187,18 +187,18 @@ def test_chatml_refuses_tools_with_a_message() -> None:
         chat.opening([Message(role="assistant", content="", tool_calls=(ToolCall(name="python", arguments={}),))], [])
 
 
-def test_of_several_templates_the_one_for_tools_is_used_throughout() -> None:
+def test_the_tool_template_of_several_is_used_throughout() -> None:
     """Otherwise a conversation with tools would start with one template and continue with the other."""
     tokenizer, plain = byte_tokenizer(), byte_tokenizer()
     plain.chat_template = read_template("hermes", Path())
     tokenizer.chat_template = {"default": "{{ raise_exception('no tools') }}", "tool_use": plain.chat_template}
-    chat, wanted = ChatFormat(tokenizer), chat_of(plain)
-    asked = [Message(role="user", content="q")]
-    assert chat.exact and chat.shows_tools() and chat.form_summary == wanted.form_summary
-    assert chat.opening(asked, [TOOL]) == wanted.opening(asked, [TOOL]) and chat.opening(asked, []) == wanted.opening(asked, [])
-    assert chat.tool_delta(["1"]) == wanted.tool_delta(["1"])
+    chat, expected = ChatFormat(tokenizer), chat_of(plain)
+    prompt = [Message(role="user", content="q")]
+    assert chat.exact and chat.shows_tools() and chat.form_summary == expected.form_summary
+    assert chat.opening(prompt, [TOOL]) == expected.opening(prompt, [TOOL]) and chat.opening(prompt, []) == expected.opening(prompt, [])
+    assert chat.tool_delta(["1"]) == expected.tool_delta(["1"])
     tokenizer.chat_template = {"default": plain.chat_template, "rag": "-"}
-    assert ChatFormat(tokenizer).opening(asked, []) == wanted.opening(asked, [])
+    assert ChatFormat(tokenizer).opening(prompt, []) == expected.opening(prompt, [])
     tokenizer.chat_template = {"rag": plain.chat_template}
     with pytest.raises(UserError, match="no chat template"):
         ChatFormat(tokenizer)

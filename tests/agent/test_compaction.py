@@ -1,4 +1,4 @@
-"""Contexts that continue from a summary: what is kept, what is rejected, and the cost."""
+"""Contexts that continue from a summary: their content, rejected summaries, and the cost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agentrl.rollout import CaptureState, EpisodeRunner
 from agentrl.task import open_family
 from agentrl.testing import ScriptedSandboxes
 from agentrl.testing.sandboxes import printing
-from tests.agent.trees import PRINT, asked, contexts, delegate, make_runner, outputs, said, shown, tree_task
+from tests.agent.trees import PRINT, asked, contexts, delegate, make_runner, outputs, shown, tree_task, turn_texts
 
 Runs = Callable[..., EpisodeRunner]
 PAGE = "page " * 60  # what the tool prints: 300 tokens
@@ -39,19 +39,19 @@ def runs(tokenizer: Any) -> Runs:
 
 def reading(pages: int, *summaries: str) -> Callable[[str], str]:
     """Turns pages, summarizes the count of pages seen, and answers at the last page."""
-    given = iter(summaries)
+    next_summaries = iter(summaries)
 
     def reads(context: str) -> str:
         if context.rstrip().endswith(SUMMARY_REQUEST + "\n</tool_response><|im_end|>\n<|im_start|>assistant"):
-            return next(given)
-        before = int(asked(context).rpartition("seen ")[2]) if HEAD in asked(context) else 0
-        return PRINT if before + len(shown(context)) < pages else f"done after {before}"
+            return next(next_summaries)
+        pages_before = int(asked(context).rpartition("seen ")[2]) if HEAD in asked(context) else 0
+        return PRINT if pages_before + len(shown(context)) < pages else f"done after {pages_before}"
 
     return reads
 
 
 def agents(episode: Episode) -> list[tuple[str, str]]:
-    return [(one.agent, one.stop_reason) for one in episode.trajectories]
+    return [(trajectory.agent, trajectory.stop_reason) for trajectory in episode.trajectories]
 
 
 async def test_an_agent_continues_from_its_summary(task_of_pages: Task, runs: Runs) -> None:
@@ -63,11 +63,11 @@ async def test_an_agent_continues_from_its_summary(task_of_pages: Task, runs: Ru
     assert [one.parent and (one.parent.trajectory, one.parent.turn, one.parent.call) for one in episode.trajectories] == [
         None, (0, 1, None), (1, 0, None), (2, 1, None), (3, 0, None)
     ]  # fmt: skip
-    assert [one.prompt[0].content for one in episode.trajectories[1:]] == [
+    assert [trajectory.prompt[0].content for trajectory in episode.trajectories[1:]] == [
         SUMMARY_REQUEST, f"How many?\n\n{HEAD}\nseen 2", SUMMARY_REQUEST, f"How many?\n\n{HEAD}\nseen 4"
     ]  # fmt: skip
-    words = [["calls"] * 2, ["seen 2"], ["calls"] * 2, ["seen 4"], ["calls", "done after 4"]]
-    assert [said(one) for one in episode.trajectories] == words
+    expected_texts = [["calls"] * 2, ["seen 2"], ["calls"] * 2, ["seen 4"], ["calls", "done after 4"]]
+    assert [turn_texts(trajectory) for trajectory in episode.trajectories] == expected_texts
     assert outputs(episode.trajectories[0]) == [PAGE, f"{PAGE}\n\n{SUMMARY_REQUEST}"]
     policy: Any = runner.policy
     assert sorted(policy.prompts) == contexts(episode), "each turn was sampled from its own trajectory's tokens"
@@ -76,7 +76,7 @@ async def test_an_agent_continues_from_its_summary(task_of_pages: Task, runs: Ru
 
 @pytest.mark.parametrize("all_tokens", range(600, 3200, 200))
 async def test_a_summary_beyond_all_tokens_ends_the_agent(all_tokens: int, task_of_pages: Task, runs: Runs) -> None:
-    """A summary's context counts as a second copy of the agent's context, which reaches the limit without blame."""
+    """A summary's context counts as a second copy of the agent's context; reaching the limit this way is no failure."""
     bounded = replace(task_of_pages, limits=replace(task_of_pages.limits, all_tokens=all_tokens))
     episode = await runs(reading(99, *("seen 2" for _ in range(9)))).run(bounded, episode_id="e")
     assert episode.stop_reason == "token_limit" and not episode.failures and not episode.left_out
@@ -88,11 +88,11 @@ async def test_a_rejected_summary_is_not_part_of_any_context(bad: str, task_of_p
     runner = runs(reading(3, bad, "seen 2"))
     episode = await runner.run(task_of_pages, episode_id="e")
     assert agents(episode) == [("main", "compacted"), ("summary", "rejected"), ("summary", "summarized"), ("main", "answered")]
-    rejected, taken = episode.trajectories[1:3]
-    assert rejected.parent == taken.parent == Parent(trajectory=0, turn=1) and episode.trajectories[3].parent == Parent(
+    rejected, accepted = episode.trajectories[1:3]
+    assert rejected.parent == accepted.parent == Parent(trajectory=0, turn=1) and episode.trajectories[3].parent == Parent(
         trajectory=2, turn=0
     )
-    assert rejected.turns[0].prompt_ids == taken.turns[0].prompt_ids and len(rejected.turns[0].completion_ids) <= MAX_SUMMARY_TOKENS
+    assert rejected.turns[0].prompt_ids == accepted.turns[0].prompt_ids and len(rejected.turns[0].completion_ids) <= MAX_SUMMARY_TOKENS
     policy: Any = runner.policy
     assert policy.prompts[2] == policy.prompts[3] and sorted(policy.prompts) == contexts(episode)
     assert episode.answer == "done after 2" and episode.stop_reason == "answered" and not episode.failures
@@ -105,7 +105,7 @@ async def test_attempts_at_a_summary_are_bounded_and_count_as_turns(task_of_page
     for turns, last in ((2, []), (3, ["rejected"])):
         short = replace(task_of_pages, limits=replace(task_of_pages.limits, turns=turns))
         episode = await runs(reading(9, *[""] * 9)).run(short, episode_id="e")
-        assert [one.stop_reason for one in episode.trajectories] == ["turn_limit", *last]
+        assert [trajectory.stop_reason for trajectory in episode.trajectories] == ["turn_limit", *last]
 
 
 @pytest.mark.parametrize("room", [700, 1000, 1250])
@@ -127,7 +127,7 @@ async def test_a_sub_agent_summarizes_within_its_budget(task_of_pages: Task, run
 
     episode = await runs(reads, delegation=DelegationConfig(turns=8)).run(task_of_pages, episode_id="e")
     assert agents(episode) == [("main", "answered"), ("worker", "compacted"), ("summary", "summarized"), ("worker", "answered")]
-    assert episode.answer == "done after 2" and [one.parent for one in episode.trajectories[2:]] == [
+    assert episode.answer == "done after 2" and [trajectory.parent for trajectory in episode.trajectories[2:]] == [
         Parent(trajectory=1, turn=1), Parent(trajectory=2, turn=0)
     ]  # fmt: skip
     pages = reading(3, "seen 2")
@@ -141,15 +141,15 @@ async def test_a_state_after_a_summary_resumes_in_the_new_context(task_of_pages:
 
     async def on_turn(turns: int, capture: CaptureState) -> None:
         state = await capture()
-        assert state is not None and [one.stop_reason for one in state.trajectories].count("") == 1
+        assert state is not None and [trajectory.stop_reason for trajectory in state.trajectories].count("") == 1
         states.append(codec.from_json(EpisodeState, codec.to_json(state)))
 
-    whole = await runs(reading(5, "seen 2", "seen 4")).run(task_of_pages, episode_id="e", on_turn=on_turn)
+    full = await runs(reading(5, "seen 2", "seen 4")).run(task_of_pages, episode_id="e", on_turn=on_turn)
     assert [state.turn_count for state in states] == [1, 3, 4, 6, 7] and [len(state.trajectories) for state in states] == [1, 3, 3, 5, 5]
     for number, state in enumerate(states):
-        left = ("seen 2", "seen 4")[(number + 1) // 2 :]
-        again = await runs(reading(5, *left)).run(task_of_pages, episode_id="e", start=state)
-        assert contexts(again) == contexts(whole) and agents(again) == agents(whole) and again.answer == whole.answer
+        remaining = ("seen 2", "seen 4")[(number + 1) // 2 :]
+        resumed = await runs(reading(5, *remaining)).run(task_of_pages, episode_id="e", start=state)
+        assert contexts(resumed) == contexts(full) and agents(resumed) == agents(full) and resumed.answer == full.answer
 
 
 async def test_control_tokens_in_a_summary_are_escaped(task_of_pages: Task, runs: Runs, tokenizer: Any) -> None:
@@ -175,5 +175,5 @@ async def test_an_observation_forges_no_turn_after_a_summary(tokenizer: Any) -> 
     finally:
         await close_environments()
     assert ("main", "compacted") in agents(episode)
-    for turn in (turn for line in episode.trajectories for turn in line.turns):
+    for turn in (turn for trajectory in episode.trajectories for turn in trajectory.turns):
         assert "<|im_start|>system" not in tokenizer.decode(turn.prompt_ids)

@@ -20,14 +20,14 @@ VERSIONS = {"enum": ["3.10", "3.9"]}
 DEFS = {"Version": {"type": "string"}, "Count": {"type": "integer"}, "Far": {"$ref": "#/$defs/Version"}, "a/b": {"type": "string"}}
 
 
-def written(form: str, value: str) -> str:
+def call_text(form: str, value: str) -> str:
     if form == "glm45":
         return f"<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>"
     return f"<tool_call>\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
 
 
 def read(form: str, value: str, parameters: Any) -> Any:
-    reading = FORMS[form].read(written(form, value), [{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+    reading = FORMS[form].read(call_text(form, value), [{"type": "function", "function": {"name": "f", "parameters": parameters}}])
     assert reading.errors == ()
     return reading.calls[0].arguments["a"]
 
@@ -71,8 +71,8 @@ forms = pytest.mark.parametrize("form", ["glm45", "qwen3_coder"])
 )
 def test_a_type_is_found_anywhere_in_the_schema(form: str, schema: Any, text: str, value: Any) -> None:
     root = {"type": "object", "properties": {"a": schema, "other": {"type": "string"}}, "$defs": DEFS}
-    found = read(form, text, root)
-    assert found == value and type(found) is type(value)
+    argument = read(form, text, root)
+    assert argument == value and type(argument) is type(value)
 
 
 PROPERTY = {"properties": {"a": {"type": "string"}}}
@@ -117,19 +117,19 @@ def f(
 
 
 @pytest.mark.parametrize(
-    ("given", "shown"),
+    ("arguments", "expected"),
     [
         ({"a": "3.10"}, "NEW LOW '1' None 3"),
         ({"a": "3.9", "level": "2", "mode": "2", "where": '{"shelf": "7"}', "most": "all"}, "OLD HIGH '2' Transport(shelf='7') 'all'"),
         ({"a": "3.9", "where": "null", "most": "5"}, "OLD LOW '1' None 5"),
     ],
 )
-async def test_a_typed_tool_accepts_values_without_quotes(given: dict[str, str], shown: str) -> None:
-    made = typed_tool(f)
-    xml = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in given.items())
-    reading = FORMS["qwen3_coder"].read(f"<tool_call>\n<function=f>\n{xml}</function>\n</tool_call>", [made.schema])
-    outcome = await made(reading.calls[0].arguments, None, Limits())
-    assert outcome.ok and outcome.output == shown
+async def test_a_typed_tool_accepts_values_without_quotes(arguments: dict[str, str], expected: str) -> None:
+    typed = typed_tool(f)
+    xml = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    reading = FORMS["qwen3_coder"].read(f"<tool_call>\n<function=f>\n{xml}</function>\n</tool_call>", [typed.schema])
+    outcome = await typed(reading.calls[0].arguments, None, Limits())
+    assert outcome.ok and outcome.output == expected
 
 
 @forms
@@ -139,8 +139,8 @@ async def test_a_typed_tool_accepts_values_without_quotes(given: dict[str, str],
 )
 def test_a_string_is_never_changed(form: str, schema: Any, text: str) -> None:
     """Only null may have another meaning than its text."""
-    found = read(form, text, {"properties": {"a": schema}, "$defs": DEFS})
-    assert found == text or (found is None and text in ("null", "None"))
+    argument = read(form, text, {"properties": {"a": schema}, "$defs": DEFS})
+    assert argument == text or (argument is None and text in ("null", "None"))
 
 
 @pytest.mark.sampled(2)

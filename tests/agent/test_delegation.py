@@ -1,4 +1,4 @@
-"""The tool that starts sub-agents: concurrent, each in its own context, within limits of the whole tree."""
+"""The tool that starts sub-agents: concurrent, each in its own context, within the limits of the tree of agents."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def runs(tokenizer: Any) -> Runs:
 
 
 async def test_sub_agents_run_concurrently_each_in_its_own_context(tree: Task, runs: Runs) -> None:
-    met = asyncio.Barrier(2)
+    barrier = asyncio.Barrier(2)
 
     async def reads(context: str) -> str:
         if asked(context) == "How many?":
             return f"{' and '.join(shown(context))}" if shown(context) else delegate("rows?", "columns?")
         if not shown(context):
-            await asyncio.wait_for(met.wait(), 5.0)  # neither comes past here alone
+            await asyncio.wait_for(barrier.wait(), 5.0)  # passes only if both run concurrently
             return PRINT
         await asyncio.sleep(0.01 if asked(context) == "rows?" else 0.0)  # the first ends last
         return f"{asked(context)} {shown(context)[0]}"
@@ -54,21 +54,21 @@ async def test_sub_agents_run_concurrently_each_in_its_own_context(tree: Task, r
     runner = runs(reads, sandboxes)
     episode = await runner.run(tree, episode_id="e")
     assert episode.answer == "rows? 3 and columns? 3" and not episode.failures
-    assert [one.agent for one in episode.trajectories] == ["main", "worker", "worker"]
+    assert [trajectory.agent for trajectory in episode.trajectories] == ["main", "worker", "worker"]
     assert [one.parent for one in episode.trajectories[1:]] == [Parent(trajectory=0, turn=0, call=number) for number in (0, 1)]
-    assert [one.prompt[0].content for one in episode.trajectories[1:]] == ["rows?", "columns?"]
-    assert [one.stop_reason for one in episode.trajectories] == ["answered"] * 3
-    assert len(sandboxes.opened) == 1, "they share the episode's"
+    assert [trajectory.prompt[0].content for trajectory in episode.trajectories[1:]] == ["rows?", "columns?"]
+    assert [trajectory.stop_reason for trajectory in episode.trajectories] == ["answered"] * 3
+    assert len(sandboxes.opened) == 1, "they share the episode's sandbox"
     assert sorted(runner.policy.prompts) == contexts(episode)  # type: ignore[attr-defined]
 
 
-def scripted(**said: str) -> Callable[[str], str]:
+def scripted(**completions: str) -> Callable[[str], str]:
     """The completions of the main agent, then those of each sub-agent by its task; the main agent's answer repeats its results."""
 
     def reads(context: str) -> str:
         if asked(context) == "How many?":
-            return " | ".join(shown(context)) if shown(context) else said["main"]
-        return said[asked(context)]
+            return " | ".join(shown(context)) if shown(context) else completions["main"]
+        return completions[asked(context)]
 
     return reads
 
@@ -99,7 +99,7 @@ async def test_excessive_and_invalid_delegation_calls_get_an_error(
     monkeypatch.setattr("agentrl.agent.delegation.MAX_TASK_CHARS", 400)
 
     def reads(context: str) -> str:
-        if asked(context) == "deeper":  # says what it was shown
+        if asked(context) == "deeper":  # answers with the output it got
             return shown(context)[0] if shown(context) else delegate("a")
         if asked(context) == "< |im_end|>":
             return "broken up"
@@ -108,7 +108,7 @@ async def test_excessive_and_invalid_delegation_calls_get_an_error(
 
     episode = await runs(reads, **settings).run(tree, episode_id="e")
     assert episode.answer is not None and episode.answer.startswith(expected) and not episode.failures
-    assert all(one.stop_reason for one in episode.trajectories)
+    assert all(trajectory.stop_reason for trajectory in episode.trajectories)
 
 
 async def test_the_limits_of_the_task_apply_to_the_tree(tree: Task, runs: Runs) -> None:
@@ -117,10 +117,10 @@ async def test_the_limits_of_the_task_apply_to_the_tree(tree: Task, runs: Runs) 
         policy = runs(reads, turns=9)
         episode = await policy.run(replace(tree, limits=replace(tree.limits, turns=turns)), episode_id="e")
         assert sum(len(one.turns) for one in episode.trajectories) == turns and episode.answer is None and not episode.left_out
-        assert {one.stop_reason for one in episode.trajectories} <= {"answered", "turn_limit"}
-    scant = replace(tree, limits=replace(tree.limits, tool_output_chars=100, episode_output_chars=40))
-    episode = await runs(scripted(main=delegate("a"), a="x" * 300)).run(scant, episode_id="e")
-    assert len(outputs(episode.trajectories[0])[0]) < 120, "an answer is a tool's output, and bounded like one"
+        assert {trajectory.stop_reason for trajectory in episode.trajectories} <= {"answered", "turn_limit"}
+    tight = replace(tree, limits=replace(tree.limits, tool_output_chars=100, episode_output_chars=40))
+    episode = await runs(scripted(main=delegate("a"), a="x" * 300)).run(tight, episode_id="e")
+    assert len(outputs(episode.trajectories[0])[0]) < 120, "an answer is a tool output, and clipped like one"
 
 
 async def test_a_state_is_captured_when_no_sub_agent_runs_and_resumes_to_the_same_end(tree: Task, runs: Runs) -> None:
@@ -134,23 +134,23 @@ async def test_a_state_is_captured_when_no_sub_agent_runs_and_resumes_to_the_sam
     async def on_turn(turns: int, capture: CaptureState) -> None:
         state = await capture()
         assert state is not None and state.turn_count == turns
-        assert [one.stop_reason for one in state.trajectories] == ["", *["answered"] * (len(state.trajectories) - 1)]
+        assert [trajectory.stop_reason for trajectory in state.trajectories] == ["", *["answered"] * (len(state.trajectories) - 1)]
         states.append(codec.from_json(EpisodeState, codec.to_json(state)))
 
-    whole = await runs(reads, total=4).run(tree, episode_id="e", on_turn=on_turn)
-    assert whole.answer == "done 3 3 3 3" and [state.turn_count for state in states] == [5, 6, 9]
+    uninterrupted = await runs(reads, total=4).run(tree, episode_id="e", on_turn=on_turn)
+    assert uninterrupted.answer == "done 3 3 3 3" and [state.turn_count for state in states] == [5, 6, 9]
     for state in states:
-        again = await runs(reads, total=4).run(tree, episode_id="e", start=state)
-        assert [(one.agent, one.parent, outputs(one)) for one in again.trajectories] == [
-            (one.agent, one.parent, outputs(one)) for one in whole.trajectories
+        resumed = await runs(reads, total=4).run(tree, episode_id="e", start=state)
+        assert [(trajectory.agent, trajectory.parent, outputs(trajectory)) for trajectory in resumed.trajectories] == [
+            (trajectory.agent, trajectory.parent, outputs(trajectory)) for trajectory in uninterrupted.trajectories
         ]
         fewer = await runs(reads, total=2).run(tree, episode_id="e", start=state)
-        refused = "error: 2 helpers were started, and no more are allowed"
-        assert (refused in outputs(fewer.trajectories[0])) == (state.turn_count < 9), "those of earlier runs of it count"
+        message = "error: 2 helpers were started, and no more are allowed"
+        assert (message in outputs(fewer.trajectories[0])) == (state.turn_count < 9), "helpers that were started before the resume count"
 
 
 async def test_a_fault_in_one_sub_agent_ends_the_others_and_excludes_the_episode(tree: Task, runs: Runs) -> None:
-    ended = []
+    cancelled = []
 
     async def reads(context: str) -> str:
         if asked(context) == "fails":
@@ -159,30 +159,30 @@ async def test_a_fault_in_one_sub_agent_ends_the_others_and_excludes_the_episode
             try:
                 await asyncio.sleep(30.0)
             finally:
-                ended.append(True)
+                cancelled.append(True)
         return delegate("waits", "fails")
 
     episode = await asyncio.wait_for(runs(reads).run(tree, episode_id="e"), 5.0)
-    assert episode.left_out and [(one.stage, one.kind) for one in episode.failures] == [("generate", "ServingError")] and ended
+    assert episode.left_out and [(one.stage, one.kind) for one in episode.failures] == [("generate", "ServingError")] and cancelled
 
 
-@pytest.mark.parametrize("at_work", [True, False])
-async def test_a_sandbox_that_one_sub_agent_breaks_is_the_policys_fault_for_all(at_work: bool, tree: Task, runs: Runs) -> None:
+@pytest.mark.parametrize("in_use", [True, False])
+async def test_a_sandbox_that_one_sub_agent_closes_is_a_policy_failure_for_all(in_use: bool, tree: Task, runs: Runs) -> None:
     use.closed, use.waits = asyncio.Event(), asyncio.Event()
 
     async def reads(context: str) -> str:
         if asked(context) == "How many?":
             return delegate("close", "wait")
-        if asked(context) == "close" and at_work:
+        if asked(context) == "close" and in_use:
             await use.waits.wait()
-        if asked(context) == "wait" and not at_work:
+        if asked(context) == "wait" and not in_use:
             await use.closed.wait()
         return call("use", how=asked(context))
 
     broken = replace(tree, tools=("tests.agent.test_delegation:use",))
     episode = await asyncio.wait_for(runs(reads).run(broken, episode_id="e"), 5.0)
-    assert not episode.left_out and episode.answer is None and [one.kind for one in episode.failures] == ["sandbox_abandoned"]
-    assert [one.stop_reason for one in episode.trajectories] == ["tool_timeout"] * 3
+    assert not episode.left_out and episode.answer is None and [failure.kind for failure in episode.failures] == ["sandbox_abandoned"]
+    assert [trajectory.stop_reason for trajectory in episode.trajectories] == ["tool_timeout"] * 3
     assert "another agent's call" in outputs(episode.trajectories[2])[0]
 
 
@@ -209,11 +209,11 @@ use = _Use()
 
 
 async def test_concurrent_agents_share_a_tools_budget(tree: Task, runs: Runs) -> None:
-    met = asyncio.Barrier(2)
+    barrier = asyncio.Barrier(2)
 
     async def reads(context: str) -> str:
         if not shown(context) and asked(context) != "How many?":
-            await asyncio.wait_for(met.wait(), 5.0)  # neither has a turn on record yet
+            await asyncio.wait_for(barrier.wait(), 5.0)  # neither agent has a recorded turn yet
             return call("scarce")
         return " | ".join(shown(context)) if shown(context) else delegate("a", "b")
 
@@ -224,11 +224,11 @@ async def test_concurrent_agents_share_a_tools_budget(tree: Task, runs: Runs) ->
 
 @tool(calls=1)
 async def scarce() -> str:
-    """One is all there is."""
+    """Can be called once."""
     return "had"
 
 
-async def test_a_tool_of_the_same_name_is_the_tasks_fault(tree: Task, runs: Runs) -> None:
+async def test_a_tool_of_the_same_name_is_a_task_error(tree: Task, runs: Runs) -> None:
     clash = replace(tree, tools=("tests.agent.test_delegation:Clash",))
     episode = await runs(lambda context: "").run(clash, episode_id="e")
     assert [failure.kind for failure in episode.failures] == ["TaskError"] and "'delegate'" in episode.failures[0].message
@@ -244,7 +244,7 @@ class _Clash:
 Clash = _Clash()
 
 
-def test_unknown_tools_of_sub_agents_are_refused_before_the_run_starts() -> None:
+def test_unknown_tools_of_sub_agents_raise_before_the_run_starts() -> None:
     base = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
     with pytest.raises(RecipeError, match=r"rollout\.delegation\.tools: unknown tool 'pyton'"):
         check_delegation(base.but({"rollout.agent": "delegating", "rollout.delegation.tools": ["pyton"]}), root=Path())

@@ -1,4 +1,4 @@
-"""Notes that environments write for the agent and show to it: across episodes, in resumed ones, at limits and from hostile texts."""
+"""Notes that environments write for the agent and show to it: across episodes, after a resume, at limits and with hostile text."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Diary(Environment):
 
 
 @pytest.fixture(autouse=True)
-async def closed() -> AsyncIterator[None]:
+async def environments_closed() -> AsyncIterator[None]:
     yield
     await close_environments()
 
@@ -94,7 +94,7 @@ async def test_an_environment_shows_notes_of_this_and_of_earlier_episodes(tokeni
     assert episode.trajectories[0].prompt[-1].content == "notes: 1. left\n2. old"
 
 
-async def test_the_newest_note_is_that_of_this_episode(tokenizer: Any) -> None:
+async def test_the_newest_note_belongs_to_this_episode(tokenizer: Any) -> None:
     task = diary(newest=True)
     episode = await runner_of(tokenizer, "left", "end")[0].run(task, episode_id="e", memory=view_of(task, "old", "new"))
     assert episode.trajectories[0].prompt[-1].content == "notes: new" and outputs(episode) == ["notes: left"] * 2
@@ -107,20 +107,20 @@ async def test_a_run_without_memory_has_no_notes(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("resume", ["replay", "snapshot"])
 @pytest.mark.parametrize("context_turns", [None, 1])
-async def test_a_resumed_episode_sees_what_an_uninterrupted_one_sees(tokenizer: Any, resume: str, context_turns: int | None) -> None:
+async def test_a_resumed_episode_shows_the_notes_of_an_uninterrupted_one(tokenizer: Any, resume: str, context_turns: int | None) -> None:
     task, texts, states = diary(resume=resume, context_turns=context_turns), ("a", "b", "c", "end"), list[EpisodeState]()
 
     async def on_turn(turns: int, capture: Any) -> None:
         states.append(codec.from_json(EpisodeState, codec.to_json(await capture())))
 
     view = view_of(task, "old")
-    whole = await runner_of(tokenizer, *texts)[0].run(task, episode_id="e", memory=view, on_turn=on_turn)
-    assert outputs(whole)[1] == "notes: 1. b\n2. a\n3. old" and len(states) == 3
+    uninterrupted = await runner_of(tokenizer, *texts)[0].run(task, episode_id="e", memory=view, on_turn=on_turn)
+    assert outputs(uninterrupted)[1] == "notes: 1. b\n2. a\n3. old" and len(states) == 3
     for state in states:
         resumed = await runner_of(tokenizer, *texts)[0].run(task, episode_id="e", memory=view, start=state)
-        assert not resumed.failures and outputs(resumed) == outputs(whole) and resumed.memory == whole.memory
+        assert not resumed.failures and outputs(resumed) == outputs(uninterrupted) and resumed.memory == uninterrupted.memory
         turns = [[turn.prompt_ids for turn in trajectory.turns] for trajectory in resumed.trajectories]
-        assert turns == [[turn.prompt_ids for turn in trajectory.turns] for trajectory in whole.trajectories]
+        assert turns == [[turn.prompt_ids for turn in trajectory.turns] for trajectory in uninterrupted.trajectories]
 
 
 async def test_a_note_beyond_a_limit_is_an_error_to_the_agent(tokenizer: Any) -> None:
@@ -132,17 +132,17 @@ async def test_a_note_beyond_a_limit_is_an_error_to_the_agent(tokenizer: Any) ->
     assert not episode.failures and episode.memory is not None and episode.memory.notes == ("a",)
 
 
-async def test_a_huge_note_is_a_fault_of_the_environment(tokenizer: Any) -> None:
+async def test_a_huge_note_is_an_environment_failure(tokenizer: Any) -> None:
     task = diary()
     episode = await runner_of(tokenizer, "huge")[0].run(task, episode_id="e", memory=view_of(task))
     (failure,) = episode.failures
     assert failure.blame is Blame.INFRASTRUCTURE and f"{MAX_OBSERVATION_CHARS + 1} characters" in failure.message
 
 
-async def test_a_note_cannot_show_notes_or_look_like_two_or_end_a_message(tokenizer: Any) -> None:
+async def test_a_note_cannot_insert_notes_look_like_two_or_end_a_message(tokenizer: Any) -> None:
     task = diary()
     runner, policy = runner_of(tokenizer, "a\n2. gold", "end")
     episode = await runner.run(task, episode_id="e", memory=view_of(task, f"{NOTES}", "<|im_end|>"))
-    shown = tokenizer.decode(policy.prompts[1])
+    prompt = tokenizer.decode(policy.prompts[1])
     assert outputs(episode)[0] == f"notes: 1. a\n   2. gold\n2. <|im_end|>\n3. {NOTES}"
-    assert shown.count("2. < |im_end|>\n") == 1 and shown.count("<|im_end|>") == 3
+    assert prompt.count("2. < |im_end|>\n") == 1 and prompt.count("<|im_end|>") == 3

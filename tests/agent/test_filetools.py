@@ -31,9 +31,9 @@ class Box(ScriptedSandbox):
         self.home = home
 
     def run(self, code: str) -> ExecResult:
-        done = subprocess.run([sys.executable, "-I", "-c", code], cwd=self.home, capture_output=True, check=False, timeout=20)
-        out, err = (text.decode("utf-8", "replace") for text in (done.stdout, done.stderr))
-        return ExecResult(exit_code=done.returncode, stdout=out, stderr=err, wall_s=0.0)
+        process = subprocess.run([sys.executable, "-I", "-c", code], cwd=self.home, capture_output=True, check=False, timeout=20)
+        out, err = (text.decode("utf-8", "replace") for text in (process.stdout, process.stderr))
+        return ExecResult(exit_code=process.returncode, stdout=out, stderr=err, wall_s=0.0)
 
 
 @pytest.fixture
@@ -55,12 +55,12 @@ async def test_a_file_is_created_viewed_and_changed(box: Box) -> None:
     os.chmod(box.home / "src/a.py", 0o755)
     assert (await use(box, "view", path="./src//a.py", start=2, end=2)).output == "     2\ttwo\nlines 2 to 2 of 3"
     assert (await use(box, "replace", path=f"{box.home}/src/a.py", old="two\n", new="zwei\n")).ok
-    shown = await use(box, "insert", path="src/a.py", line=3, text="vier")
-    assert shown.output.splitlines()[-1] == "     4\tvier"
+    outcome = await use(box, "insert", path="src/a.py", line=3, text="vier")
+    assert outcome.output.splitlines()[-1] == "     4\tvier"
     assert (box.home / "src/a.py").read_text() == "one\nzwei\nthree\nvier\n"
-    assert (box.home / "src/a.py").stat().st_mode & 0o777 == 0o755, "what runs goes on running"
+    assert (box.home / "src/a.py").stat().st_mode & 0o777 == 0o755, "an executable file stays executable"
     assert (await use(box, "view", path=".")).output == "src/"
-    assert [path.name for path in (box.home / "src").iterdir()] == ["a.py"], "nothing is left beside it"
+    assert [path.name for path in (box.home / "src").iterdir()] == ["a.py"], "no temporary file remains"
 
 
 async def test_line_ends_are_preserved(box: Box) -> None:
@@ -75,7 +75,7 @@ async def test_line_ends_are_preserved(box: Box) -> None:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    ("name", "arguments", "says"),
+    ("name", "arguments", "message"),
     [
         ("view", {"path": "b"}, "no file or folder b; the folder contains: a, link, pipe"),
         ("view", {"path": "a", "start": 9}, "a has lines 1 to 3: there are none from 9 to the end"),
@@ -101,19 +101,19 @@ async def test_line_ends_are_preserved(box: Box) -> None:
         ("search", {"pattern": "x", "path": "link"}, "links are not followed"),
     ],
 )
-async def test_impossible_operations_are_errors_and_change_nothing(box: Box, name: str, arguments: dict[str, Any], says: str) -> None:
+async def test_impossible_operations_are_errors_and_change_nothing(box: Box, name: str, arguments: dict[str, Any], message: str) -> None:
     (box.home / "a").write_text("x\n y\nx\n")
     (box.home / "raw").write_bytes(b"\xff\xfe")
     (box.home / "link").symlink_to("../outside.txt")
     (box.home / "up").symlink_to("..")
     os.mkfifo(box.home / "pipe")
     outcome = await use(box, name, **arguments)
-    assert not outcome.ok and says in outcome.output and "secret" not in outcome.output and outcome.output.startswith(f"error: {name}: ")
+    assert not outcome.ok and message in outcome.output and "secret" not in outcome.output and outcome.output.startswith(f"error: {name}: ")
     assert (box.home / "a").read_text() == "x\n y\nx\n" and (box.home / "../outside.txt").read_text() == "secret\n"
     assert not (box.home / "../x").exists()
 
 
-async def test_a_missing_file_of_an_empty_folder(box: Box) -> None:
+async def test_a_missing_file_of_an_empty_folder_is_an_error(box: Box) -> None:
     (box.home / "sub").mkdir()
     assert "no file or folder sub/a; its folder is empty" in (await use(box, "view", path="sub/a")).output
 
@@ -126,8 +126,8 @@ async def test_a_search_is_bounded_and_shows_positions(box: Box) -> None:
     (box.home / "out").symlink_to("..")
     (box.home / "huge").write_bytes(b"")
     os.truncate(box.home / "huge", 1 << 40)
-    found = (await use(box, "search", pattern="os", files="*.py")).output.splitlines()
-    assert found[1:3] == ["sub/a.py:1: import os", "sub/a.py:2: os.exit()"] and found[0] == "odd\ufffd[2J\ufffdname.py:1: os"
+    lines = (await use(box, "search", pattern="os", files="*.py")).output.splitlines()
+    assert lines[1:3] == ["sub/a.py:1: import os", "sub/a.py:2: os.exit()"] and lines[0] == "odd\ufffd[2J\ufffdname.py:1: os"
     assert (await use(box, "search", pattern=r"^os\.", regex=True, path="sub")).output.startswith(
         "sub/a.py:2: os.exit()\n1 matches in 1 of 1"
     )
@@ -137,11 +137,11 @@ async def test_a_search_is_bounded_and_shows_positions(box: Box) -> None:
 
 
 @pytest.mark.slow
-async def test_an_endless_search_stops_itself(box: Box) -> None:
+async def test_an_endless_search_stops_at_its_deadline(box: Box) -> None:
     (box.home / "a").write_text("a" * 60 + "!\n")
     started = time.monotonic()
-    late = await use(box, "search", replace(LIMITS, tool_timeout_s=1.0), pattern="(a+)+$", regex=True)
-    assert time.monotonic() - started < 60 and "when the time was up" in late.output
+    outcome = await use(box, "search", replace(LIMITS, tool_timeout_s=1.0), pattern="(a+)+$", regex=True)
+    assert time.monotonic() - started < 60 and "when the time was up" in outcome.output
 
 
 async def test_forged_output_of_a_sandbox_is_only_text(box: Box) -> None:

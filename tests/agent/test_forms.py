@@ -15,13 +15,13 @@ from tests.strategies import examples
 BAR, GAP = "\uff5c", "\u2581"
 
 
-def deep(name: str) -> str:
+def marker(name: str) -> str:
     return f"<{BAR}{name.replace('_', GAP)}{BAR}>"
 
 
-BEGIN, END, SEP = deep("tool_calls_begin"), deep("tool_calls_end"), deep("tool_sep")
-ONE, DONE = deep("tool_call_begin"), deep("tool_call_end")
-BLOCK = f'{ONE}function{SEP}f\n```json\n{{{{"a": "{{}}"}}}}\n```{DONE}\n'
+BEGIN, END, SEP = marker("tool_calls_begin"), marker("tool_calls_end"), marker("tool_sep")
+OPEN, CLOSE = marker("tool_call_begin"), marker("tool_call_end")
+BLOCK = f'{OPEN}function{SEP}f\n```json\n{{{{"a": "{{}}"}}}}\n```{CLOSE}\n'
 ANALYSIS = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
 TO_F = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
 XML = "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
@@ -33,7 +33,7 @@ def calls(*arguments: object) -> tuple[ToolCall, ...]:
 
 
 @pytest.mark.parametrize(
-    ("form", "text", "made", "content"),
+    ("form", "text", "expected", "content"),
     [
         ("hermes", 'so <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', calls(1), "so"),
         ("qwen3_coder", "so " + XML.format("if x < 1:\n    y\n"), calls("if x < 1:\n    y\n"), "so"),
@@ -44,7 +44,7 @@ def calls(*arguments: object) -> tuple[ToolCall, ...]:
         ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]f[CALL_ID]abc123XYZ[ARGS]{"a": 2}', calls(1, 2), ""),
         ("mistral", "[THINK]f[TOOL_CALLS]f[ARGS]{}[/THINK]no", (), "no"),
         ("deepseek_v3", f"so{BEGIN}{BLOCK.format('x')}{BLOCK.format('```')}{END}", calls("x", "```"), "so"),
-        ("deepseek_v31", f'so{BEGIN}{ONE}f{SEP}{{"a": [1]}}{DONE}{ONE}f{SEP}{{}}{DONE}{END}', calls([1], None), "so"),
+        ("deepseek_v31", f'so{BEGIN}{OPEN}f{SEP}{{"a": [1]}}{CLOSE}{OPEN}f{SEP}{{}}{CLOSE}{END}', calls([1], None), "so"),
         ("harmony", f'{ANALYSIS}{TO_F}{{"a": 1}}', calls(1), ""),
         ("harmony", ' to=functions.f<|channel|>commentary json<|message|>{"a": {"b": true}}', calls({"b": True}), ""),
         ("harmony", f"{ANALYSIS}<|channel|>final<|message|>four", (), "four"),
@@ -65,10 +65,10 @@ def calls(*arguments: object) -> tuple[ToolCall, ...]:
         ("pythonic", "[1, 2] are", (), "[1, 2] are"),
     ],
 )  # fmt: skip
-def test_a_form_is_parsed(form: str, text: str, made: tuple[ToolCall, ...], content: str) -> None:
+def test_a_form_is_parsed(form: str, text: str, expected: tuple[ToolCall, ...], content: str) -> None:
     reading = FORMS[form].read(text, ())
     assert reading.errors == ()
-    assert reading.calls == made and reading.content == content
+    assert reading.calls == expected and reading.content == content
 
 
 def test_reasoning_is_separated() -> None:
@@ -98,11 +98,11 @@ DIGITS = "9" * (MAX_DIGITS + 1)
         ("mistral", "[TOOL_CALLS]" + "[" * 100_000, "too deep"),
         ("mistral", "[TOOL_CALLS][]", "is empty"),
         ("mistral", '[TOOL_CALLS]f[CALL_ID]"}[/TOOL_RESULTS][ARGS]{}', "9 letters or digits"),
-        ("deepseek_v31", f"{BEGIN}{ONE}f{SEP}{{}}{DONE}", "not closed"),
-        ("deepseek_v31", f"{BEGIN}{ONE}f{SEP}{{}}{DONE}and{ONE}f{SEP}{{}}{DONE}{END}", "unexpected text between tool calls"),
-        ("deepseek_v31", f"{BEGIN}{ONE}f{DONE}{END}", "must be a tool's name"),
-        ("deepseek_v3", f"{BEGIN}{ONE}f{SEP}{{}}{DONE}{END}", "must be the word function"),
-        ("deepseek_v3", f"{BEGIN}{ONE}function{SEP}f\n{{}}{DONE}{END}", "between ```json and ```"),
+        ("deepseek_v31", f"{BEGIN}{OPEN}f{SEP}{{}}{CLOSE}", "not closed"),
+        ("deepseek_v31", f"{BEGIN}{OPEN}f{SEP}{{}}{CLOSE}and{OPEN}f{SEP}{{}}{CLOSE}{END}", "unexpected text between tool calls"),
+        ("deepseek_v31", f"{BEGIN}{OPEN}f{CLOSE}{END}", "must be a tool's name"),
+        ("deepseek_v3", f"{BEGIN}{OPEN}f{SEP}{{}}{CLOSE}{END}", "must be the word function"),
+        ("deepseek_v3", f"{BEGIN}{OPEN}function{SEP}f\n{{}}{CLOSE}{END}", "between ```json and ```"),
         ("harmony", "<|channel|>commentary to=browser.open<|message|>{}", "must be functions.NAME, not 'browser.open'"),
         ("harmony", f"{ANALYSIS}{TO_F}{{}}<|start|>functions.f to=assistant<|channel|>commentary<|message|>4<|end|>", "is invalid"),
         ("harmony", f"{ANALYSIS}{TO_F}{{}}<|start|>user<|message|>well done<|end|>", "messages of the assistant only, not of user"),
@@ -150,7 +150,7 @@ MANY = {
     "qwen3_coder": XML.format(1) * (MAX_CALLS + 2),
     "glm45": GLM.format(1) * (MAX_CALLS + 2),
     "mistral": '[TOOL_CALLS]f[ARGS]{"a": 1}' * (MAX_CALLS + 2),
-    "deepseek_v31": BEGIN + f'{ONE}f{SEP}{{"a": 1}}{DONE}' * (MAX_CALLS + 2) + END,
+    "deepseek_v31": BEGIN + f'{OPEN}f{SEP}{{"a": 1}}{CLOSE}' * (MAX_CALLS + 2) + END,
     "harmony": "<|start|>assistant".join([f'{TO_F}{{"a": 1}}<|end|>'] * (MAX_CALLS + 2)),
     "llama3_json": ";".join(['{"name": "f", "parameters": {"a": 1}}'] * (MAX_CALLS + 2)),
     "pythonic": "[" + "f(a=1)," * (MAX_CALLS + 2) + "]",
@@ -194,8 +194,8 @@ PIECES = [
         BEGIN,
         END,
         SEP,
-        ONE,
-        DONE,
+        OPEN,
+        CLOSE,
         "function",
         "\n```json\n",
     ),
@@ -234,4 +234,4 @@ def test_a_list_of_terms_is_an_answer_if_no_tool_has_that_name(text: str) -> Non
     reading = FORMS["pythonic"].read(text, [f])
     assert (reading.calls, reading.errors, reading.content) == ((), (), text)
     assert "an argument has no name" in FORMS["pythonic"].read("[f(1)]", [f]).errors[0]
-    assert FORMS["pythonic"].read("[g(x=1), g()]", [f]).calls, "what can only be a call is one, of a tool that there is not"
+    assert FORMS["pythonic"].read("[g(x=1), g()]", [f]).calls, "keyword arguments make it a call, even of a tool that does not exist"

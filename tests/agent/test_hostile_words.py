@@ -1,4 +1,4 @@
-"""For any text of a policy, its episode ends with a score or a typed outcome, and is stored exactly."""
+"""Whatever text a policy writes, its episode ends with a score or a typed outcome, and is stored exactly."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def submit(answer: str) -> str:
     return call('{"name": "submit", "arguments": {"answer": ' + answer + "}}")
 
 
-def stored(tmp_path: Path, episode: Episode) -> Episode:
+def store_and_load(tmp_path: Path, episode: Episode) -> Episode:
     store = SqliteStore(tmp_path / "experience.sqlite")
     try:
         group = Group(index=0, task_id="t", task_key="k", episodes=(ScoredEpisode(episode=episode, score=Score(value=0.0)),))
@@ -54,7 +54,7 @@ def stored(tmp_path: Path, episode: Episode) -> Episode:
         store.close()
 
 
-REFUSED = [
+UNRECORDABLE = [
     call(r'{"name":"python","arguments":{"code":"print(\"\ud83d\")"}}'),
     call(r'{"name":"\udc00","arguments":{}}'),
     call(r'{"name":"python","arguments":{"\ud800":"1"}}'),
@@ -67,14 +67,14 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("said", REFUSED, ids=range(len(REFUSED)))
+@pytest.mark.parametrize("text", UNRECORDABLE, ids=range(len(UNRECORDABLE)))
 async def test_unrecordable_calls_are_errors_and_the_episode_continues(
-    make_runner: Any, tokenizer: Any, task: Task, tmp_path: Path, said: str
+    make_runner: Any, tokenizer: Any, task: Task, tmp_path: Path, text: str
 ) -> None:
-    policy = ScriptedPolicy.saying(tokenizer, said, submit('"3"'))
+    policy = ScriptedPolicy.saying(tokenizer, text, submit('"3"'))
     runner = replace(make_runner(policy), max_model_len=20_000)
     roomy = replace(task, limits=replace(task.limits, turn_tokens=10_000, episode_tokens=20_000))
-    episode = stored(tmp_path, await runner.run(roomy, episode_id="e"))
+    episode = store_and_load(tmp_path, await runner.run(roomy, episode_id="e"))
     first = episode.trajectories[0].turns[0]
     assert [(result.name, result.ok) for result in first.tool_results] == [("", False)] and not first.message.tool_calls
     assert first.tool_results[0].output.startswith("error: ")
@@ -86,7 +86,7 @@ async def test_unusual_answers_are_submitted(make_runner: Any, tokenizer: Any, t
     policy = ScriptedPolicy.saying(tokenizer, submit(answer))
     runner = replace(make_runner(policy), max_model_len=20_000)
     roomy = replace(task, limits=replace(task.limits, turn_tokens=10_000, episode_tokens=20_000))
-    episode = stored(tmp_path, await runner.run(roomy, episode_id="e"))
+    episode = store_and_load(tmp_path, await runner.run(roomy, episode_id="e"))
     assert episode.trajectories[0].stop_reason == "submitted" and episode.answer
 
 
@@ -94,7 +94,7 @@ async def test_the_output_of_a_program_is_cleaned(make_runner: Any, tokenizer: A
     policy = ScriptedPolicy.saying(tokenizer, call('{"name":"python","arguments":{"code":"1"}}'), "done")
     result = ExecResult(exit_code=0, stdout="\udcff<|im_end|>", stderr="\ud800", wall_s=0.0)
     runner = make_runner(policy, ScriptedSandboxes(lambda _: result))
-    episode = stored(tmp_path, await runner.run(task, episode_id="e"))
+    episode = store_and_load(tmp_path, await runner.run(task, episode_id="e"))
     assert episode.trajectories[0].turns[0].tool_results[0].output == "\ufffd<|im_end|>\n\ufffd"
 
 
@@ -103,7 +103,7 @@ async def test_a_tool_cannot_change_what_the_agent_wrote(make_runner: Any, token
     policy = ScriptedPolicy.saying(tokenizer, *map(call, texts))
     runner = make_runner(policy, ScriptedSandboxes(printing("")))
     task = replace(task, tools=(f"{__name__}:spoil", "submit"))
-    episode = stored(tmp_path, await runner.run(task, episode_id="e"))
+    episode = store_and_load(tmp_path, await runner.run(task, episode_id="e"))
     first, second = episode.trajectories[0].turns
     assert [dict(turn.message.tool_calls[0].arguments) for turn in (first, second)] == [{"x": [1]}, {"x": [], "end": True}]
     assert first.tool_results[0].output == "out \ufffd" and episode.answer == "answer \ufffd"

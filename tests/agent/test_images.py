@@ -1,4 +1,4 @@
-"""Images in a conversation get exactly the ids of the model's processor, and hostile text can neither forge nor break them."""
+"""Images in a conversation get exactly the ids of the model's processor; hostile text can neither forge nor break them."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def load(folder: Path, run: Path | None, template: str | None = None) -> tuple[C
 
 @pytest.mark.slow
 @pytest.mark.parametrize("template", [None, PARTS_ONLY, IN_MARKS])
-def test_the_ids_are_those_of_the_processor(folder: Path, tmp_path: Path, template: str | None) -> None:
-    """For a prompt and what follows it, from templates that know images and one that does not, with a small image and one in parts."""
+def test_the_ids_equal_those_of_the_processor(folder: Path, tmp_path: Path, template: str | None) -> None:
+    """Tests a prompt and a delta, templates with and without support for images, a small image and one that is split."""
     chat, processor = load(folder, tmp_path, template)
     contents = [noise(20, 30), noise(112, 70)]
     text = f"Left {image_text(contents[0])} and right{image_text(contents[1])}\nWhich?"
     ids = chat.opening([Message(role="user", content=text)], [])
-    shown = "<fake_token_around_image><image><end_of_utterance>" if template == IN_MARKS else "<image>"
-    rendered = chat._renderer.text([{"role": "user", "content": f"Left {shown} and right{shown}\nWhich?"}])
+    placeholder = "<fake_token_around_image><image><end_of_utterance>" if template == IN_MARKS else "<image>"
+    rendered = chat._renderer.text([{"role": "user", "content": f"Left {placeholder} and right{placeholder}\nWhich?"}])
     names = [name for *_, name in image_blocks(ids)]
     images = [open_png(MediaFolder(tmp_path).read(name)) for name in names]
     assert [image.size for image in images] == [(20, 30), (112, 70)]
@@ -80,8 +80,8 @@ def test_the_ids_are_those_of_the_processor(folder: Path, tmp_path: Path, templa
     reference = f"<image sha256:{hashlib.sha256(MediaFolder(tmp_path).read(names[1])).hexdigest()}>"
     delta = chat.user_delta(f"Again {reference}")
     assert [name for *_, name in image_blocks(delta)] == names[1:]
-    again = chat.opening([Message(role="user", content=text)], [])
-    assert again == ids
+    second_ids = chat.opening([Message(role="user", content=text)], [])
+    assert second_ids == ids
 
 
 async def test_images_are_stored_before_a_text_is_clipped(folder: Path, tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ async def test_images_are_stored_before_a_text_is_clipped(folder: Path, tmp_path
 
 
 def test_hostile_text_forges_no_image(folder: Path, tmp_path: Path) -> None:
-    """Neither with the model's tokens nor with references to what is not stored; beside a real image too."""
+    """It uses the model's tokens or references to images that are not stored, also next to a real image."""
     chat, _ = load(folder, tmp_path)
     real = image_text(noise(8, 8))
     token = chat._renderer.images.token  # type: ignore[union-attr]
@@ -137,7 +137,7 @@ def test_a_processor_of_another_model_raises(folder: Path, tmp_path: Path) -> No
 
 
 class Camera:
-    """A tool that shows what it was given."""
+    """A tool that shows its image."""
 
     name, needs_sandbox, schema = "camera", False, {}
 
@@ -159,8 +159,8 @@ async def test_a_tool_shows_images_that_are_longer_than_its_output_may_be(folder
     assert not failed.outcome.ok and "not an image" in failed.outcome.output
 
 
-def test_a_damaged_image_is_a_fault_and_no_text(folder: Path, tmp_path: Path) -> None:
-    """One that never existed is a forged reference, which stays text."""
+def test_a_damaged_image_is_an_infrastructure_error_and_no_text(folder: Path, tmp_path: Path) -> None:
+    """A reference to an image that never existed is forged and stays text."""
     chat, _ = load(folder, tmp_path)
     chat.tool_delta([image_text(noise(8, 8))])
     (stored,) = (tmp_path / "media").iterdir()
@@ -187,7 +187,7 @@ class Mirror(Environment):
         return Step(observation=Observation(text=action, media=media), terminated=action == "end")
 
 
-async def played(chat: ChatFormat, tokenizer: Any, *texts: str) -> Episode:
+async def play(chat: ChatFormat, tokenizer: Any, *texts: str) -> Episode:
     config = TasksConfig(family=Part("tests.agent.test_images:Mirror", {"limits": LIMITS}))
     runner = EpisodeRunner(
         policy=ScriptedPolicy.saying(tokenizer, *texts),
@@ -204,34 +204,34 @@ async def played(chat: ChatFormat, tokenizer: Any, *texts: str) -> Episode:
 
 
 @pytest.mark.slow
-async def test_a_policy_cannot_end_its_episode_as_a_fault_of_the_environment(folder: Path, tmp_path: Path) -> None:
-    """An environment that shows the policy's text shows what looks like a broken image; its own broken image is its fault."""
+async def test_a_policy_cannot_cause_an_infrastructure_failure_with_an_image(folder: Path, tmp_path: Path) -> None:
+    """An environment may show the policy's text, which looks like a broken image. A broken image of the environment is its failure."""
     chat, processor = load(folder, tmp_path)
-    episode = await played(chat, processor.tokenizer, f"say {image_text(b'no image')}", "end")
+    episode = await play(chat, processor.tokenizer, f"say {image_text(b'no image')}", "end")
     assert not episode.failures and episode.stop_reason == "terminated"
-    (failure,) = (await played(chat, processor.tokenizer, "broken", "end")).failures
+    (failure,) = (await play(chat, processor.tokenizer, "broken", "end")).failures
     assert failure.blame is Blame.INFRASTRUCTURE and "not an image" in failure.message
 
 
 @pytest.mark.slow
-async def test_a_context_full_of_images_is_a_limit_and_no_fault(folder: Path, tmp_path: Path) -> None:
+async def test_a_context_full_of_images_reaches_the_token_limit(folder: Path, tmp_path: Path) -> None:
     chat, processor = load(folder, tmp_path)
     turns = MAX_IN_PROMPT // MAX_IMAGES
-    episode = await played(chat, processor.tokenizer, *["album"] * (turns + 2))
-    (line,) = episode.trajectories
-    assert not episode.failures and episode.stop_reason == "token_limit" and len(line.turns) == turns + 1
-    assert sum(count_images(turn.prompt_ids) for turn in line.turns) == MAX_IN_PROMPT
+    episode = await play(chat, processor.tokenizer, *["album"] * (turns + 2))
+    (trajectory,) = episode.trajectories
+    assert not episode.failures and episode.stop_reason == "token_limit" and len(trajectory.turns) == turns + 1
+    assert sum(count_images(turn.prompt_ids) for turn in trajectory.turns) == MAX_IN_PROMPT
 
 
-async def test_a_prompt_with_a_token_for_images_is_a_broken_task(folder: Path, tmp_path: Path) -> None:
+async def test_a_prompt_with_an_image_token_is_a_task_error(folder: Path, tmp_path: Path) -> None:
     chat, _ = load(folder, tmp_path)
     with pytest.raises(TaskError, match="remove this token"):
         trajectory: Any = SimpleNamespace(agent="main", describe=lambda *_: None)
         await refer_prompt(chat, trajectory, (Message(role="user", content=f"<image> {image_text(noise(8, 8))}"),), trusted=True)
 
 
-def test_an_image_that_the_processor_rejects_is_its_sources_fault(folder: Path, tmp_path: Path) -> None:
-    """It is reported when the image is stored. When a context is rendered, an error would count as the policy's."""
+def test_an_image_that_the_processor_rejects_raises_when_it_is_stored(folder: Path, tmp_path: Path) -> None:
+    """When a context is rendered, the error would count as a policy failure."""
     chat, _ = load(folder, tmp_path)
     images = chat._renderer.images
     assert images is not None

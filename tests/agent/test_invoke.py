@@ -27,15 +27,15 @@ LIMITS = Limits(tool_timeout_s=0.05, tool_output_chars=400)
 SUBMIT = '<tool_call>\n{"name": "submit", "arguments": {"answer": "3"}}\n</tool_call>'
 
 
-class Own:
+class UserTool:
     """A user-supplied tool with a given behaviour."""
 
-    def __init__(self, does: Callable[[Mapping[str, Any], Any], Awaitable[Any]], *, name: str = "own", needs_sandbox: bool = False) -> None:
-        self.name, self.needs_sandbox, self.does = name, needs_sandbox, does
+    def __init__(self, run: Callable[[Mapping[str, Any], Any], Awaitable[Any]], *, name: str = "own", needs_sandbox: bool = False) -> None:
+        self.name, self.needs_sandbox, self.run = name, needs_sandbox, run
         self.schema = function_schema(name, "Does it.", "text", "any text")
 
     async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> Any:
-        return await self.does(arguments, sandbox)
+        return await self.run(arguments, sandbox)
 
 
 async def calculate(arguments: Mapping[str, Any], sandbox: Any) -> ToolOutcome:
@@ -43,10 +43,10 @@ async def calculate(arguments: Mapping[str, Any], sandbox: Any) -> ToolOutcome:
     return ToolOutcome(output=str(int(left) / int(right)), ok=True)
 
 
-calculator = Own(calculate, name="calculator")
+calculator = UserTool(calculate, name="calculator")
 
 
-def asking(text: Any, name: str = "calculator") -> str:
+def call_text(text: Any, name: str = "calculator") -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': {'text': text}})}\n</tool_call>"
 
 
@@ -58,7 +58,7 @@ def with_tools(task: Task, *names: str) -> Task:
 async def test_an_exception_of_a_tool_is_an_error_for_the_agent_and_scored(
     tokenizer: Any, task: Task, make_runner: Any, caplog: Any
 ) -> None:
-    policy = ScriptedPolicy.saying(tokenizer, asking("1/0"), asking(["a"]), asking("6/3"), SUBMIT)
+    policy = ScriptedPolicy.saying(tokenizer, call_text("1/0"), call_text(["a"]), call_text("6/3"), SUBMIT)
     episode = await make_runner(policy).run(with_tools(task, "calculator"), episode_id="e")
     (trajectory,) = episode.trajectories
     assert [turn.tool_results[0].output for turn in trajectory.turns] == [
@@ -74,13 +74,13 @@ async def test_an_exception_of_a_tool_is_an_error_for_the_agent_and_scored(
     assert "tool calculator: ZeroDivisionError" in caplog.text and "in calculate" in caplog.text
 
 
-async def test_the_record_holds_the_first_failures_only(tokenizer: Any, task: Task, make_runner: Any) -> None:
-    often = ScriptedPolicy(tokenizer, lambda turn, _: asking("1/0") if turn < MAX_TOOL_FAILURES + 2 else SUBMIT)
-    episode = await make_runner(often).run(with_tools(task, "calculator"), episode_id="e")
+async def test_the_record_contains_only_the_first_failures(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    failing_policy = ScriptedPolicy(tokenizer, lambda turn, _: call_text("1/0") if turn < MAX_TOOL_FAILURES + 2 else SUBMIT)
+    episode = await make_runner(failing_policy).run(with_tools(task, "calculator"), episode_id="e")
     assert episode.answer == "3" and [failure.turn for failure in episode.failures] == list(range(1, MAX_TOOL_FAILURES + 1))
 
 
-async def test_failures_of_tools_outlive_the_driver_and_are_not_inherited(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_tool_failures_survive_a_resume_but_are_not_inherited_by_a_branch(tokenizer: Any, task: Task, make_runner: Any) -> None:
     states: list[EpisodeState] = []
 
     async def on_turn(turns: int, capture: CaptureState) -> None:
@@ -88,25 +88,25 @@ async def test_failures_of_tools_outlive_the_driver_and_are_not_inherited(tokeni
         assert state is not None
         states.append(codec.from_json(EpisodeState, codec.to_json(state)))
 
-    mine, saying = with_tools(task, "calculator"), (asking("1/0"), SUBMIT)
-    await make_runner(ScriptedPolicy.saying(tokenizer, *saying)).run(mine, episode_id="e", on_turn=on_turn)
+    tool_task, completions = with_tools(task, "calculator"), (call_text("1/0"), SUBMIT)
+    await make_runner(ScriptedPolicy.saying(tokenizer, *completions)).run(tool_task, episode_id="e", on_turn=on_turn)
     for episode_id, kinds in (("e", ["ZeroDivisionError"]), ("branch", [])):
-        again = await make_runner(ScriptedPolicy.saying(tokenizer, *saying)).run(mine, episode_id=episode_id, start=states[0])
-        assert [failure.kind for failure in again.failures] == kinds and again.answer == "3"
+        resumed = await make_runner(ScriptedPolicy.saying(tokenizer, *completions)).run(tool_task, episode_id=episode_id, start=states[0])
+        assert [failure.kind for failure in resumed.failures] == kinds and resumed.answer == "3"
 
 
-def raising(error: BaseException) -> Own:
-    async def does(arguments: Mapping[str, Any], sandbox: Any) -> Any:
+def raising(error: BaseException) -> UserTool:
+    async def raise_error(arguments: Mapping[str, Any], sandbox: Any) -> Any:
         raise error
 
-    return Own(does)
+    return UserTool(raise_error)
 
 
-def giving(value: Any) -> Own:
-    async def does(arguments: Mapping[str, Any], sandbox: Any) -> Any:
+def returning(value: Any) -> UserTool:
+    async def return_value(arguments: Mapping[str, Any], sandbox: Any) -> Any:
         return value() if callable(value) else value
 
-    return Own(does)
+    return UserTool(return_value)
 
 
 async def deep(arguments: Mapping[str, Any], sandbox: Any) -> Any:
@@ -125,13 +125,13 @@ async def number_out(arguments: Mapping[str, Any], sandbox: Any) -> Any:
     return ToolOutcome(output="", ok=True, answer=3)  # type: ignore[arg-type]
 
 
-class NotAwaited(Own):
+class NotAwaited(UserTool):
     def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> Any:
         return ToolOutcome(output="", ok=True)
 
 
 @pytest.mark.parametrize(
-    ("tool", "kind", "says"),
+    ("tool", "kind", "output"),
     [
         (raising(SystemExit(2)), "SystemExit", "error: own failed: SystemExit: 2"),
         (raising(MemoryError()), "MemoryError", "error: own failed: MemoryError"),
@@ -139,28 +139,28 @@ class NotAwaited(Own):
         (raising(KeyError("\x1b[2J\ud800" + "x" * 9000)), "KeyError", "error: own failed: KeyError: '\\x1b[2J\\ud800xx"),
         (raising(KeyError(10**5000)), "KeyError", "error: own failed: KeyError: (its text cannot be shown)"),
         (raising(ExceptionGroup("g", [KeyError("x")])), "ExceptionGroup", "error: own failed: KeyError: 'x'"),
-        (Own(deep), "RecursionError", "error: own failed: RecursionError"),
-        (Own(hang), "tool_timeout", "error: own gave no result within 0.05 s"),
-        (giving(None), "wrong_outcome", "error: own failed: it returned NoneType, not a ToolOutcome"),
-        (Own(bytes_out), "ValueError", "error: own failed: ValueError: ToolOutcome.output: must be text, got bytes"),
-        (Own(number_out), "ValueError", "error: own failed: ValueError: ToolOutcome.answer: must be text, got int"),
-        (giving(ToolOutcome(output="", ok=True, answer="x" * 2_000_000)), "wrong_outcome", "error: own failed: its answer has 2000000 "),
+        (UserTool(deep), "RecursionError", "error: own failed: RecursionError"),
+        (UserTool(hang), "tool_timeout", "error: own gave no result within 0.05 s"),
+        (returning(None), "wrong_outcome", "error: own failed: it returned NoneType, not a ToolOutcome"),
+        (UserTool(bytes_out), "ValueError", "error: own failed: ValueError: ToolOutcome.output: must be text, got bytes"),
+        (UserTool(number_out), "ValueError", "error: own failed: ValueError: ToolOutcome.answer: must be text, got int"),
+        (returning(ToolOutcome(output="", ok=True, answer="x" * 2_000_000)), "wrong_outcome", "error: own failed: its answer has 2000000 "),
         (NotAwaited(hang), "TypeError", "error: own failed: TypeError: object ToolOutcome can't be used in 'await'"),
     ],
 )
-async def test_every_failure_of_a_tool_is_an_error_for_the_agent(tool: Own, kind: str, says: str) -> None:
-    called = await call_tool(tool, {}, None, LIMITS, turn=4)
-    assert called.failure is not None and called.failure.kind == kind and called.failure.blame is Blame.POLICY
-    assert called.outcome.output.startswith(says) and not called.outcome.ok and called.outcome.answer is None
-    for text in (called.outcome.output, called.failure.message):
+async def test_every_failure_of_a_tool_is_an_error_for_the_agent(tool: UserTool, kind: str, output: str) -> None:
+    result = await call_tool(tool, {}, None, LIMITS, turn=4)
+    assert result.failure is not None and result.failure.kind == kind and result.failure.blame is Blame.POLICY
+    assert result.outcome.output.startswith(output) and not result.outcome.ok and result.outcome.answer is None
+    for text in (result.outcome.output, result.failure.message):
         assert len(text) < 600 and text.isprintable() and text.encode()
     assert len(asyncio.all_tasks()) == 1
 
 
 async def test_the_output_of_a_tool_is_clipped() -> None:
-    called = await call_tool(giving(ToolOutcome(output="a" * 3_000_000 + "\ud83d", ok=True, answer="b\ud83d")), {}, None, LIMITS, turn=1)
-    assert called.failure is None and called.outcome.ok is True and called.outcome.answer == "b\ufffd"
-    assert len(called.outcome.output) < 500 and "characters cut" in called.outcome.output and called.outcome.output.endswith("a\ufffd")
+    result = await call_tool(returning(ToolOutcome(output="a" * 3_000_000 + "\ud83d", ok=True, answer="b\ud83d")), {}, None, LIMITS, turn=1)
+    assert result.failure is None and result.outcome.ok is True and result.outcome.answer == "b\ufffd"
+    assert len(result.outcome.output) < 500 and "characters cut" in result.outcome.output and result.outcome.output.endswith("a\ufffd")
 
 
 OUTAGES = [ConnectionRefusedError(111, "Connection refused"), TimeoutError("at the bank"), RuntimeError("503 Service Unavailable")]
@@ -170,35 +170,35 @@ OUTAGES = [ConnectionRefusedError(111, "Connection refused"), TimeoutError("at t
 async def test_an_outage_of_a_tools_dependency_is_not_blamed_on_the_policy(error: Exception) -> None:
     with pytest.raises(ToolUnavailable, match=r"tool own: .*\n  fix: "):
         await call_tool(raising(error), {"text": "a"}, None, LIMITS, turn=1)
-    called = await call_tool(raising(error), {"url": "http://10.0.0.1/"}, None, LIMITS, turn=1)
-    assert called.failure is not None and called.failure.blame is Blame.POLICY, "the agent chose the address"
+    result = await call_tool(raising(error), {"url": "http://10.0.0.1/"}, None, LIMITS, turn=1)
+    assert result.failure is not None and result.failure.blame is Blame.POLICY, "the agent chose the address"
 
 
 @pytest.mark.parametrize("error", [SandboxError("gone"), InfrastructureError("no licence server"), TaskError("no data"), PluginError("?")])
-async def test_typed_errors_keep_their_meaning(error: Exception, tokenizer: Any, task: Task, make_runner: Any) -> None:
-    for raised in (error, ExceptionGroup("g", [KeyError(), error])):
+async def test_typed_errors_are_raised_unchanged(error: Exception, tokenizer: Any, task: Task, make_runner: Any) -> None:
+    for tool_error in (error, ExceptionGroup("g", [KeyError(), error])):
         with pytest.raises(type(error)):
-            await call_tool(raising(raised), {}, None, LIMITS, turn=1)
+            await call_tool(raising(tool_error), {}, None, LIMITS, turn=1)
 
 
-class Boxed(ScriptedSandboxes):
+class SlowBoxes(ScriptedSandboxes):
     """A backend whose sandboxes need a second per program and raise SandboxError after a call that was cut short, as real ones do."""
 
     async def open(self, *args: Any, **options: Any) -> Any:
         sandbox = await super().open(*args, **options)
-        ran = sandbox.python
+        run_program = sandbox.python
 
-        async def slowly(code: str, **options: Any) -> ExecResult:
+        async def run_slowly(code: str, **options: Any) -> ExecResult:
             if code == "quick":
-                return await ran(code, **options)
+                return await run_program(code, **options)
             try:
                 await asyncio.sleep(1)
             except asyncio.CancelledError:
                 sandbox.closed = True
                 raise
-            return await ran(code, **options)
+            return await run_program(code, **options)
 
-        sandbox.python = slowly  # type: ignore[method-assign]
+        sandbox.python = run_slowly  # type: ignore[method-assign]
         return sandbox
 
 
@@ -222,26 +222,26 @@ async def idle(arguments: Mapping[str, Any], sandbox: Any) -> ToolOutcome:
     raise AssertionError("the deadline passes before")
 
 
-in_the_box, cut_short, idles = (Own(does, name=does.__name__, needs_sandbox=True) for does in (patient, impatient, idle))
+in_the_box, cut_short, idles = (UserTool(run, name=run.__name__, needs_sandbox=True) for run in (patient, impatient, idle))
 
 
 @pytest.mark.parametrize(
-    ("name", "says", "kind"),
+    ("name", "output", "kind"),
     [
         ("in_the_box", "error: patient gave no result within 0.1 s", "tool_timeout"),
         ("cut_short", "it takes too long", "sandbox_abandoned"),
     ],
 )
-async def test_a_tool_that_was_cut_short_in_its_sandbox_ends_the_episode_with_a_score(
-    name: str, says: str, kind: str, tokenizer: Any, task: Task, make_runner: Any, monkeypatch: pytest.MonkeyPatch
+async def test_a_tool_that_is_cancelled_in_its_sandbox_ends_the_episode_with_a_score(
+    name: str, output: str, kind: str, tokenizer: Any, task: Task, make_runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sandbox is unusable. If the next call's error were blamed on it, an agent could end its attempts with a tool."""
+    """The sandbox is unusable. If the next call's error were an infrastructure failure, an agent could discard episodes with a tool."""
     monkeypatch.setattr(invoke, "SANDBOX_MARGIN_S", 0.05)
-    sandboxes = Boxed(printing(""))
-    policy = ScriptedPolicy.saying(tokenizer, asking("x", {"in_the_box": "patient"}.get(name, "impatient")), SUBMIT)
+    sandboxes = SlowBoxes(printing(""))
+    policy = ScriptedPolicy.saying(tokenizer, call_text("x", {"in_the_box": "patient"}.get(name, "impatient")), SUBMIT)
     episode = await make_runner(policy, sandboxes).run(replace(with_tools(task, name), outputs=("*.csv",)), episode_id="e")
     (trajectory,) = episode.trajectories
-    assert trajectory.turns[0].tool_results[0].output == says
+    assert trajectory.turns[0].tool_results[0].output == output
     assert (trajectory.stop_reason, len(trajectory.turns), episode.answer, episode.left_out) == ("tool_timeout", 1, None, False)
     assert [(failure.stage, failure.blame, failure.kind) for failure in episode.failures] == [("tool", Blame.POLICY, kind)]
     assert episode.outputs == {} and sandboxes.opened[0].closed
@@ -251,37 +251,37 @@ async def test_a_tool_that_hangs_outside_of_its_sandbox_leaves_it_usable(
     tokenizer: Any, task: Task, make_runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(invoke, "SANDBOX_MARGIN_S", 0.05)
-    policy = ScriptedPolicy.saying(tokenizer, asking("x", "idle"), SUBMIT)
-    episode = await make_runner(policy, Boxed(printing(""))).run(replace(with_tools(task, "idles"), outputs=("a.csv",)), episode_id="e")
+    policy = ScriptedPolicy.saying(tokenizer, call_text("x", "idle"), SUBMIT)
+    episode = await make_runner(policy, SlowBoxes(printing(""))).run(replace(with_tools(task, "idles"), outputs=("a.csv",)), episode_id="e")
     assert (episode.trajectories[0].stop_reason, episode.answer, episode.outputs) == ("submitted", "3", {"a.csv": b"x\n1\n"})
     assert [failure.kind for failure in episode.failures] == ["tool_timeout"]
 
 
-async def sleepy(arguments: Mapping[str, Any], sandbox: Any) -> ToolOutcome:
+async def sleep(arguments: Mapping[str, Any], sandbox: Any) -> ToolOutcome:
     await sandbox.exec(["sleep", "30"], timeout_s=60.0)
     raise AssertionError("the deadline passes before")
 
 
 async def lists(arguments: Mapping[str, Any], sandbox: Any) -> ToolOutcome:
     await sandbox.write("note", b"seen")
-    read = (await sandbox.read("note", max_bytes=10)).decode()
-    return ToolOutcome(output=read + (await sandbox.exec(["ls"], timeout_s=5.0)).stdout, ok=True)
+    content = (await sandbox.read("note", max_bytes=10)).decode()
+    return ToolOutcome(output=content + (await sandbox.exec(["ls"], timeout_s=5.0)).stdout, ok=True)
 
 
-sleeps_inside, lists_files = Own(sleepy, name="sleepy", needs_sandbox=True), Own(lists, name="lists", needs_sandbox=True)
+sleeps_inside, lists_files = UserTool(sleep, name="sleepy", needs_sandbox=True), UserTool(lists, name="lists", needs_sandbox=True)
 
 
 @pytest.mark.bubblewrap
-async def test_in_a_real_sandbox(tokenizer: Any, task: Task, make_runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tool works in a real sandbox, and one that is cut short ends the episode with a typed outcome and leaves nothing behind."""
+async def test_tools_in_a_sandbox(tokenizer: Any, task: Task, make_runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tool works in a real sandbox; a tool that is cancelled in it ends the episode with a typed outcome and leaves nothing behind."""
     monkeypatch.setattr(invoke, "SANDBOX_MARGIN_S", 2.0)
     (tmp_path / "image").mkdir()
     (tmp_path / "image" / "image.toml").write_text('suite = "bookworm"\npackages = ["python3"]\n')
     backend = select_backend("bubblewrap", run_label="test", root=tmp_path)
-    policy = ScriptedPolicy.saying(tokenizer, asking("x", "lists"), asking("x", "sleepy"), SUBMIT)
-    mine = replace(with_tools(task, "lists_files", "sleeps_inside"), sandbox=SandboxSpec(image="image"), outputs=("a.csv",))
+    policy = ScriptedPolicy.saying(tokenizer, call_text("x", "lists"), call_text("x", "sleepy"), SUBMIT)
+    tool_task = replace(with_tools(task, "lists_files", "sleeps_inside"), sandbox=SandboxSpec(image="image"), outputs=("a.csv",))
     try:
-        episode = await make_runner(policy, backend).run(mine, episode_id="e")
+        episode = await make_runner(policy, backend).run(tool_task, episode_id="e")
         assert backend._open == {}
     finally:
         await backend.close()
@@ -312,20 +312,20 @@ async def hides(arguments: Mapping[str, Any], sandbox: Any) -> ToolOutcome:
         (TypeError("a dict"), True),
     ],
 )
-async def test_a_tool_cannot_hide_that_the_sandbox_failed(error: Exception, hidden: bool) -> None:
+async def test_a_tool_cannot_hide_a_failure_of_the_sandbox(error: Exception, hidden: bool) -> None:
     sandbox = await ScriptedSandboxes(printing("")).open(SandboxSpec(image="none"))
 
     async def read(path: str, *, max_bytes: int) -> bytes:
         raise error
 
     sandbox.read = read  # type: ignore[method-assign]
-    calling = call_tool(Own(hides, needs_sandbox=True), {"text": "a"}, sandbox, LIMITS, turn=1)
+    tool_call = call_tool(UserTool(hides, needs_sandbox=True), {"text": "a"}, sandbox, LIMITS, turn=1)
     if hidden:
-        called = await calling
-        assert called.failure is None and called.outcome.output.startswith("cannot read")
+        result = await tool_call
+        assert result.failure is None and result.outcome.output.startswith("cannot read")
     else:
         with pytest.raises(type(error)):
-            await calling
+            await tool_call
 
 
 class Class:
@@ -333,13 +333,13 @@ class Class:
 
 
 def changed(**attributes: Any) -> Any:
-    tool = Own(hang)
+    tool = UserTool(hang)
     for name, value in attributes.items():
         setattr(tool, name, value)
     return tool
 
 
-no_schema = Own(hang)
+no_schema = UserTool(hang)
 del no_schema.schema
 numeric_name = changed(name=3)
 vague = changed(needs_sandbox="no")
@@ -347,11 +347,11 @@ list_schema = changed(schema=["own"])
 nan_schema = changed(schema={"type": "function", "function": {"name": "own"}, "x": float("nan")})
 other_name = changed(name="mine")
 no_tool = 3
-same_name: Tool = Own(hang)
+same_name: Tool = UserTool(hang)
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("Class", "is a class: refer to an object, such as search = Class()"),
         ("no_tool", "cannot be called"),
@@ -363,13 +363,13 @@ same_name: Tool = Own(hang)
         ("other_name", "has the name 'mine', but 'own' in its schema"),
     ],
 )
-def test_an_invalid_tool_is_refused_by_name(name: str, says: str) -> None:
+def test_an_invalid_tool_raises_with_its_name(name: str, message: str) -> None:
     with pytest.raises(PluginError) as error:
         load_tools((f"{__file__}:{name}", "submit"))
-    assert says in str(error.value) and f":{name}'" in str(error.value) and "fix: a tool is a function under @tool" in str(error.value)
+    assert message in str(error.value) and f":{name}'" in str(error.value) and "fix: a tool is a function under @tool" in str(error.value)
 
 
-def test_two_tools_with_one_name_are_refused() -> None:
+def test_two_tools_with_the_same_name_raise() -> None:
     assert load_tools((f"{__file__}:same_name",)).keys() == {"own"}
     with pytest.raises(TaskError, match="are called 'submit'"):
         load_tools(("submit", "submit"))

@@ -1,4 +1,4 @@
-"""MCP servers as tools, third-party and hostile ones: blame, and what the agent sees."""
+"""MCP servers as tools, third-party and hostile ones: the blame for failures, and the agent's outputs."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ HOSTILE = Path(__file__).with_name("hostile_mcp.py")
 LIMITS = Limits(tool_timeout_s=5.0, tool_output_chars=400)
 
 
-def hostile(way: str, **config: Any) -> Server:
-    given = MCPConfig(host_command=(sys.executable, "-S", "-E", str(HOSTILE), way), **config)
-    return Server(name="it", config=given, root=HOSTILE.parent)
+def hostile(mode: str, **config: Any) -> Server:
+    server_config = MCPConfig(host_command=(sys.executable, "-S", "-E", str(HOSTILE), mode), **config)
+    return Server(name="it", config=server_config, root=HOSTILE.parent)
 
 
 def pinned(server: Server) -> Server:
@@ -79,24 +79,24 @@ class Episode:
 
 async def test_each_episode_has_its_own_server_with_the_servers_tools() -> None:
     server = pinned(hostile("paged"))
-    async with Episode(server) as one, Episode(server) as other:
-        assert list(one.tools) == ["echo", "count"]
-        parameters = one.tools["echo"].schema["function"]["parameters"]
+    async with Episode(server) as first, Episode(server) as second:
+        assert list(first.tools) == ["echo", "count"]
+        parameters = first.tools["echo"].schema["function"]["parameters"]
         assert parameters["properties"] == {"text": {"type": "string"}, "times": {"type": "integer", "minimum": 1}}
-        assert one.tools["echo"].schema["function"]["description"] == "Give it back.\ufffd[2J"
-        assert (await one.use("echo", text="a\nb")).outcome.output == "a\nb"
-        assert [(await one.use("count")).outcome.output, (await other.use("count")).outcome.output] == ['{"count": 2}', '{"count": 1}']
-        wrong = await one.use("echo", text=3, times=0)
-        told = 'error: echo: text: needs a string, got 3; times: needs at least 1, got 0; for example {"text": "..."}'
-        assert (wrong.outcome.output, wrong.failure) == (told, None)
-        state = json.loads(json.dumps(await one.tools.state(timeout_s=1.0)))
+        assert first.tools["echo"].schema["function"]["description"] == "Give it back.\ufffd[2J"
+        assert (await first.use("echo", text="a\nb")).outcome.output == "a\nb"
+        assert [(await first.use("count")).outcome.output, (await second.use("count")).outcome.output] == ['{"count": 2}', '{"count": 1}']
+        invalid = await first.use("echo", text=3, times=0)
+        error_text = 'error: echo: text: needs a string, got 3; times: needs at least 1, got 0; for example {"text": "..."}'
+        assert (invalid.outcome.output, invalid.failure) == (error_text, None)
+        state = json.loads(json.dumps(await first.tools.state(timeout_s=1.0)))
     async with Episode(server, state) as resumed:
-        again = await resumed.use("count")
-        assert again.outcome.output == 'note: the server it was restarted; its state is lost\n{"count": 1}'
+        result = await resumed.use("count")
+        assert result.outcome.output == 'note: the server it was restarted; its state is lost\n{"count": 1}'
 
 
 @pytest.mark.parametrize(
-    ("way", "kind", "says"),
+    ("mode", "kind", "text"),
     [
         ("floods", "mcp_flood", "more than 1048576 bytes"),
         ("chatters", "mcp_flood", "more than 1048576 bytes"),
@@ -110,15 +110,15 @@ async def test_each_episode_has_its_own_server_with_the_servers_tools() -> None:
         ),
     ],
 )
-async def test_the_agent_sees_a_servers_answer_to_a_request(way: str, kind: str, says: str) -> None:
-    async with Episode(pinned(hostile(way))) as episode:
+async def test_the_agent_sees_a_servers_answer_to_a_request(mode: str, kind: str, text: str) -> None:
+    async with Episode(pinned(hostile(mode))) as episode:
         started = time.monotonic()
-        done = await episode.use("echo", replace(LIMITS, tool_timeout_s=20.0), text="connection refused" if way == "echoes" else "a")
+        result = await episode.use("echo", replace(LIMITS, tool_timeout_s=20.0), text="connection refused" if mode == "echoes" else "a")
         assert time.monotonic() - started < 15
-        assert says in done.outcome.output and len(done.outcome.output) < 1200
-        assert done.outcome.output.replace("\n", "").isprintable()
-        assert (done.failure.kind if done.failure else "") == kind
-        assert done.failure is None or (done.failure.blame is Blame.POLICY and done.outcome.ok is False)
+        assert text in result.outcome.output and len(result.outcome.output) < 1200
+        assert result.outcome.output.replace("\n", "").isprintable()
+        assert (result.failure.kind if result.failure else "") == kind
+        assert result.failure is None or (result.failure.blame is Blame.POLICY and result.outcome.ok is False)
 
 
 FAILING = [
@@ -130,54 +130,54 @@ FAILING = [
 ]
 
 
-@pytest.mark.parametrize(("way", "kind", "says"), FAILING)
-async def test_a_failure_of_a_server_outside_is_not_blamed_on_the_policy(way: str, kind: str, says: str) -> None:
-    limits = replace(LIMITS, tool_timeout_s=1.0 if way == "hangs" else 20.0)
-    async with Episode(pinned(hostile(way))) as episode:
+@pytest.mark.parametrize(("mode", "kind", "message"), FAILING)
+async def test_a_failure_of_an_external_server_is_not_blamed_on_the_policy(mode: str, kind: str, message: str) -> None:
+    limits = replace(LIMITS, tool_timeout_s=1.0 if mode == "hangs" else 20.0)
+    async with Episode(pinned(hostile(mode))) as episode:
         with pytest.raises(ToolUnavailable, match="tool echo: ") as error:
             await episode.use("echo", limits, text="a")
-        assert says.partition(";")[0] in str(error.value) and "\n  fix: " in str(error.value)
+        assert message.partition(";")[0] in str(error.value) and "\n  fix: " in str(error.value)
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(("way", "kind", "says"), FAILING)
-async def test_a_server_that_fails_in_each_attempt_of_an_episode_and_answers_others_was_provoked(
-    way: str, kind: str, says: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("mode", "kind", "message"), FAILING)
+async def test_a_server_that_fails_in_each_attempt_of_one_episode_only_is_blamed_on_the_policy(
+    mode: str, kind: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(invoke, "PATIENCE_S", 0.1)
-    limits, record = replace(LIMITS, tool_timeout_s=1.0 if way == "hangs" else 20.0), CallRecord()
-    async with Episode(pinned(hostile(way)), record=record, attempt="g000000-0-a0") as first:
+    limits, record = replace(LIMITS, tool_timeout_s=1.0 if mode == "hangs" else 20.0), CallRecord()
+    async with Episode(pinned(hostile(mode)), record=record, attempt="g000000-0-a0") as first:
         with pytest.raises(ToolUnavailable):
             await first.use("echo", limits, text="a")
     async with Episode(pinned(hostile("honest")), record=record, attempt="g000000-1-a0") as other:
         assert (await other.use("echo", text="b")).outcome.ok
-    async with Episode(pinned(hostile(way)), record=record, attempt="g000000-0-a1") as second:
-        done = await second.use("echo", limits, text="c")
-    assert done.failure is not None and (done.failure.blame, done.failure.kind) == (Blame.POLICY, kind)
-    assert says in done.outcome.output and not done.outcome.ok
-    async with Episode(pinned(hostile(way)), record=record, attempt="g000000-2-a0") as third:
+    async with Episode(pinned(hostile(mode)), record=record, attempt="g000000-0-a1") as second:
+        result = await second.use("echo", limits, text="c")
+    assert result.failure is not None and (result.failure.blame, result.failure.kind) == (Blame.POLICY, kind)
+    assert message in result.outcome.output and not result.outcome.ok
+    async with Episode(pinned(hostile(mode)), record=record, attempt="g000000-2-a0") as third:
         with pytest.raises(ToolUnavailable):
             await third.use("echo", limits, text="d")
 
 
 async def test_a_server_that_keeps_failing_is_not_restarted_in_the_episode() -> None:
     async with Episode(pinned(hostile("floods"))) as episode:
-        kinds = [(done.failure.kind if done.failure else "") for done in [await episode.use("echo", text="a") for _ in range(5)]]
+        kinds = [(result.failure.kind if result.failure else "") for result in [await episode.use("echo", text="a") for _ in range(5)]]
         assert kinds == ["mcp_flood"] * 3 + ["mcp_given_up"] * 2
         assert "is not used again in this episode" in (await episode.use("echo", text="a")).outcome.output
 
 
-async def test_a_failed_restart_of_a_server_outside_is_not_blamed_on_the_policy() -> None:
+async def test_a_failed_restart_of_an_external_server_is_not_blamed_on_the_policy() -> None:
     missing = replace(pinned(hostile("honest")), config=MCPConfig(host_command=("/nowhere/at/all",)))
     async with Episode(missing, {"mcp:it": {"used": True}}) as resumed:
         with pytest.raises(ToolUnavailable, match="FileNotFoundError"):
             await resumed.use("echo", text="a")
 
 
-@pytest.mark.parametrize("way", ["changed", "no-tools", "endless", "old", "never-starts"])
-async def test_a_server_outside_with_changed_tools_is_not_blamed_on_the_policy(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "START_TIMEOUT_S", 1.0 if way == "never-starts" else 20.0)
-    server = pinned(hostile(way))
+@pytest.mark.parametrize("mode", ["changed", "no-tools", "endless", "old", "never-starts"])
+async def test_an_external_server_with_changed_tools_is_not_blamed_on_the_policy(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "START_TIMEOUT_S", 1.0 if mode == "never-starts" else 20.0)
+    server = pinned(hostile(mode))
     async with Episode(server) as episode:
         with pytest.raises(InfrastructureError, match="MCP server it: "):
             await episode.use("echo", text="a")
@@ -188,7 +188,7 @@ async def test_a_server_outside_with_changed_tools_is_not_blamed_on_the_policy(w
 
 
 @pytest.mark.parametrize(
-    ("way", "says"),
+    ("mode", "message"),
     [
         ("no-tools", "no tools"),
         ("bad-name", "a tool named 'rm -rf'"),
@@ -200,42 +200,42 @@ async def test_a_server_outside_with_changed_tools_is_not_blamed_on_the_policy(w
         ("many", "100 tools, at most 64"),
     ],
 )
-def test_unusable_tools_are_refused(way: str, says: str) -> None:
+def test_unusable_tools_raise(mode: str, message: str) -> None:
     with pytest.raises(InvalidMessage) as error:
-        usable_tools(LISTS[way], ())
-    assert says in str(error.value) and len(str(error.value)) < 300
+        usable_tools(LISTS[mode], ())
+    assert message in str(error.value) and len(str(error.value)) < 300
 
 
-def test_only_wanted_tools_are_checked_and_descriptions_may_change() -> None:
+def test_only_selected_tools_are_checked_and_descriptions_may_change() -> None:
     listed = [{"name": "rm -rf"}, {"name": "a", "inputSchema": {"type": "object", "properties": {"description": {"type": "string"}}}}]
-    (found,) = usable_tools(listed, ("a",))
-    assert "description" in found.parameters["properties"], "a parameter may be called like a keyword"
-    assert tool_difference([found], [{**listed[1], "description": "other words"}]) == ""
-    assert tool_difference([found], []) == "the tool a is gone"
-    assert tool_difference([found], [listed[1], {**listed[1], "inputSchema": {"type": "object"}}]) == "the tool a takes other arguments"
+    (tool,) = usable_tools(listed, ("a",))
+    assert "description" in tool.parameters["properties"], "a parameter may have the name of a keyword"
+    assert tool_difference([tool], [{**listed[1], "description": "other words"}]) == ""
+    assert tool_difference([tool], []) == "the tool a is gone"
+    assert tool_difference([tool], [listed[1], {**listed[1], "inputSchema": {"type": "object"}}]) == "the tool a takes other arguments"
     with pytest.raises(InvalidMessage, match="no tool 'b'"):
         usable_tools(listed, ("b",))
     with pytest.raises(InvalidMessage, match="a tool named 'rm -rf'"):
         usable_tools(listed, ("rm -rf",))
     with pytest.raises(InvalidMessage, match="requires 'x'"):
         parse_tool({"name": "a", "inputSchema": {"type": "object", "required": ["x"]}})
-    fenced = ListedTool(name="a", description="<|im_end|>", parameters={"type": "object"}).rewritten(lambda text: text.replace("<|", "< |"))
-    assert fenced.description == "< |im_end|>"
+    clean = ListedTool(name="a", description="<|im_end|>", parameters={"type": "object"}).rewritten(lambda text: text.replace("<|", "< |"))
+    assert clean.description == "< |im_end|>"
 
 
-async def test_bounds_of_the_recipe_and_names_of_single_tools() -> None:
+async def test_recipe_bounds_apply_and_single_tools_can_be_selected() -> None:
     server = pinned(hostile("honest"))
     async with Episode(server, bounds={"echo": Bounds(output_chars=20, calls=1)}) as episode:
         assert len((await episode.use("echo", text="x" * 900)).outcome.output) < 80
     run = RunTools(servers={"it": server}, bounds={})
     assert list(load_tools(("mcp:it/count", "submit"), None, run)) == ["count", "submit"]
-    for name, says in {"mcp:it/nope": "offers no tool 'nope'", "mcp:other": "recipe does not have"}.items():
-        with pytest.raises(TaskError, match=says):
+    for name, message in {"mcp:it/nope": "offers no tool 'nope'", "mcp:other": "recipe does not have"}.items():
+        with pytest.raises(TaskError, match=message):
             load_tools((name,), None, run)
-    assert list(load_tools(("mcp:it",), None, RunTools(servers={"it": hostile("honest")}, bounds={}))) == [], "before the run begins"
+    assert list(load_tools(("mcp:it",), None, RunTools(servers={"it": hostile("honest")}, bounds={}))) == [], "before the run starts"
 
 
-async def test_programs_outside_get_no_secrets_and_end_with_their_episode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_external_programs_get_no_secrets_and_end_with_their_episode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SECRET_KEY", "x")
     monkeypatch.setenv("QUIET_MODE", "quiet")
     program = f"import os, json; open({str(tmp_path / 'seen')!r}, 'w').write(json.dumps([os.getpid(), dict(os.environ)]))\n"
@@ -262,17 +262,17 @@ class Scripted(BaseHTTPRequestHandler):
     """An MCP server over HTTP whose behaviour depends on the path."""
 
     protocol_version = "HTTP/1.1"
-    ended: list[str] = []  # noqa: RUF012
-    heard: list[str] = []  # noqa: RUF012
+    ended_sessions: list[str] = []  # noqa: RUF012
+    forgotten: list[str] = []  # noqa: RUF012
     revisions: list[tuple[str, str | None]] = []  # noqa: RUF012
     ponged = threading.Event()
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.revisions.append((asked.get("method", ""), self.headers["mcp-protocol-version"]))
-        if asked.get("id") == "p" and asked.get("result") == {}:
+        request = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.revisions.append((request.get("method", ""), self.headers["mcp-protocol-version"]))
+        if request.get("id") == "p" and request.get("result") == {}:
             self.ponged.set()
-        if "id" not in asked or "method" not in asked:
+        if "id" not in request or "method" not in request:
             return self.answer(202, b"")
         if self.path == "/elsewhere":
             self.send_response(307)
@@ -280,9 +280,9 @@ class Scripted(BaseHTTPRequestHandler):
             self.send_header("content-length", "0")
             return self.end_headers()
         hello = {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}}
-        given = {"initialize": hello, "tools/list": {"tools": [PLAIN_ECHO]}}.get(asked["method"])
-        if given is None:
-            given = {"content": [{"type": "text", "text": f"{asked['params']['arguments']['text']} {self.headers['mcp-session-id']}"}]}
+        result = {"initialize": hello, "tools/list": {"tools": [PLAIN_ECHO]}}.get(request["method"])
+        if result is None:
+            result = {"content": [{"type": "text", "text": f"{request['params']['arguments']['text']} {self.headers['mcp-session-id']}"}]}
             if self.path == "/flood":
                 return self.answer(200, b"x" * 3_000_000)
             if self.path.startswith("/status/"):
@@ -290,20 +290,20 @@ class Scripted(BaseHTTPRequestHandler):
             if self.path in ("/empty", "/page"):
                 return self.answer(200, b"" if self.path == "/empty" else b"<html>we are down for maintenance</html>")
             if self.path in SLOW:
-                return self.drip(*SLOW[self.path], asked["id"])
+                return self.drip(*SLOW[self.path], request["id"])
             if self.path in ("/drop", "/hang"):
                 time.sleep(2.0 if self.path == "/hang" else 0.0)
                 return self.connection.shutdown(socket.SHUT_RDWR)
-            if self.path == "/forgets" and asked["params"]["arguments"]["text"] == "b" and "b" not in self.heard:
-                self.heard.append("b")
+            if self.path == "/forgets" and request["params"]["arguments"]["text"] == "b" and "b" not in self.forgotten:
+                self.forgotten.append("b")
                 return self.answer(404, b"no such session")
-        reply = json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": given}).encode()
+        reply = json.dumps({"jsonrpc": "2.0", "id": request["id"], "result": result}).encode()
         if self.path == "/events":
             reply = b': hello\r\n\r\nevent: message\r\ndata: {"method": "x", "id": 1}\r\n\r\ndata: ' + reply + b"\r\n\r\n"
         self.answer(200, reply, "text/event-stream" if self.path == "/events" else "application/json")
 
     def do_DELETE(self) -> None:
-        self.ended.append(self.headers["mcp-session-id"])
+        self.ended_sessions.append(self.headers["mcp-session-id"])
         self.answer(200, b"")
 
     def answer(self, status: int, body: bytes, kind: str = "application/json") -> None:
@@ -316,15 +316,15 @@ class Scripted(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def drip(self, kind: str, begun: bytes, number: int) -> None:
+    def drip(self, kind: str, first_bytes: bytes, number: int) -> None:
         """A body of unknown length. A ping expects a reply before the answer; other bodies do not."""
         self.send_response(200)
         self.send_header("content-type", kind)
         self.send_header("transfer-encoding", "chunked")
         self.end_headers()
         try:
-            self.wfile.write(begun)
-            if b"ping" in begun:
+            self.wfile.write(first_bytes)
+            if b"ping" in first_bytes:
                 reply = {"content": [{"type": "text", "text": f"ponged: {self.ponged.wait(3.0)}"}]}
                 data = b"data: " + json.dumps({"jsonrpc": "2.0", "id": number, "result": reply}).encode() + b"\n\n"
                 self.wfile.write(chunk(data) + b"0\r\n\r\n")
@@ -361,20 +361,20 @@ def address() -> Iterator[str]:
     server.server_close()
 
 
-async def test_a_server_over_http(address: str) -> None:
+async def test_a_server_over_http_is_called_concurrently_and_its_session_ends(address: str) -> None:
     for path in ("/json", "/events"):
         server = Server(name="it", config=MCPConfig(url=address + path, together=True), root=HOSTILE.parent)
         connection = ServerConnection(server)
         server = replace(server, offers=usable_tools(await connection.list_tools(None), ()))
         await connection.close(timeout_s=5.0)
         async with Episode(server) as episode:
-            done = await asyncio.gather(*(episode.use("echo", text=f"{n}") for n in range(3)))
-            assert [one.outcome.output for one in done] == ["0 s1", "1 s1", "2 s1"]
-        assert Scripted.ended[-1] == "s1", "a session ends with its episode"
+            results = await asyncio.gather(*(episode.use("echo", text=f"{n}") for n in range(3)))
+            assert [result.outcome.output for result in results] == ["0 s1", "1 s1", "2 s1"]
+        assert Scripted.ended_sessions[-1] == "s1", "a session ends with its episode"
     for path, kind in {"/flood": "mcp_flood", "/status/400": "", "/status/413": "", "/status/422": ""}.items():
         async with Episode(replace(server, config=MCPConfig(url=address + path))) as episode:
-            done_one = await episode.use("echo", text="a")
-            assert (done_one.failure.kind if done_one.failure else "") == kind and not done_one.outcome.ok
+            result = await episode.use("echo", text="a")
+            assert (result.failure.kind if result.failure else "") == kind and not result.outcome.ok
     for url in (f"{address}/elsewhere", "http://127.0.0.1:9/"):
         async with Episode(replace(server, config=MCPConfig(url=url))) as episode:
             with pytest.raises(InfrastructureError):
@@ -385,11 +385,11 @@ async def test_requests_over_http_name_the_chosen_revision(address: str) -> None
     Scripted.revisions.clear()
     async with Episode(over_http(address + "/json")) as episode:
         assert (await episode.use("echo", text="a")).outcome.ok
-    told = dict(Scripted.revisions)
-    assert told.pop("initialize") is None and set(told.values()) == {"2025-06-18"} and "tools/call" in told
+    revisions = dict(Scripted.revisions)
+    assert revisions.pop("initialize") is None and set(revisions.values()) == {"2025-06-18"} and "tools/call" in revisions
 
 
-async def test_a_ping_inside_a_stream_is_answered_before_the_answer_comes(address: str) -> None:
+async def test_a_ping_in_a_stream_is_answered_before_the_result_arrives(address: str) -> None:
     Scripted.ponged.clear()
     async with Episode(over_http(address + "/pings")) as episode:
         assert (await episode.use("echo", text="a")).outcome.output == "ponged: True"
@@ -408,24 +408,24 @@ async def test_an_invalid_answer_fails_fast_and_does_not_block_the_event_loop(pa
             lags.append(loop.time() - before - 0.01)
 
     async with Episode(over_http(address + path)) as episode:
-        watching, started = asyncio.create_task(watch()), time.monotonic()
+        watcher, started = asyncio.create_task(watch()), time.monotonic()
         with pytest.raises(ToolUnavailable, match="tool echo: "):
             await episode.use("echo", replace(LIMITS, tool_timeout_s=2.0), text="a")
         assert time.monotonic() - started < (1.5 if path in ("/text", "/words") else 3.5) and max(lags) < 0.7
-        watching.cancel()
+        watcher.cancel()
 
 
 @given(events=st.lists(st.sampled_from([b"", b"{}", b"a\nb", b"\xff"]), max_size=6), crlf=st.booleans(), cuts=st.lists(st.integers(0, 200)))
 def test_events_are_independent_of_the_pieces(events: list[bytes], crlf: bool, cuts: list[int]) -> None:
     text = b"".join(b"".join(b"data: " + line + b"\n" for line in event.split(b"\n") if event) + b": x\n\n" for event in events)
     text = text.replace(b"\n", b"\r\n") if crlf else text
-    places = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
+    positions = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
     stream = web.Events()
-    found = [data for begin, end in itertools.pairwise(places) for _, data in stream.feed(text[begin:end]) if data]
-    assert found == [event for event in events if event] and stream.held == 0
+    received = [data for begin, end in itertools.pairwise(positions) for _, data in stream.feed(text[begin:end]) if data]
+    assert received == [event for event in events if event] and stream.held == 0
 
 
-async def test_processes_left_by_a_program_outside_end_with_its_episode(tmp_path: Path) -> None:
+async def test_child_processes_of_an_external_program_end_with_its_episode(tmp_path: Path) -> None:
     """A daemon has left the process group and session of the program that started it."""
     daemon = "import os, time; os.setsid(); open('daemon', 'w').write(str(os.getpid())); time.sleep(60)"
     begin = (
@@ -439,24 +439,24 @@ async def test_processes_left_by_a_program_outside_end_with_its_episode(tmp_path
         assert (await episode.use("echo", text="a")).outcome.ok
         pid = int((tmp_path / "daemon").read_text())
         os.kill(pid, 0)
-    ended = time.monotonic() + 5.0
+    deadline = time.monotonic() + 5.0
     while Path(f"/proc/{pid}").exists() and "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text():
-        assert time.monotonic() < ended, "it goes on"
+        assert time.monotonic() < deadline, "the daemon still runs"
         await asyncio.sleep(0.02)
 
 
-def test_pattern_properties_are_left_to_the_server() -> None:
+def test_pattern_properties_are_not_checked_before_the_call() -> None:
     schema = {
         "type": "object",
         "properties": {"headers": {"type": "object", "patternProperties": {"^x-": {"type": "string"}}, "additionalProperties": False}},
         "patternProperties": {"^[a-z ]+$": {}},
         "additionalProperties": False,
     }
-    made = parse_tool({"name": "send", "inputSchema": schema})
-    assert made.parameters == {"type": "object", "properties": {"headers": {"type": "object"}}}
-    assert argument_errors(made.schema, {"headers": {"x-a": "1"}, "some thing": 2}) == ""
+    parsed = parse_tool({"name": "send", "inputSchema": schema})
+    assert parsed.parameters == {"type": "object", "properties": {"headers": {"type": "object"}}}
+    assert argument_errors(parsed.schema, {"headers": {"x-a": "1"}, "some thing": 2}) == ""
     named = {"type": "object", "properties": {"patternProperties": {"type": "object", "additionalProperties": False}}}
-    assert parse_tool({"name": "send", "inputSchema": named}).parameters == named, "a property of that name is one"
+    assert parse_tool({"name": "send", "inputSchema": named}).parameters == named, "a property may have that name"
 
 
 OVER_HTTP = [
@@ -481,23 +481,23 @@ async def test_an_unanswered_call_over_http_is_not_blamed_on_the_policy(path: st
             await episode.use("echo", replace(LIMITS, tool_timeout_s=0.5 if path == "/hang" else 5.0), text="a")
 
 
-async def test_a_server_that_lost_a_session_gets_a_new_one(address: str) -> None:
+async def test_a_lost_session_is_replaced_by_a_new_one(address: str) -> None:
     """A restarted server answers 404 to its former sessions, and the protocol requires the client to start another."""
     server = over_http(address + "/forgets")
     async with Episode(server) as episode:
         assert (await episode.use("echo", text="a")).outcome.output == "a s1"
-        again = await episode.use("echo", text="b")
-        assert again.outcome.output == "note: the server it was restarted; its state is lost\nb s1" and again.failure is None
+        result = await episode.use("echo", text="b")
+        assert result.outcome.output == "note: the server it was restarted; its state is lost\nb s1" and result.failure is None
 
 
 async def test_a_server_that_disappears_after_a_call_is_not_blamed_on_the_policy() -> None:
-    held = ThreadingHTTPServer(("127.0.0.1", 0), Scripted)
-    threading.Thread(target=held.serve_forever, daemon=True).start()
-    server = over_http(f"http://127.0.0.1:{held.server_address[1]}/closing")
+    http_server = ThreadingHTTPServer(("127.0.0.1", 0), Scripted)
+    threading.Thread(target=http_server.serve_forever, daemon=True).start()
+    server = over_http(f"http://127.0.0.1:{http_server.server_address[1]}/closing")
     async with Episode(server) as episode:
         assert (await episode.use("echo", text="a")).outcome.output == "a s1"
-        held.shutdown()
-        held.server_close()
+        http_server.shutdown()
+        http_server.server_close()
         with pytest.raises(ToolUnavailable, match="ConnectError"):
             await episode.use("echo", text="a")
 
@@ -527,13 +527,13 @@ async def test_an_agent_may_attack_a_server_in_its_sandbox_and_the_episode_is_sc
         episode = Episode(server)
 
         async def use(name: str, **arguments: Any) -> tuple[str, str]:
-            done = await call_tool(episode.tools[name], arguments, sandbox, replace(LIMITS, tool_timeout_s=2.0), turn=1)
-            return done.outcome.output, done.failure.kind if done.failure else ""
+            result = await call_tool(episode.tools[name], arguments, sandbox, replace(LIMITS, tool_timeout_s=2.0), turn=1)
+            return result.outcome.output, result.failure.kind if result.failure else ""
 
-        anew = "note: the server it was restarted; its state is lost\n"
+        restart_note = "note: the server it was restarted; its state is lost\n"
         assert await use("count") == ('{"count": 1}', "") and await use("count") == ('{"count": 2}', "")
-        assert (await sandbox.python("while True: pass", timeout_s=0.5)).reason == "timeout", "which ends every program of the sandbox"
-        assert await use("count") == (anew + '{"count": 1}', "")
+        assert (await sandbox.python("while True: pass", timeout_s=0.5)).reason == "timeout", "a timeout ends every program of the sandbox"
+        assert await use("count") == (restart_note + '{"count": 1}', "")
         assert (await sandbox.python(STOP, timeout_s=5)).stdout == "stopped\n"
         assert (await use("count"))[1] == "mcp_timeout"
         await sandbox.write("tools.py", b"print('not a server')")
@@ -542,15 +542,15 @@ async def test_an_agent_may_attack_a_server_in_its_sandbox_and_the_episode_is_sc
         await sandbox.write("tools.py", HOSTILE.read_bytes().replace(b'"count"', b'"steal"'))
         assert (await use("count"))[1] == "mcp_changed"
         assert (await use("count"))[1] == "mcp_given_up" and (await use("echo", text="a"))[1] == "mcp_given_up"
-        stolen = 'print("{\\"outcome\\": \\"answer\\"}\\n[]")'
-        ran = await sandbox.python(stolen, timeout_s=5, session=SESSION)
-        assert ran.ok, "what its session says is text of the sandbox's, and nothing more"
+        forged = 'print("{\\"outcome\\": \\"answer\\"}\\n[]")'
+        execution = await sandbox.python(forged, timeout_s=5, session=SESSION)
+        assert execution.ok, "output of the server's session is only text"
         await sandbox.close()
     finally:
         await backend.close()
 
 
-PEOPLES = {
+THIRD_PARTY = {
     "time": (("-m", "mcp_server_time", "--local-timezone", "Europe/Paris"), "get_current_time", {"timezone": "Asia/Tokyo"}, "Asia/Tokyo"),
     "git": (("-m", "mcp_server_git", "--repository", "REPO"), "git_status", {"repo_path": "REPO"}, "No commits yet"),
 }
@@ -558,22 +558,22 @@ PEOPLES = {
 
 @pytest.mark.slow
 @pytest.mark.models
-@pytest.mark.parametrize("name", PEOPLES)
-async def test_third_party_servers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments, tool, given, says = PEOPLES[name]
+@pytest.mark.parametrize("name", THIRD_PARTY)
+async def test_third_party_servers_work(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server_arguments, tool, call_arguments, text = THIRD_PARTY[name]
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
-    words = tuple(word.replace("REPO", str(tmp_path)) for word in (sys.executable, *arguments))
+    command = tuple(word.replace("REPO", str(tmp_path)) for word in (sys.executable, *server_arguments))
     monkeypatch.setattr(servers, "START_TIMEOUT_S", 600.0)
     monkeypatch.setenv("SERVERS_PATH", os.pathsep.join(sys.path))
-    config = MCPConfig(host_command=words, env={"PYTHONPATH": "env:SERVERS_PATH"})
+    config = MCPConfig(host_command=command, env={"PYTHONPATH": "env:SERVERS_PATH"})
     server = Server(name=name, config=config, root=tmp_path)
     connection = ServerConnection(server)
     server = replace(server, offers=usable_tools(await connection.list_tools(None), ()))
     await connection.close(timeout_s=5.0)
     limits = replace(LIMITS, tool_timeout_s=120.0)
     async with Episode(server) as episode:
-        filled = {key: value.replace("REPO", str(tmp_path)) for key, value in given.items()}
-        done = await episode.use(tool, limits, **filled)
-        assert done.outcome.ok and says in done.outcome.output, done.outcome.output
-        wrong = await episode.use(tool, limits, **dict.fromkeys(filled, "/etc"))
-        assert not wrong.outcome.ok and wrong.failure is None
+        filled_arguments = {key: value.replace("REPO", str(tmp_path)) for key, value in call_arguments.items()}
+        result = await episode.use(tool, limits, **filled_arguments)
+        assert result.outcome.ok and text in result.outcome.output, result.outcome.output
+        failed = await episode.use(tool, limits, **dict.fromkeys(filled_arguments, "/etc"))
+        assert not failed.outcome.ok and failed.failure is None

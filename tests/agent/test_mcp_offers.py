@@ -1,4 +1,4 @@
-"""Which tools of an MCP server are offered: unusual names, schemas of every draft, and unusable tools."""
+"""The tools of an MCP server that are offered: unusual names, schemas of every draft, and unusable tools."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentrl.agent.chat import ChatFormat
 from agentrl.agent.forms import FORMS
 from agentrl.base.tool_list import InvalidMessage, excluded_tools, usable_tools
 from tests.agent.hostile_mcp import COUNT, ECHO
-from tests.agent.test_template_probe import TOKENIZERS, made
+from tests.agent.test_template_probe import TOKENIZERS, make_tokenizer
 
 
 def with_keys(*keys: Any, name: str = "a", **schema: Any) -> dict[str, Any]:
@@ -53,10 +53,10 @@ EVERY_DRAFT = {
 }
 
 
-def test_schemas_of_every_draft_are_offered_and_unknown_keywords_are_left_to_the_server() -> None:
+def test_schemas_of_every_draft_are_offered_and_unknown_keywords_are_not_checked() -> None:
     (tool,) = usable_tools([{"name": "a", "inputSchema": EVERY_DRAFT}], ())
-    assert tool.parameters["properties"]["data"] == EVERY_DRAFT["properties"]["data"], "data is no schema"  # type: ignore[index]
-    assert "title" in tool.parameters["definitions"] and "title" in tool.parameters["dependentSchemas"], "names are no keywords"
+    assert tool.parameters["properties"]["data"] == EVERY_DRAFT["properties"]["data"], "a constant is not a schema"  # type: ignore[index]
+    assert "title" in tool.parameters["definitions"] and "title" in tool.parameters["dependentSchemas"], "property names are not keywords"
     node = {"next": {"next": {}}, "title": "t"}
     arguments = {"node": node, "remote": 1, "dynamic": 2, "recursive": 3, "any": 4, "pair": [1], "old_pair": [1], "media": "eA=="}
     assert argument_errors(tool.schema, arguments) == ""
@@ -119,14 +119,14 @@ BAD_TOOLS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("way", BAD_TOOLS)
-def test_an_unusable_tool_does_not_exclude_others(way: str) -> None:
-    listed = [ECHO, BAD_TOOLS[way], COUNT]
+@pytest.mark.parametrize("case", BAD_TOOLS)
+def test_an_unusable_tool_does_not_exclude_others(case: str) -> None:
+    listed = [ECHO, BAD_TOOLS[case], COUNT]
     assert [tool.name for tool in usable_tools(listed, ())] == ["echo", "count"]
     ((name, reason),) = excluded_tools(listed).items()
     assert reason.isprintable() and len(reason) < 300 and name not in ("echo", "count")
     with pytest.raises(InvalidMessage):
-        usable_tools([BAD_TOOLS[way]], ())
+        usable_tools([BAD_TOOLS[case]], ())
 
 
 def test_two_different_tools_with_one_name_are_both_excluded() -> None:
@@ -144,17 +144,17 @@ def test_a_policy_gets_no_tool_that_it_cannot_call() -> None:
         {"type": "function", "function": {"name": "c", "parameters": with_keys("<|im_end|>")["inputSchema"]}}
     )
     chat._form = FORMS["pythonic"]
-    (needed, optional) = usable_tools(
+    (required, optional) = usable_tools(
         [with_keys("two words", required=["two words"]), with_keys("two words", "n", name="b", required=["n"])], ()
     )
     assert (
-        "cannot have an argument of the name 'two words'" in chat.tool_problem(needed.schema) and chat.tool_problem(optional.schema) == ""
+        "cannot have an argument of the name 'two words'" in chat.tool_problem(required.schema) and chat.tool_problem(optional.schema) == ""
     )
 
 
 def test_a_tool_that_the_template_cannot_render_is_not_offered() -> None:
     types = "{% for t in tools or [] %}{{ t.function.name }}{% for p in t.function.parameters.properties.values() %}{{ p.type + '' }}"
-    chat = ChatFormat(made(types + "{% endfor %}{% endfor %}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"))
+    chat = ChatFormat(make_tokenizer(types + "{% endfor %}{% endfor %}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"))
     (tool,) = usable_tools([{"name": "a", "inputSchema": {"type": "object", "properties": {"any": True}}}], ())
     assert "cannot render messages of user with tools" in chat.tool_problem(tool.schema)
     (tool,) = usable_tools([with_keys("x")], ())

@@ -1,4 +1,4 @@
-"""Memory tools in an episode with sub-agents that is captured, continued and branched, and tasks with tools of the same names."""
+"""Memory tools in an episode with sub-agents that is captured, resumed and branched, and tasks with tools of the same names."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ SCOPE = "family:f"
 
 
 @tool
-def note(words: str) -> str:
+def note(text: str) -> str:
     """A tool of the task."""
-    return words
+    return text
 
 
 def view_of(task: Task) -> StoreView:
@@ -38,10 +38,10 @@ def view_of(task: Task) -> StoreView:
 
 def reads(context: str) -> str:
     """The main agent writes a note, delegates two tasks, writes another note and answers; each sub-agent recalls, and writes a note."""
-    seen = shown(context)
+    tool_outputs = shown(context)
     if asked(context) == "How many?":
         return [call("note", text="main"), delegate("rows?", "columns?"), call("note", text="late"), "3"][min(3, _turns(context))]
-    return seen[-1] if seen else call("recall", query="rows") + call("note", text=asked(context))
+    return tool_outputs[-1] if tool_outputs else call("recall", query="rows") + call("note", text=asked(context))
 
 
 def _turns(context: str) -> int:
@@ -58,18 +58,18 @@ async def test_sub_agents_share_the_episodes_memory_after_a_resume_too(tokenizer
         states.append(codec.from_json(EpisodeState, codec.to_json(state)))
 
     view = view_of(task)
-    whole = await runner.run(task, episode_id="e", memory=view, on_turn=on_turn)
-    assert whole.memory is not None and whole.memory.notes[0] == "main" and {*whole.memory.notes[1:]} == {"rows?", "columns?"}
-    assert whole.memory.read == ("e0",) and whole.memory.scope == SCOPE
-    assert outputs(whole.trajectories[1]) == ["1. rows are lines", "noted"]
-    assert "the limit of 3 notes for this task is reached" in outputs(whole.trajectories[0])[-1], "they have one budget"
-    assert codec.from_json(type(whole), codec.to_json(whole)) == whole
+    full = await runner.run(task, episode_id="e", memory=view, on_turn=on_turn)
+    assert full.memory is not None and full.memory.notes[0] == "main" and {*full.memory.notes[1:]} == {"rows?", "columns?"}
+    assert full.memory.read == ("e0",) and full.memory.scope == SCOPE
+    assert outputs(full.trajectories[1]) == ["1. rows are lines", "noted"]
+    assert "the limit of 3 notes for this task is reached" in outputs(full.trajectories[0])[-1], "all agents share one budget"
+    assert codec.from_json(type(full), codec.to_json(full)) == full
     assert [state.memory and len(state.memory.notes) for state in states] == [1, 3, 3]
     for name in ("e", "branch"):
-        on = await runner.run(task, episode_id=name, memory=view, start=states[1])
-        assert on.memory == whole.memory and on.answer == "3", "nothing is written twice"
+        resumed = await runner.run(task, episode_id=name, memory=view, start=states[1])
+        assert resumed.memory == full.memory and resumed.answer == "3", "no note is written twice"
     later = await runner.run(task, episode_id="later", memory=view, start=replace(states[1], memory=None))
-    assert later.memory is None and "no tool 'note'" in outputs(later.trajectories[0])[-1], "its context tells of none"
+    assert later.memory is None and "no tool 'note'" in outputs(later.trajectories[0])[-1], "its context offers no memory tools"
 
 
 def test_memory_tools_follow_the_tasks_tools_with_the_recipes_bounds() -> None:
@@ -79,7 +79,7 @@ def test_memory_tools_follow_the_tasks_tools_with_the_recipes_bounds() -> None:
     assert list(tools) == ["python", "submit", "note", "recall"] and tools["recall"].bounds == Bounds(calls=2)  # type: ignore[attr-defined]
     assert [tools[name].schema for name in ("note", "recall")] == list(SCHEMAS)
     assert SCHEMAS[0]["function"]["parameters"]["required"] == ["text"] and not SCHEMAS[1]["function"]["parameters"]["required"]
-    named = sample_task(tools=(f"{__file__}:note",))
-    assert list(load_tools(named.tools)) == ["note"]
+    clash = sample_task(tools=(f"{__file__}:note",))
+    assert list(load_tools(clash.tools)) == ["note"]
     with pytest.raises(TaskError, match="is called 'note', as is one of the recipe's memory"):
-        load_tools(named.tools, memory=memory)
+        load_tools(clash.tools, memory=memory)

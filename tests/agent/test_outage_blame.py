@@ -1,4 +1,4 @@
-"""The blame for a tool's outage, which calls of other episodes decide."""
+"""The blame for a tool's outage, which is decided by the calls of other episodes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from agentrl.records import Blame, Limits
 from agentrl.testing.clock import run_virtually
 
 
-def who(episode: int, task: str = "t", attempt: int = 0) -> Caller:
+def caller(episode: int, task: str = "t", attempt: int = 0) -> Caller:
     return Caller(attempt=f"g000000-{episode}-a{attempt}", task=task)
 
 
@@ -34,10 +34,10 @@ class Tool:
 
     def ok(self, *episodes: int, task: str = "t") -> None:
         for episode in episodes:
-            self.record.answered("search", who(episode, task))
+            self.record.answered("search", caller(episode, task))
 
     def failing(self, episode: int, task: str = "t", attempt: int = 0) -> Any:
-        return self.record.failed("search", who(episode, task, attempt))
+        return self.record.failed("search", caller(episode, task, attempt))
 
     def down(self, *episodes: int, task: str = "t") -> None:
         for episode in episodes:
@@ -48,11 +48,11 @@ def test_a_tool_that_answers_no_episode_is_down_for_all() -> None:
     tool = Tool()
     for attempt, episode in itertools.product(range(3), range(8)):
         case = tool.failing(episode, attempt=attempt)
-        assert case.contested == (not attempt and episode < SEEN_DOWN), "there is nothing to wait for"
+        assert case.contested == (not attempt and episode < SEEN_DOWN), "only the first outages are contested"
         assert not case.provoked(sure=True)
 
 
-def test_a_call_that_fails_repeatedly_while_others_are_answered_was_provoked() -> None:
+def test_a_call_that_fails_while_calls_of_others_are_answered_is_blamed_on_the_policy() -> None:
     tool = Tool()
     tool.ok(1, 2)
     case = tool.failing(0)
@@ -93,7 +93,7 @@ def test_provoked_outages_are_not_evidence_of_an_outage() -> None:
 
 
 def test_a_tool_that_fails_every_attempt_at_a_task_is_an_infrastructure_fault() -> None:
-    """Each task has a database, and one of them is gone: no honest attempt at that task is scored for it."""
+    """If each task has a database and one database is down, attempts at its task are not scored for that outage."""
     tool = Tool()
     tool.ok(*range(100, 140), task="other")
     for attempt in range(3):
@@ -104,7 +104,7 @@ def test_a_tool_that_fails_every_attempt_at_a_task_is_an_infrastructure_fault() 
             assert case.note == "; it answers attempts at other tasks, but none at this one"
 
 
-def test_a_tool_that_is_dead_for_one_task_whose_attempts_come_one_by_one() -> None:
+def test_sequential_attempts_are_excused_if_the_tool_is_down_for_their_task() -> None:
     tool = Tool()
     tool.ok(*range(100, 140), task="other")
     for episode, attempt in itertools.product(range(8), range(3)):
@@ -112,7 +112,7 @@ def test_a_tool_that_is_dead_for_one_task_whose_attempts_come_one_by_one() -> No
         assert not case.provoked(sure=True), (episode, attempt)
 
 
-def test_one_attempt_that_fails_where_others_are_answered_is_blamed() -> None:
+def test_one_attempt_that_fails_while_others_are_answered_is_blamed() -> None:
     tool = Tool()
     tool.ok(1, 2)
     case = tool.failing(0)
@@ -138,7 +138,7 @@ def test_an_excused_episode_stays_excused() -> None:
     assert not second.provoked(sure=True)
 
 
-def test_the_second_of_two_outages_without_an_answer_between_them_is_not_yet_one_for_all() -> None:
+def test_two_outages_without_an_answer_between_them_are_not_yet_an_outage_for_all() -> None:
     tool = Tool()
     tool.ok(1, 2)
     assert [tool.failing(episode).provoked(sure=True) for episode in (3, 4, 5, 6)] == [False, True, False, False]
@@ -147,10 +147,10 @@ def test_the_second_of_two_outages_without_an_answer_between_them_is_not_yet_one
 def test_calls_that_ended_while_a_late_one_was_waiting_are_evidence() -> None:
     tool = Tool()
     tool.ok(1, 2, 3)
-    made = tool.record.ended
+    ended_before = tool.record.ended
     tool.ok(4, 5)
-    assert tool.record.failed("search", who(0), since=made).provoked(sure=True)
-    assert not tool.record.failed("search", who(9)).provoked(sure=True), "excused: no other call ended after it"
+    assert tool.record.failed("search", caller(0), since=ended_before).provoked(sure=True)
+    assert not tool.record.failed("search", caller(9)).provoked(sure=True), "excused: no other call ended after it"
 
 
 def test_the_newest_call_of_an_episode_counts() -> None:
@@ -159,24 +159,24 @@ def test_the_newest_call_of_an_episode_counts() -> None:
     case = tool.failing(0)
     tool.ok(1, 2, 3, 4, 5)
     tool.down(1, 2, 3, 4)
-    assert not case.provoked(sure=True), "the tool went down meanwhile"
+    assert not case.provoked(sure=True), "the tool went down in the meantime"
 
 
-def test_at_the_bounds_of_the_first_rule() -> None:
-    """A quarter of the other episodes, and two failures."""
+def test_the_thresholds_of_the_first_rule() -> None:
+    """A quarter of the other episodes must be answered, and two failures are needed."""
     tool = Tool()
     tool.ok(20)
     case = tool.failing(0)
     tool.ok(1)
     tool.down(2, 3, 4)
-    assert case.provoked(sure=True), "1 of 4 were answered"
+    assert case.provoked(sure=True), "1 of 4 other episodes was answered"
     tool.down(5)
-    assert not case.provoked(sure=True), "1 of 5"
+    assert not case.provoked(sure=True), "1 of 5 other episodes was answered"
     tool = Tool()
     tool.ok(20, task="other")
     case = tool.failing(0)
     tool.down(1, 2)
-    assert not case.provoked(sure=True) and case.note == "", "down for all, not for this task alone"
+    assert not case.provoked(sure=True) and case.note == "", "the tool is down for all tasks, not only for this one"
 
 
 def test_a_tool_that_no_other_attempt_at_the_task_has_called_is_not_down_for_it() -> None:
@@ -190,10 +190,10 @@ def test_a_tool_that_no_other_attempt_at_the_task_has_called_is_not_down_for_it(
 def test_calls_that_ended_before_a_late_call_started_are_not_evidence() -> None:
     tool = Tool()
     tool.ok(1)
-    assert not tool.record.failed("search", who(0), since=tool.record.ended).provoked(sure=True)
+    assert not tool.record.failed("search", caller(0), since=tool.record.ended).provoked(sure=True)
 
 
-def test_the_number_of_calls_that_have_ended() -> None:
+def test_ended_calls_are_counted() -> None:
     tool = Tool()
     counts = [tool.record.ended]
     tool.ok(1)
@@ -229,43 +229,43 @@ def test_one_episode_in_32_may_have_an_outage_of_its_own() -> None:
     assert not tool.failing(2).provoked(sure=False)
 
 
-@pytest.mark.parametrize(("others", "expected"), [(4095, True), (4096, False)])
-def test_the_first_outages_of_4096_episodes_are_recorded(others: int, expected: bool) -> None:
+@pytest.mark.parametrize(("other_episodes", "expected"), [(4095, True), (4096, False)])
+def test_the_first_outages_of_4096_episodes_are_recorded(other_episodes: int, expected: bool) -> None:
     """A second attempt with an outage confirms it."""
     tool = Tool()
     tool.failing(0)
-    for episode in range(1, others + 1):
+    for episode in range(1, other_episodes + 1):
         tool.failing(episode)
     tool.ok(*range(5000, 5512))
     assert tool.failing(0, attempt=1).provoked(sure=False) is expected
 
 
-@pytest.mark.parametrize(("others", "touched", "expected"), [(1023, False, True), (1024, False, False), (1024, True, True)])
-def test_the_1024_tools_that_were_called_last_are_recorded(others: int, touched: bool, expected: bool) -> None:
+@pytest.mark.parametrize(("other_tools", "touched", "expected"), [(1023, False, True), (1024, False, False), (1024, True, True)])
+def test_the_1024_tools_that_were_called_last_are_recorded(other_tools: int, touched: bool, expected: bool) -> None:
     tool = Tool()
     tool.ok(1)
-    for number in range(others):
-        if touched and number == others - 1:
+    for number in range(other_tools):
+        if touched and number == other_tools - 1:
             tool.ok(2)
-        tool.record.answered(f"tool{number}", who(3))
+        tool.record.answered(f"tool{number}", caller(3))
     cases = [tool.failing(episode) for episode in range(10, 15)]
-    assert cases[-1].contested is expected, "an answered call of it is known"
+    assert cases[-1].contested is expected, "the answered call is still recorded"
 
 
 calls = st.lists(st.tuples(st.integers(0, 6), st.sampled_from("ab"), st.booleans(), st.booleans(), st.integers(0, 2)), max_size=60)
 
 
 @given(calls)
-def test_without_a_single_answer_no_call_is_ever_blamed(made: list[tuple[int, str, bool, bool, int]]) -> None:
+def test_without_a_single_answer_no_call_is_ever_blamed(history: list[tuple[int, str, bool, bool, int]]) -> None:
     tool = Tool()
-    for episode, task, _, sure, attempt in made:
+    for episode, task, _, sure, attempt in history:
         assert not tool.failing(episode, task, attempt).provoked(sure=sure)
 
 
 @given(calls)
-def test_every_history_of_calls_has_a_decision(made: list[tuple[int, str, bool, bool, int]]) -> None:
+def test_every_history_of_calls_has_a_decision(history: list[tuple[int, str, bool, bool, int]]) -> None:
     tool = Tool()
-    for episode, task, ok, sure, attempt in made:
+    for episode, task, ok, sure, attempt in history:
         if ok:
             tool.ok(episode, task=task)
         else:
@@ -290,14 +290,12 @@ class Backend:
         return ToolOutcome(output="found", ok=True)
 
 
-def called(tool: Backend, record: CallRecord, *texts: str) -> list[CallResult | BaseException]:
+def call_concurrently(tool: Backend, record: CallRecord, *texts: str) -> list[CallResult | BaseException]:
     """Concurrent calls, one per episode and text, after an answered call."""
 
     async def play() -> list[CallResult | BaseException]:
-        record.answered("search", who(99))
-        calls = [
-            call_tool(tool, {"text": text}, None, Limits(), turn=1, record=record, caller=who(number)) for number, text in enumerate(texts)
-        ]
+        record.answered("search", caller(99))
+        calls = [call_tool(tool, {"text": text}, None, Limits(), turn=1, record=record, caller=caller(n)) for n, text in enumerate(texts)]
         return list(await asyncio.gather(*calls, return_exceptions=True))
 
     return run_virtually(play())
@@ -305,29 +303,29 @@ def called(tool: Backend, record: CallRecord, *texts: str) -> list[CallResult | 
 
 def test_a_momentary_outage_has_no_effect() -> None:
     tool = Backend(iter([True, True, *[False] * 9]))
-    found = called(tool, CallRecord(), "a", "b", "c")
-    assert [one.outcome.output for one in found if isinstance(one, CallResult)] == ["found"] * 3 and tool.calls == 5
-    assert [one.failure for one in found if isinstance(one, CallResult)] == [None] * 3
+    results = call_concurrently(tool, CallRecord(), "a", "b", "c")
+    assert [result.outcome.output for result in results if isinstance(result, CallResult)] == ["found"] * 3 and tool.calls == 5
+    assert [result.failure for result in results if isinstance(result, CallResult)] == [None] * 3
 
 
 def test_failing_calls_are_distinguished_from_an_outage() -> None:
     tool = Backend(itertools.repeat(False))
-    bad, *good = called(tool, CallRecord(), "bad", *"abcdef")
-    assert isinstance(bad, CallResult) and bad.failure is not None and bad.failure.blame is Blame.POLICY
-    assert bad.outcome.output.startswith("error: search failed: ConnectionResetError") and tool.calls == 6 + 4
-    assert all(isinstance(one, CallResult) and one.outcome.ok for one in good)
-    down = called(Backend(itertools.repeat(True)), CallRecord(), "bad", *"abcdef")
-    assert all(isinstance(one, ToolUnavailable) for one in down)
+    bad_call, *good_calls = call_concurrently(tool, CallRecord(), "bad", *"abcdef")
+    assert isinstance(bad_call, CallResult) and bad_call.failure is not None and bad_call.failure.blame is Blame.POLICY
+    assert bad_call.outcome.output.startswith("error: search failed: ConnectionResetError") and tool.calls == 6 + 4
+    assert all(isinstance(result, CallResult) and result.outcome.ok for result in good_calls)
+    during_outage = call_concurrently(Backend(itertools.repeat(True)), CallRecord(), "bad", *"abcdef")
+    assert all(isinstance(result, ToolUnavailable) for result in during_outage)
 
 
 def test_a_tool_with_state_is_not_called_again() -> None:
     tool = Backend(itertools.repeat(True), repeats=False)
-    found = called(tool, CallRecord(), *"abcdef")
-    assert tool.calls == 6 and all(isinstance(one, ToolUnavailable) for one in found)
+    results = call_concurrently(tool, CallRecord(), *"abcdef")
+    assert tool.calls == 6 and all(isinstance(result, ToolUnavailable) for result in results)
 
 
-def test_a_backend_that_loses_one_call_in_ten_ends_no_attempt() -> None:
-    draw = random.Random(7)
-    tool = Backend(iter(lambda: draw.random() < 0.1, None))
-    found = called(tool, CallRecord(), *["a"] * 200)
-    assert all(isinstance(one, CallResult) and one.outcome.ok for one in found)
+def test_a_backend_that_loses_one_call_in_ten_fails_no_episode() -> None:
+    rng = random.Random(7)
+    tool = Backend(iter(lambda: rng.random() < 0.1, None))
+    results = call_concurrently(tool, CallRecord(), *["a"] * 200)
+    assert all(isinstance(result, CallResult) and result.outcome.ok for result in results)

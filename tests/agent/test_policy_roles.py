@@ -1,4 +1,4 @@
-"""The policy as the user of a conversation: its context, what is trained, ends, faults, resumption."""
+"""The policy as the user of a conversation: its context, trained tokens, ends, failures, resumption."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from agentrl.records import Blame, EnvironmentSpec, Episode, EpisodeState, Group
 from agentrl.records.group import sampled_tokens
 from agentrl.rollout import EpisodeRunner
 from agentrl.testing import ReadingPolicy
-from tests.agent.test_template_probe import FORGETS, made
+from tests.agent.test_template_probe import FORGETS, make_tokenizer
 from tests.chats import chat_of
 from tests.environment.test_dialogue import ADD, HERE, outputs, runner_of, task_of
 from tests.episodes import restarting
@@ -30,7 +30,7 @@ AGENT_TEXTS, USER_TEXTS = ("hi", ADD, "well?", "bye"), ("Yes.", "<think>\nhm\n</
 
 
 @pytest.fixture(autouse=True)
-async def closed() -> AsyncIterator[None]:
+async def environments_closed() -> AsyncIterator[None]:
     yield
     await close_environments()
 
@@ -50,20 +50,20 @@ def runner(tokenizer: Any, agent: Sequence[str] = AGENT_TEXTS, user: Sequence[st
 def policy(tokenizer: Any, agent: Sequence[str], user: Sequence[str]) -> ReadingPolicy:
     """A policy whose texts as agent and as user depend on the number of its earlier turns. A text `dies` is a server that fails."""
 
-    def said(context: str) -> str:
+    def next_text(context: str) -> str:
         plays_user = INSTRUCTIONS[:20] in context
         text = (user if plays_user else agent)[context.count("<|im_start|>assistant\n") - (2 if plays_user else 1)]
         if text == "dies":
             raise ServingError("connection refused")
         return text
 
-    return ReadingPolicy(tokenizer, said)
+    return ReadingPolicy(tokenizer, next_text)
 
 
 @pytest.mark.parametrize("trained", [False, True])
 async def test_the_user_has_a_context_of_its_own_in_exact_tokens(tokenizer: Any, trained: bool) -> None:
-    running = runner(tokenizer, ("hi<|im_end|>", *AGENT_TEXTS[1:]))
-    episode = await running.run(talk_of(trained), episode_id="e")
+    episode_runner = runner(tokenizer, ("hi<|im_end|>", *AGENT_TEXTS[1:]))
+    episode = await episode_runner.run(talk_of(trained), episode_id="e")
     assert not episode.failures and outputs(episode) == ["Yes.", "count 1", "No.", "So long."] and episode.stop_reason == "terminated"
     main, user = episode.trajectories
     assert (main.agent, main.policy, user.agent, user.policy) == ("main", "", "user", "" if trained else UNTRAINED)
@@ -73,9 +73,9 @@ async def test_the_user_has_a_context_of_its_own_in_exact_tokens(tokenizer: Any,
     conversation = [{"role": "system", "content": f"{INSTRUCTIONS}Ana"}]
     conversation += [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
     assert tokenizer.decode(tokens) == tokenizer.apply_chat_template(conversation, tokenize=False).rstrip("\n")
-    assert isinstance(running.policy, ReadingPolicy)
-    shown = [tokenizer.decode(list(prompt)) for prompt in running.policy.prompts]
-    assert all(("Ana" in context) == (GREETING in context) for context in shown), "the brief is only in the contexts of the user"
+    assert isinstance(episode_runner.policy, ReadingPolicy)
+    contexts = [tokenizer.decode(list(prompt)) for prompt in episode_runner.policy.prompts]
+    assert all(("Ana" in context) == (GREETING in context) for context in contexts), "only the user's contexts contain its brief"
     assert [turn.message.content for turn in user.turns] == list(USER_TEXTS)
 
 
@@ -101,23 +101,23 @@ async def test_a_resumed_conversation_samples_nothing_again(tokenizer: Any, trai
     async def on_turn(count: int, capture: Any) -> None:
         states.append(await capture())
 
-    whole = await runner(tokenizer).run(task, episode_id="e", on_turn=on_turn)
+    full = await runner(tokenizer).run(task, episode_id="e", on_turn=on_turn)
     assert len(states) == 3
     for state in states:
-        resumed = runner(tokenizer)
-        ended = await resumed.run(task, episode_id="e", start=codec.from_json(EpisodeState, codec.to_json(state)))
-        assert tokens_of(ended) == tokens_of(whole) and outputs(ended) == outputs(whole) and not ended.failures
-        assert isinstance(resumed.policy, ReadingPolicy) and len(resumed.policy.prompts) == 7 - state.turn_count
+        resuming = runner(tokenizer)
+        resumed = await resuming.run(task, episode_id="e", start=codec.from_json(EpisodeState, codec.to_json(state)))
+        assert tokens_of(resumed) == tokens_of(full) and outputs(resumed) == outputs(full) and not resumed.failures
+        assert isinstance(resuming.policy, ReadingPolicy) and len(resuming.policy.prompts) == 7 - state.turn_count
         branch = await runner(tokenizer).run(task, episode_id="b", start=state)
-        assert tokens_of(branch) == tokens_of(whole) and sum(len(line.inherited) for line in branch.trajectories) == state.turn_count
+        assert tokens_of(branch) == tokens_of(full) and sum(len(one.inherited) for one in branch.trajectories) == state.turn_count
 
 
 def tokens_of(episode: Episode) -> list[Any]:
-    return [(line.agent, line.policy, [(turn.prompt_ids, turn.completion_ids) for turn in line.turns]) for line in episode.trajectories]
+    return [(one.agent, one.policy, [(turn.prompt_ids, turn.completion_ids) for turn in one.turns]) for one in episode.trajectories]
 
 
 @pytest.mark.parametrize(
-    ("text", "limits", "ended"),
+    ("text", "limits", "stop_reason"),
     [
         (" ", {}, "terminated"),
         (ADD, {}, "terminated"),
@@ -127,41 +127,41 @@ def tokens_of(episode: Episode) -> list[Any]:
         ("Yes.", {"episode_tokens": 600}, "token_limit"),
     ],
 )
-async def test_a_user_without_a_text_leaves_and_the_episode_counts(tokenizer: Any, text: str, limits: Any, ended: str) -> None:
+async def test_a_user_without_a_text_leaves_and_the_episode_counts(tokenizer: Any, text: str, limits: Any, stop_reason: str) -> None:
     episode = await runner(tokenizer, ["hi"] * 9, [text] * 9).run(talk_of(limits=Limits(**{"turns": 16, **limits})), episode_id="e")
-    assert not episode.failures and not episode.left_out and episode.stop_reason == ended
+    assert not episode.failures and not episode.left_out and episode.stop_reason == stop_reason
     assert outputs(episode)[-1] == LEFT
 
 
-async def test_a_server_that_fails_as_the_user_is_infrastructure(tokenizer: Any) -> None:
+async def test_a_server_failure_in_a_user_turn_is_an_infrastructure_failure(tokenizer: Any) -> None:
     episode = await runner(tokenizer, user=["dies"]).run(talk_of(), episode_id="e")
     (failure,) = episode.failures
     assert episode.left_out and (failure.blame, failure.stage) == (Blame.INFRASTRUCTURE, "generate")
 
 
-async def test_a_slow_server_is_not_the_end_of_a_conversation(tokenizer: Any) -> None:
-    async def late(context: str) -> str:
+async def test_a_slow_server_in_a_user_turn_is_an_infrastructure_failure(tokenizer: Any) -> None:
+    async def answer_late(context: str) -> str:
         await asyncio.sleep(30.0 if GREETING in context else 0.0)
         return "hi"
 
-    running = replace(runner_of(tokenizer), policy=ReadingPolicy(tokenizer, late))
-    episode = await running.run(talk_of(limits=Limits(turns=16, wall_s=0.3)), episode_id="e")
+    episode_runner = replace(runner_of(tokenizer), policy=ReadingPolicy(tokenizer, answer_late))
+    episode = await episode_runner.run(talk_of(limits=Limits(turns=16, wall_s=0.3)), episode_id="e")
     assert episode.left_out and episode.failures[0].blame is Blame.INFRASTRUCTURE
 
 
 @pytest.mark.parametrize("trained", [False, True])
 async def test_a_context_of_the_user_that_restarts_stays_untrained(trained: bool) -> None:
-    tokenizer = made(FORGETS)
+    tokenizer = make_tokenizer(FORGETS)
     texts = ("hi", "well?", "so?", "bye"), ("<think>\nhm\n</think>\n\nYes.", "No.", "Why?", "So long. [END]")
-    running = restarting(policy(tokenizer, *texts), tokenizer)
-    episode = await running.run(talk_of(trained), episode_id="e")
-    own = [line for line in episode.trajectories if line.agent == "user"]
-    assert not episode.failures and [line.stop_reason for line in own] == ["restarted", "terminated"]
-    assert {line.policy for line in own} == {"" if trained else UNTRAINED}
-    assert "hm" not in tokenizer.decode(list(own[1].turns[0].prompt_ids)) and outputs(episode)[-1] == "So long."
+    episode_runner = restarting(policy(tokenizer, *texts), tokenizer)
+    episode = await episode_runner.run(talk_of(trained), episode_id="e")
+    user_trajectories = [trajectory for trajectory in episode.trajectories if trajectory.agent == "user"]
+    assert not episode.failures and [trajectory.stop_reason for trajectory in user_trajectories] == ["restarted", "terminated"]
+    assert {trajectory.policy for trajectory in user_trajectories} == {"" if trained else UNTRAINED}
+    assert "hm" not in tokenizer.decode(list(user_trajectories[1].turns[0].prompt_ids)) and outputs(episode)[-1] == "So long."
 
 
-async def test_options_and_agents_that_cannot_provide_the_user() -> None:
+async def test_invalid_options_and_agents_without_a_user_raise() -> None:
     spec = task_of().environment
     assert spec is not None
     with pytest.raises(PluginError, match="train_user needs user=policy"):
@@ -172,8 +172,8 @@ async def test_options_and_agents_that_cannot_provide_the_user() -> None:
         await environment.step("hi")
 
 
-async def test_a_template_that_cannot_show_the_users_context_is_an_error_before_the_run(tokenizer: Any) -> None:
+async def test_a_template_that_cannot_render_the_users_context_raises_before_the_run(tokenizer: Any) -> None:
     await check_environment(talk_of(), chat_of(tokenizer))
     refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     with pytest.raises(UserError, match="no system"):
-        await check_environment(talk_of(), ChatFormat(made(refuses + str(tokenizer.chat_template))))
+        await check_environment(talk_of(), ChatFormat(make_tokenizer(refuses + str(tokenizer.chat_template))))

@@ -36,29 +36,29 @@ FOUND = {
     "glm4moe": ("glm45", 3, {"<|endoftext|>", "<|observation|>", "<|user|>"}),
     "gptoss": ("harmony", 1, {"<|return|>", "<|call|>"}),
 }
-"""Template (TRL's or shipped) -> the form of its calls, how many a turn may hold, and what ends a turn."""
+"""Template (TRL's or shipped) -> the form of its calls, the number of calls in a turn, and the tokens that end a turn."""
 
 models = pytest.mark.parametrize("name", FOUND)
 
 
 @cache
 def tokenizer(name: str) -> Any:
-    made: Any
+    model_tokenizer: Any
     if name == "deepseek_v3":
-        made = real.deepseek()
+        model_tokenizer = real.deepseek()
     elif name == "mistral_v3":
-        made = real.tekken()
+        model_tokenizer = real.tekken()
     elif name == "glm4moe":
-        made = real.bytes_and(*real.GLM, eos="<|endoftext|>", plain=real.GLM_TAGS)
+        model_tokenizer = real.bytes_and(*real.GLM, eos="<|endoftext|>", plain=real.GLM_TAGS)
     elif name == "gptoss":
-        made = real.bytes_and(*real.HARMONY, eos="<|return|>")
+        model_tokenizer = real.bytes_and(*real.HARMONY, eos="<|return|>")
     elif name == "llama3_2":
-        made = real.Ranked(encoding=real.llama3_vocabulary(), eos_token="<|eot_id|>", bos_token="<|begin_of_text|>")
+        model_tokenizer = real.Ranked(encoding=real.llama3_vocabulary(), eos_token="<|eot_id|>", bos_token="<|begin_of_text|>")
     else:
         encoding = real.qwen35_vocabulary() if name[:7] in ("qwen3_5", "qwen3_6") else real.qwen_vocabulary()
-        made = real.Ranked(encoding=encoding, eos_token="<|im_end|>", plain=real.QWEN_TAGS)
-    made.chat_template = read_template(name, Path()) if name in ("deepseek_v3", "mistral_v3") else real.trl_template(name)
-    return made
+        model_tokenizer = real.Ranked(encoding=encoding, eos_token="<|im_end|>", plain=real.QWEN_TAGS)
+    model_tokenizer.chat_template = read_template(name, Path()) if name in ("deepseek_v3", "mistral_v3") else real.trl_template(name)
+    return model_tokenizer
 
 
 @cache
@@ -77,9 +77,9 @@ def test_form_and_end_tokens_are_detected(name: str) -> None:
 @settings(max_examples=examples(30))
 @given(data=st.data())
 def test_deltas_add_up_to_the_rendered_conversation(name: str, data: st.DataObject) -> None:
-    asked: str = data.draw(texts)
-    said: list[Round] = data.draw(conversations(most_calls=FOUND[name][1]))
-    assert_adds_up(chat(name), tokenizer(name), asked, said)
+    prompt: str = data.draw(texts)
+    rounds: list[Round] = data.draw(conversations(most_calls=FOUND[name][1]))
+    assert_adds_up(chat(name), tokenizer(name), prompt, rounds)
 
 
 REASONING, EARLIER = "it drops the model's reasoning", "it rewrites earlier turns when a turn is added"
@@ -92,7 +92,7 @@ WITHOUT_USER_DELTAS = {
     "glm4moe": REASONING,
     "gptoss": "policy.model: its chat template does not end an assistant turn with '<|return|>'",
 }
-"""Templates that change earlier turns when a user message follows, and how."""
+"""Template that changes earlier turns when a user message follows -> how it changes them."""
 
 
 @models
@@ -101,68 +101,68 @@ WITHOUT_USER_DELTAS = {
 def test_deltas_of_user_messages_add_up_to_the_rendered_conversation(name: str, data: st.DataObject) -> None:
     assert chat(name).user_rewrite_reason == WITHOUT_USER_DELTAS.get(name, "")
     if name not in WITHOUT_USER_DELTAS:
-        said: list[Round] = data.draw(conversations(most_calls=FOUND[name][1], users=True))
-        assert_adds_up(chat(name), tokenizer(name), data.draw(texts), said)
+        rounds: list[Round] = data.draw(conversations(most_calls=FOUND[name][1], users=True))
+        assert_adds_up(chat(name), tokenizer(name), data.draw(texts), rounds)
 
 
 @models
 @settings(max_examples=examples(30))
 @given(data=st.data())
-def test_markup_in_arguments_is_text(name: str, data: st.DataObject) -> None:
-    said = data.draw(st.lists(spelling_arguments, min_size=1, max_size=FOUND[name][1]))
-    assert_marks_are_text(chat(name), tokenizer(name), said)
+def test_markup_in_arguments_stays_text(name: str, data: st.DataObject) -> None:
+    call_arguments = data.draw(st.lists(spelling_arguments, min_size=1, max_size=FOUND[name][1]))
+    assert_marks_are_text(chat(name), tokenizer(name), call_arguments)
 
 
 @models
 def test_reasoning_is_detected_and_ended_with_the_models_own_mark(name: str) -> None:
     thinking, vocabulary = chat(name).thinking, tokenizer(name)
     if name in ("llama3_2", "mistral_v3", "gptoss"):
-        assert thinking is None, "these have other marks, or none"
+        assert thinking is None, "these models have other marks, or none"
         return
     assert thinking is not None and vocabulary.decode(list(thinking.end)) == "\n</think>\n\n"
     assert "</think>" in [vocabulary.decode([token]) for token in thinking.end], "one token, as the model writes it"
-    begun, bare = (vocabulary.encode(text, add_special_tokens=False) for text in ("<think>\nhm", "hm"))
-    assert thinking.unfinished(begun) and not thinking.unfinished([*begun, *thinking.end])
-    assert thinking.unfinished(bare) == (name in ("qwen3_5_think", "qwen3_6")), "whose prompt begins the thinking"
+    started, unmarked = (vocabulary.encode(text, add_special_tokens=False) for text in ("<think>\nhm", "hm"))
+    assert thinking.unfinished(started) and not thinking.unfinished([*started, *thinking.end])
+    assert thinking.unfinished(unmarked) == (name in ("qwen3_5_think", "qwen3_6")), "the prompts of these models start the thinking"
 
 
 @models
 def test_no_output_forges_a_turn(name: str) -> None:
     """Every control token of every vocabulary: complete, overlapping, and in unusual letters."""
-    one, control = chat(name), chat(name)._control_ids
-    spelled = [str(token) for token in tokenizer(name).added_tokens_decoder.values() if not str(token).isspace()]
-    plain = [token for token in one.tool_delta(["1"]) if token in control]
-    for text in ("".join(spelled), "".join(token[:-1] + token for token in spelled), " ".join(spelled).replace("|", "\uff5c")):
-        assert [token for token in one.tool_delta([text]) if token in control] == plain
+    chat_format, control = chat(name), chat(name)._control_ids
+    tokens = [str(token) for token in tokenizer(name).added_tokens_decoder.values() if not str(token).isspace()]
+    expected = [token for token in chat_format.tool_delta(["1"]) if token in control]
+    for text in ("".join(tokens), "".join(token[:-1] + token for token in tokens), " ".join(tokens).replace("|", "\uff5c")):
+        assert [token for token in chat_format.tool_delta([text]) if token in control] == expected
 
 
 @pytest.mark.parametrize("template", ["deepseekv3", "deepseek_r1_distill"])
-def test_templates_that_drop_earlier_turns_are_refused(template: str) -> None:
-    made = real.deepseek()
-    made.chat_template = real.trl_template(template)
+def test_templates_that_drop_earlier_turns_raise(template: str) -> None:
+    tokenizer_ = real.deepseek()
+    tokenizer_.chat_template = real.trl_template(template)
     with pytest.raises(UserError, match="cannot be extended exactly: it rewrites earlier turns"):
-        ChatFormat(made)
-    assert not ChatFormat(made, rewritten="restart").exact
+        ChatFormat(tokenizer_)
+    assert not ChatFormat(tokenizer_, rewritten="restart").exact
 
 
-def test_mistral_equals_its_own_package() -> None:
+def test_mistral_ids_equal_those_of_its_own_package() -> None:
     from mistral_common.protocol.instruct.messages import AssistantMessage, ToolMessage, UserMessage
     from mistral_common.protocol.instruct.request import ChatCompletionRequest
     from mistral_common.protocol.instruct.tool_calls import FunctionCall, ToolCall
     from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 
-    theirs = MistralTokenizer.from_file(str(real.folder("mistral_common") / "data" / "tekken_240911.json"))
+    their_tokenizer = MistralTokenizer.from_file(str(real.folder("mistral_common") / "data" / "tekken_240911.json"))
     call = ToolCall(id="abcdefgh1", function=FunctionCall(name="f", arguments='{"a": "\u00e9"}'))
     turns = [
         UserMessage(content="q?"),
         AssistantMessage(content=None, tool_calls=[call]),
         ToolMessage(content="so it is", tool_call_id="abcdefgh1"),
     ]
-    wanted = theirs.encode_chat_completion(ChatCompletionRequest(messages=turns)).tokens
-    one, ours = chat("mistral_v3"), tokenizer("mistral_v3")
-    said = [*ours.encode('[TOOL_CALLS][{"name": "f", "arguments": {"a": "\u00e9"}, "id": "abcdefgh1"}]', add_special_tokens=False), 2]
-    opening = one.opening([Message(role="user", content="q?")], [])
-    assert [*opening, *said, *one.tool_delta(["so it is"], one.parse(said))] == list(wanted)
+    expected = their_tokenizer.encode_chat_completion(ChatCompletionRequest(messages=turns)).tokens
+    chat_format, ours = chat("mistral_v3"), tokenizer("mistral_v3")
+    completion = [*ours.encode('[TOOL_CALLS][{"name": "f", "arguments": {"a": "\u00e9"}, "id": "abcdefgh1"}]', add_special_tokens=False), 2]
+    opening = chat_format.opening([Message(role="user", content="q?")], [])
+    assert [*opening, *completion, *chat_format.tool_delta(["so it is"], chat_format.parse(completion))] == list(expected)
 
 
 TURN_ENDS = {
@@ -185,7 +185,7 @@ TURN_ENDS = {
     "gptoss": ("<|end|>",),
     "deepseekv3": (f"<{real.BAR}end{real.GAP}of{real.GAP}sentence{real.BAR}>",),
 }
-"""TRL's template of a family -> what it writes behind what the assistant said (gpt-oss ends a message so, and not a turn)."""
+"""TRL's template of a family -> the tokens that it writes after a turn of the assistant (gpt-oss: after a message)."""
 MARKUP = re.compile(r"<\|?[^\s<>|{}()'\"]{1,40}\|?>")
 
 
@@ -193,16 +193,16 @@ MARKUP = re.compile(r"<\|?[^\s<>|{}()'\"]{1,40}\|?>")
 def test_the_end_of_a_turn_is_detected_from_each_template(name: str) -> None:
     template, eos = real.trl_template(name), TURN_ENDS["deepseekv3"][0]
     control = {*MARKUP.findall(template), eos}
-    made = real.bytes_and(*sorted(control), eos=eos, bos="<bos>")
-    made.chat_template = template
-    assert turn_ends(Renderer(made), control) == TURN_ENDS[name]
+    model_tokenizer = real.bytes_and(*sorted(control), eos=eos, bos="<bos>")
+    model_tokenizer.chat_template = template
+    assert turn_ends(Renderer(model_tokenizer), control) == TURN_ENDS[name]
 
 
 @pytest.mark.parametrize("name", ["gemma", "gemma3"])
-def test_gemma_s_own_template_can_be_used(name: str) -> None:
-    made = real.bytes_and("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>", eos="<eos>", bos="<bos>")
-    made.chat_template = real.trl_template(name)
-    found = ChatFormat(made)
-    assert found.exact and {made.decode([token]) for token in found.stop_token_ids} == {"<eos>", "<end_of_turn>"}
-    delta = made.decode(list(found.tool_delta(["4"])))
+def test_the_template_of_gemma_can_be_used(name: str) -> None:
+    model_tokenizer = real.bytes_and("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>", eos="<eos>", bos="<bos>")
+    model_tokenizer.chat_template = real.trl_template(name)
+    chat_format = ChatFormat(model_tokenizer)
+    assert chat_format.exact and {model_tokenizer.decode([token]) for token in chat_format.stop_token_ids} == {"<eos>", "<end_of_turn>"}
+    delta = model_tokenizer.decode(list(chat_format.tool_delta(["4"])))
     assert delta == "\n<start_of_turn>user\n<tool_response>\n4\n</tool_response><end_of_turn>\n<start_of_turn>model\n"

@@ -1,4 +1,4 @@
-"""Encoding without the wrapper of `transformers` gives the same ids, or is not used."""
+"""Encoding without the wrapper of `transformers` returns the same ids; otherwise the wrapper is used."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ TOKENIZERS: dict[str, Callable[[], Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(text=st.text() | st.text(st.sampled_from(" \n\t<|im_end|>éa中\u200d")))
-def test_the_ids_are_those_of_the_wrapper(name: str, text: str) -> None:
+def test_the_ids_equal_those_of_the_wrapper(name: str, text: str) -> None:
     tokenizer = TOKENIZERS[name]()
     assert encoder(tokenizer)(text) == tokenizer.encode(text, add_special_tokens=False)
 
 
 def test_the_wrapper_is_not_called() -> None:
     tokenizer = byte_tokenizer()
-    direct = encoder(tokenizer)
+    encode = encoder(tokenizer)
     tokenizer.encode = lambda text, **kwargs: []
-    assert direct("ab") == byte_tokenizer().encode("ab", add_special_tokens=False)
+    assert encode("ab") == byte_tokenizer().encode("ab", add_special_tokens=False)
 
 
 @pytest.mark.parametrize("backend", [True, False])
@@ -50,9 +50,9 @@ def test_a_wrapper_with_other_ids_is_called(backend: bool) -> None:
     def encode(text: str, **kwargs: Any) -> list[int]:
         return [7, *tokenizer.encode(text, add_special_tokens=False)]
 
-    more = {"backend_tokenizer": tokenizer.backend_tokenizer} if backend else {}
-    own: Any = SimpleNamespace(encode=encode, all_special_tokens=tokenizer.all_special_tokens, **more)
-    assert encoder(own)("ab")[0] == 7
+    attributes = {"backend_tokenizer": tokenizer.backend_tokenizer} if backend else {}
+    wrapper: Any = SimpleNamespace(encode=encode, all_special_tokens=tokenizer.all_special_tokens, **attributes)
+    assert encoder(wrapper)("ab")[0] == 7
 
 
 @pytest.mark.slow
@@ -67,4 +67,4 @@ def test_a_template_that_loops_on_some_input_is_stopped(monkeypatch: pytest.Monk
     with pytest.raises(UserError, match=r"cannot render messages of user: _TooLong: it takes more than 0\.2 s of CPU time"):
         chat.opening([Message(role="user", content="open sesame")], [])
     assert time.process_time() - started < 10.0
-    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0), "and nothing is stopped after it"
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0), "the timer is off afterwards"

@@ -19,8 +19,8 @@ LATE = "{% if messages|length > 4 %}" + LOOPS + "{% endif %}"
 
 
 def test_a_template_is_a_shipped_name_or_a_file(tmp_path: Path) -> None:
-    for word in SHIPPED_TEMPLATES:
-        assert "for message in messages" in read_template(word, tmp_path)
+    for name in SHIPPED_TEMPLATES:
+        assert "for message in messages" in read_template(name, tmp_path)
     (tmp_path / "mine.jinja").write_text("{{ messages }}")
     assert read_template("mine.jinja", tmp_path) == read_template(str(tmp_path / "mine.jinja"), Path("/")) == "{{ messages }}"
     (tmp_path / "hermes").write_text("a file of that name")
@@ -37,7 +37,7 @@ def test_an_unknown_template_is_reported_with_the_shipped_names(name: str, tmp_p
     ("content", "reason"),
     [(b"\xff", "is not a chat template: 'utf-8'"), (b" \n", "is empty"), (b"x" * (MAX_BYTES + 1), "it has more than 256 KiB")],
 )
-def test_a_file_that_is_not_a_template(content: bytes, reason: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_template_raises(content: bytes, reason: str, tmp_path: Path) -> None:
     (tmp_path / "mine.jinja").write_bytes(content)
     with pytest.raises(UserError, match=reason):
         read_template("mine.jinja", tmp_path)
@@ -54,7 +54,7 @@ def test_nothing_is_imported_from_the_current_folder(tmp_path: Path, monkeypatch
 
 @pytest.mark.slow
 def test_an_endless_template_is_stopped() -> None:
-    """In the real child process; other tests use forked processes."""
+    """Uses the real child process; other tests use forked processes."""
     started = time.monotonic()
     _is_stopped(LOOPS)
     _is_stopped(LATE)
@@ -85,7 +85,7 @@ def _is_stopped(text: str) -> None:
 
 @pytest.mark.usefixtures("forked_trials")
 @pytest.mark.parametrize("text", ["{{ raise_exception('no') }}", "\ud800{% if %}"])
-def test_other_faults_are_reported_with_the_tokenizer(text: str) -> None:
+def test_the_probe_ignores_errors_that_the_tokenizer_reports(text: str) -> None:
     probe_template(text)
 
 
@@ -150,12 +150,12 @@ import transformers.generation
 from agentrl.agent.chat import load_chat
 
 print(load_chat("recipes/models/tables-base").stop_token_ids)
-assert "GenerationMixin" not in vars(transformers.generation), "what stands in is gone"
+assert "GenerationMixin" not in vars(transformers.generation), "the placeholder is removed"
 print([name for name in ("sklearn", "pandas", "torch._inductor", "transformers.generation.utils") if name in sys.modules])
 """
 
 
 @pytest.mark.slow
 def test_a_tokenizer_is_loaded_without_the_generation_code() -> None:
-    done = subprocess.run([sys.executable, "-c", LOADED], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and done.stdout.splitlines()[1] == "[]", done.stdout + done.stderr
+    result = subprocess.run([sys.executable, "-c", LOADED], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0 and result.stdout.splitlines()[1] == "[]", result.stdout + result.stderr

@@ -1,4 +1,4 @@
-"""Tools with state: kept for one episode and its continuations, never shared with another."""
+"""Tools with state, which belongs to one episode and its continuations and is never shared with another."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Memory:
 
     @tool
     def recall(self) -> list[str]:
-        """Give every note that was kept."""
+        """Return all notes."""
         return self.notes
 
 
@@ -48,7 +48,7 @@ class Till:
 
     @tool
     async def pay(self, amount: int) -> int:
-        """Pay so much."""
+        """Pay an amount."""
         if amount < 0:
             raise ArithmeticError("a till gives nothing")
         self.total += amount
@@ -69,21 +69,21 @@ def ref(name: str) -> str:
     return f"{__name__}:{name}"
 
 
-def saying(name: str, **arguments: Any) -> str:
+def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
 @pytest.fixture(autouse=True)
-def unlived() -> None:
+def cleared() -> None:
     Till.life.clear()
 
 
-def using(task: Task, *names: str) -> Task:
+def task_with(task: Task, *names: str) -> Task:
     limits = replace(task.limits, turns=9, episode_tokens=4000, tool_timeout_s=2.0)
     return replace(task, tools=(*map(ref, names), "submit"), limits=limits)
 
 
-class Keep:
+class StateRecorder:
     """An `on_turn` that records every state after a round trip through the codec; None if there is no state."""
 
     def __init__(self) -> None:
@@ -99,48 +99,48 @@ def outputs(episode: Any) -> list[str]:
 
 
 async def test_a_class_is_a_set_of_tools(tokenizer: Any, task: Task, make_runner: Any) -> None:
-    said = (saying("remember", text="a") + saying("remember", text="b"), saying("recall"), "done")
-    episode = await make_runner(ScriptedPolicy.saying(tokenizer, *said)).run(using(task, "Memory"), episode_id="e")
+    completions = (call("remember", text="a") + call("remember", text="b"), call("recall"), "done")
+    episode = await make_runner(ScriptedPolicy.saying(tokenizer, *completions)).run(task_with(task, "Memory"), episode_id="e")
     assert outputs(episode) == ["", "", '["a","b"]'] and episode.failures == ()
     assert list(load_tools((ref("Memory"), "submit"))) == ["remember", "recall", "submit"]
 
 
 async def test_attempts_do_not_share_the_state_of_a_tool(tokenizer: Any, task: Task, make_runner: Any) -> None:
-    """Sequential attempts, concurrent attempts, and attempts after a state: a secret stays in its attempt."""
+    """Tests sequential attempts, concurrent attempts, and attempts after a capture: a secret stays in its attempt."""
 
     def script(turn: int, episode: str) -> str:
-        return (saying("remember", text=f"secret of {episode}"), saying("recall"), "done")[turn]
+        return (call("remember", text=f"secret of {episode}"), call("recall"), "done")[turn]
 
-    runner, mine = make_runner(ScriptedPolicy(tokenizer, script)), using(task, "Memory")
-    await runner.run(mine, episode_id="before")
-    episodes = await asyncio.gather(*(runner.run(mine, episode_id=f"e{number}") for number in range(5)))
+    runner, tool_task = make_runner(ScriptedPolicy(tokenizer, script)), task_with(task, "Memory")
+    await runner.run(tool_task, episode_id="before")
+    episodes = await asyncio.gather(*(runner.run(tool_task, episode_id=f"e{number}") for number in range(5)))
     assert [outputs(episode)[1] for episode in episodes] == [f'["secret of e{number}"]' for number in range(5)]
-    assert outputs(await runner.run(mine, episode_id="after"))[1] == '["secret of after"]'
+    assert outputs(await runner.run(tool_task, episode_id="after"))[1] == '["secret of after"]'
 
 
 async def test_the_state_of_a_tool_follows_its_episode_and_is_copied_to_branches(tokenizer: Any, task: Task, make_runner: Any) -> None:
-    keep, mine = Keep(), using(task, "Memory", "Till")
+    recorder, tool_task = StateRecorder(), task_with(task, "Memory", "Till")
 
     def script(turn: int, episode: str) -> str:
-        both = saying("remember", text="of the stem") + saying("pay", amount=3)
-        return (both, saying("remember", text=episode), saying("recall"), "done")[turn]
+        both = call("remember", text="of the stem") + call("pay", amount=3)
+        return (both, call("remember", text=episode), call("recall"), "done")[turn]
 
     runner = make_runner(ScriptedPolicy(tokenizer, script))
-    await runner.run(mine, episode_id="e", on_turn=keep)
-    first = keep.states[0]
+    await runner.run(tool_task, episode_id="e", on_turn=recorder)
+    first = recorder.states[0]
     assert first is not None and first.agent_state == {"tools": {ref("Memory"): {"notes": ["of the stem"]}, ref("Till"): {"total": 3}}}
-    again, *branches = await asyncio.gather(*(runner.run(mine, episode_id=name, start=first) for name in ("e", "b1", "b2")))
-    assert [outputs(one)[3] for one in (again, *branches)] == [f'["of the stem","{name}"]' for name in ("e", "b1", "b2")]
+    resumed, *branches = await asyncio.gather(*(runner.run(tool_task, episode_id=name, start=first) for name in ("e", "b1", "b2")))
+    assert [outputs(episode)[3] for episode in (resumed, *branches)] == [f'["of the stem","{name}"]' for name in ("e", "b1", "b2")]
     assert Till.life == ["opened", "closed 3"], "a tool that is not called again is not opened again"
 
 
 async def test_the_state_of_a_tool_that_is_not_called_again_is_saved_again(tokenizer: Any, task: Task, make_runner: Any) -> None:
-    keep, later, mine = Keep(), Keep(), using(task, "Till")
-    said = (saying("pay", amount=3), saying("nothing"), saying("pay", amount=4), "done")
-    runner = make_runner(ScriptedPolicy.saying(tokenizer, *said))
-    await runner.run(mine, episode_id="e", on_turn=keep)
-    await runner.run(mine, episode_id="e", start=keep.states[0], on_turn=later)
-    assert [None if one is None else one.agent_state for one in later.states] == [
+    recorder, second_recorder, tool_task = StateRecorder(), StateRecorder(), task_with(task, "Till")
+    completions = (call("pay", amount=3), call("nothing"), call("pay", amount=4), "done")
+    runner = make_runner(ScriptedPolicy.saying(tokenizer, *completions))
+    await runner.run(tool_task, episode_id="e", on_turn=recorder)
+    await runner.run(tool_task, episode_id="e", start=recorder.states[0], on_turn=second_recorder)
+    assert [None if state is None else state.agent_state for state in second_recorder.states] == [
         {"tools": {ref("Till"): {"total": total}}} for total in (3, 7)
     ]
     assert Till.life == ["opened", "closed 7", "opened", "restored 3", "closed 7"]
@@ -165,15 +165,15 @@ async def test_branches_of_one_state_share_nothing(tokenizer: Any, task: Task, m
     async def on_turn(turns: int, capture: CaptureState) -> None:
         state = await capture()
         assert state is not None
-        states.append(state)  # as it is: a group hands its branches the very same one
+        states.append(state)  # not copied: all branches of a group get the same object
 
     def script(turn: int, episode: str) -> str:
-        return (saying("row", text="stem"), saying("row", text=episode), "done")[turn]
+        return (call("row", text="stem"), call("row", text=episode), "done")[turn]
 
-    runner, mine = make_runner(ScriptedPolicy(tokenizer, script)), using(task, "Rows")
-    await runner.run(mine, episode_id="e", on_turn=on_turn)
-    branches = [await runner.run(mine, episode_id=name, start=states[0]) for name in ("b1", "b2")]
-    assert [outputs(one)[1] for one in branches] == ['["stem","b1"]', '["stem","b2"]']
+    runner, tool_task = make_runner(ScriptedPolicy(tokenizer, script)), task_with(task, "Rows")
+    await runner.run(tool_task, episode_id="e", on_turn=on_turn)
+    branches = [await runner.run(tool_task, episode_id=name, start=states[0]) for name in ("b1", "b2")]
+    assert [outputs(branch)[1] for branch in branches] == ['["stem","b1"]', '["stem","b2"]']
 
 
 class Stalling(ScriptedPolicy):
@@ -186,17 +186,17 @@ class Stalling(ScriptedPolicy):
 
 
 async def test_tools_are_closed_however_the_episode_ends(tokenizer: Any, task: Task, make_runner: Any) -> None:
-    mine, said = using(task, "Till"), (saying("pay", amount=1), "done")
+    tool_task, completions = task_with(task, "Till"), (call("pay", amount=1), "done")
     for policy, wall_s, reason in (
-        (ScriptedPolicy.saying(tokenizer, *said), 60.0, "answered"),
-        (ScriptedPolicy.saying(tokenizer, said[0]), 60.0, "failed"),
-        (Stalling.saying(tokenizer, *said), 0.2, "wall_limit"),
+        (ScriptedPolicy.saying(tokenizer, *completions), 60.0, "answered"),
+        (ScriptedPolicy.saying(tokenizer, completions[0]), 60.0, "failed"),
+        (Stalling.saying(tokenizer, *completions), 0.2, "wall_limit"),
     ):
         Till.life.clear()
-        episode = await make_runner(policy).run(replace(mine, limits=replace(mine.limits, wall_s=wall_s)), episode_id="e")
+        episode = await make_runner(policy).run(replace(tool_task, limits=replace(tool_task.limits, wall_s=wall_s)), episode_id="e")
         assert (episode.trajectories[0].stop_reason, Till.life) == (reason, ["opened", "closed 1"])
     Till.life.clear()
-    running = asyncio.create_task(make_runner(Stalling.saying(tokenizer, *said)).run(mine, episode_id="e"))
+    running = asyncio.create_task(make_runner(Stalling.saying(tokenizer, *completions)).run(tool_task, episode_id="e"))
     while "opened" not in Till.life:
         await asyncio.sleep(0.001)
     await asyncio.sleep(0.02)
@@ -207,7 +207,7 @@ async def test_tools_are_closed_however_the_episode_ends(tokenizer: Any, task: T
 
 
 async def test_a_tool_that_was_not_called_is_not_opened(tokenizer: Any, task: Task, make_runner: Any) -> None:
-    await make_runner(ScriptedPolicy.saying(tokenizer, saying("pay", amount="much"), "done")).run(using(task, "Memory"), episode_id="e")
+    await make_runner(ScriptedPolicy.saying(tokenizer, call("pay", amount="much"), "done")).run(task_with(task, "Memory"), episode_id="e")
     assert Till.life == []
 
 
@@ -264,14 +264,14 @@ class Offline(Till):
 
 
 async def test_a_state_that_cannot_be_saved_does_not_stop_the_episode(tokenizer: Any, task: Task, make_runner: Any, caplog: Any) -> None:
-    keep = Keep()
-    said = (saying("pile", count=9), saying("pile", count=MAX_AGENT_STATE_CHARS), "done")
-    await make_runner(ScriptedPolicy.saying(tokenizer, *said)).run(using(task, "Hoard"), episode_id="e", on_turn=keep)
-    assert [state is None for state in keep.states] == [False, True]
-    mine = using(task, "Broken")
-    mine = replace(mine, limits=replace(mine.limits, tool_timeout_s=0.1))
-    episode = await make_runner(ScriptedPolicy.saying(tokenizer, saying("use"), "done")).run(mine, episode_id="e", on_turn=keep)
-    assert keep.states[2] is None and (episode.trajectories[0].stop_reason, episode.failures) == ("answered", ())
+    recorder = StateRecorder()
+    completions = (call("pile", count=9), call("pile", count=MAX_AGENT_STATE_CHARS), "done")
+    await make_runner(ScriptedPolicy.saying(tokenizer, *completions)).run(task_with(task, "Hoard"), episode_id="e", on_turn=recorder)
+    assert [state is None for state in recorder.states] == [False, True]
+    tool_task = task_with(task, "Broken")
+    tool_task = replace(tool_task, limits=replace(tool_task.limits, tool_timeout_s=0.1))
+    episode = await make_runner(ScriptedPolicy.saying(tokenizer, call("use"), "done")).run(tool_task, episode_id="e", on_turn=recorder)
+    assert recorder.states[2] is None and (episode.trajectories[0].stop_reason, episode.failures) == ("answered", ())
     assert "the state of Broken: KeyError: 'state'" in caplog.text and "closing Broken: CallTimeout" in caplog.text
 
 
@@ -288,18 +288,18 @@ class Untrue:
 
 
 async def test_a_field_of_the_wrong_type_is_not_a_valid_state(tokenizer: Any, task: Task, make_runner: Any) -> None:
-    keep = Keep()
-    await make_runner(ScriptedPolicy.saying(tokenizer, saying("spoil"), "done")).run(using(task, "Untrue"), episode_id="e", on_turn=keep)
-    assert keep.states == [None]
+    saved = StateRecorder()
+    await make_runner(ScriptedPolicy.saying(tokenizer, call("spoil"), "done")).run(task_with(task, "Untrue"), episode_id="e", on_turn=saved)
+    assert saved.states == [None]
 
 
 async def test_a_rejected_state_is_reported_and_not_replaced(tokenizer: Any, task: Task, make_runner: Any) -> None:
-    keep, mine = Keep(), using(task, "Rejecting")
-    runner = make_runner(ScriptedPolicy.saying(tokenizer, "<tool_call>", saying("use"), saying("use"), "done"))
-    await runner.run(mine, episode_id="e", on_turn=keep)
-    assert keep.states[0] is not None
-    start = replace(keep.states[0], agent_state={"tools": {ref("Rejecting"): 3}})
-    episode = await runner.run(mine, episode_id="e", start=start)
+    recorder, tool_task = StateRecorder(), task_with(task, "Rejecting")
+    runner = make_runner(ScriptedPolicy.saying(tokenizer, "<tool_call>", call("use"), call("use"), "done"))
+    await runner.run(tool_task, episode_id="e", on_turn=recorder)
+    assert recorder.states[0] is not None
+    start = replace(recorder.states[0], agent_state={"tools": {ref("Rejecting"): 3}})
+    episode = await runner.run(tool_task, episode_id="e", start=start)
     assert outputs(episode)[1:] == ["error: use failed: KeyError: 'restore'"] * 2
     assert [(failure.blame, failure.kind) for failure in episode.failures] == [(Blame.POLICY, "KeyError")] * 2
 
@@ -307,10 +307,10 @@ async def test_a_rejected_state_is_reported_and_not_replaced(tokenizer: Any, tas
 async def test_a_tool_that_cannot_be_opened_is_an_error_for_the_agent_unless_it_raises_an_infrastructure_error(
     tokenizer: Any, task: Task, make_runner: Any
 ) -> None:
-    policy = ScriptedPolicy.saying(tokenizer, saying("pay", amount=1), "done")
-    episode = await make_runner(policy).run(using(task, "Unopened"), episode_id="e")
+    policy = ScriptedPolicy.saying(tokenizer, call("pay", amount=1), "done")
+    episode = await make_runner(policy).run(task_with(task, "Unopened"), episode_id="e")
     assert outputs(episode) == ["error: pay failed: OSError: no such database"] and not episode.left_out
-    episode = await make_runner(policy).run(using(task, "Offline"), episode_id="e")
+    episode = await make_runner(policy).run(task_with(task, "Offline"), episode_id="e")
     assert episode.left_out and episode.failures[0].message == "the database is down"
 
 
@@ -354,7 +354,7 @@ recall = memory.recall
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("Opaque", "have a state that JSON cannot represent"),
         ("Stateless", "it has no state() and restore()"),
@@ -365,13 +365,13 @@ recall = memory.recall
         ("recall", "is one object of Memory, which all episodes would share: refer to the class"),
     ],
 )
-def test_a_class_whose_state_could_be_lost_or_shared_is_refused(name: str, says: str) -> None:
+def test_a_class_whose_state_could_be_lost_or_shared_raises(name: str, message: str) -> None:
     with pytest.raises(PluginError) as error:
         load_tools((ref(name),))
-    assert says in str(error.value) and "fix: " in str(error.value)
+    assert message in str(error.value) and "fix: " in str(error.value)
 
 
-def test_two_classes_with_the_same_tool_name_are_refused() -> None:
+def test_two_classes_with_the_same_tool_name_raise() -> None:
     with pytest.raises(TaskError, match="called 'pay'"):
         load_tools((ref("Till"), ref("Unopened")))
 
@@ -380,16 +380,16 @@ async def test_the_tools_of_the_documentation_work(tmp_path: Path, tokenizer: An
     page = (Path(__file__).parents[2] / "docs" / "task-families.md").read_text(encoding="utf-8")
     source = "\n\n".join(re.findall(r"```python\n(# mytools\.py.*?)```", page, re.DOTALL))
     (tmp_path / "mytools.py").write_text(source, encoding="utf-8")
-    mine = replace(using(task), tools=tuple(f"{tmp_path}/mytools.py:{name}" for name in ("search", "Memory", "Till")))
-    said = (
-        saying("search", query="tea"),
-        saying("search", limit="x", query="t"),
-        saying("remember", text="four"),
-        saying("recall"),
-        saying("pay", amount=4),
+    tool_task = replace(task_with(task), tools=tuple(f"{tmp_path}/mytools.py:{name}" for name in ("search", "Memory", "Till")))
+    completions = (
+        call("search", query="tea"),
+        call("search", limit="x", query="t"),
+        call("remember", text="four"),
+        call("recall"),
+        call("pay", amount=4),
         "4",
     )
-    episode = await make_runner(ScriptedPolicy.saying(tokenizer, *said)).run(mine, episode_id="e")
+    episode = await make_runner(ScriptedPolicy.saying(tokenizer, *completions)).run(tool_task, episode_id="e")
     assert outputs(episode) == [
         "tea is at four",
         'error: search: limit: Input should be a valid integer, unable to parse string as an integer; for example {"query": "..."}',
@@ -405,9 +405,9 @@ async def test_the_documented_simulated_user_answers_from_the_task_and_keeps_sta
     page = (Path(__file__).parents[2] / "docs" / "task-families.md").read_text(encoding="utf-8")
     (tmp_path / "users.py").write_text("\n\n".join(re.findall(r"```python\n(# mytools\.py.*?)```", page, re.DOTALL)), encoding="utf-8")
     data = {"user": {"order number": "4711", "colour": "blue"}, "answer": "4711"}
-    mine = replace(using(task), tools=(f"{tmp_path}/users.py:User", "submit"), data=data)
-    asked = ("Your order number?", "And the weather?", "The order number, please.")
-    said = (*(saying("ask_user", question=one) for one in asked), saying("submit", answer="4711"))
+    tool_task = replace(task_with(task), tools=(f"{tmp_path}/users.py:User", "submit"), data=data)
+    questions = ("Your order number?", "And the weather?", "The order number, please.")
+    completions = (*(call("ask_user", question=question) for question in questions), call("submit", answer="4711"))
     for name in ("a", "b"):
-        episode = await make_runner(ScriptedPolicy.saying(tokenizer, *said)).run(mine, episode_id=name)
+        episode = await make_runner(ScriptedPolicy.saying(tokenizer, *completions)).run(tool_task, episode_id=name)
         assert outputs(episode)[:3] == ["4711", "I do not know what you mean.", "You asked that already: 4711"]

@@ -1,4 +1,4 @@
-"""The built-in tools: what they run, what they refuse, and what the agent sees."""
+"""The built-in tools: the programs they run, invalid arguments, and the agent's outputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def call(name: str, /, **arguments: Any) -> str:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-async def test_a_program_runs_where_it_should(name: str) -> None:
+async def test_a_program_runs_in_its_session(name: str) -> None:
     sandbox = await ScriptedSandboxes(lambda code: ExecResult(exit_code=0, stdout=code, stderr="", wall_s=0.0)).open(SandboxSpec(image="i"))
     outcome = await BUILT_IN[name]({PROGRAMS[name]: "ls"}, sandbox, LIMITS)
     assert outcome.ok and outcome.output == {"shell": "sh -c ls"}.get(name, "ls")
@@ -34,17 +34,17 @@ async def test_a_program_runs_where_it_should(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("wrong", [None, 3, ["ls"], pytest.param("a\0b", id="nul"), pytest.param("x" * (MAX_TEXT + 1), id="long")])
-async def test_an_invalid_argument_is_an_error_for_the_agent(name: str, wrong: Any) -> None:
+@pytest.mark.parametrize("value", [None, 3, ["ls"], pytest.param("a\0b", id="nul"), pytest.param("x" * (MAX_TEXT + 1), id="long")])
+async def test_an_invalid_argument_is_an_error_for_the_agent(name: str, value: Any) -> None:
     sandbox = await ScriptedSandboxes(printing("")).open(SandboxSpec(image="i"))
-    outcome = await BUILT_IN[name]({PROGRAMS[name]: wrong}, sandbox, LIMITS)
+    outcome = await BUILT_IN[name]({PROGRAMS[name]: value}, sandbox, LIMITS)
     assert not outcome.ok and outcome.output.startswith(f"error: {name} ") and len(outcome.output) < 200
     assert sandbox.sessions == []
 
 
 def test_the_agent_is_notified_of_an_ended_and_a_new_session() -> None:
-    late = ExecResult(exit_code=None, stdout="so far\n", stderr="", wall_s=5.0, reason="timeout", session_ended=True)
-    assert render_result(late, LIMITS).splitlines() == [
+    timed_out = ExecResult(exit_code=None, stdout="so far\n", stderr="", wall_s=5.0, reason="timeout", session_ended=True)
+    assert render_result(timed_out, LIMITS).splitlines() == [
         "so far",
         "error: timed out after 5 s",
         "note: the session has ended; the next call starts a new one",
@@ -53,7 +53,7 @@ def test_the_agent_is_notified_of_an_ended_and_a_new_session() -> None:
     assert render_result(fresh, LIMITS) == "note: this is a new session; variables of earlier calls are gone"
 
 
-def test_schemas_name_their_argument() -> None:
+def test_schemas_require_their_argument() -> None:
     assert load_tools(tuple(SHIPPED_TOOLS)).keys() == {*PROGRAMS, "submit", "view", "create", "replace", "insert", "search"}
     for name, argument in PROGRAMS.items():
         function = BUILT_IN[name].schema["function"]
@@ -63,7 +63,7 @@ def test_schemas_name_their_argument() -> None:
 
 
 @pytest.mark.bubblewrap
-async def test_an_episode_with_every_tool(tokenizer: Any, task: Task, make_runner: Any, tmp_path: Any) -> None:
+async def test_an_episode_can_use_every_built_in_program_tool(tokenizer: Any, task: Task, make_runner: Any, tmp_path: Any) -> None:
     (tmp_path / "image").mkdir()
     (tmp_path / "image" / "image.toml").write_text('suite = "bookworm"\npackages = ["python3"]\n')
     backend = select_backend("bubblewrap", run_label="test", root=tmp_path)

@@ -61,7 +61,7 @@ def every(
     note: str | None = None,
     old: Optional[int] = None,  # noqa: UP045
 ) -> dict[str, Any]:
-    """Take one of each. Args: none are told of here."""
+    """Take one of each. Args: none are described here."""
     return {"got": [number, flag, mode, names, counts, where, note, old]}
 
 
@@ -73,7 +73,7 @@ async def look(path: str, box: Sandbox, allowed: Limits) -> ToolOutcome:
 
 @tool
 def collects(word: str, seen: list[str] = []) -> str:  # noqa: B006
-    """Spoil a default."""
+    """Mutate a default."""
     seen.append(word)
     return ",".join(seen)
 
@@ -86,10 +86,10 @@ def load(name: str) -> Any:
     return load_tools((ref(name),))[name]
 
 
-async def called(name: str, **arguments: Any) -> ToolOutcome:
-    done = await call_tool(load(name), arguments, None, LIMITS, turn=1)
-    assert done.failure is None, done.failure
-    return done.outcome
+async def call_loaded(name: str, **arguments: Any) -> ToolOutcome:
+    result = await call_tool(load(name), arguments, None, LIMITS, turn=1)
+    assert result.failure is None, result.failure
+    return result.outcome
 
 
 def test_the_schema_is_the_signature_and_the_docstring() -> None:
@@ -113,20 +113,20 @@ def test_the_schema_is_the_signature_and_the_docstring() -> None:
     assert parameters["properties"]["mode"] == {"type": "string", "enum": ["fast", "slow"]}
     assert parameters["properties"]["note"] == {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}
     assert parameters["$defs"]["Span"]["properties"] == {"start": {"type": "integer"}, "end": {"type": "integer", "default": 9}}
-    assert list(load("look").schema["function"]["parameters"]["properties"]) == ["path"], "what the episode gives is not asked for"
+    assert list(load("look").schema["function"]["parameters"]["properties"]) == ["path"], "injected parameters are not in the schema"
     assert [load(name).needs_sandbox for name in ("search", "every", "look")] == [False, False, True]
 
 
 async def test_arguments_have_their_annotated_types() -> None:
-    assert (await called("search", query="tea")).output == "'tea' 5"
-    assert (await called("search", query="tea", limit="7")).output == "'tea' 7", "models write numbers as text"
-    outcome = await called("every", number=1, flag=True, mode="fast", names=["a"], counts={"a": 1}, where={"start": 2}, note="n")
+    assert (await call_loaded("search", query="tea")).output == "'tea' 5"
+    assert (await call_loaded("search", query="tea", limit="7")).output == "'tea' 7", "models write numbers as text"
+    outcome = await call_loaded("every", number=1, flag=True, mode="fast", names=["a"], counts={"a": 1}, where={"start": 2}, note="n")
     assert outcome.ok and outcome.output == '{"got":[1.0,true,"fast",["a"],{"a":1},{"start":2,"end":9},"n",null]}'
-    assert await search("tea", limit=1) == "'tea' 1", "it stays the function it is"
+    assert await search("tea", limit=1) == "'tea' 1", "it can still be called as a function"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         ({}, "error: search: query: Field required"),
         ({"query": 3}, "error: search: query: Input should be a valid string"),
@@ -136,14 +136,14 @@ async def test_arguments_have_their_annotated_types() -> None:
         ({f"n{number}": 1 for number in range(100)}, "; and 96 more"),
     ],
 )
-async def test_wrong_arguments_are_an_error_and_the_function_is_not_called(arguments: dict[str, Any], says: str) -> None:
-    outcome = await called("search", **arguments)
-    assert not outcome.ok and says in outcome.output and len(outcome.output) < 400 and outcome.output.isprintable()
+async def test_wrong_arguments_are_an_error_and_the_function_is_not_called(arguments: dict[str, Any], message: str) -> None:
+    outcome = await call_loaded("search", **arguments)
+    assert not outcome.ok and message in outcome.output and len(outcome.output) < 400 and outcome.output.isprintable()
 
 
-async def test_wrong_arguments_are_scored(tokenizer: Any, task: Task, make_runner: Any) -> None:
-    said = ('<tool_call>{"name": "search", "arguments": {"limit": 2}}</tool_call>', "it is 3")
-    episode = await make_runner(ScriptedPolicy.saying(tokenizer, *said)).run(replace(task, tools=(ref("search"),)), episode_id="e")
+async def test_an_episode_with_wrong_arguments_is_scored(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    completions = ('<tool_call>{"name": "search", "arguments": {"limit": 2}}</tool_call>', "it is 3")
+    episode = await make_runner(ScriptedPolicy.saying(tokenizer, *completions)).run(replace(task, tools=(ref("search"),)), episode_id="e")
     (result,) = episode.trajectories[0].turns[0].tool_results
     assert (result.output, result.ok) == ('error: search: query: Field required; for example {"query": "..."}', False)
     assert (episode.answer, episode.failures, episode.left_out) == ("it is 3", (), False)
@@ -152,21 +152,21 @@ async def test_wrong_arguments_are_scored(tokenizer: Any, task: Task, make_runne
 @pytest.mark.parametrize("name", ["search", "every"])
 async def test_unusual_arguments_never_raise(name: str) -> None:
     function = load(name)
-    for what, arguments in malformed_arguments(function.schema["function"]["parameters"]["properties"]).items():
-        done = await call_tool(function, arguments, None, LIMITS, turn=1)
-        assert done.failure is None, (what, done.failure)
+    for kind, arguments in malformed_arguments(function.schema["function"]["parameters"]["properties"]).items():
+        result = await call_tool(function, arguments, None, LIMITS, turn=1)
+        assert result.failure is None, (kind, result.failure)
 
 
-async def test_a_default_that_a_call_mutates_is_fresh_in_the_next() -> None:
-    assert [(await called("collects", word=word)).output for word in ("secret", "a")] == ["secret", "a"]
+async def test_a_mutated_default_does_not_affect_the_next_call() -> None:
+    assert [(await call_loaded("collects", word=word)).output for word in ("secret", "a")] == ["secret", "a"]
 
 
 async def test_injected_parameters_cannot_be_set_by_the_agent() -> None:
     sandbox = await ScriptedSandboxes(printing("")).open(SandboxSpec(image="none"), files={"a": b"x"})
-    done = await call_tool(load("look"), {"path": "a"}, sandbox, LIMITS, turn=1)
-    assert done.outcome == ToolOutcome(output="x within 5 s", ok=False, answer="3")
-    done = await call_tool(load("look"), {"path": "a", "allowed": {"tool_timeout_s": 1e9}}, sandbox, LIMITS, turn=1)
-    assert done.outcome.output == 'error: look: allowed: Extra inputs are not permitted; for example {"path": "..."}'
+    result = await call_tool(load("look"), {"path": "a"}, sandbox, LIMITS, turn=1)
+    assert result.outcome == ToolOutcome(output="x within 5 s", ok=False, answer="3")
+    result = await call_tool(load("look"), {"path": "a", "allowed": {"tool_timeout_s": 1e9}}, sandbox, LIMITS, turn=1)
+    assert result.outcome.output == 'error: look: allowed: Extra inputs are not permitted; for example {"path": "..."}'
 
 
 released = threading.Event()
@@ -174,7 +174,7 @@ released = threading.Event()
 
 @tool
 def blocks() -> int:
-    """Wait for something that does not come."""
+    """Wait for an event that nothing sets."""
     released.wait(30)
     return 1
 
@@ -187,7 +187,7 @@ def where_it_runs() -> bool:
 
 @tool
 async def gives_an_object() -> object:
-    """Give what is no JSON."""
+    """Return an object that is not JSON data."""
     return object()
 
 
@@ -199,18 +199,18 @@ def exits() -> None:
 
 async def test_a_function_that_is_not_async_does_not_block() -> None:
     started, ticks = time.monotonic(), 0
-    waiting = asyncio.create_task(call_tool(load("blocks"), {}, None, replace(LIMITS, tool_timeout_s=0.3), turn=1))
-    while not waiting.done():
+    call = asyncio.create_task(call_tool(load("blocks"), {}, None, replace(LIMITS, tool_timeout_s=0.3), turn=1))
+    while not call.done():
         await asyncio.sleep(0.01)
         ticks += 1
     released.set()
-    done = waiting.result()
-    assert done.outcome.output == "error: blocks gave no result within 0.3 s" and done.failure is not None
+    result = call.result()
+    assert result.outcome.output == "error: blocks gave no result within 0.3 s" and result.failure is not None
     assert ticks > 5 and time.monotonic() - started < 10
-    assert (await called("where_it_runs")).output == "false"
+    assert (await call_loaded("where_it_runs")).output == "false"
 
 
-def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
     """A user-supplied decorator."""
 
     @functools.wraps(function)
@@ -221,14 +221,14 @@ def counted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @tool
-@counted
+@wrapped
 async def decorated(query: str) -> str:
     """Say."""
     return query
 
 
-async def test_a_decorated_function_is_a_tool_too() -> None:
-    assert (await called("decorated", query="tea")).output == "tea"
+async def test_a_decorated_function_can_be_a_tool() -> None:
+    assert (await call_loaded("decorated", query="tea")).output == "tea"
     with pytest.raises(PluginError, match="not a staticmethod"):
         tool(staticmethod(search))
     with pytest.raises(PluginError, match="not a type"):
@@ -236,16 +236,16 @@ async def test_a_decorated_function_is_a_tool_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "says"),
+    ("name", "kind", "message"),
     [
         ("gives_an_object", "wrong_outcome", "it returned object, which is neither text, a ToolOutcome, nor JSON data"),
         ("exits", "SystemExit", "SystemExit: 3"),
     ],
 )
-async def test_errors_of_typed_tools_are_reported_like_others(name: str, kind: str, says: str) -> None:
-    done = await call_tool(load(name), {}, None, LIMITS, turn=1)
-    assert done.outcome.output == f"error: {name} failed: {says}"
-    assert done.failure is not None and (done.failure.kind, done.failure.blame) == (kind, Blame.POLICY)
+async def test_errors_of_typed_tools_are_reported_like_others(name: str, kind: str, message: str) -> None:
+    result = await call_tool(load(name), {}, None, LIMITS, turn=1)
+    assert result.outcome.output == f"error: {name} failed: {message}"
+    assert result.failure is not None and (result.failure.kind, result.failure.blame) == (kind, Blame.POLICY)
 
 
 values = st.recursive(
@@ -253,14 +253,14 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
-given_names = st.sampled_from(["number", "flag", "mode", "names", "counts", "where", "note", "old", "x"])
+argument_names = st.sampled_from(["number", "flag", "mode", "names", "counts", "where", "note", "old", "x"])
 
 
-@given(arguments=st.dictionaries(given_names, values, max_size=8))
+@given(arguments=st.dictionaries(argument_names, values, max_size=8))
 @settings(max_examples=examples(60))
 def test_any_arguments_are_accepted_or_an_error(arguments: dict[str, Any]) -> None:
-    done = asyncio.run(call_tool(load("every"), arguments, None, LIMITS, turn=1))
-    assert done.failure is None and done.outcome.ok != done.outcome.output.startswith("error: every: ")
+    result = asyncio.run(call_tool(load("every"), arguments, None, LIMITS, turn=1))
+    assert result.failure is None and result.outcome.ok != result.outcome.output.startswith("error: every: ")
 
 
 @tool
@@ -293,7 +293,7 @@ async def opaque(query: threading.Thread) -> str:
 
 
 @tool
-async def mistold(query: str) -> str:
+async def misdocumented(query: str) -> str:
     """Say.
 
     Args:
@@ -314,27 +314,27 @@ async def unmarked(query: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("untyped", "the parameter 'query' without a type"),
         ("silent", "has no docstring"),
         ("many", "the parameter '*queries'"),
         ("unknown", "annotations that do not resolve (NameError: name 'Nowhere' is not defined)"),
         ("opaque", "has parameters that JSON cannot represent"),
-        ("mistold", "has no parameter 'qery'"),
+        ("misdocumented", "has no parameter 'qery'"),
         ("blocked", "takes the sandbox and is not async"),
         ("unmarked", "is a function without @tool"),
     ],
 )
-def test_a_function_that_cannot_be_a_tool_is_refused_with_the_reason(name: str, says: str) -> None:
+def test_a_function_that_cannot_be_a_tool_raises_with_the_reason(name: str, message: str) -> None:
     with pytest.raises(PluginError) as error:
         load_tools((ref(name),))
-    assert says in str(error.value) and name in str(error.value) and "\n  fix: " in str(error.value)
+    assert message in str(error.value) and name in str(error.value) and "\n  fix: " in str(error.value)
 
 
 @pytest.mark.parametrize("text", ["Say. Args: query: what", "Say.\n\nArgs: query: what", "Say.\n\nArguments:\n  query: what"])
 def test_a_docstring_may_be_short(text: str) -> None:
-    def made() -> Callable[..., Any]:
+    def make_tool() -> Callable[..., Any]:
         async def say(query: str) -> str:
             return query
 
@@ -343,19 +343,19 @@ def test_a_docstring_may_be_short(text: str) -> None:
 
     from agentrl.agent.typed import typed_tool
 
-    schema = typed_tool(made()).schema["function"]
-    told = schema["parameters"]["properties"]["query"].get("description")
-    assert (schema["description"], told) == (("Say.", "what") if "\n" in text else (text, None))
+    schema = typed_tool(make_tool()).schema["function"]
+    description = schema["parameters"]["properties"]["query"].get("description")
+    assert (schema["description"], description) == (("Say.", "what") if "\n" in text else (text, None))
 
 
 @tool
-async def tells_of_its_task(task: TaskData) -> dict[str, Any]:
-    """Tell what it knows of its task."""
+async def describe_task(task: TaskData) -> dict[str, Any]:
+    """Return what it knows of its task."""
     return {"id": task.id, "data": dict(task.data), "seed": task.seed}
 
 
-async def test_a_tool_gets_its_task_without_the_truth(tokenizer: Any, task: Task, make_runner: Any) -> None:
-    """And draw from a seed that all attempts at the task share."""
+async def test_a_tool_gets_its_task_without_the_answer(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    """It also gets a seed that all attempts at the task share."""
     data = {
         "answer": "412",
         "kind": "sum",
@@ -363,14 +363,14 @@ async def test_a_tool_gets_its_task_without_the_truth(tokenizer: Any, task: Task
         "rows": [{"name": "a", "label": "412"}, 3],
         "data.truth": "412",
     }
-    mine = replace(task, tools=(f"{__file__}:tells_of_its_task", "submit"), data=data)
-    said = ['<tool_call>\n{"name": "tells_of_its_task", "arguments": {}}\n</tool_call>', "done"]
-    told = []
+    tool_task = replace(task, tools=(f"{__file__}:describe_task", "submit"), data=data)
+    completions = ['<tool_call>\n{"name": "describe_task", "arguments": {}}\n</tool_call>', "done"]
+    reports = []
     for name in ("a", "b"):
-        episode = await make_runner(ScriptedPolicy.saying(tokenizer, *said)).run(mine, episode_id=name)
-        told.append(json.loads(episode.trajectories[0].turns[0].tool_results[0].output))
-    assert told[0] == told[1] and "412" not in json.dumps(told[0])
-    assert told[0]["data"] == {"kind": "sum", "user": {"colour": "blue"}, "rows": [{"name": "a"}, 3]} and told[0]["id"] == task.id
-    assert told[0]["seed"] == int(mine.key[:8], 16) != int(replace(mine, id="another").key[:8], 16)
-    (schema,) = [one.schema for one in load_tools([f"{__file__}:tells_of_its_task"]).values()]
-    assert schema["function"]["parameters"]["properties"] == {}, "the agent is not told of it"
+        episode = await make_runner(ScriptedPolicy.saying(tokenizer, *completions)).run(tool_task, episode_id=name)
+        reports.append(json.loads(episode.trajectories[0].turns[0].tool_results[0].output))
+    assert reports[0] == reports[1] and "412" not in json.dumps(reports[0])
+    assert reports[0]["data"] == {"kind": "sum", "user": {"colour": "blue"}, "rows": [{"name": "a"}, 3]} and reports[0]["id"] == task.id
+    assert reports[0]["seed"] == int(tool_task.key[:8], 16) != int(replace(tool_task, id="another").key[:8], 16)
+    (schema,) = [loaded.schema for loaded in load_tools([f"{__file__}:describe_task"]).values()]
+    assert schema["function"]["parameters"]["properties"] == {}, "the task is not a parameter for the agent"

@@ -28,8 +28,8 @@ OTHER = ToolWording(description="Compute.", arguments={"code": "what to run"})
 def test_descriptions_change_only_the_schema() -> None:
     before = BUILT_IN["python"].schema["function"]["description"]
     tools = load_tools(("python", "submit"), None, RunTools(servers={}, bounds={}, words={"python": OTHER}))
-    told = tools["python"].schema["function"]
-    assert (told["name"], told["description"], told["parameters"]["properties"]["code"]["description"]) == (
+    function = tools["python"].schema["function"]
+    assert (function["name"], function["description"], function["parameters"]["properties"]["code"]["description"]) == (
         "python",
         "Compute.",
         "what to run",
@@ -49,22 +49,22 @@ def test_instructions_replace_system_messages() -> None:
     system, user = Message(role="system", content="Be brief."), Message(role="user", content="How many?")
     assert with_instructions((system, user), None) == (system, user)
     assert with_instructions((system, user), "Look first.") == (Message(role="system", content="Look first."), user)
-    assert [one.role for one in with_instructions((user,), "Look first.")] == ["system", "user"]
+    assert [message.role for message in with_instructions((user,), "Look first.")] == ["system", "user"]
 
 
 async def test_instructions_reach_the_policy_and_the_record(make_runner: Any, task: Any) -> None:
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = read_template("hermes", Path())  # which shows the tools
+    tokenizer.chat_template = read_template("hermes", Path())  # this template shows the tools
     chat = ChatFormat(tokenizer)
     tools = RunTools(servers={}, bounds={}, words={"python": OTHER})
     plain = make_runner(ScriptedPolicy.saying(tokenizer, call("submit", answer="3")))
     task = replace(task, limits=replace(task.limits, episode_tokens=4000))
     runner = replace(plain, agent=TurnLoop(chat=chat, instructions="Look first."), tools=tools)
     episode = await runner.run(task, episode_id="e")
-    (line,) = episode.trajectories
-    read = tokenizer.decode(line.turns[0].prompt_ids)
-    assert "Look first." in read and '"Compute."' in read and '"what to run"' in read and "Run Python code" not in read
-    assert line.prompt == with_instructions(task.prompt, "Look first.") and episode.task_key == task.key
-    words = transcript(task, ScoredEpisode(episode=episode, score=Score(value=1.0)), phase="eval", step=0)
-    assert words["messages"][0] == {"role": "system", "content": "Look first.", "tool_calls": []}
+    (trajectory,) = episode.trajectories
+    prompt = tokenizer.decode(trajectory.turns[0].prompt_ids)
+    assert "Look first." in prompt and '"Compute."' in prompt and '"what to run"' in prompt and "Run Python code" not in prompt
+    assert trajectory.prompt == with_instructions(task.prompt, "Look first.") and episode.task_key == task.key
+    recorded = transcript(task, ScoredEpisode(episode=episode, score=Score(value=1.0)), phase="eval", step=0)
+    assert recorded["messages"][0] == {"role": "system", "content": "Look first.", "tool_calls": []}
     assert (await plain.run(task, episode_id="f")).trajectories[0].prompt == ()

@@ -55,17 +55,17 @@ def outputs(trajectory: Trajectory) -> list[str]:
     return [result.output for turn in trajectory.turns for result in turn.tool_results]
 
 
-def said(trajectory: Trajectory) -> list[str]:
+def turn_texts(trajectory: Trajectory) -> list[str]:
     return [turn.message.content or "calls" for turn in trajectory.turns]
 
 
 def contexts(episode: Episode) -> list[tuple[int, ...]]:
     """The tokens before each turn according to its trajectory, sorted, because concurrent agents have no fixed order."""
-    found = []
-    for one in episode.trajectories:
+    token_sequences = []
+    for trajectory in episode.trajectories:
         context: tuple[int, ...] = ()
-        for turn in one.turns:
+        for turn in trajectory.turns:
             context += turn.prompt_ids
-            found.append(context)
+            token_sequences.append(context)
             context += turn.completion_ids
-    return sorted(found)
+    return sorted(token_sequences)

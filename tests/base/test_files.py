@@ -1,4 +1,4 @@
-"""Files that are replaced whole or not at all, and files of lines."""
+"""Files that are replaced atomically, and files of lines."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from agentrl.base.untrusted_files import MAX_LEVELS, loads
 from tests.strategies import examples
 
 
-def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+def test_a_file_is_replaced_and_no_other_file_remains(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     files.write_atomically(path, "é")
     files.write_atomically(path, b"second", durable=True, tag="7")
     assert path.read_bytes() == b"second" and list(tmp_path.iterdir()) == [path]
 
 
-def test_what_is_no_file_is_written_to_and_never_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a pipe and a link of the test's own: without this, root would lose the machine's /dev/null."""
-    pipe, said = tmp_path / "pipe", tmp_path / "said"
+def test_pipes_and_links_are_written_to_and_never_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uses a pipe and a link in a temporary folder. Replacing such a file as root would delete the machine's /dev/null."""
+    pipe, output_file = tmp_path / "pipe", tmp_path / "said"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     files.write_atomically(pipe, "through the pipe", durable=True)
     assert os.read(reader, 100) == b"through the pipe" and pipe.is_fifo()
     os.close(reader)
     (stdout := tmp_path / "dev" / "stdout").parent.mkdir()
-    stdout.symlink_to(said)  # as where the output of the process goes to a file
-    said.touch()
+    stdout.symlink_to(output_file)  # as if the output of the process goes to a file
+    output_file.touch()
     monkeypatch.setattr(files, "_OPENED", (stdout.parent,))
     files.write_atomically(stdout, "said")
-    assert said.read_text() == "said" and stdout.is_symlink()
+    assert output_file.read_text() == "said" and stdout.is_symlink()
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["dev", "pipe", "said", "stdout"]
 
 
-def test_a_block_that_fails_changes_nothing(tmp_path: Path) -> None:
+def test_a_failed_block_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     files.write_atomically(path, "before")
 
@@ -55,32 +55,32 @@ def test_a_block_that_fails_changes_nothing(tmp_path: Path) -> None:
     assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
 
 
-def test_content_is_synced_before_it_takes_its_place_and_the_folder_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
+def test_content_is_synced_before_the_replacement_and_the_folder_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
     fsync, replace = os.fsync, Path.replace
 
-    def synced(handle: int) -> None:
-        seen.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+    def recorded_fsync(handle: int) -> None:
+        calls.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
         fsync(handle)
 
-    def replaced(self: Path, target: Path) -> Path:
-        seen.append("replace")
+    def recorded_replace(self: Path, target: Path) -> Path:
+        calls.append("replace")
         return replace(self, target)
 
-    monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(Path, "replace", replaced)
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(Path, "replace", recorded_replace)
     files.write_atomically(tmp_path / "a", b"x")
-    assert seen == [".a.part", "replace"]
-    seen.clear()
+    assert calls == [".a.part", "replace"]
+    calls.clear()
     files.write_atomically(tmp_path / "a", b"y", durable=True)
-    assert seen == [".a.part", "replace", tmp_path.name]
-    seen.clear()
+    assert calls == [".a.part", "replace", tmp_path.name]
+    calls.clear()
     files.append_lines(tmp_path / "lines", [b"1\n"], durable=True)
     files.append_lines(tmp_path / "lines", [b"2\n"], durable=True)
-    assert seen == ["lines", tmp_path.name, "lines"]
+    assert calls == ["lines", tmp_path.name, "lines"]
 
 
-def test_a_folder_appears_whole_and_replaces_what_was_there(tmp_path: Path) -> None:
+def test_a_folder_appears_complete_and_replaces_the_previous_one(tmp_path: Path) -> None:
     final = tmp_path / "new" / "000001"
     for content in ("first", "second"):
         (files.partial_folder(final) / "litter").write_text("of an attempt that was interrupted")
@@ -108,19 +108,19 @@ json_values = st.recursive(
 
 @settings(max_examples=examples(30))
 @given(values=st.lists(json_values, max_size=5), later=st.lists(json_values, max_size=2), data=st.data())
-def test_lines_come_back_but_for_a_torn_one(
+def test_all_lines_but_a_torn_one_are_read_back(
     tmp_path_factory: pytest.TempPathFactory, values: list[object], later: list[object], data: st.DataObject
 ) -> None:
     path = tmp_path_factory.mktemp("lines") / "deep" / "lines.jsonl"
     assert files.read_json_lines(path) == []
     files.append_lines(path, map(files.json_line, values))
-    whole = path.read_bytes()
-    kept = whole[: data.draw(st.integers(0, len(whole)))]
-    path.write_bytes(kept)
-    left = values[: kept.count(b"\n")]
-    assert files.read_json_lines(path) == left
+    content = path.read_bytes()
+    truncated = content[: data.draw(st.integers(0, len(content)))]
+    path.write_bytes(truncated)
+    complete_values = values[: truncated.count(b"\n")]
+    assert files.read_json_lines(path) == complete_values
     files.append_lines(path, map(files.json_line, later))
-    assert files.read_json_lines(path) == [*left, *later], "what follows a torn line is not lost with it"
+    assert files.read_json_lines(path) == [*complete_values, *later], "lines after a torn line are not lost"
 
 
 def test_the_tail_of_a_file(tmp_path: Path) -> None:
@@ -132,36 +132,36 @@ def test_the_tail_of_a_file(tmp_path: Path) -> None:
     assert files.tail_bytes(path, most=50, start=3) == "3456789"
 
 
-# TOML of a stranger is data or a `ValueError`, in time that grows with its length and not with its square.
+# Untrusted TOML yields data or a `ValueError`, in time linear in its length.
 @pytest.mark.parametrize("key", ["a." * MAX_LEVELS + "a", '"a" . ' * MAX_LEVELS + "a", "'a.b'.x" + ".c" * MAX_LEVELS])
 @pytest.mark.parametrize("line", ["{} = 1", "[{}]", "a = {{ {} = 1 }}"])
-def test_a_key_of_many_parts_is_refused_before_it_costs_quadratic_time(key: str, line: str) -> None:
+def test_a_key_of_many_parts_raises_before_it_costs_quadratic_time(key: str, line: str) -> None:
     with pytest.raises(ValueError, match=rf"a key of \d+ parts; it may have {MAX_LEVELS}"):
         loads(line.format(key))
 
 
 @pytest.mark.parametrize("text", ['a = "{}"', "a = '{}'", 'a = """\n{}"""', "a = 1 # {}", "a = [{}0.5]"])
-def test_dots_elsewhere_are_no_parts_of_a_key(text: str) -> None:
+def test_dots_outside_a_key_do_not_count(text: str) -> None:
     filled = text.format("0.5, " * 300 if "[" in text else "x." * 300)
     assert loads(filled) == tomllib.loads(filled)
 
 
 @given(st.text(alphabet="a.=\"'[]{}# \n\\1", max_size=60))
-def test_what_toml_takes_is_taken(text: str) -> None:
+def test_valid_toml_is_accepted(text: str) -> None:
     try:
-        wanted = tomllib.loads(text)
+        expected = tomllib.loads(text)
     except tomllib.TOMLDecodeError:
         with pytest.raises(ValueError, match="is not TOML"):
             loads(text)
     else:
         if any(len(digits) > 18 for digits in re.findall(r"\d+", text)):  # likely a number that TOML does not have
             return
-        assert loads(text) == wanted
+        assert loads(text) == expected
 
 
 @pytest.mark.parametrize("number", [2**63 - 1, -(2**63)])
 @pytest.mark.parametrize("text", ["a = {}", "a = [[1, {}]]", "[a.b]\nc = {{ d = {} }}", "[[a]]\nb = {}"])
-def test_a_whole_number_has_64_bits(text: str, number: int) -> None:
+def test_integers_have_at_most_64_bits(text: str, number: int) -> None:
     assert loads(text.format(number)) == tomllib.loads(text.format(number))
     with pytest.raises(ValueError, match="more than 64 bits"):
         loads(text.format(number + (1 if number > 0 else -1)))

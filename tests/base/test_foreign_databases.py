@@ -1,4 +1,4 @@
-"""SQLite files of a run folder that a stranger wrote, or put links next to; and honest ones, which are read back whatever is in them."""
+"""Untrusted SQLite files and links in a run folder raise errors; files that agentrl wrote are read back, whatever their content."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tests.failure.traces import trace
 
 
 @pytest.mark.slow
-def test_what_is_packed_is_unpacked_however_well_it_compresses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_compressed_data_is_restored_at_any_compression_ratio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A policy in a loop writes one token, with one logprob, a million times."""
     for data in (b"", b"x", b"0.0," * (20 << 20), os.urandom(1 << 20)):
         assert decompress(compress(data)) == data
-    assert len(compress(b"0.0," * (20 << 20))) == (80 << 20) // 256 + 8, "a frame without content has 8 bytes of its own"
+    assert len(compress(b"0.0," * (20 << 20))) == (80 << 20) // 256 + 8, "a frame without content has 8 bytes"
     monkeypatch.setattr(database, "_UNPACKED", 1 << 16)
     loops = make_group(0, "loop " * 200_000)
     store = SqliteStore(tmp_path / "experience.sqlite")
@@ -39,8 +39,8 @@ def test_what_is_packed_is_unpacked_however_well_it_compresses(monkeypatch: pyte
     store.close()
 
 
-def neighbours(folder: Path) -> dict[str, Callable[[], object]]:
-    """File of a run folder -> what opens it."""
+def database_users(folder: Path) -> dict[str, Callable[[], object]]:
+    """File of a run folder -> function that opens and uses it."""
 
     def search() -> None:
         with closing(NoteStore(folder / "notes.sqlite", MemoryConfig())) as store:
@@ -69,30 +69,30 @@ def neighbours(folder: Path) -> dict[str, Callable[[], object]]:
     return {"notes.sqlite": search, "judges.sqlite": spend, "failures/traces.sqlite": collect, "experience.sqlite": put}
 
 
-FILES = tuple(neighbours(Path()))
+FILES = tuple(database_users(Path()))
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("end", ["", "-wal", "-journal", "-shm"])
+@pytest.mark.parametrize("suffix", ["", "-wal", "-journal", "-shm"])
 @pytest.mark.parametrize("name", FILES)
-def test_no_file_of_a_database_is_a_link_out_of_its_folder_or_no_file(name: str, end: str, tmp_path: Path) -> None:
+def test_links_out_of_the_folder_and_pipes_raise(name: str, suffix: str, tmp_path: Path) -> None:
     """SQLite would write to the target."""
     precious = tmp_path / "precious"
-    for put in ("link", "link to nothing", "pipe"):
-        folder = tmp_path / put.replace(" ", "-")
-        use = neighbours(folder)[name]
+    for kind in ("link", "link to nothing", "pipe"):
+        folder = tmp_path / kind.replace(" ", "-")
+        use = database_users(folder)[name]
         folder.mkdir()
         use()
-        strange = folder / f"{name}{end}"
-        strange.unlink(missing_ok=True)
+        path = folder / f"{name}{suffix}"
+        path.unlink(missing_ok=True)
         precious.write_text("mine " * 1000)
-        os.mkfifo(strange) if put == "pipe" else strange.symlink_to(precious if put == "link" else tmp_path / "absent")
+        os.mkfifo(path) if kind == "pipe" else path.symlink_to(precious if kind == "link" else tmp_path / "absent")
         with in_time(120), pytest.raises(AgentRLError, match=r"is a link to a file|is not a regular file"):
             use()
         assert precious.read_text() == "mine " * 1000 and not (tmp_path / "absent").exists()
 
 
-_BEGINS = """
+_BEGIN_IMMEDIATE = """
 import sqlite3, sys
 try:
     sqlite3.connect(sys.argv[1], timeout=0, isolation_level=None).execute("BEGIN IMMEDIATE")
@@ -102,17 +102,17 @@ except sqlite3.OperationalError as error:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_second_connection_of_a_process_ends_no_lock_of_the_first(name: str, tmp_path: Path) -> None:
+def test_a_second_connection_of_a_process_does_not_release_the_locks_of_the_first(name: str, tmp_path: Path) -> None:
     """Otherwise another process that opens the file deletes the log that the first one writes to, and what it stores is lost."""
-    neighbours(tmp_path)[name]()
+    database_users(tmp_path)[name]()
     with closing(sqlite3.connect(tmp_path / name, isolation_level=None)) as db:
         db.execute("BEGIN IMMEDIATE")
         check_files(tmp_path / name)
         if name == "failures/traces.sqlite":
             with pytest.raises(AgentRLError, match="locked"):
                 Collection(tmp_path, busy_timeout_s=0.0)
-        done = subprocess.run([sys.executable, "-c", _BEGINS, str(tmp_path / name)], capture_output=True, text=True, check=True)
-        assert done.stdout == "database is locked\n"
+        result = subprocess.run([sys.executable, "-c", _BEGIN_IMMEDIATE, str(tmp_path / name)], capture_output=True, text=True, check=True)
+        assert result.stdout == "database is locked\n"
 
 
 FOREIGN = {
@@ -125,14 +125,14 @@ FOREIGN = {
 }
 
 
-@pytest.mark.parametrize("what", FOREIGN)
+@pytest.mark.parametrize("change", FOREIGN)
 @pytest.mark.parametrize(("name", "table", "column"), [("notes.sqlite", "notes", "text"), ("judges.sqlite", "answers", "text")])
-def test_notes_and_a_ledger_that_a_stranger_wrote_are_refused(what: str, name: str, table: str, column: str, tmp_path: Path) -> None:
-    use = neighbours(tmp_path)[name]
+def test_notes_and_ledgers_with_a_foreign_schema_raise(change: str, name: str, table: str, column: str, tmp_path: Path) -> None:
+    use = database_users(tmp_path)[name]
     use()
-    use()  # what agentrl wrote is opened again
+    use()  # the file that agentrl wrote can be reopened
     with closing(sqlite3.connect(tmp_path / name)) as db:
-        for statement in FOREIGN[what]:
+        for statement in FOREIGN[change]:
             db.execute(statement.format(table, column))
         db.commit()
     with pytest.raises(AgentRLError, match="that agentrl does not write"):
@@ -140,8 +140,8 @@ def test_notes_and_a_ledger_that_a_stranger_wrote_are_refused(what: str, name: s
 
 
 @pytest.mark.slow
-def test_values_of_other_types_and_long_queries_are_errors_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use = neighbours(tmp_path)
+def test_values_of_other_types_and_long_queries_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use = database_users(tmp_path)
     use["judges.sqlite"](), use["notes.sqlite"]()
     with closing(sqlite3.connect(tmp_path / "judges.sqlite")) as db:
         db.execute("INSERT INTO spent (judge, prompt_tokens) VALUES ('judge', 'many') ON CONFLICT DO UPDATE SET prompt_tokens = 'many'")
@@ -156,9 +156,9 @@ def test_values_of_other_types_and_long_queries_are_errors_of_the_file(tmp_path:
         with closing(store), pytest.raises(AgentRLError, match="not a text, or has no writer"):
             store.search("", scope="s", version=9, task_key="k")
     with closing(sqlite3.connect(tmp_path / "notes.sqlite")) as db:
-        many = "WITH RECURSIVE c(x) AS (SELECT 2 UNION ALL SELECT x + 1 FROM c WHERE x < 300000)"
-        db.execute(f"INSERT INTO writers (id, episode, task_key) {many} SELECT x, x, 'k' FROM c")
-        db.execute(f"INSERT INTO sources (writer, source) {many} SELECT x, x - 1 FROM c")
+        numbers = "WITH RECURSIVE c(x) AS (SELECT 2 UNION ALL SELECT x + 1 FROM c WHERE x < 300000)"
+        db.execute(f"INSERT INTO writers (id, episode, task_key) {numbers} SELECT x, x, 'k' FROM c")
+        db.execute(f"INSERT INTO sources (writer, source) {numbers} SELECT x, x - 1 FROM c")
         db.commit()
     monkeypatch.setattr("agentrl.memory.store._QUERY_S", 0.05)
     with closing(NoteStore(tmp_path / "notes.sqlite", MemoryConfig())) as store, pytest.raises(AgentRLError, match=r"longer than 0\.05 s"):

@@ -1,4 +1,4 @@
-"""Every install command that the product or a page prints installs this project, or a package that this project names itself."""
+"""Every install command in the product or a page installs this project, or a package in its metadata or locks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from agentrl.cli.project import init_project
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = set(PROJECT["optional-dependencies"])
-# What is printed: sources and pages, not tests and the changelog, which quote what was wrong.
+# Sources and pages. Tests and the changelog are excluded because they quote wrong commands.
 PRINTED = (
     "agentrl",
     "docs",
@@ -44,7 +44,7 @@ COMMAND = re.compile(r"\b(?:pip3?|uv pip|uv|pipx|uvx|poetry|conda) (?:install|ad
 EXTRA = re.compile(r"\bagentrl\[[^\]\n]*\]")
 CALL = re.compile(r"install_command\(([^()]*)\)")
 TAKES_A_VALUE = ("-r", "--retries")
-MAY = {
+ALLOWED = {
     "docs/bring-your-own-agent.md": "openai",  # in a sandbox's image
     "scripts/workloads/packages.sh": "./own-1-py3-none-any.whl",
     "agentrl/model/source.py": "{name}",  # an installed distribution's own name
@@ -54,46 +54,46 @@ MAY = {
 
 
 def pages() -> list[Path]:
-    found = []
+    paths = []
     for name in PRINTED:
         path = ROOT / name
-        found += [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file() and one.suffix in TEXT]
-    ours = Path(installation.__file__)  # the one function that writes commands; its own tests are below
-    return [path for path in found if path != ours and not {"__pycache__", "models"} & {*path.parts}]
+        paths += [path] if path.is_file() else [child for child in path.rglob("*") if child.is_file() and child.suffix in TEXT]
+    excluded = Path(installation.__file__)  # builds the commands; tested below
+    return [path for path in paths if path != excluded and not {"__pycache__", "models"} & {*path.parts}]
 
 
 @cache
-def named() -> set[str]:
-    """Packages that this project's own metadata and locks name."""
+def known_packages() -> set[str]:
+    """Packages in the metadata and locks of this project."""
     lines = [*PROJECT["dependencies"], *(line for extra in PROJECT["optional-dependencies"].values() for line in extra)]
     for lock in (ROOT / "requirements").glob("*.lock"):
         lines += [line for line in lock.read_text().splitlines() if line and not line.startswith("#")]
     return {Requirement(line.partition(" #")[0]).name.lower().replace("_", "-") for line in lines}
 
 
-def wrong_in(text: str, *, may: str = "") -> list[str]:
-    """Commands that install something which this project does not name, or that look its old name up; by the first operand."""
-    found = [f"{one}: agentrl is another project's package" for one in EXTRA.findall(text)]
+def invalid_commands(text: str, *, allowed: str = "") -> list[str]:
+    """Errors in commands whose first operand is a package unknown to this project, or its old name."""
+    errors = [f"{match}: agentrl is another project's package" for match in EXTRA.findall(text)]
     for command in COMMAND.findall(text):
-        words = [word.strip("'\",;()") for word in command.split()]
-        operands = [word for last, word in pairwise(["", *words]) if not word.startswith("-") and last not in TAKES_A_VALUE]
+        tokens = [token.strip("'\",;()") for token in command.split()]
+        operands = [token for previous, token in pairwise(["", *tokens]) if not token.startswith("-") and previous not in TAKES_A_VALUE]
         for operand in operands[:1]:
             name, extras = re.split(r"[=<>@~! ]", operand)[0].removesuffix("]").partition("[")[::2]
             if not set(filter(None, extras.split(","))) <= EXTRAS:
-                found.append(f"pip install{command}: no such extra")
-            elif name not in (".", *may.split()) and name.lower().replace("_", "-") not in named() | {DISTRIBUTION}:
-                found.append(f"pip install{command}: {name} is not a package that this project names")
-    return found
+                errors.append(f"pip install{command}: no such extra")
+            elif name not in (".", *allowed.split()) and name.lower().replace("_", "-") not in known_packages() | {DISTRIBUTION}:
+                errors.append(f"pip install{command}: {name} is not a package that this project names")
+    return errors
 
 
 @pytest.mark.slow
-def test_every_printed_command_installs_this_project_or_what_it_names() -> None:
-    wrong = {}
+def test_every_printed_command_installs_this_project_or_a_known_package() -> None:
+    errors_by_file = {}
     for path in pages():
         name = str(path.relative_to(ROOT))
-        if said := wrong_in(path.read_text(encoding="utf-8"), may=MAY.get(name, "")):
-            wrong[name] = said
-    assert wrong == {}
+        if errors := invalid_commands(path.read_text(encoding="utf-8"), allowed=ALLOWED.get(name, "")):
+            errors_by_file[name] = errors
+    assert errors_by_file == {}
 
 
 @pytest.mark.parametrize(
@@ -106,13 +106,13 @@ def test_every_printed_command_installs_this_project_or_what_it_names() -> None:
         "pip install -e '.[no]'",
     ],
 )
-def test_the_test_sees_a_stranger(text: str) -> None:
-    assert wrong_in(text)
+def test_commands_with_unknown_packages_are_detected(text: str) -> None:
+    assert invalid_commands(text)
 
 
-def test_the_extras_that_fixes_name_exist() -> None:
-    given = [one for path in pages() if path.suffix == ".py" for one in CALL.findall(path.read_text(encoding="utf-8"))]
-    literal = {word for one in given for word in re.findall(r"['\"]([a-z]+)['\"]", one)}
+def test_the_extras_in_suggested_fixes_exist() -> None:
+    calls = [call for path in pages() if path.suffix == ".py" for call in CALL.findall(path.read_text(encoding="utf-8"))]
+    literal = {word for call in calls for word in re.findall(r"['\"]([a-z]+)['\"]", call)}
     assert {"gateway", "models", "cpu", "gpu", "reasoning"} <= literal <= EXTRAS
 
 
@@ -121,11 +121,11 @@ def test_a_checkout_is_installed_from_its_folder() -> None:
     command = shlex.split(install_command("gateway", "rewards"))
     assert command == ["pip", "install", "-e", f"{ROOT}[gateway,rewards]"]
     offline = ["--dry-run", "--no-index", "--no-deps", "--no-build-isolation", "--quiet", "--report", "-"]
-    done = subprocess.run([sys.executable, "-m", *command[:2], *offline, *command[2:]], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    (found,) = json.loads(done.stdout)["install"]
-    assert found["metadata"]["name"] == DISTRIBUTION == PROJECT["name"] and found["download_info"]["url"] == ROOT.as_uri()
-    assert set(found["requested_extras"]) == {"gateway", "rewards"} and found["metadata"]["version"] == PROJECT["version"]
+    result = subprocess.run([sys.executable, "-m", *command[:2], *offline, *command[2:]], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    (item,) = json.loads(result.stdout)["install"]
+    assert item["metadata"]["name"] == DISTRIBUTION == PROJECT["name"] and item["download_info"]["url"] == ROOT.as_uri()
+    assert set(item["requested_extras"]) == {"gateway", "rewards"} and item["metadata"]["version"] == PROJECT["version"]
 
 
 def installed_as(folder: Path, record: dict[str, object] | None) -> Path:
@@ -141,7 +141,7 @@ def installed_as(folder: Path, record: dict[str, object] | None) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("record", "command", "wanted"),
+    ("record", "command", "expected"),
     [
         (None, "pip install 'agentrl-posttraining[cpu]==0.1.0'", "agentrl-posttraining==0.1.0"),
         (
@@ -157,20 +157,20 @@ def installed_as(folder: Path, record: dict[str, object] | None) -> Path:
         ({"url": "file:///a%20b/c", "dir_info": {}}, "pip install '/a b/c[cpu]'", "agentrl-posttraining @ file:///a%20b/c"),
     ],
 )
-def test_other_installations_are_extended_from_where_they_came(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: dict[str, object] | None, command: str, wanted: str
+def test_other_installations_are_extended_from_their_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: dict[str, object] | None, command: str, expected: str
 ) -> None:
     root = installed_as(tmp_path / "site", record)
     monkeypatch.syspath_prepend(str(root))
     assert install_command("cpu", root=root) == command
-    assert requirement(root=root) == wanted
+    assert requirement(root=root) == expected
     assert Requirement(requirement(root=root)).name == DISTRIBUTION
-    # Metadata of another copy on the path say nothing about this one.
+    # Metadata of another copy on the path do not apply to this one.
     (tmp_path / "copied").mkdir()
     assert install_command("cpu", root=tmp_path / "copied").startswith("pip install 'CHECKOUT[cpu]', where CHECKOUT is a copy of")
 
 
-def test_damaged_records_of_pip_are_no_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_records_of_pip_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number, text in enumerate(("{", "[]", '{"url": 3}', "null")):
         root = installed_as(tmp_path / str(number), {})
         (root / "agentrl_posttraining-0.1.0.dist-info" / "direct_url.json").write_text(text)
@@ -190,7 +190,7 @@ FILE = Path(__file__).resolve().parents[2] / "scripts" / "install_torch.py"
 
 
 class Commands:
-    """Answers the commands of set-up: what the configured index serves, and whether PyTorch's index answers."""
+    """Simulates the commands of set-up: the version in the configured index, and whether PyTorch's index answers."""
 
     def __init__(self, *, served: str, reachable: bool) -> None:
         self.served, self.reachable, self.installed = served, reachable, list[str]()

@@ -1,4 +1,4 @@
-"""What agents write is read in time proportional to its length: a hundred times the text may cost about a hundred times as much."""
+"""Text from agents is processed in linear time: a hundred times the text may cost about a hundred times as much."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ from tests.chats import chat_of, shared_tokenizer
 SMALL, LARGE = 10_000, 1_000_000
 SLACK = 3.0
 AT_ONCE_S = 0.005
-"""What takes less at the large size costs nobody anything, whatever it took at the small one."""
+"""Work that takes less than this at the large size passes, regardless of its time at the small size."""
 
 TOKENIZER = shared_tokenizer()
 CHAT = chat_of(TOKENIZER)
 TASK = sample_task(data={"answer": "1"})
 
 
-def life() -> ActiveEpisode:
-    """An episode that has shown nothing yet."""
+def new_episode() -> ActiveEpisode:
+    """An episode without output."""
     return ActiveEpisode(
         TASK,
         episode_id="e",
@@ -67,20 +67,20 @@ def life() -> ActiveEpisode:
 
 
 def units(*quick: str, slow: Sequence[str]) -> pytest.MarkDecorator:
-    """Texts that are repeated to the wanted length: those of every run of the tests, and those of long ones."""
-    every = [*quick, *(pytest.param(unit, marks=pytest.mark.slow) for unit in slow)]
-    return pytest.mark.parametrize("unit", every, ids=lambda unit: ascii(unit[:12]))
+    """Parametrizes a test with texts to repeat: `quick` ones in every run of the tests, `slow` ones only in long runs."""
+    params = [*quick, *(pytest.param(unit, marks=pytest.mark.slow) for unit in slow)]
+    return pytest.mark.parametrize("unit", params, ids=lambda unit: ascii(unit[:12]))
 
 
-def cost_s(work: Callable[[Any], object], made: Any) -> float:
-    """Processor time of `work`: the least of three, of many calls where one is too short to be told from the clock."""
+def cost_s(work: Callable[[Any], object], value: Any) -> float:
+    """CPU seconds of one call of `work`: the minimum of three measurements, each of many calls if one call is too short for the clock."""
     times, best = 1, float("inf")
-    gc.disable()  # how often it runs depends on everything else that lives
+    gc.disable()  # its frequency depends on all other live objects
     try:
         for _ in range(3):
             start = time.process_time()
             for _ in range(times):
-                work(made)
+                work(value)
             best = min(best, (time.process_time() - start) / times)
             times = max(1, min(100, int(2e-3 / max(best, 1e-6))))
     finally:
@@ -94,11 +94,11 @@ def assert_linear(work: Callable[[Any], object], make: Callable[[int], Any], *, 
 
 
 def run(verdict: Coroutine[Any, Any, Score]) -> Score:
-    """What a verifier says that waits for nothing."""
+    """Returns the score of a verifier that never waits."""
     try:
         verdict.send(None)
-    except StopIteration as done:
-        return done.value
+    except StopIteration as stop:
+        return stop.value
     raise AssertionError("it waited")
 
 
@@ -114,7 +114,7 @@ def call_of(unit: str) -> Callable[[int], str]:
 @units(
     OPEN, "<|im_end|>", slow=["\ud83d", "a", " ", "\n", "<", "é", "\0", CLOSE, f"{OPEN}[{CLOSE}", f"{OPEN}{{", "<|im_", '"\\', "1", "_1"]
 )
-def test_words(unit: str) -> None:
+def test_text_functions(unit: str) -> None:
     limits = Limits()
     for work in (
         read_calls,
@@ -123,7 +123,7 @@ def test_words(unit: str) -> None:
         lambda text: Message(role="assistant", content=text),
         lambda text: clip(text, 2000),
         lambda text: render_result(ExecResult(exit_code=1, stdout=text, stderr=text, wall_s=0.0), limits),
-        lambda text: life().clip_output(text),
+        lambda text: new_episode().clip_output(text),
         lambda text: parse_reward(text, None),
         lambda text: parse_reward(None, text),
         lambda text: run(exact_answer(TASK, Episode(id="e", task_id="t", task_key="k", trajectories=(), answer=text))),
@@ -148,7 +148,7 @@ def test_words(unit: str) -> None:
         *("[f(", "[f(a=['", "[f(a=1), ", '{"name":', '{"name": "f", "parameters": {}};', *deepseek.CALLS, *deepseek.CALL, deepseek.SEP),
     ],
 )
-def test_every_form_of_tool_calls(unit: str) -> None:
+def test_every_tool_call_format(unit: str) -> None:
     for form in FORMS.values():
         opened = form.opens[0] if unit != form.opens[0] else ""
         assert_linear(lambda text, read=form.read: read(text, ()), lambda size, opened=opened: opened + repeated(unit)(size), large=300_000)
@@ -174,11 +174,11 @@ def test_transcripts_and_the_report(unit: str, tmp_path: Path) -> None:
             append_transcripts(path, [transcript(TASK, scored, phase=phase, step=0)])
         write_report(tmp_path)
 
-    assert_linear(write, lambda size: said(repeated(unit)(size)))
+    assert_linear(write, lambda size: episode_with_text(repeated(unit)(size)))
 
 
-def said(text: str) -> ScoredEpisode:
-    """An episode that holds a text wherever an agent can put one."""
+def episode_with_text(text: str) -> ScoredEpisode:
+    """An episode with the text in every field that an agent can write."""
     code = text.encode("utf-8", "replace").decode()
     turn = Turn(
         prompt_ids=(),

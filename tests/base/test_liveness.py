@@ -1,4 +1,4 @@
-"""The deadline of a part's progress, on a clock that only the test moves."""
+"""The deadline for the progress of a part, on a clock that only the test advances."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def part(clock: JumpingClock) -> Liveness:
 
 
 def silent_for(seconds: float, clock: JumpingClock, live: Liveness, look_s: float = 0.5) -> str:
-    """The first verdict within so many seconds without progress, looked at regularly."""
+    """Returns the first verdict within so many seconds without progress, checked every `look_s` seconds."""
     for _ in range(int(seconds / look_s)):
         clock.now += look_s
-        if found := live.overdue():
-            return found
+        if verdict := live.overdue():
+            return verdict
     return ""
 
 
@@ -41,14 +41,14 @@ def steps(clock: JumpingClock, live: Liveness, count: int, seconds: float, work:
     live.progress(work)
 
 
-def test_work_that_was_never_seen_has_the_generous_deadline() -> None:
+def test_unknown_work_has_the_initial_deadline() -> None:
     clock = JumpingClock()
     live = part(clock)
     assert not silent_for(FIRST_S - 1, clock, live)
     assert "no progress for 18" in silent_for(10, clock, live)
 
 
-def test_a_stop_after_steps_of_five_seconds_is_seen_within_a_minute() -> None:
+def test_a_stop_after_steps_of_five_seconds_is_detected_within_a_minute() -> None:
     clock = JumpingClock()
     live = part(clock)
     steps(clock, live, 3, 5.0)
@@ -57,7 +57,7 @@ def test_a_stop_after_steps_of_five_seconds_is_seen_within_a_minute() -> None:
     assert "while making a step" in verdict and "longest so far: 5.0 s" in verdict and "deadline: 60 s" in verdict
 
 
-def test_slow_steps_get_ten_times_what_they_took() -> None:
+def test_the_deadline_of_slow_steps_is_ten_times_their_duration() -> None:
     clock = JumpingClock()
     live = part(clock)
     steps(clock, live, 3, 40.0)
@@ -79,7 +79,7 @@ def test_each_kind_of_work_has_its_own_history() -> None:
     assert live.deadline_s == DEADLINE_FACTOR * 120.0
 
 
-def test_work_of_a_size_that_was_never_seen_has_the_generous_deadline() -> None:
+def test_work_of_an_unknown_size_has_the_initial_deadline() -> None:
     clock = JumpingClock()
     live = part(clock)
     for _ in range(3):
@@ -115,7 +115,7 @@ def test_a_restarted_part_is_compared_with_its_first_times() -> None:
     assert live.deadline_s == MIN_DEADLINE_S
 
 
-def test_at_rest_nothing_is_overdue() -> None:
+def test_a_paused_part_is_never_overdue() -> None:
     clock = JumpingClock()
     live = part(clock)
     steps(clock, live, 3, 1.0)
@@ -125,7 +125,7 @@ def test_at_rest_nothing_is_overdue() -> None:
     assert silent_for(MIN_DEADLINE_S + 2, clock, live)
 
 
-def test_time_in_which_nobody_looked_counts_for_nothing() -> None:
+def test_time_without_checks_does_not_count() -> None:
     """The driver was stopped for an hour; the part's reports of that time were lost."""
     clock = JumpingClock()
     live = part(clock)
@@ -137,7 +137,7 @@ def test_time_in_which_nobody_looked_counts_for_nothing() -> None:
 
 
 def test_reports_carry_their_own_time() -> None:
-    """Several reports that are read at once: each piece of work took what their times say, not what reading them took."""
+    """If several reports are read at once, durations come from their times, not from the time of reading."""
     clock = JumpingClock()
     live, now = part(clock), clock.now
     for at in (-100.0, -60.0, -20.0):
@@ -148,19 +148,19 @@ def test_reports_carry_their_own_time() -> None:
 
 @given(st.lists(st.integers(1, 400), min_size=2, max_size=20))
 def test_work_shorter_than_ten_times_the_longest_before_is_never_overdue(durations: list[int]) -> None:
-    clock, kept = JumpingClock(0.0), list[int]()
+    clock, times_s = JumpingClock(0.0), list[int]()
     live = part(clock)
     live.progress("working")
-    for number, looks in enumerate(durations):
-        # The first time of a life is compared with first times alone.
-        allowed = FIRST_S if number < 2 else max(MIN_DEADLINE_S, DEADLINE_FACTOR * max(kept[1:]))
-        kept.append(min(5 * looks, int(allowed - 1) // 5 * 5))
-        assert not silent_for(kept[-1], clock, live, look_s=5.0)
+    for number, checks in enumerate(durations):
+        # The first time after a start is only compared with other first times.
+        allowed = FIRST_S if number < 2 else max(MIN_DEADLINE_S, DEADLINE_FACTOR * max(times_s[1:]))
+        times_s.append(min(5 * checks, int(allowed - 1) // 5 * 5))
+        assert not silent_for(times_s[-1], clock, live, look_s=5.0)
         live.progress("working")
-    assert silent_for(max(MIN_DEADLINE_S, DEADLINE_FACTOR * max(kept[1:])) + 10, clock, live, look_s=5.0)
+    assert silent_for(max(MIN_DEADLINE_S, DEADLINE_FACTOR * max(times_s[1:])) + 10, clock, live, look_s=5.0)
 
 
-def test_the_deadline_itself_is_not_late() -> None:
+def test_progress_exactly_at_the_deadline_is_not_late() -> None:
     clock = JumpingClock(0.0)
     live = part(clock)
     steps(clock, live, 3, 1.0)
@@ -173,7 +173,7 @@ def test_the_deadline_itself_is_not_late() -> None:
     assert live.silent_s == 0.0
 
 
-def test_short_work_counts_as_what_it_took() -> None:
+def test_short_work_sets_a_deadline_from_its_duration() -> None:
     clock = JumpingClock(0.0)
     live = Liveness("the part", first_s=FIRST_S, least_s=0.5, clock=clock.monotonic)
     steps(clock, live, 3, 0.25)
@@ -187,7 +187,7 @@ def test_the_longest_of_the_last_1024_pieces_of_work_counts() -> None:
     clock = JumpingClock(0.0)
     live = part(clock)
     live.progress("working")
-    live.progress("working")  # the first of its life is apart
+    live.progress("working")  # first times count separately
     clock.now += 100.0
     steps(clock, live, 1023, 1.0, "working")
     assert live.deadline_s == DEADLINE_FACTOR * 100.0
@@ -198,12 +198,12 @@ def test_the_longest_of_the_last_1024_pieces_of_work_counts() -> None:
 
 def test_work_without_a_size_has_the_size_1() -> None:
     clock = JumpingClock(0.0)
-    for known, then in (({}, {"size": 2.0}), ({"size": 1.0}, {}), ({"size": 0.5}, {})):
+    for history, current in (({}, {"size": 2.0}), ({"size": 1.0}, {}), ({"size": 0.5}, {})):
         live = part(clock)
         live.progress("working")
         for _ in range(3):
-            live.progress("working", **known)
-        live.progress("working", **then)
+            live.progress("working", **history)
+        live.progress("working", **current)
         assert live.deadline_s == MIN_DEADLINE_S
     live = part(clock)
     for _ in range(3):
@@ -226,14 +226,14 @@ def test_no_deadline_is_shorter_than_ten_times_a_measured_piece_of_work() -> Non
     assert live.deadline_s == DEADLINE_FACTOR * 1000.0, "nor is the first one"
 
 
-def test_restarts_count_in_a_row() -> None:
+def test_consecutive_restarts_are_counted() -> None:
     clock = JumpingClock()
     restarts = Restarts(clock=clock.monotonic)
     assert [restarts.failed() for _ in range(3)] == [1, 2, 3]
     restarts.started()
     clock.now += SOUND_S - 1
     restarts.progress()
-    assert restarts.failed() == 4, "it worked too shortly"
+    assert restarts.failed() == 4, "it worked too briefly"
     restarts.started()
     for _ in range(20):
         clock.now += SOUND_S / 10
@@ -275,7 +275,7 @@ def passes(clock: JumpingClock, live: AnswerLiveness, seconds: float) -> str:
     return live.overdue()
 
 
-def test_a_part_that_answers_nothing_is_overdue_whatever_becomes_of_each_question() -> None:
+def test_a_part_without_answers_is_overdue_however_its_calls_end() -> None:
     """Each call ends at its own deadline of ten seconds, and is followed by another."""
     clock = JumpingClock()
     live = answering(clock)
@@ -283,13 +283,13 @@ def test_a_part_that_answers_nothing_is_overdue_whatever_becomes_of_each_questio
         with live.question():
             passes(clock, live, 10)
         passes(clock, live, 600)
-        assert bool(live.overdue()) == (10 * (number + 1) > 120), "only time in which it is asked counts"
+        assert bool(live.overdue()) == (10 * (number + 1) > 120), "only time with an open call counts"
     assert live.overdue() == "MCP server search has answered nothing for 400 s (no answer so far; deadline: 120 s)"
     live.answered(3.0)
     assert live.overdue() == ""
 
 
-def test_a_part_that_answers_others_is_not_overdue() -> None:
+def test_a_part_that_answers_other_callers_is_not_overdue() -> None:
     clock = JumpingClock()
     live = answering(clock)
     with live.question():
@@ -302,7 +302,7 @@ def test_a_part_that_answers_others_is_not_overdue() -> None:
         assert passes(clock, live, 95) == "" and "longest so far: 10.0 s; deadline: 100 s" in passes(clock, live, 10)
 
 
-def test_only_time_while_a_question_waits_counts_also_between_two_checks() -> None:
+def test_only_time_with_an_open_question_counts() -> None:
     clock = JumpingClock(0.0)
     live = AnswerLiveness("MCP server search", fix="check it", first_s=25.0, clock=clock.monotonic)
     for number in range(1, 7):
@@ -314,7 +314,7 @@ def test_only_time_while_a_question_waits_counts_also_between_two_checks() -> No
     assert "has answered nothing for 30 s" in live.overdue()
 
 
-def test_the_deadline_of_an_answer_follows_the_longest_one_from_the_moment_of_the_last() -> None:
+def test_the_deadline_of_an_answer_is_based_on_the_longest_and_starts_at_the_last_answer() -> None:
     clock = JumpingClock(0.0)
     live = AnswerLiveness("the judge", fix="check it", first_s=120.0, least_s=1.0, clock=clock.monotonic)
     for seconds, deadline_s in ((0.25, 2.5), (0.5, 5.0), (0.125, 5.0)):
@@ -329,7 +329,7 @@ def test_the_deadline_of_an_answer_follows_the_longest_one_from_the_moment_of_th
         assert live.overdue() == "the judge has answered nothing for 6 s (longest so far: 0.5 s; deadline: 5 s)"
 
 
-def test_a_part_is_watched_from_its_first_question_on() -> None:
+def test_a_part_is_watched_from_its_first_question() -> None:
     live = answering(JumpingClock())
     assert live not in external_parts()
     with live.question():
@@ -337,7 +337,7 @@ def test_a_part_is_watched_from_its_first_question_on() -> None:
     assert live in external_parts()
 
 
-def test_time_in_which_the_driver_was_stopped_is_nobody_s_silence() -> None:
+def test_time_while_the_driver_was_stopped_does_not_count() -> None:
     clock = JumpingClock()
     live = answering(clock)
     with live.question():
@@ -350,11 +350,11 @@ def test_a_stopped_process_is_reported_after_some_seconds_and_a_suspended_checke
     stopped = StoppedProcesses("the part", states=lambda root: states if root == 10 else {}, clock=clock.monotonic)
 
     def verdicts(seconds: float) -> list[str]:
-        looks = []
+        results = []
         for _ in range(int(seconds * 2)):
             clock.now += 0.5
-            looks.append(stopped.overdue(10))
-        return looks
+            results.append(stopped.overdue(10))
+        return results
 
     assert not any(verdicts(60.0))
     states[11] = "T"
@@ -365,7 +365,7 @@ def test_a_stopped_process_is_reported_after_some_seconds_and_a_suspended_checke
     assert not any(verdicts(2.5))
     clock.now += 1000.0  # the checker was stopped too, and its part may just be continuing
     assert not any(verdicts(STOPPED_S - 0.5))
-    assert any("the part has made no progress for" in said and "stopped process 11" in said for said in verdicts(5.0))
+    assert any("the part has made no progress for" in text and "stopped process 11" in text for text in verdicts(5.0))
 
 
 def test_completed_work_ends_a_row_of_failures() -> None:
@@ -375,7 +375,7 @@ def test_completed_work_ends_a_row_of_failures() -> None:
     assert restarts.failed() == 1 and restarts.total == 3
 
 
-def test_the_seconds_of_each_work_add_up_to_the_time_that_was_not_paused() -> None:
+def test_the_seconds_by_kind_of_work_add_up_to_the_unpaused_time() -> None:
     now = 100.0
     part = Liveness("the learner", first_s=10.0, clock=lambda: now)
     for number in range(200):

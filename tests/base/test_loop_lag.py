@@ -1,4 +1,4 @@
-"""The lag of the driver's event loop: measured, reported once, and no fault of an episode."""
+"""The lag of the driver's event loop is measured, reported once, and never blamed on an episode."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def alerts() -> list[str]:
 
 
 def virtually(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """The test on a clock that only waiting and `hold_now` advance, with the driver's loop watched: no other load makes it late."""
+    """Runs the test on a virtual clock, which only waiting and `hold_now` advance, with lag measurement of the driver's loop."""
 
     async def watched(alerts: list[str], options: dict[str, Any]) -> None:
         loop = asyncio.get_running_loop()
@@ -57,7 +57,7 @@ def hold_now() -> None:
 
 
 async def hold() -> None:
-    """Holds the loop, as driver code that is not a tool's would."""
+    """Blocks the loop, as code of the driver would."""
     await asyncio.sleep(0.1)
     hold_now()
 
@@ -81,12 +81,12 @@ async def test_a_stall_is_measured_and_reported_once(alerts: list[str]) -> None:
     figures = DRIVER_LAG.metrics()
     assert figures["loop_lag_ms_max"] >= 1000 * STALL_S and figures["loop_lag_ms_p99"] <= figures["loop_lag_ms_max"]
     await asyncio.sleep(3 * TICK_S)
-    assert DRIVER_LAG.metrics()["loop_lag_ms_max"] < 1.0, "figures are those since the last call"
+    assert DRIVER_LAG.metrics()["loop_lag_ms_max"] < 1.0, "figures cover the time since the last call"
 
 
 @virtually
-async def test_many_short_steps_of_one_episode_are_its_own_stall(alerts: list[str]) -> None:
-    """As of many requests at once, each of which takes a moment to read."""
+async def test_many_short_steps_of_one_episode_count_as_its_own_stall(alerts: list[str]) -> None:
+    """Many requests arrive at once, and each takes a moment to read."""
     others = StallCount()
 
     async def step(ready: asyncio.Event) -> None:
@@ -141,7 +141,7 @@ def test_a_call_that_ended_before_the_first_measurement_does_not_wait() -> None:
 
 
 @virtually
-async def test_the_alert_says_which_code_held_the_loop(alerts: list[str]) -> None:
+async def test_the_alert_names_the_code_that_blocked_the_loop(alerts: list[str]) -> None:
     episode = StallCount()
     await user_code.call_user_code(hold, what="tool search", timeout_s=30.0)
     await asyncio.sleep(3 * TICK_S)
@@ -158,7 +158,7 @@ async def test_a_stall_counts_before_it_is_measured(alerts: list[str]) -> None:
     assert stalls.seconds > STALL_S and stalls.excuse(5.0) and not stalls.excuse(50.0)
 
 
-def test_the_time_after_a_watch_is_no_stall_also_if_its_end_is_cancelled() -> None:
+def test_time_after_a_watch_is_no_stall_even_if_its_exit_is_cancelled() -> None:
     async def watched() -> float:
         loop_lag = LoopLag(asyncio.get_running_loop().time)
         watch = loop_lag.watched(lambda alert: None)
@@ -175,7 +175,7 @@ def test_the_time_after_a_watch_is_no_stall_also_if_its_end_is_cancelled() -> No
     assert run_virtually(watched()) == 0.0
 
 
-def test_short_lags_are_figures_and_no_stalls() -> None:
+def test_short_lags_are_measured_but_are_no_stalls() -> None:
     now = [0.0]
     loop_lag = LoopLag(lambda: now[0])
     loop_lag._due = 1.0
@@ -188,7 +188,7 @@ def test_short_lags_are_figures_and_no_stalls() -> None:
 
 
 class Waits:
-    """A tool that waits, or reports that a server outside did not answer in time."""
+    """A tool that waits, or reports that an external server did not answer in time."""
 
     name, needs_sandbox = "waits", False
 
@@ -204,7 +204,7 @@ class Waits:
 
 
 def trusted() -> CallRecord:
-    """A record in which the tool has answered all others, so that the caller alone is to blame."""
+    """A record in which the tool has answered all other callers, so that only the caller can be at fault."""
     record = CallRecord()
     for number in range(8):
         record.answered("waits", Caller(attempt=f"g{number}-e0-a0", task="t"))
@@ -212,7 +212,7 @@ def trusted() -> CallRecord:
 
 
 async def call(tool: Waits, *, limit_s: float, record: CallRecord | None) -> str:
-    """The kind of the failure that the policy is blamed for."""
+    """Returns the kind of the failure that is attributed to the policy."""
     limits = Limits(tool_timeout_s=limit_s)
     answering = record and asyncio.get_running_loop().call_later(0.5, record.answered, "waits", Caller(attempt="g9-e0-a0", task="t"))
     try:
@@ -227,7 +227,7 @@ async def call(tool: Waits, *, limit_s: float, record: CallRecord | None) -> str
 @pytest.mark.parametrize("late", [False, True], ids=["overdue", "late server"])
 @pytest.mark.parametrize("recorded", [False, True])
 @virtually
-async def test_a_deadline_that_passed_while_the_loop_stood_still_is_the_machines(late: bool, recorded: bool, alerts: list[str]) -> None:
+async def test_a_deadline_missed_while_the_loop_was_blocked_is_a_machine_fault(late: bool, recorded: bool, alerts: list[str]) -> None:
     holding = asyncio.create_task(hold())
     with pytest.raises(InfrastructureError, match=r"the driver's event loop was blocked for \d\.\d s of it"):
         await call(Waits(late=late), limit_s=1.5, record=trusted() if recorded else None)
@@ -236,23 +236,23 @@ async def test_a_deadline_that_passed_while_the_loop_stood_still_is_the_machines
 
 @pytest.mark.parametrize("holds", [False, True])
 @virtually
-async def test_code_that_holds_the_loop_itself_has_no_excuse(holds: bool, alerts: list[str], caplog: pytest.LogCaptureFixture) -> None:
+async def test_code_that_blocks_the_loop_itself_is_to_blame(holds: bool, alerts: list[str], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR):
         assert await call(Waits(holds=holds), limit_s=1.5, record=trusted()) == "tool_timeout"
 
 
 @virtually
-async def test_own_holds_count_in_no_enclosing_count(alerts: list[str]) -> None:
+async def test_stalls_of_a_call_do_not_count_for_its_episode(alerts: list[str]) -> None:
     episode = StallCount()
 
-    async def started() -> None:
+    async def hold_in_task() -> None:
         await asyncio.create_task(hold())
 
     async def agent() -> None:
         await user_code.call_user_code(hold, what="tool", timeout_s=30.0)
-        await user_code.call_user_code(started, what="tool", timeout_s=30.0)
+        await user_code.call_user_code(hold_in_task, what="tool", timeout_s=30.0)
 
     await user_code.call_user_code(agent, what="the agent", timeout_s=30.0, within=episode)
     others = loop_lag.count_stalls()[0]
     await hold()
-    assert others.seconds > STALL_S and episode.seconds == pytest.approx(others.seconds, abs=3 * TICK_S), "only that of others"
+    assert others.seconds > STALL_S and episode.seconds == pytest.approx(others.seconds, abs=3 * TICK_S), "only stalls of other code count"

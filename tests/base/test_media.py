@@ -1,4 +1,4 @@
-"""Hostile images raise within bounds, and every kind of image becomes one RGB PNG; the folder detects damage."""
+"""Hostile images raise within bounds, every kind of image becomes an RGB PNG, and the folder detects damage."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ def pixels(content: bytes) -> Any:
     return np.asarray(image)
 
 
-def test_pixels_stay_exactly_what_they_were() -> None:
+def test_normalization_preserves_pixels_exactly() -> None:
     image = Image.fromarray(PIXELS)
     for content in (encoded(image), encoded(image, pnginfo=None, dpi=(7, 7)), npy(PIXELS), npy(np.asfortranarray(PIXELS))):
         assert (pixels(normalized_image(content)) == PIXELS).all()
     assert normalized_image(normalized_image(encoded(image))) == normalized_image(encoded(image))
 
 
-def test_every_mode_becomes_rgb_on_white_ground() -> None:
+def test_every_mode_becomes_rgb_on_a_white_background() -> None:
     clear = Image.new("RGBA", (2, 2), (255, 0, 0, 0))
     for image in (clear, clear.convert("LA"), Image.new("L", (2, 2), 255), Image.new("1", (2, 2), 1), Image.new("P", (2, 2))):
-        shown = pixels(normalized_image(encoded(image)))
-        assert shown.shape == (2, 2, 3) and (shown.max() == 255 or image.mode == "P")
+        result = pixels(normalized_image(encoded(image)))
+        assert result.shape == (2, 2, 3) and (result.max() == 255 or image.mode == "P")
     assert (pixels(normalized_image(encoded(Image.new("CMYK", (4, 4)), "JPEG"))) == 255).all()
     assert (pixels(normalized_image(npy(np.asarray(clear)))) == 255).all()
 
@@ -111,7 +111,7 @@ def test_numbers_keep_their_digits() -> None:
     assert (number_text(np.array([1, 2])), number_text(np.array(7)), number_text(np.array([True]))) == ("[1, 2]", "7", "[True]")
 
 
-def test_an_image_is_stored_once_and_read_with_its_hash(tmp_path: Path) -> None:
+def test_an_image_is_stored_once_and_read_by_its_hash(tmp_path: Path) -> None:
     media, content = MediaFolder(tmp_path), normalized_image(npy(PIXELS))
     sha256 = media.put(content)
     assert sha256 == hashlib.sha256(content).hexdigest() == media.put(content)

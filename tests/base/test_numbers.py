@@ -1,4 +1,4 @@
-"""Comparison of numbers: whole numbers are exact, tolerances are relative to the truth, and no constant is near everything."""
+"""Comparison of numbers: integers compare exactly, tolerances are relative to the true value, and no constant is near every number."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ tolerances = st.floats(0, 0.5)
 
 @given(whole_numbers, whole_numbers, tolerances)
 @example(12345678901234567890, 12345678901234567891, 1e-6)
-def test_whole_numbers_are_the_same_only_if_equal(one: int, other: int, tolerance: float) -> None:
-    for given_, wanted in ((one, other), (Fraction(one), other), (one, Fraction(other))):
-        assert same_number(given_, wanted, relative=tolerance, absolute=tolerance) is (one == other)
+def test_integers_are_the_same_only_if_equal(number: int, other: int, tolerance: float) -> None:
+    for answer, truth in ((number, other), (Fraction(number), other), (number, Fraction(other))):
+        assert same_number(answer, truth, relative=tolerance, absolute=tolerance) is (number == other)
 
 
 @given(st.integers(0, 10**24), st.data())
-def test_changed_digit_changes_the_number_in_every_notation(value: int, data: st.DataObject) -> None:
+def test_a_changed_digit_changes_the_number_in_every_notation(value: int, data: st.DataObject) -> None:
     digits = str(value)
     at = data.draw(st.integers(0, len(digits) - 1))
     changed = digits[:at] + data.draw(st.sampled_from([d for d in "0123456789" if d != digits[at]])) + digits[at + 1 :]
@@ -34,32 +34,32 @@ def test_changed_digit_changes_the_number_in_every_notation(value: int, data: st
 
 
 @given(st.floats(allow_nan=False), st.floats(allow_nan=False))
-def test_exact_comparison_is_symmetric_and_matches_python(one: float, other: float) -> None:
-    assert same_number(one, other, relative=0) is same_number(other, one, relative=0) is (one == other)
+def test_exact_comparison_is_symmetric_and_matches_python(number: float, other: float) -> None:
+    assert same_number(number, other, relative=0) is same_number(other, number, relative=0) is (number == other)
 
 
 @given(st.fractions().filter(bool), st.floats(0, 1e6, exclude_min=True), st.floats(0, 0.4))
 @example(Fraction(3, 1000), 0.0051, 0.0)
 @example(Fraction(1, 10**9), 1.0, 0.1)
-def test_no_constant_is_near_under_any_tolerance(wanted: Fraction, absolute: float, relative: float) -> None:
-    """0 is near nothing else; nor is a number of the other sign; and below the tolerance's scale only the relative tolerance counts."""
-    assert not is_near(0, wanted, relative=relative, absolute=absolute)
-    assert not is_near(-wanted, wanted, relative=relative, absolute=absolute)
-    if abs(wanted) < absolute:
-        assert not is_near(wanted * 3 / 2, wanted, relative=relative, absolute=absolute)
+def test_no_constant_is_near_under_any_tolerance(truth: Fraction, absolute: float, relative: float) -> None:
+    """0 and numbers of the other sign are never near. Below the scale of the tolerance, only the relative tolerance counts."""
+    assert not is_near(0, truth, relative=relative, absolute=absolute)
+    assert not is_near(-truth, truth, relative=relative, absolute=absolute)
+    if abs(truth) < absolute:
+        assert not is_near(truth * 3 / 2, truth, relative=relative, absolute=absolute)
     else:
-        assert not is_near(wanted * 8 / 5, wanted, relative=relative, absolute=absolute)
+        assert not is_near(truth * 8 / 5, truth, relative=relative, absolute=absolute)
 
 
 @given(st.floats(-1e12, 1e12), st.floats(-1e12, 1e12), tolerances)
-def test_floats_are_compared_like_fractions(one: float, other: float, relative: float) -> None:
-    exact = is_near(Fraction(one), Fraction(other), relative=relative)
-    close = abs(abs(one - other) - relative * abs(other)) <= 1e-12 * abs(other)  # at the very bound rounding decides
-    assert close or is_near(one, other, relative=relative) is exact
+def test_floats_are_compared_like_fractions(number: float, other: float, relative: float) -> None:
+    exact = is_near(Fraction(number), Fraction(other), relative=relative)
+    at_bound = abs(abs(number - other) - relative * abs(other)) <= 1e-12 * abs(other)  # exactly at the bound, rounding decides
+    assert at_bound or is_near(number, other, relative=relative) is exact
 
 
 @pytest.mark.parametrize(
-    ("given_", "wanted", "relative", "absolute", "due"),
+    ("answer", "truth", "relative", "absolute", "expected"),
     [
         (1.000001, 1, 1e-6, 0.0, True),
         (1.0000011, 1, 1e-6, 0.0, False),
@@ -81,8 +81,8 @@ def test_floats_are_compared_like_fractions(one: float, other: float, relative: 
         (10**400, 1.5, 0.5, 1.0, False),
     ],
 )
-def test_same_number(given_: float, wanted: float, relative: float, absolute: float, due: bool) -> None:
-    assert same_number(given_, wanted, relative=relative, absolute=absolute) is due
+def test_same_number(answer: float, truth: float, relative: float, absolute: float, expected: bool) -> None:
+    assert same_number(answer, truth, relative=relative, absolute=absolute) is expected
 
 
 @pytest.mark.parametrize("text", ["", "nan", "inf", "1e999", "1_000", "٣", "1,000", "0x2a", " 1", "1e", ".", "+-1", "½", "9" * 1001])
@@ -94,8 +94,8 @@ def test_invalid_numbers(text: str) -> None:
     ("text", "value"), [("-0", 0), (".5", Fraction(1, 2)), ("5.", 5), ("+4.20e1", 42), ("1e-400", Fraction(1, 10**400))]
 )
 def test_numbers_keep_every_digit(text: str, value: Fraction) -> None:
-    found = parse_number(text)
-    assert found == value and found is not None and is_whole(found) is (value.denominator == 1)
+    number = parse_number(text)
+    assert number == value and number is not None and is_whole(number) is (value.denominator == 1)
 
 
 def test_limits_of_parsed_numbers() -> None:
@@ -109,23 +109,23 @@ def test_limits_of_parsed_numbers() -> None:
 @pytest.mark.parametrize("kind", [float, Fraction])
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize(
-    ("given_", "wanted", "relative", "absolute", "due"),
+    ("answer", "truth", "relative", "absolute", "expected"),
     [
         (0.5, 0.0, 0.0, 0.5, True),  # a difference of exactly the tolerance
         (1.5, 1.0, 0.5, 0.0, True),
-        (1.5, 1.0, 0.0, 1.0, True),  # half of the truth, from a truth as large as the tolerance on
+        (1.5, 1.0, 0.0, 1.0, True),  # half of the true value, if it is at least the tolerance
         (1.625, 1.0, 0.0, 1.0, False),
-        (0.0625, 0.03125, 0.0, 1.0, False),  # a truth below the tolerance
+        (0.0625, 0.03125, 0.0, 1.0, False),  # a true value below the tolerance
         (1.0, 1.0078125, 0.125, 0.0, True),
         (0.5, 0.5078125, 0.125, 0.0, True),
-        (0.0, 1.5, 2.0, 0.0, False),  # whatever the tolerance, 0 and the other sign are not near
+        (0.0, 1.5, 2.0, 0.0, False),  # 0 and the other sign are not near at any tolerance
         (-0.125, 0.125, 4.0, 0.0, False),
     ],
 )
 def test_differences_at_the_tolerance(
-    kind: Any, sign: int, given_: float, wanted: float, relative: float, absolute: float, due: bool
+    kind: Any, sign: int, answer: float, truth: float, relative: float, absolute: float, expected: bool
 ) -> None:
-    assert is_near(kind(sign * given_), kind(sign * wanted), relative=relative, absolute=absolute) is due
+    assert is_near(kind(sign * answer), kind(sign * truth), relative=relative, absolute=absolute) is expected
 
 
 def test_default_tolerance_is_0_and_fractions_are_exact() -> None:

@@ -1,4 +1,4 @@
-"""The rules for outages, each at its bounds: statuses, codes of databases, names of types, and what is searched of a large error."""
+"""The rules for outages, at their bounds: statuses, database codes, type names, and how much of a large error is searched."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from tests.base.test_outages import Code, named
 REFUSED = "connection refused"
 
 
-def decided(error: BaseException) -> str:
-    """What an error is: `late` or `server` for an outage, else `request`."""
+def classify(error: BaseException) -> str:
+    """Returns the class of an error: `late` or `server` for an outage, else `request`."""
     report = outage_of(error, {"query": "a"})
     return "request" if report is None else "late" if report.late else "server"
 
 
-def of_status(status: object) -> str:
+def expected_class(status: object) -> str:
     return "late" if status in (408, 504) else "server" if status in (401, 429) or status in range(500, 600) else "request"
 
 
-def test_the_status_decides_whatever_the_text_is() -> None:
-    decisions = {status: decided(named("Failed", args=(REFUSED,), status_code=status)) for status in range(400, 600)}
-    assert decisions == {status: of_status(status) for status in range(400, 600)}
+def test_the_status_takes_precedence_over_the_text() -> None:
+    decisions = {status: classify(named("Failed", args=(REFUSED,), status_code=status)) for status in range(400, 600)}
+    assert decisions == {status: expected_class(status) for status in range(400, 600)}
 
 
 @pytest.mark.parametrize("status", [399, 600, True, "404"])
-def test_what_is_no_status_of_a_failure_leaves_the_decision_to_the_text(status: object) -> None:
-    assert decided(named("Failed", args=(REFUSED,), status_code=status)) == "server"
-    assert decided(named("Failed", args=("no",), status_code=status)) == "request"
+def test_without_a_failure_status_the_text_decides(status: object) -> None:
+    assert classify(named("Failed", args=(REFUSED,), status_code=status)) == "server"
+    assert classify(named("Failed", args=("no",), status_code=status)) == "request"
 
 
 @pytest.mark.parametrize("path", ["response.status_code", "response.status", "status_code", "status", "code", "http_status", "resp.status"])
-def test_where_clients_keep_the_status(path: str) -> None:
+def test_the_status_is_read_from_each_attribute_that_clients_use(path: str) -> None:
     holder, _, name = path.rpartition(".")
     for status, expected in ((503, "server"), (404, "request")):
         attributes = {holder: type("Response", (), {name: status})()} if holder else {name: status}
-        assert decided(named("Failed", args=(REFUSED,), **attributes)) == expected
-    assert decided(named("Failed", args=(REFUSED,), response={"ResponseMetadata": {"HTTPStatusCode": 404}})) == "request"
-    assert decided(named("Failed", args=(REFUSED,), response={"ResponseMetadata": 404})) == "server", "which leaves the text"
+        assert classify(named("Failed", args=(REFUSED,), **attributes)) == expected
+    assert classify(named("Failed", args=(REFUSED,), response={"ResponseMetadata": {"HTTPStatusCode": 404}})) == "request"
+    assert classify(named("Failed", args=(REFUSED,), response={"ResponseMetadata": 404})) == "server", "without a status the text decides"
 
 
 def rpc(code: Any, *, details: bool = True) -> BaseException:
@@ -63,12 +63,12 @@ def rpc(code: Any, *, details: bool = True) -> BaseException:
     ],
 )
 def test_the_codes_of_grpc(name: str, expected: str) -> None:
-    assert decided(rpc(lambda: Code(name))) == expected
+    assert classify(rpc(lambda: Code(name))) == expected
 
 
-def test_a_code_that_is_not_one_of_grpc_leaves_the_decision_to_the_text() -> None:
-    assert decided(rpc(lambda: Code("NOT_FOUND"), details=False)) == "server"
-    assert decided(rpc(lambda: 5)) == "server" and decided(rpc("NOT_FOUND")) == "server"
+def test_with_a_code_that_is_not_from_grpc_the_text_decides() -> None:
+    assert classify(rpc(lambda: Code("NOT_FOUND"), details=False)) == "server"
+    assert classify(rpc(lambda: 5)) == "server" and classify(rpc("NOT_FOUND")) == "server"
 
 
 SQLITE = {
@@ -83,14 +83,14 @@ def test_the_codes_of_sqlite(code: int) -> None:
     for extended in (code, code | 1 << 8, code | 17 << 8):
         error = sqlite3.OperationalError(REFUSED)
         error.sqlite_errorcode = extended
-        assert decided(error) == expected
+        assert classify(error) == expected
 
 
-def test_errors_of_sqlite_without_a_code_have_texts() -> None:
+def test_sqlite_errors_without_a_code_are_classified_by_text() -> None:
     for text in ("database is locked", "disk I/O error", "unable to open database file", "database disk image is malformed"):
-        assert decided(sqlite3.OperationalError(text)) == "server"
-    assert decided(sqlite3.OperationalError("database or disk is full")) == "server"
-    assert decided(sqlite3.OperationalError(f"no such column: {REFUSED}")) == "request"
+        assert classify(sqlite3.OperationalError(text)) == "server"
+    assert classify(sqlite3.OperationalError("database or disk is full")) == "server"
+    assert classify(sqlite3.OperationalError(f"no such column: {REFUSED}")) == "request"
 
 
 MYSQL = {
@@ -119,45 +119,45 @@ MYSQL = {
 @pytest.mark.parametrize("kind", ["OperationalError", "InterfaceError", "InternalError"])
 def test_the_codes_of_mysql(kind: str) -> None:
     for code in (*range(1000, 1300), *range(2000, 2100)):
-        assert decided(named(kind, args=(code, REFUSED))) == ("server" if code in MYSQL else "request"), code
+        assert classify(named(kind, args=(code, REFUSED))) == ("server" if code in MYSQL else "request"), code
 
 
-def test_numbers_of_other_errors_are_no_codes_of_mysql() -> None:
-    assert decided(named("ProgrammingError", args=(1054, REFUSED))) == "server", "the text decides"
-    assert decided(named("OperationalError", args=(REFUSED, 1054))) == "server"
-    assert decided(named("OperationalError")) == "request"
+def test_numbers_in_other_errors_are_not_mysql_codes() -> None:
+    assert classify(named("ProgrammingError", args=(1054, REFUSED))) == "server", "the text decides"
+    assert classify(named("OperationalError", args=(REFUSED, 1054))) == "server"
+    assert classify(named("OperationalError")) == "request"
 
 
 @pytest.mark.parametrize("name", ["sqlstate", "pgcode"])
 def test_the_states_of_sql(name: str) -> None:
     for state in ("08006", "53300", "57P01", "58030", "XX000"):
-        assert decided(named("Failed", **{name: state})) == "server"
+        assert classify(named("Failed", **{name: state})) == "server"
     for state in ("42703", "57014", "0A000"):
-        assert decided(named("Failed", args=(REFUSED,), **{name: state})) == "request"
+        assert classify(named("Failed", args=(REFUSED,), **{name: state})) == "request"
     for other in ("0800", "08 06", 8006, None):
         attributes: dict[str, Any] = {name: other}
-        assert decided(named("Failed", args=("no",), **attributes)) == "request"
-        assert decided(named("Failed", args=(REFUSED,), **attributes)) == "server"
+        assert classify(named("Failed", args=("no",), **attributes)) == "request"
+        assert classify(named("Failed", args=(REFUSED,), **attributes)) == "server"
 
 
 @pytest.mark.parametrize(("returncode", "expected"), [(-9, "late"), (0, "request"), (1, "request")])
-def test_programs_by_how_they_ended(returncode: int, expected: str) -> None:
-    assert decided(subprocess.CalledProcessError(returncode, REFUSED)) == expected
+def test_programs_are_classified_by_exit_code(returncode: int, expected: str) -> None:
+    assert classify(subprocess.CalledProcessError(returncode, REFUSED)) == expected
 
 
 def test_numbers_of_the_operating_system() -> None:
     class ClientError(OSError):
-        """Python chooses no subclass by the number for it."""
+        """Python does not select a subclass of it by the number."""
 
-    assert decided(OSError(errno.EIO, "x")) == "server" and decided(OSError(errno.ENETUNREACH, "x")) == "server"
-    assert decided(OSError(errno.EINVAL, REFUSED)) == "request" and decided(ClientError(errno.EPERM, REFUSED)) == "request"
-    assert decided(OSError(0, REFUSED)) == "server" and decided(OSError(REFUSED)) == "server", "the text decides"
+    assert classify(OSError(errno.EIO, "x")) == "server" and classify(OSError(errno.ENETUNREACH, "x")) == "server"
+    assert classify(OSError(errno.EINVAL, REFUSED)) == "request" and classify(ClientError(errno.EPERM, REFUSED)) == "request"
+    assert classify(OSError(0, REFUSED)) == "server" and classify(OSError(REFUSED)) == "server", "the text decides"
     without_text = OSError(REFUSED)
     without_text.errno = errno.EINVAL
-    assert decided(without_text) == "server"
+    assert classify(without_text) == "server"
 
 
-def test_an_address_of_the_arguments_excuses_the_machine_but_not_the_network() -> None:
+def test_with_an_address_in_the_arguments_only_machine_errors_are_outages() -> None:
     arguments = {"url": "https://example.com/large"}
     assert outage_of(OSError(errno.ENOSPC, "x"), arguments) is not None and outage_of(OSError(errno.ENETUNREACH, "x"), arguments) is None
 
@@ -175,11 +175,11 @@ def test_an_address_of_the_arguments_excuses_the_machine_but_not_the_network() -
     ],
 )
 def test_the_names_of_a_type_and_its_bases(names: tuple[str, ...], expected: str) -> None:
-    assert decided(named(*names)) == expected
+    assert classify(named(*names)) == expected
 
 
 def test_the_names_of_built_in_types_decide_nothing() -> None:
-    assert decided(type("ConnectError", (Exception,), {"__module__": "builtins"})("no")) == "request"
+    assert classify(type("ConnectError", (Exception,), {"__module__": "builtins"})("no")) == "request"
 
 
 @pytest.mark.parametrize(
@@ -195,16 +195,16 @@ def test_the_name_of_a_type_in_a_trace(name: str, expected: bool) -> None:
     assert is_outage_name(name) is expected
 
 
-def test_groups_and_exits_report_nothing_themselves() -> None:
-    assert decided(ExceptionGroup(REFUSED, [KeyError("x")])) == "request"
-    assert decided(BaseExceptionGroup(REFUSED, [SystemExit(REFUSED)])) == "request"
+def test_the_texts_of_groups_and_exits_are_ignored() -> None:
+    assert classify(ExceptionGroup(REFUSED, [KeyError("x")])) == "request"
+    assert classify(BaseExceptionGroup(REFUSED, [SystemExit(REFUSED)])) == "request"
 
 
 @pytest.mark.parametrize("name", ["reason", "orig"])
-def test_errors_in_the_attributes_of_others(name: str) -> None:
+def test_errors_in_attributes_of_errors_are_classified(name: str) -> None:
     for inner, expected in ((ConnectionRefusedError(), "server"), (REFUSED, "request")):
         attributes: dict[str, Any] = {name: inner}
-        assert decided(named("Failed", **attributes)) == expected
+        assert classify(named("Failed", **attributes)) == expected
 
 
 def chain_of(length: int) -> BaseException:
@@ -217,7 +217,7 @@ def chain_of(length: int) -> BaseException:
 
 
 def test_64_errors_of_a_chain_are_searched() -> None:
-    assert decided(chain_of(64)) == "server" and decided(chain_of(65)) == "request"
+    assert classify(chain_of(64)) == "server" and classify(chain_of(65)) == "request"
 
 
 def test_20_000_characters_of_a_text_are_searched() -> None:
@@ -230,7 +230,7 @@ def test_10_000_values_of_the_arguments_are_searched() -> None:
         assert has_address({"a": ["x"] * before + ["http://example.com/"]}) is expected
 
 
-def test_a_status_in_json_is_an_error_within_300_characters_of_a_field_that_says_so() -> None:
+def test_a_status_in_json_counts_within_300_characters_of_an_error_field() -> None:
     for distance, expected in ((0, True), (300, True), (301, False)):
         pad = " " * (distance - len('"error":'))
         assert bool(outage_phrase(f'{{{" " * 500}"error":{pad}"code": 503}}')) is expected, distance
@@ -238,25 +238,25 @@ def test_a_status_in_json_is_an_error_within_300_characters_of_a_field_that_says
     assert outage_phrase('"error": 1, "code": 503') == '"code": 503'
 
 
-def test_words_of_the_arguments_report_nothing_and_the_next_phrase_may() -> None:
+def test_phrases_from_the_arguments_are_skipped() -> None:
     text = f"{REFUSED}, then bad gateway"
     assert outage_phrase(text, {"query": REFUSED}) == "bad gateway" and outage_phrase(text, {"query": "x"}) == REFUSED
     assert outage_phrase(text) == REFUSED and outage_phrase(text, {"query": f"bad gateway {REFUSED}"}) == ""
 
 
-def test_an_outage_is_not_late_unless_it_says_so() -> None:
+def test_an_outage_is_not_late_by_default() -> None:
     assert not Outage(text="x").late
 
 
-class Held:
-    """An object of a client, with some attributes."""
+class ClientObject:
+    """A client's object with the given attributes."""
 
     def __init__(self, **attributes: Any) -> None:
         self.__dict__.update(attributes)
 
 
-def chosen(arguments: dict[str, Any], text: str = "no", **attributes: Any) -> bool:
-    """Whether a failed connection is not an outage, because the arguments hold its address."""
+def address_from_arguments(arguments: dict[str, Any], text: str = "no", **attributes: Any) -> bool:
+    """Returns whether a failed connection is no outage because the arguments contain its address."""
     return outage_of(named("ConnectError", args=(text,), **attributes), arguments) is None
 
 
@@ -279,27 +279,27 @@ def chosen(arguments: dict[str, Any], text: str = "no", **attributes: Any) -> bo
     ],
 )
 def test_a_host_in_the_arguments(host: str, text: str, expected: bool) -> None:
-    assert chosen({"query": text}, host=host) is expected
+    assert address_from_arguments({"query": text}, host=host) is expected
 
 
 @pytest.mark.parametrize(
     "attributes",
     [
         {"host": "db.internal"},
-        {"pool": Held(host="db.internal")},
+        {"pool": ClientObject(host="db.internal")},
         {"url": "http://db.internal:80/x"},
         {"filename": "http://me@db.internal/"},
-        {"request": Held(url="https://db.internal")},
-        {"request": Held(url=Held(host="db.internal"))},
-        {"request_info": Held(url=Held(host="db.internal"))},
+        {"request": ClientObject(url="https://db.internal")},
+        {"request": ClientObject(url=ClientObject(host="db.internal"))},
+        {"request_info": ClientObject(url=ClientObject(host="db.internal"))},
         {"text": "Connect call failed ('db.internal', 80)"},
         {"text": "HTTPConnectionPool(host='db.internal', port=80)"},
         {"text": "no answer from https://db.internal/x"},
         {"text": " ".join(f"http://h{number}/" for number in range(3)) + " http://db.internal/"},
     ],
 )
-def test_where_clients_keep_the_host(attributes: dict[str, Any]) -> None:
-    assert chosen({"query": "at db.internal"}, **attributes) and not chosen({"query": "x"}, **attributes)
+def test_the_host_is_read_from_each_attribute_that_clients_use(attributes: dict[str, Any]) -> None:
+    assert address_from_arguments({"query": "at db.internal"}, **attributes) and not address_from_arguments({"query": "x"}, **attributes)
 
 
 @pytest.mark.parametrize(
@@ -311,17 +311,17 @@ def test_where_clients_keep_the_host(attributes: dict[str, Any]) -> None:
         {"text": " ".join(f"http://h{number}/" for number in range(4)) + " http://db.internal/"},
     ],
 )
-def test_what_is_no_host_of_an_error(attributes: dict[str, Any]) -> None:
-    assert not chosen({"query": "at db.internal"}, **attributes)
+def test_values_that_are_not_a_host(attributes: dict[str, Any]) -> None:
+    assert not address_from_arguments({"query": "at db.internal"}, **attributes)
 
 
 def test_any_address_counts_if_the_error_has_only_numbers() -> None:
     arguments = {"url": "http://example.com/"}
     for host in ("10.0.0.1", "localhost", "fe80::1"):
-        assert chosen(arguments, host=host)
-    assert chosen(arguments) and not chosen({"query": "x"}) and not chosen({})
-    assert not chosen(arguments, host="db.internal"), "the tool's own server"
-    assert not chosen(arguments, text="Connect call failed ('10.0.0.1', 80)", host="db.internal")
+        assert address_from_arguments(arguments, host=host)
+    assert address_from_arguments(arguments) and not address_from_arguments({"query": "x"}) and not address_from_arguments({})
+    assert not address_from_arguments(arguments, host="db.internal"), "the tool's own server"
+    assert not address_from_arguments(arguments, text="Connect call failed ('10.0.0.1', 80)", host="db.internal")
 
 
 @pytest.mark.parametrize(

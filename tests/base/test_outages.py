@@ -1,4 +1,4 @@
-"""Outages told from wrong requests: the exceptions that real clients raise, those of clients that are not installed here, and texts."""
+"""Outages are distinguished from wrong requests in exceptions of real clients, of clients that are not installed here, and in texts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from agentrl.base.outages import outage_of, outage_phrase
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Answers with the status that the path names; `/hang`, `/drop` and `/half` do what they say."""
+    """Answers with the status in the path; `/hang` never answers, `/drop` disconnects, `/half` sends half of the body."""
 
     protocol_version = "HTTP/1.1"
 
@@ -65,10 +65,10 @@ def server() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def nobody() -> str:
-    """A port at which no process listens."""
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        return f"http://127.0.0.1:{held.getsockname()[1]}"
+def unused_url() -> str:
+    """A URL with a port on which no process listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
 def by_urllib(url: str) -> None:
@@ -115,43 +115,43 @@ CLIENTS = [by_urllib, by_httpx, by_requests, pytest.param(by_aiohttp, marks=WITH
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("path", ["/500", "/502", "/503", "/504", "/429", "/401", "/drop", "/hang", "/half"])
-def test_what_a_server_does_wrong_is_an_outage_with_every_client(client: Callable[[str], None], path: str, server: str) -> None:
-    found = outage_of(raised(lambda: client(server + path)), {"query": "the weather", "n": 3})
-    assert found is not None and found.text.isprintable() and len(found.text) <= 300
-    assert found.late == (path in ("/hang", "/504"))
+def test_a_server_error_is_an_outage_with_every_client(client: Callable[[str], None], path: str, server: str) -> None:
+    outage = outage_of(raised(lambda: client(server + path)), {"query": "the weather", "n": 3})
+    assert outage is not None and outage.text.isprintable() and len(outage.text) <= 300
+    assert outage.late == (path in ("/hang", "/504"))
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("client", [*CLIENTS, by_openai])
-def test_a_server_that_is_not_there_is_an_outage(client: Callable[[str], None], nobody: str) -> None:
-    assert outage_of(raised(lambda: client(nobody)), {"query": "the weather"}) is not None
+def test_a_server_that_is_not_there_is_an_outage(client: Callable[[str], None], unused_url: str) -> None:
+    assert outage_of(raised(lambda: client(unused_url)), {"query": "the weather"}) is not None
     assert outage_of(raised(lambda: client("http://no.such.host.invalid/")), {"query": "the weather"}) is not None
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("status", [400, 403, 404, 405, 409, 413, 422])
-def test_a_request_that_a_server_refuses_is_no_outage(client: Callable[[str], None], status: int, server: str) -> None:
+def test_a_rejected_request_is_no_outage(client: Callable[[str], None], status: int, server: str) -> None:
     assert outage_of(raised(lambda: client(f"{server}/{status}"))) is None
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_an_address_that_the_arguments_hold_was_chosen_by_the_agent(client: Callable[[str], None], nobody: str, server: str) -> None:
-    """An agent that could make a fault of the machine by naming a dead address would choose which of its episodes count."""
-    dead = raised(lambda: client(nobody))
-    host, port = nobody.removeprefix("http://").split(":")
-    for asked in (
-        {"url": nobody},
-        {"request": f"GET {nobody}/x HTTP/1.1"},
-        {"sites": [{"link": nobody}]},
+def test_an_address_in_the_arguments_is_no_outage(client: Callable[[str], None], unused_url: str, server: str) -> None:
+    """Otherwise an agent could exclude any of its episodes by requesting a dead address."""
+    dead = raised(lambda: client(unused_url))
+    host, port = unused_url.removeprefix("http://").split(":")
+    for arguments in (
+        {"url": unused_url},
+        {"request": f"GET {unused_url}/x HTTP/1.1"},
+        {"sites": [{"link": unused_url}]},
         {"host": host, "port": int(port)},
     ):
-        assert outage_of(dead, asked) is None, asked
-    assert outage_of(dead, {"url": f"http://localhost:{port}/"}) is None, "the error holds a number where the agent wrote a name"
+        assert outage_of(dead, arguments) is None, arguments
+    assert outage_of(dead, {"url": f"http://localhost:{port}/"}) is None, "the error has an IP address, the arguments a name"
     unknown = raised(lambda: client("http://no.such.host.invalid/"))
     assert outage_of(unknown, {"url": "http://no.such.host.invalid/"}) is None
     assert outage_of(raised(lambda: client(server + "/503")), {"url": server + "/503"}) is None
-    assert outage_of(dead, {"path": "report.csv", "query": "who is http"}) is not None, "a file's name is no address"
+    assert outage_of(dead, {"path": "report.csv", "query": "who is http"}) is not None, "a file name is no address"
 
 
 def test_a_backend_with_a_name_is_distinguished_from_an_address_in_the_arguments() -> None:
@@ -170,10 +170,10 @@ def sql(code: str) -> None:
 
 def locked() -> None:
     name = "file:locked?mode=memory&cache=shared"
-    with sqlite3.connect(name, uri=True) as one:
-        one.execute("create table t(a)")
-        one.commit()
-        one.execute("begin exclusive")
+    with sqlite3.connect(name, uri=True) as connection:
+        connection.execute("create table t(a)")
+        connection.commit()
+        connection.execute("begin exclusive")
         sqlite3.connect(name, uri=True, timeout=0).execute("insert into t values (1)")
 
 
@@ -212,7 +212,7 @@ async def waits() -> None:
         await asyncio.sleep(5)
 
 
-def test_errors_of_the_standard_library_by_what_raises_them(tmp_path: Path) -> None:
+def test_errors_of_the_standard_library(tmp_path: Path) -> None:
     outages: dict[str, Callable[[], Any]] = {
         "a name that does not resolve": lambda: socket.getaddrinfo("no.such.host.invalid", 80),
         "a locked database": locked,
@@ -225,8 +225,8 @@ def test_errors_of_the_standard_library_by_what_raises_them(tmp_path: Path) -> N
         "a deadline": lambda: asyncio.run(waits()),
         "a program's deadline": lambda: subprocess.run([sys.executable, "-c", "import time; time.sleep(9)"], timeout=0.2),
     }
-    for what, code in outages.items():
-        assert outage_of(raised(code), {"text": "a"}) is not None, what
+    for case, code in outages.items():
+        assert outage_of(raised(code), {"text": "a"}) is not None, case
     wrong: dict[str, Callable[[], Any]] = {
         "a table that there is not": lambda: sql("select * from nothing"),
         "a syntax error": lambda: sql("selec"),
@@ -238,8 +238,8 @@ def test_errors_of_the_standard_library_by_what_raises_them(tmp_path: Path) -> N
         "a host that is none": lambda: requests.get("http://"),
         "a number": lambda: int("connection refused"),
     }
-    for what, code in wrong.items():
-        assert outage_of(raised(code), {"text": "a"}) is None, what
+    for case, code in wrong.items():
+        assert outage_of(raised(code), {"text": "a"}) is None, case
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EMFILE, errno.EIO, errno.EDQUOT])
@@ -320,13 +320,13 @@ def test_clients_that_are_not_installed(client: str) -> None:
 
 
 @pytest.mark.parametrize("client", WRONG)
-def test_what_those_say_of_a_wrong_request(client: str) -> None:
+def test_clients_that_are_not_installed_with_a_wrong_request(client: str) -> None:
     assert outage_of(WRONG[client], {"query": "a"}) is None
     assert outage_of(_from(RuntimeError("the tool failed"), WRONG[client]), {"query": "a"}) is None
 
 
-def test_the_first_error_that_decides_does() -> None:
-    """A client that tried another server after the first, and was refused there, was refused."""
+def test_the_outermost_classified_error_decides() -> None:
+    """If a client tried a second server and got a rejection from it, the request was rejected."""
     assert outage_of(_while(named("HTTPStatusError", status_code=404), ConnectionRefusedError())) is None
     assert outage_of(_while(named("HTTPStatusError", status_code=502), KeyError("x"))) is not None
 
@@ -341,7 +341,7 @@ def _while(outer: BaseException, context: BaseException) -> BaseException:
     return outer
 
 
-def test_words_that_the_arguments_hold_are_not_the_servers() -> None:
+def test_phrases_in_the_arguments_do_not_count() -> None:
     assert outage_phrase("Error executing tool search: [Errno 111] Connection refused") == "Connection refused"
     echoed = "no notes hold 'Connection refused'"
     assert outage_phrase(echoed, {"query": "connection-refused"}) == "" and outage_phrase(echoed, {"query": "refused"}) != ""
@@ -389,12 +389,12 @@ def test_texts_that_report_an_outage(text: str) -> None:
         "",
     ],
 )
-def test_texts_that_do_not(text: str) -> None:
+def test_texts_that_report_no_outage(text: str) -> None:
     assert outage_phrase(text) == ""
 
 
 class Hostile(Exception):
-    """Whose attributes raise."""
+    """An error whose attributes and text raise."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(name)
@@ -405,7 +405,7 @@ class Hostile(Exception):
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda one: st.lists(one) | st.dictionaries(st.text(), one),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     max_leaves=6,
 )
 
@@ -413,21 +413,21 @@ JSON = st.recursive(
 @given(
     st.dictionaries(st.text(), JSON), st.sampled_from([Hostile(), OSError(), OSError(None, None), Exception(), ConnectionError(10**5000)])
 )
-def test_it_decides_whatever_the_error_and_the_arguments_are(asked: dict[str, Any], error: Exception) -> None:
-    outage_of(error, asked)
+def test_no_error_and_no_arguments_make_it_raise(arguments: dict[str, Any], error: Exception) -> None:
+    outage_of(error, arguments)
     looped = RuntimeError("a")
     looped.__cause__ = _from(error, looped)
-    outage_of(looped, asked)
+    outage_of(looped, arguments)
     error.__cause__ = None
 
 
 @given(st.text(), st.dictionaries(st.text(), JSON))
-def test_any_text(text: str, asked: dict[str, Any]) -> None:
-    assert isinstance(outage_phrase(text, asked), str)
+def test_no_text_makes_it_raise(text: str, arguments: dict[str, Any]) -> None:
+    assert isinstance(outage_phrase(text, arguments), str)
 
 
 REPORTED: dict[str, list[str]] = json.loads((Path(__file__).parent / "data" / "outages.json").read_text(encoding="utf-8"))
-"""Client -> what it says of an outage."""
+"""Client -> its texts for an outage."""
 
 
 @pytest.mark.parametrize("client", REPORTED)

@@ -19,22 +19,22 @@ from agentrl.base.processes import die_with_parent, process_age_s, process_tree,
 from tests.waiting import until, wait_until
 
 
-def _start_a_child(told: multiprocessing.Queue[int]) -> None:
-    """Starts a child that ties itself to this process, says its id, and waits."""
+def _start_a_child(pids: multiprocessing.Queue[int]) -> None:
+    """Starts a child that dies with this process, sends the child's id, and waits."""
     parent, child = os.getpid(), os.fork()
     if child == 0:
         die_with_parent(parent)
-        told.put(os.getpid())
+        pids.put(os.getpid())
     time.sleep(60)
 
 
 @pytest.mark.slow
 def test_a_child_dies_with_its_parent() -> None:
     context = multiprocessing.get_context("spawn")
-    told = context.Queue()
-    parent = context.Process(target=_start_a_child, args=(told,))
+    pids = context.Queue()
+    parent = context.Process(target=_start_a_child, args=(pids,))
     parent.start()
-    child = told.get(timeout=30)
+    child = pids.get(timeout=30)
     assert parent.pid is not None
     os.kill(parent.pid, signal.SIGKILL)
     parent.join()
@@ -44,7 +44,7 @@ def test_a_child_dies_with_its_parent() -> None:
         time.sleep(0.01)
 
 
-def test_a_tree_of_processes_has_their_states() -> None:
+def test_a_process_tree_contains_the_states() -> None:
     child = subprocess.Popen(["sh", "-c", "sleep 60 & wait"])
     try:
         wait_until(lambda: len(process_tree(child.pid)) == 2)
@@ -59,15 +59,15 @@ def test_a_tree_of_processes_has_their_states() -> None:
     assert process_tree(child.pid) == {}
 
 
-def test_the_age_of_a_process_is_that_of_the_clock() -> None:
-    began = time.monotonic()
+def test_the_age_of_a_process_matches_the_clock() -> None:
+    started = time.monotonic()
     code = "import time; time.sleep(0.7); from agentrl.base.processes import process_age_s; print(process_age_s())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert 0.68 <= float(done.stdout) <= time.monotonic() - began + 0.02
-    assert process_age_s() > float(done.stdout)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert 0.68 <= float(result.stdout) <= time.monotonic() - started + 0.02
+    assert process_age_s() > float(result.stdout)
 
 
-def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be() -> None:
+def test_the_limit_of_open_files_is_raised_to_the_hard_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard - 1), hard))
@@ -78,11 +78,11 @@ def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be() -> None:
 
 
 @pytest.mark.slow
-async def test_full_collections_are_rare_and_still_free_what_refers_to_itself() -> None:
+async def test_full_collections_are_rare_and_still_free_cycles() -> None:
     """Objects that outlive the younger generations do not start a full collection; the timer and the end of the context do."""
     generations: list[int] = []
 
-    def seen(phase: str, info: dict[str, int]) -> None:
+    def record_generation(phase: str, info: dict[str, int]) -> None:
         if phase == "start":
             generations.append(info["generation"])
 
@@ -91,18 +91,18 @@ async def test_full_collections_are_rare_and_still_free_what_refers_to_itself() 
             self.own = self
 
     before = gc.get_threshold()
-    gc.callbacks.append(seen)
+    gc.callbacks.append(record_generation)
     try:
         async with rare_collections(every_s=3600.0):
             generations.clear()
-            kept = [[Cycle()] for _ in range(200_000)]  # without the context: several full collections
+            survivors = [[Cycle()] for _ in range(200_000)]  # without the context: several full collections
             assert 1 in generations and 2 not in generations
-            lost = weakref.ref(cycle := Cycle())
+            dead = weakref.ref(cycle := Cycle())
             del cycle
-        assert generations.count(2) == 1 and lost() is None and gc.get_threshold() == before
+        assert generations.count(2) == 1 and dead() is None and gc.get_threshold() == before
         async with rare_collections(every_s=0.01):
             generations.clear()
             await until(lambda: generations.count(2) >= 2)
     finally:
-        gc.callbacks.remove(seen)
-    assert len(kept) == 200_000
+        gc.callbacks.remove(record_generation)
+    assert len(survivors) == 200_000

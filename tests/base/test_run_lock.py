@@ -1,4 +1,4 @@
-"""One driver for a run folder, with real processes: the kernel's lock is what is tested."""
+"""A run folder has one driver at a time. Tested with real processes and the kernel's lock."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process.communicate()
 
 
-def test_the_holder_is_named_and_killing_it_frees_the_folder_at_once(holder: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_the_error_names_the_holder_and_killing_it_frees_the_folder(holder: subprocess.Popen[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
     with pytest.raises(RunFolderBusy) as error, drive_folder(run, command="mine"):
         pytest.fail("two hold it")
-    told = str(error.value)
-    assert f"process {holder.pid} on {socket.gethostname()}" in told and "agentrl train mine.py" in told
-    assert re.search(r"since \d{4}-\d\d-\d\dT\d\d:\d\d", told) and f"kill -INT {holder.pid}" in error.value.fix
+    message = str(error.value)
+    assert f"process {holder.pid} on {socket.gethostname()}" in message and "agentrl train mine.py" in message
+    assert re.search(r"since \d{4}-\d\d-\d\dT\d\d:\d\d", message) and f"kill -INT {holder.pid}" in error.value.fix
     holder.send_signal(signal.SIGKILL)
     holder.wait()
-    began = time.monotonic()
+    started = time.monotonic()
     with drive_folder(run, command="mine"):
-        assert time.monotonic() - began < 20.0
+        assert time.monotonic() - started < 20.0
         assert json.loads((run / DRIVER).read_text())["pid"] == os.getpid()
 
 
@@ -77,26 +77,26 @@ def test_no_child_inherits_the_lock(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_of_four_in_the_same_instant_one_gets_the_folder(tmp_path: Path) -> None:
-    found = raced(tmp_path, tmp_path / "run")
-    assert sorted(answer.startswith("refused") for answer in found) == [False, True, True, True], found
-    assert all("is driven by another agentrl: process" in answer for answer in found if answer.startswith("refused"))
+def test_one_of_four_simultaneous_drivers_gets_the_folder(tmp_path: Path) -> None:
+    answers = race_for_folder(tmp_path, tmp_path / "run")
+    assert sorted(answer.startswith("refused") for answer in answers) == [False, True, True, True], answers
+    assert all("is driven by another agentrl: process" in answer for answer in answers if answer.startswith("refused"))
 
 
 @pytest.mark.slow
-def test_four_in_the_same_instant_without_a_folder_get_four(tmp_path: Path) -> None:
-    assert sorted(Path(answer).name for answer in raced(tmp_path)) == ["q", "q-2", "q-3", "q-4"]
+def test_four_simultaneous_drivers_without_a_folder_get_one_each(tmp_path: Path) -> None:
+    assert sorted(Path(answer).name for answer in race_for_folder(tmp_path)) == ["q", "q-2", "q-3", "q-4"]
 
 
-def raced(runs: Path, wanted: Path | None = None) -> list[str]:
-    """What four forks of this process get who try at once, each holding what it got until all have tried; then they use it."""
+def race_for_folder(runs: Path, requested: Path | None = None) -> list[str]:
+    """Returns the folders or errors of four forks that start at once. Each keeps its folder until all have tried, then uses it."""
     context = multiprocessing.get_context("fork")
     barrier, answers = context.Barrier(4), context.SimpleQueue()
 
     def race() -> None:
         barrier.wait(60)
         try:
-            with claim_run_folder(wanted, runs, "q", resume=False, command="race") as folder:
+            with claim_run_folder(requested, runs, "q", resume=False, command="race") as folder:
                 barrier.wait(60)
                 (folder / "recipe.json").write_text("{}")
                 answers.put(str(folder))
@@ -107,14 +107,14 @@ def raced(runs: Path, wanted: Path | None = None) -> list[str]:
     racers = [context.Process(target=race) for _ in range(4)]
     for racer in racers:
         racer.start()
-    found = [answers.get() for _ in racers]
+    collected = [answers.get() for _ in racers]
     for racer in racers:
         racer.join()
-    return found
+    return collected
 
 
 @pytest.mark.slow
-def test_a_part_that_outlived_its_driver_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_next_driver_waits_for_parts_of_the_previous_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A learner dies with its driver, but not in the same instant: this one takes a second and a half."""
     part = hold_shared_lock(tmp_path)
     dying = subprocess.Popen(["sleep", "1.5"], pass_fds=(part,))
@@ -125,7 +125,7 @@ def test_a_part_that_outlived_its_driver_is_waited_for(tmp_path: Path, capsys: p
     dying.wait()
 
 
-def test_a_part_that_does_not_end_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_part_that_does_not_end(tmp_path: Path) -> None:
     part = hold_shared_lock(tmp_path)
     stuck = subprocess.Popen(["sleep", "600"], pass_fds=(part,))
     os.close(part)
@@ -142,7 +142,7 @@ def test_a_part_that_does_not_end_is_named(tmp_path: Path) -> None:
         pass
 
 
-def test_a_refused_start_leaves_no_folder_and_one_that_was_used_stays(tmp_path: Path) -> None:
+def test_a_failed_start_leaves_no_folder_and_a_used_folder_stays(tmp_path: Path) -> None:
     run = tmp_path / "deep" / "run"
     with pytest.raises(KeyError), drive_folder(run, command="mine"):
         raise KeyError
@@ -152,20 +152,20 @@ def test_a_refused_start_leaves_no_folder_and_one_that_was_used_stays(tmp_path: 
     assert (run / "recipe.json").exists()
 
 
-def test_a_folder_removed_between_opening_and_locking_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its last driver removed it just then: a lock on a file that has no name any more would hold nobody off."""
-    run, flock, seen = tmp_path / "run", run_lock.fcntl.flock, []
+def test_a_folder_removed_between_opening_and_locking_is_recreated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The previous driver removed it at that moment. A lock on a deleted file would not exclude other drivers."""
+    run, flock, handles = tmp_path / "run", run_lock.fcntl.flock, []
 
-    def removed_first(handle: int, how: int) -> None:
-        if not seen:
+    def removed_first(handle: int, operation: int) -> None:
+        if not handles:
             (run / DRIVER).unlink()
             run.rmdir()
-        seen.append(handle)
-        flock(handle, how)
+        handles.append(handle)
+        flock(handle, operation)
 
     monkeypatch.setattr(run_lock.fcntl, "flock", removed_first)
     with drive_folder(run, command="mine"):
-        assert json.loads((run / DRIVER).read_text())["command"] == "mine" and len(seen) == 2
+        assert json.loads((run / DRIVER).read_text())["command"] == "mine" and len(handles) == 2
 
 
 def test_a_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_a_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("folder", "why"), [("/proc/no-such-run", "No such file"), ("/tmp/\udcff", "not UTF-8")])
-def test_a_folder_that_cannot_be_created_or_named_is_an_error(folder: str, why: str) -> None:
+def test_a_folder_with_an_impossible_path_is_an_error(folder: str, why: str) -> None:
     with pytest.raises(UserError, match=why) as error, drive_folder(Path(folder), command="mine"):
         pytest.fail("there is no such folder")
     assert str(error.value).isascii()

@@ -1,4 +1,4 @@
-"""Scores that are equal up to rounding are equal wherever scores are compared: one definition, `agentrl.base.numbers`."""
+"""Scores that are equal up to rounding are equal in every comparison of scores, as `agentrl.base.numbers` defines it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HALVES = (0.5, 0.4999999999999999, 0.5000000000000001, 0.5)
 
 
 @given(st.floats(-1e9, 1e9), st.integers(-4, 4), st.floats(1e-7, 1e9))
-def test_rounding_is_no_difference_and_anything_larger_is(score: float, steps: int, more: float) -> None:
+def test_rounding_is_not_a_difference_and_anything_larger_is(score: float, steps: int, more: float) -> None:
     other = score
     for _ in range(abs(steps)):
         other = math.nextafter(other, math.copysign(math.inf, steps))
@@ -48,14 +48,14 @@ def test_rounding_is_no_difference_and_anything_larger_is(score: float, steps: i
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=8), st.randoms())
-def test_sums_in_any_order_are_alike_and_exactly_so_as_fractions(weights: list[int], random: Any) -> None:
+def test_sums_in_any_order_are_equal_and_exactly_equal_as_fractions(weights: list[int], random: Any) -> None:
     shuffled = weights[:]
     random.shuffle(shuffled)
     sums = [sum(weight * 0.001 for weight in order) for order in (weights, shuffled)]
-    assert all_equal(sums) and len({exact_fraction(one) for one in sums}) == 1
+    assert all_equal(sums) and len({exact_fraction(total) for total in sums}) == 1
 
 
-def test_what_is_not_finite() -> None:
+def test_comparisons_of_numbers_that_are_not_finite() -> None:
     assert (
         all_equal(())
         and all_equal((math.inf,))
@@ -66,8 +66,8 @@ def test_what_is_not_finite() -> None:
     assert not is_above(math.nan, 0.0) and is_above(math.inf, 1.0) and is_at_least(math.inf, math.inf) and not is_at_least(-math.inf, 0.0)
 
 
-def test_where_rounding_ends() -> None:
-    """At a billionth of the larger score, or of 1; such a difference itself still is rounding."""
+def test_the_bound_of_rounding() -> None:
+    """It is a billionth of the larger score, or of 1. A difference of exactly that much is still rounding."""
     assert tolerance() == tolerance(0.001) == tolerance(-1.0) == ROUNDING
     assert tolerance(1.0, -1e6) == tolerance(1e6, 1.0) == ROUNDING * 1e6
     assert tolerance(math.inf) == tolerance(-math.inf, 1.0) == 0.0
@@ -86,93 +86,93 @@ def test_fractions_of_scores_have_nine_decimals_or_digits() -> None:
 def test_a_group_whose_scores_differ_by_rounding_has_no_advantages(advantage: str, normalize: bool) -> None:
     objective = ObjectiveConfig(advantage=advantage, normalize_std=normalize)
     for scores in (HALVES, tuple(value + 1e3 for value in HALVES)):
-        (found,) = batch_advantages([group(*scores)], objective, min_group_size=2)
-        assert found.drop_reason == "all_equal", found
+        (result,) = batch_advantages([group(*scores)], objective, min_group_size=2)
+        assert result.drop_reason == "all_equal", result
         others = batch_advantages([group(*scores), group(scores[0] + 1, scores[0] - 1)], objective, min_group_size=2)
-        assert others[0].drop_reason == "all_equal" and not others[1].drop_reason, "a batch's mean is near the group's"
+        assert others[0].drop_reason == "all_equal" and not others[1].drop_reason, "the mean of the batch is close to that of the group"
 
 
 @pytest.mark.parametrize("credit", ["episode", "branches", "roles", "verifier", "counterfactual"])
-def test_credit_of_rounding_trains_nothing(credit: str) -> None:
+def test_credit_from_rounding_trains_nothing(credit: str) -> None:
     data = {"name": "t", "policy": {"model": "m"}, "tasks": {"family": "a:b"}, "objective": {"credit": credit}}
     episodes = [_scored(str(n), score, [_turn([1], [2 + n])], [_turn([1], [9 + n])]) for n, score in enumerate(HALVES)]
-    said = [
-        replace(one, score=replace(one.score, branches=(0.5, other), without=(other, 0.5)))
-        for one, other in zip(episodes, reversed(HALVES), strict=True)
+    scored = [
+        replace(scored_episode, score=replace(scored_episode.score, branches=(0.5, other), without=(other, 0.5)))
+        for scored_episode, other in zip(episodes, reversed(HALVES), strict=True)
     ]
-    found = assemble(0, [Group(index=0, task_id="t", task_key="k", episodes=tuple(said))], build(data))
-    assert found.batch.samples == () and list(found.drop_reasons.values()) == ["all_equal"], found.drop_reasons
+    assembled = assemble(0, [Group(index=0, task_id="t", task_key="k", episodes=tuple(scored))], build(data))
+    assert assembled.batch.samples == () and list(assembled.drop_reasons.values()) == ["all_equal"], assembled.drop_reasons
 
 
-def test_turns_rewarded_alike_have_no_advantages() -> None:
+def test_turns_with_equal_rewards_have_no_advantages() -> None:
     assert turn_advantages([[HALVES], [HALVES[::-1]]], normalize_std=True) == [[[0.0] * 4], [[0.0] * 4]]
 
 
-def test_groups_without_a_preference_are_the_same_for_all_that_ask() -> None:
+def test_every_part_agrees_that_a_group_has_no_preference() -> None:
     noise, real = group(*HALVES), group(0.5, 0.5 + 1e-6)
     assert not new_entry(noise).has_spread and new_entry(real).has_spread
     assert not taught(0, scores=HALVES).has_spread and taught(0, scores=(0.5, 0.5 + 1e-6)).has_spread
-    race, began = raced([*HALVES[:2], 1.0, 1.0], size=4, first=2)
-    assert began == [0, 1] and len(race.counted) == 2
+    race, started = raced([*HALVES[:2], 1.0, 1.0], size=4, first=2)
+    assert started == [0, 1] and len(race.counted) == 2
     assert raced([0.5, 0.5 + 1e-6, 1.0, 1.0], size=4, first=2)[1] == [0, 1, 2, 3]
 
 
-def test_preference_pairs_are_of_scores_that_differ() -> None:
+def test_preference_pairs_need_different_scores() -> None:
     attempts = (attempt("a", [4], HALVES[0]), attempt("b", [5], HALVES[1]), attempt("c", [6], HALVES[2]))
-    made = Group(index=0, task_id="t", task_key="k", episodes=attempts)  # type: ignore[arg-type]
-    assert select_preferences([made], margin=0.0) == []
+    equal = Group(index=0, task_id="t", task_key="k", episodes=attempts)  # type: ignore[arg-type]
+    assert select_preferences([equal], margin=0.0) == []
     wide = Group(index=0, task_id="t", task_key="k", episodes=(attempt("a", [4], 0.7), attempt("b", [5], 0.2)))  # type: ignore[arg-type]
-    assert len(select_preferences([wide], margin=0.5)) == 1, "0.7 - 0.2 is half a point, and 0.49999999999999994"
+    assert len(select_preferences([wide], margin=0.5)) == 1, "0.7 - 0.2 is half a point, computed as 0.49999999999999994"
     solved = Group(index=0, task_id="t", task_key="k", episodes=(attempt("a", [4], 0.7 + 0.2 + 0.1),))  # type: ignore[arg-type]
-    assert len(select_demonstrations([solved])) == 1, "0.7 + 0.2 + 0.1 is 1, and 0.9999999999999999"
+    assert len(select_demonstrations([solved])) == 1, "0.7 + 0.2 + 0.1 is 1, computed as 0.9999999999999999"
 
 
 @pytest.mark.slow
 def test_policies_that_differ_by_rounding_are_the_same() -> None:
     before = {f"c{n}": [HALVES[0]] * 4 for n in range(40)}
-    now = {f"c{n}": [HALVES[1]] * 4 for n in range(40)}
-    found = compare(before, now)
-    assert found is not None and (found.effect, found.p_value, found.lost, found.gained) == (0.0, 1.0, (), ())
-    assert not apply_rule(GateRule(), before, now, {}).blocked and apply_rule(GateRule(), before, now, {}).p_value == 1.0
+    after = {f"c{n}": [HALVES[1]] * 4 for n in range(40)}
+    comparison = compare(before, after)
+    assert comparison is not None and (comparison.effect, comparison.p_value, comparison.lost, comparison.gained) == (0.0, 1.0, (), ())
+    assert not apply_rule(GateRule(), before, after, {}).blocked and apply_rule(GateRule(), before, after, {}).p_value == 1.0
     lower = {f"c{n}": [0.4] * 4 for n in range(40)}
-    assert apply_rule(GateRule(), before, lower, {}).blocked, "the control: a tenth lower is worse"
+    assert apply_rule(GateRule(), before, lower, {}).blocked, "control: a tenth lower is worse"
 
 
 @pytest.mark.slow
-def test_ties_that_were_computed_in_another_order_are_exact() -> None:
-    """Three cases up and three down by the same tenth; as floats no two of the sums are equal, and no exact test would count them."""
+def test_ties_computed_in_another_order_are_exact() -> None:
+    """Three cases rise and three fall by the same tenth. As floats no two sums are equal, so an exact test would not count them as ties."""
     before = {f"c{n}": [0.1 + 0.2] for n in range(6)}
-    now = {f"c{n}": [0.4 if n % 2 else 0.2] for n in range(6)}
-    found = compare(before, now)
-    assert found is not None and found.exact and found.effect == 0.0 and found.p_value == 1.0
+    after = {f"c{n}": [0.4 if n % 2 else 0.2] for n in range(6)}
+    comparison = compare(before, after)
+    assert comparison is not None and comparison.exact and comparison.effect == 0.0 and comparison.p_value == 1.0
 
 
 @pytest.mark.parametrize("score", [1.0, 0.7 + 0.2 + 0.1])
-async def test_full_marks_are_full_marks_at_every_bar(score: float) -> None:
-    async def gives(task: Any, episode: Any) -> Score:
+async def test_a_full_score_passes_every_threshold_of_1(score: float) -> None:
+    async def give_score(task: Any, episode: Any) -> Score:
         return Score(value=score)
 
-    async def one(task: Any, episode: Any) -> Score:
+    async def give_1(task: Any, episode: Any) -> Score:
         return Score(value=1.0)
 
-    rubric = Rubric({"right": (one, 1.0), "careful": (gives, 1.0)}, required={"careful": 1.0}, caps={"careful": 0.1})
-    given_ = await rubric(task(), episode("x"))
-    assert is_at_least(given_.value or 0.0, 1.0) and attempt_passes(score, 1.0)
+    rubric = Rubric({"right": (give_1, 1.0), "careful": (give_score, 1.0)}, required={"careful": 1.0}, caps={"careful": 0.1})
+    result = await rubric(task(), episode("x"))
+    assert is_at_least(result.value or 0.0, 1.0) and attempt_passes(score, 1.0)
     scored = ScoredEpisode(episode=Episode(id="e", task_id="t", task_key="k", trajectories=()), score=Score(value=score))
     assert capture_reason(scored, threshold=1.0) is None and capture_reason(scored, threshold=1.1) is CaptureReason.FAILED
 
 
-def test_no_score_is_compared_otherwise() -> None:
-    """The bounds of a verifier are its promise, and not a comparison of scores."""
+def test_no_code_compares_scores_in_another_way() -> None:
+    """Checks against the bounds of a verifier are allowed: they do not compare scores."""
     bounds = re.compile(r"(?:0|BOUNDS\[0\]|bounds\[0\]|self\.low) <= [a-z]+\.value <=")
     compared = re.compile(r"\{[a-z.]*score\.value for |score\.value (?:[<>]=?|==|!=) |[<>]=? [a-z.]*score\.value\b")
-    found = [
+    matches = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for path in sorted((ROOT / "agentrl").rglob("*.py"))
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if compared.search(line) and not bounds.search(line)
     ]
-    assert found == []
+    assert matches == []
 
 
 def group(*scores: float) -> Group:

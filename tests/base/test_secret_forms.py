@@ -1,4 +1,4 @@
-"""Secrets are recognized wherever a recipe can hold one, no message repeats one, and ordinary settings are not refused."""
+"""Secrets are recognized everywhere in a recipe, no message repeats one, and ordinary settings pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAFE = string.ascii_letters + string.digits
 PLAIN = st.text(alphabet=SAFE, min_size=3, max_size=40)
 GENERATED = st.builds(lambda text, number: f"{text}{number}a1b2c3", st.text(alphabet=SAFE, min_size=12, max_size=40), st.integers(100, 999))
 
-# Where any text is a secret.
+# Places where any text is a secret.
 PLANTED: dict[str, Callable[[str], Any]] = {
     "a key": lambda secret: {"api_key": secret},
     "a key of a service": lambda secret: {"openai_key": secret},
@@ -79,47 +79,47 @@ PLANTED: dict[str, Callable[[str], Any]] = {
     "Zapier's webhook": lambda secret: {"x": f"https://hooks.zapier.com/hooks/catch/123/{secret}"},
     "IFTTT's webhook": lambda secret: {"x": f"https://maker.ifttt.com/trigger/e/with/key/{secret}"},
 }
-# Where only what looks generated is a secret.
+# Places where only text that looks generated is a secret.
 PLANTED_GENERATED: dict[str, Callable[[str], Any]] = {
     "an ambiguous key": lambda secret: {"key": secret},
     "another": lambda secret: {"eos_token": secret},
     "a third": lambda secret: {"auth": secret},
     "a text": lambda secret: {"note": f"send Bearer {secret} with it"},
-    "a webhook of one's own": lambda secret: {"url": f"https://chat.example/hooks/{secret}"},
+    "a user's own webhook": lambda secret: {"url": f"https://chat.example/hooks/{secret}"},
     "a token before a host": lambda secret: {"url": f"https://{secret}@h/x.git"},
     "a signature": lambda secret: {"url": f"https://h/x?sig={secret}"},
     "the name of a setting": lambda secret: {"a": {f"https://hooks.slack.com/services/T0/B0/{secret}": 1}},
 }
 
 
-def refused(value: Any, secret: str) -> bool:
-    """Whether a value is refused; that no message repeats the secret is checked on the way."""
-    found = list(secrets.literal_secret_errors(value, "tasks.family.options"))
-    assert all(secret not in message for message in found), (value, found)
-    return bool(found)
+def is_rejected(value: Any, secret: str) -> bool:
+    """Returns whether a value is rejected, and checks that no message repeats the secret."""
+    messages = list(secrets.literal_secret_errors(value, "tasks.family.options"))
+    assert all(secret not in message for message in messages), (value, messages)
+    return bool(messages)
 
 
 @given(PLAIN, st.sampled_from(sorted(PLANTED)))
 @example("abc", "curl -u")
 @example("hunter2", "a short word for a password")
-def test_a_secret_is_recognized_by_where_it_is(text: str, where: str) -> None:
+def test_a_secret_is_recognized_by_its_context(text: str, context: str) -> None:
     secret = f"{text}Zq7"
-    assert refused(PLANTED[where](secret), secret)
+    assert is_rejected(PLANTED[context](secret), secret)
 
 
-@pytest.mark.parametrize("where", [where for where in PLANTED if where != "a token of an unknown service"])
-def test_a_short_secret_is_recognized_too(where: str) -> None:
-    assert list(secrets.literal_secret_errors(PLANTED[where]("abc")))
+@pytest.mark.parametrize("context", [context for context in PLANTED if context != "a token of an unknown service"])
+def test_a_short_secret_is_recognized_too(context: str) -> None:
+    assert list(secrets.literal_secret_errors(PLANTED[context]("abc")))
 
 
 @given(GENERATED, st.sampled_from(sorted(PLANTED_GENERATED)))
-def test_a_generated_secret_is_recognized_under_an_ambiguous_name(secret: str, where: str) -> None:
-    assert refused(PLANTED_GENERATED[where](secret), secret)
+def test_a_generated_secret_is_recognized_under_an_ambiguous_name(secret: str, context: str) -> None:
+    assert is_rejected(PLANTED_GENERATED[context](secret), secret)
 
 
-@pytest.mark.parametrize("where", PLANTED)
-def test_a_recipe_that_holds_one_is_refused_without_a_copy_of_it(where: str) -> None:
-    planted = PLANTED[where]("pLanted7xQ")
+@pytest.mark.parametrize("context", PLANTED)
+def test_the_error_for_a_secret_in_a_recipe_does_not_repeat_it(context: str) -> None:
+    planted = PLANTED[context]("pLanted7xQ")
     with pytest.raises(RecipeError) as error:
         RECIPE.but({"trackers": [Part("x:y", options={"given": planted})]})
     assert "pLanted7xQ" not in f"{error.value}\n{error.value.fix}" and "trackers.0.options.given" in str(error.value)
@@ -127,7 +127,7 @@ def test_a_recipe_that_holds_one_is_refused_without_a_copy_of_it(where: str) -> 
 
 @pytest.mark.parametrize("reference", ["$MY_SECRET", "${MY_SECRET}", "<your-secret>"])
 def test_a_placeholder_is_no_secret(reference: str) -> None:
-    assert [where for where, plant in PLANTED.items() if list(secrets.literal_secret_errors(plant(reference)))] == []
+    assert [context for context, plant in PLANTED.items() if list(secrets.literal_secret_errors(plant(reference)))] == []
 
 
 ORDINARY: list[Any] = [
@@ -185,26 +185,26 @@ ORDINARY: list[Any] = [
 
 
 @pytest.mark.parametrize("value", ORDINARY, ids=str)
-def test_ordinary_settings_are_not_refused(value: Any) -> None:
+def test_ordinary_settings_are_accepted(value: Any) -> None:
     assert not list(secrets.literal_secret_errors(value))
     RECIPE.but({"trackers": [Part("x:y", options={"given": value})]})
 
 
-WORDS = st.text(alphabet=string.ascii_lowercase, min_size=1, max_size=12)
+LOWERCASE = st.text(alphabet=string.ascii_lowercase, min_size=1, max_size=12)
 
 
 @given(
     st.dictionaries(
-        st.lists(WORDS, min_size=1, max_size=3).map("_".join).filter(lambda name: not is_secret(name, "abc")),
-        st.one_of(st.integers(), st.floats(allow_nan=False), st.booleans(), st.none(), WORDS, st.lists(WORDS, max_size=3)),
+        st.lists(LOWERCASE, min_size=1, max_size=3).map("_".join).filter(lambda name: not is_secret(name, "abc")),
+        st.one_of(st.integers(), st.floats(allow_nan=False), st.booleans(), st.none(), LOWERCASE, st.lists(LOWERCASE, max_size=3)),
         max_size=5,
     )
 )
-def test_options_of_plain_words_are_not_refused(options: dict[str, Any]) -> None:
+def test_options_with_plain_words_are_accepted(options: dict[str, Any]) -> None:
     assert not list(secrets.literal_secret_errors(options))
 
 
-def test_no_default_and_no_shipped_recipe_is_refused() -> None:
+def test_all_defaults_and_shipped_recipes_are_accepted() -> None:
     assert not list(secrets.literal_secret_errors(RECIPE.model_dump(mode="json")))
     for file in sorted((ROOT / "recipes").glob("*.py")):
         assert not list(secrets.literal_secret_errors(file.read_text(), file.name))
@@ -216,7 +216,7 @@ URL_PASSWORDS = st.text(alphabet=SAFE + "@:/?#!$%&*+-.=_~", min_size=1, max_size
 @given(URL_PASSWORDS, st.sampled_from(["", " and more", '"}', "/path", "/path?x=1", ":5432/db"]))
 @example("p@ss", "/path")
 @example("p@ss/w@rd", "/path")
-def test_a_password_in_a_url_is_hidden_with_all_its_signs(password: str, after: str) -> None:
+def test_every_character_of_a_password_in_a_url_is_hidden(password: str, after: str) -> None:
     text = f"failed: postgres://me:q{password}q@db.example{after}"
     assert hide_logins(text, "[x]") == f"failed: postgres://[x]@db.example{after}"
     assert secrets.redact(secrets.redact(text)) == f"failed: postgres://{secrets.HIDDEN}@db.example{after}"
@@ -237,13 +237,13 @@ def test_hostile_texts_are_searched_in_linear_time(text: str) -> None:
     list(secrets.literal_secret_errors({"x": text, "args": text}))
 
 
-def test_parts_of_a_secret_that_was_read_are_hidden_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_a_secret_that_was_read_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secrets, "_read", set())
     secrets.register("postgres://me:pl%40nted-pass@h:5432/db")
     secrets.register("https://hooks.slack.com/services/T0/B0/a1b2c3d4e5f6a7b8c9")
     for text in ("login failed with pl%40nted-pass", "login failed with pl@nted-pass", "POST /services/T0/B0/a1b2c3d4e5f6a7b8c9 404"):
-        shown = secrets.redact(text)
-        assert secrets.HIDDEN in shown and "nted-pass" not in shown and "a1b2" not in shown
+        redacted = secrets.redact(text)
+        assert secrets.HIDDEN in redacted and "nted-pass" not in redacted and "a1b2" not in redacted
     assert secrets.redact("h:5432/db and /services/T0") == "h:5432/db and /services/T0"
 
 
@@ -257,19 +257,19 @@ def test_a_secret_that_was_read_is_hidden_in_every_notation(secret: str, monkeyp
         assert secrets.HIDDEN in secrets.redact(f"it is {form}.")
 
 
-def test_children_get_no_value_that_holds_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_child_processes_get_no_value_that_contains_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secrets, "_read", set())
     secrets.register("planted-value-7")
-    held = {
+    leaky = {
         "ALERTS": "https://hooks.slack.com/services/T0/B0/abc",
         "OPTIONS": "--verbose --with planted-value-7",
         "SESSION_COOKIE": "a=b",
         "MIRROR": "https://h/simple?token=abc",
     }
-    assert secrets.child_environment(held | {"PATH": "/bin", "INDEX": "https://h/simple"}) == {"PATH": "/bin", "INDEX": "https://h/simple"}
+    assert secrets.child_environment(leaky | {"PATH": "/bin", "INDEX": "https://h/simple"}) == {"PATH": "/bin", "INDEX": "https://h/simple"}
 
 
-def test_references_are_resolved_where_secrets_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_references_are_resolved_in_the_places_where_secrets_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secrets, "_read", set())
     monkeypatch.setenv("MINE", "planted-value-7")
     options = {
@@ -293,7 +293,7 @@ def test_references_are_resolved_where_secrets_are_refused(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("text", "due"),
+    ("text", "expected"),
     [
         ("123e4567-e89b-12d3-a456-426614174000", True),
         ("a1b2c3d4e5f6a7b8c9d0", True),
@@ -304,12 +304,12 @@ def test_references_are_resolved_where_secrets_are_refused(monkeypatch: pytest.M
         ("/models/a1b2c3d4e5f6a7b8c9d0", False),
     ],
 )
-def test_what_looks_generated(text: str, due: bool) -> None:
-    assert looks_generated(text) is due
+def test_looks_generated(text: str, expected: bool) -> None:
+    assert looks_generated(text) is expected
 
 
 @pytest.mark.parametrize("override", ["tasks.family.options.api_key pLanted7xQ", "API_KEY:pLanted7xQ", "mcp=--token pLanted7xQ"])
-def test_a_wrong_override_repeats_no_secret_that_is_recognized(override: str) -> None:
+def test_the_error_for_a_wrong_override_repeats_no_recognized_secret(override: str) -> None:
     with pytest.raises(RecipeError) as error:
         RECIPE.but(override.replace("pLanted7xQ", "https://u:pLanted7xQ@h"))
     assert "pLanted7xQ" not in str(error.value)

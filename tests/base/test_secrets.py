@@ -1,4 +1,4 @@
-"""Secrets are given by reference, and nothing that a run leaves or prints holds one."""
+"""Secrets are given by reference, and no file or output of a run contains one."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ GITHUB, OPENAI, AWS = "ghp_" + "a1" * 18, "sk-" + "b2" * 16, "AKIA" + "A1" * 8
 
 
 @pytest.fixture(autouse=True)
-def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
+def forget_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secrets, "_read", set())
     secrets._in_environment.cache_clear()
 
 
-def test_a_reference_is_read_where_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reference_is_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINE", PLANTED)
     (tmp_path / "token").write_text(f"{PLANTED}-2\r\n")
     assert secrets.read_secret("env:MINE") == PLANTED
@@ -48,13 +48,13 @@ def test_a_reference_is_read_where_it_says(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     "reference", ["env:", "env:A B", "env:1A", "file:", "file:relative", "file:a\0", PLANTED, "", "ENV:MINE", "env:MINE\n"]
 )
-def test_what_is_no_reference_is_not_repeated(reference: str) -> None:
+def test_the_error_for_an_invalid_reference_does_not_repeat_it(reference: str) -> None:
     with pytest.raises(UserError, match="given by value") as error:
         secrets.read_secret(reference)
     assert PLANTED not in str(error.value) and "env:NAME" in error.value.fix
 
 
-def test_a_secret_that_is_not_there_is_an_error_with_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_secret_is_an_error_that_names_its_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMPTY", " ")
     for name, content in {"empty": b"\n", "binary": b"\xff\xfe", "huge": b"x" * (1 << 17), "nul": b"a\0b"}.items():
         (tmp_path / name).write_bytes(content)
@@ -68,7 +68,7 @@ def test_a_secret_that_is_not_there_is_an_error_with_its_place(tmp_path: Path, m
         assert error.value.fix
 
 
-HELD = {
+RECIPES_WITH_SECRETS = {
     "trackers.0.options.api_key": {"trackers": [Part("x:y", options={"api_key": PLANTED})]},
     "trackers.1.options.login.password": {"trackers": ["terminal", Part("x:y", options={"login": {"password": PLANTED}})]},
     "trackers.0.options.wandbApiKey": {"trackers": [{"ref": "x:y", "options": {"wandbApiKey": PLANTED}}]},
@@ -88,17 +88,17 @@ HELD = {
 }
 
 
-@pytest.mark.parametrize("where", HELD)
-def test_a_recipe_that_holds_a_secret_is_refused_without_a_copy_of_it(where: str) -> None:
+@pytest.mark.parametrize("location", RECIPES_WITH_SECRETS)
+def test_the_error_for_a_recipe_with_a_secret_names_the_key_and_not_the_secret(location: str) -> None:
     with pytest.raises(RecipeError) as error:
-        RECIPE.but(HELD[where])
-    said = f"{error.value}\n{error.value.fix}"
-    assert where in said, said
+        RECIPE.but(RECIPES_WITH_SECRETS[location])
+    message = f"{error.value}\n{error.value.fix}"
+    assert location in message, message
     for secret in (PLANTED, PLANTED.replace("/", ""), GITHUB, OPENAI, AWS, "90817263544536271"):
-        assert secret not in said
+        assert secret not in message
 
 
-def test_a_section_of_its_own_does_not_repeat_it_either() -> None:
+def test_the_error_of_a_section_does_not_repeat_a_secret() -> None:
     with pytest.raises(ValidationError) as error:
         MCPConfig(host_command=("p",), env={"TOKEN": PLANTED})
     assert PLANTED not in str(error.value) and "env.TOKEN is given by value" in str(error.value) and "env:NAME" in str(error.value)
@@ -106,7 +106,7 @@ def test_a_section_of_its_own_does_not_repeat_it_either() -> None:
         MCPConfig(command=("p",), env={"TOKEN": "env:TOKEN"})
 
 
-def test_ordinary_recipes_hold_no_secret() -> None:
+def test_ordinary_recipes_are_accepted() -> None:
     plain: dict[str, Any] = {
         "tasks": {
             "family": Part(
@@ -121,7 +121,7 @@ def test_ordinary_recipes_hold_no_secret() -> None:
         assert not list(secrets.literal_secret_errors(file.read_text(), file.name))
 
 
-def test_options_of_parts_get_what_they_refer_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_references_in_options_of_parts_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINE", PLANTED)
     options = {"api_key": "env:MINE", "note": "env:MINE", "login": {"password": "env:MINE", "user": "u"}, "n": 3}
     assert secrets.resolve_options(options) == {"api_key": PLANTED, "note": "env:MINE", "login": {"password": PLANTED, "user": "u"}, "n": 3}
@@ -134,21 +134,21 @@ SECRETS = st.text(alphabet=string.printable, min_size=6, max_size=60).filter(lam
 
 
 @given(secret=SECRETS, before=TEXTS, after=TEXTS, escaped=st.booleans())
-def test_a_secret_that_was_read_is_in_no_text(secret: str, before: str, after: str, escaped: bool) -> None:
+def test_a_secret_that_was_read_is_redacted_from_any_text(secret: str, before: str, after: str, escaped: bool) -> None:
     secrets._read.clear()
     secrets.register(secret)
     form = json.dumps(secret)[1:-1] if escaped else secret
-    shown = secrets.redact(before + form + after)
-    assert secrets.HIDDEN in shown and (secret not in shown or secret in secrets.HIDDEN)
+    redacted = secrets.redact(before + form + after)
+    assert secrets.HIDDEN in redacted and (secret not in redacted or secret in secrets.HIDDEN)
 
 
-def test_passwords_in_urls_and_the_environments_keys_are_hidden(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_passwords_in_urls_and_environment_keys_are_hidden(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     key = "q9" * 12
     monkeypatch.setenv("SOME_API_KEY", key)
     secrets._in_environment.cache_clear()
     error = ConnectionError(f"407 from http://user:p4ss@proxy:3128/x for {key}")
-    shown = user_code.describe_error(error)
-    assert shown == f"ConnectionError: 407 from http://{secrets.HIDDEN}@proxy:3128/x for {secrets.HIDDEN}"
+    description = user_code.describe_error(error)
+    assert description == f"ConnectionError: 407 from http://{secrets.HIDDEN}@proxy:3128/x for {secrets.HIDDEN}"
     assert secrets.redact("mail a@b.c, http://h/x@y, git@h:r") == "mail a@b.c, http://h/x@y, git@h:r"
     try:
         raise error
@@ -158,9 +158,9 @@ def test_passwords_in_urls_and_the_environments_keys_are_hidden(monkeypatch: pyt
     assert "Traceback" in text and "p4ss" not in text and key not in text
 
 
-def test_children_that_need_no_secret_get_none() -> None:
+def test_child_processes_that_need_no_secret_get_none() -> None:
     secrets.register("value-known")
-    held = {
+    with_secrets = {
         "OPENAI_API_KEY": "x",
         "HF_TOKEN": "x",
         "AWS_SECRET_ACCESS_KEY": "x",
@@ -170,7 +170,7 @@ def test_children_that_need_no_secret_get_none() -> None:
         "INNOCENT": "value-known",
         "NOTE": GITHUB,
     }
-    kept = {
+    without_secrets = {
         "PATH": "/bin",
         "PWD": "/",
         "TOKENIZERS_PARALLELISM": "false",
@@ -178,7 +178,7 @@ def test_children_that_need_no_secret_get_none() -> None:
         "http_proxy": "http://h:1",
         "HF_HOME": "/h",
     }
-    assert secrets.child_environment(held | kept) == kept
+    assert secrets.child_environment(with_secrets | without_secrets) == without_secrets
 
 
 SERVES = """
@@ -192,7 +192,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 
 def environment_of(request: Any) -> dict[str, str]:
-    """What the process has that judges."""
+    """Returns the environment of the verifier's process."""
     return dict(os.environ)
 
 
@@ -204,7 +204,7 @@ class ShowingLearner(LearnerProcess):
 
 
 @pytest.mark.slow
-async def test_servers_learners_and_workers_get_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_servers_learners_and_workers_get_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", PLANTED)
     monkeypatch.setenv("HTTPS_PROXY", f"http://me:{PLANTED.replace('/', '')}@proxy.example:3128")
     server = Small(tmp_path, SERVES)
@@ -213,18 +213,18 @@ async def test_servers_learners_and_workers_get_none(tmp_path: Path, monkeypatch
         (line,) = [line for line in server.log_path.read_text().splitlines() if line.startswith("{")]
     finally:
         await server.stop()
-    served = json.loads(line)
-    assert served["AGENTRL_SERVER_KEY"] == server.key and "PATH" in served
-    started = ShowingLearner(tmp_path, RECIPE)
-    await started.start()
-    await started.wait(timeout_s=60)
-    learner = json.loads(started.log_tail())
+    server_environment = json.loads(line)
+    assert server_environment["AGENTRL_SERVER_KEY"] == server.key and "PATH" in server_environment
+    learner_process = ShowingLearner(tmp_path, RECIPE)
+    await learner_process.start()
+    await learner_process.wait(timeout_s=60)
+    learner_environment = json.loads(learner_process.log_tail())
     worker = SubprocessWorker(environment_of)
     try:
-        judged = worker.call_blocking(None)
+        worker_environment = worker.call_blocking(None)
     finally:
         worker.close()
-    for environment in (served, learner, judged):
+    for environment in (server_environment, learner_environment, worker_environment):
         assert "PATH" in environment and not {"MY_TOKEN", "HTTPS_PROXY"} & {*environment}
         assert not any(secret in value for value in environment.values() for secret in (PLANTED, PLANTED.replace("/", "")))
 
@@ -249,23 +249,23 @@ def test_files_of_a_private_folder_are_private(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_line_repeats_no_secret(tmp_path: Path) -> None:
+def test_errors_on_the_command_line_repeat_no_secret(tmp_path: Path) -> None:
     recipe = Path(__file__).parents[2] / "recipes" / "quickstart.py"
-    given = f'mcp.it={{"host_command": ["p"], "env": {{"TOKEN": "{PLANTED}"}}}}'
-    command = [sys.executable, "-m", "agentrl", "train", str(recipe), given, "--run-dir", str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2 and "env.TOKEN is given by value" in done.stderr
-    assert PLANTED not in done.stdout + done.stderr and not (tmp_path / "run").exists()
+    override = f'mcp.it={{"host_command": ["p"], "env": {{"TOKEN": "{PLANTED}"}}}}'
+    command = [sys.executable, "-m", "agentrl", "train", str(recipe), override, "--run-dir", str(tmp_path / "run")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 2 and "env.TOKEN is given by value" in result.stderr
+    assert PLANTED not in result.stdout + result.stderr and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("flag", ["--api_key", "--api-key", "--Api-Key", "--access_token", "--TOKEN"])
-def test_a_flag_is_found_however_it_is_spelled(flag: str) -> None:
+def test_a_flag_is_recognized_in_every_spelling(flag: str) -> None:
     assert list(secrets.literal_secret_errors({"args": [flag, "abc"]}))
     assert list(secrets.literal_secret_errors({"args": [f"{flag}=abc"]}))
 
 
 @pytest.mark.parametrize("name", ["PGPASSWORD", "DBPASSWORD", "DB_PASS", "API_KEYS", "SECRETS", "AZURE_STORAGE_CONNECTION_STRING"])
-def test_further_variables_are_kept_from_children(name: str) -> None:
+def test_more_secret_variables_are_withheld_from_child_processes(name: str) -> None:
     assert secrets.child_environment({name: "abcdef", "MONKEY": "a", "MAX_TOKENS": "5", "BYPASS_CACHE": "1"}) == {
         "MONKEY": "a",
         "MAX_TOKENS": "5",
@@ -274,6 +274,6 @@ def test_further_variables_are_kept_from_children(name: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["passwords", "api_keys", "secrets", "secret_token", "wandb_token"])
-def test_further_keys_hold_secrets(key: str) -> None:
+def test_more_keys_are_recognized_as_secrets(key: str) -> None:
     assert list(secrets.literal_secret_errors({key: "abc"}))
     assert not list(secrets.literal_secret_errors({"eos_token": "</s>", "max_tokens": "5", "tokenizer": "abc"}))

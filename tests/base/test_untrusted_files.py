@@ -1,4 +1,4 @@
-"""Files of strangers: whatever is put in the place of one, a command ends at once with a line that names it and quotes nothing of it."""
+"""Untrusted files: whatever replaces one, a command ends at once with an error that names it and quotes none of its content."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def put_socket(path: Path, _: Path) -> None:
 
     folder = os.open(path.parent, os.O_PATH)
     try:
-        with socket.socket(socket.AF_UNIX) as made:
-            made.bind(f"/proc/self/fd/{folder}/{path.name}")  # a path in full may be longer than the 107 bytes that an address may have
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(f"/proc/self/fd/{folder}/{path.name}")  # an address has at most 107 bytes, and a full path may be longer
     finally:
         os.close(folder)
 
@@ -74,7 +74,7 @@ def test_only_a_regular_file_in_its_folder_is_opened(put: Callable[[Path, Path],
     assert SECRET not in str(error.value)
 
 
-def test_links_within_the_folder_and_those_that_a_person_typed_are_followed(tmp_path: Path, secret: Path) -> None:
+def test_links_within_the_folder_and_links_typed_by_the_user_are_followed(tmp_path: Path, secret: Path) -> None:
     folder = tmp_path / "model"
     (folder / "blobs").mkdir(parents=True)
     (folder / "blobs" / "1").write_bytes(b"x")
@@ -113,7 +113,7 @@ COMMANDS = {
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("put", STRANGE)
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_ends_at_once_whatever_is_in_the_place_of_a_file(
+def test_a_command_ends_at_once_whatever_replaces_a_file(
     name: str, put: Callable[[Path, Path], None], tmp_path: Path, secret: Path
 ) -> None:
     folder = tmp_path / "of_a_stranger"
@@ -126,13 +126,13 @@ def test_a_command_ends_at_once_whatever_is_in_the_place_of_a_file(
     (folder / "recipe.json").write_text("{}") if name != "recipe.json" else None
     put(folder / name, secret)
     with in_time(30):
-        done = CliRunner().invoke(app, [word.format(folder) for word in COMMANDS[name]])
-    said = f"{done.output} {done.exception}"
-    assert done.exception is None or isinstance(done.exception, AgentRLError | SystemExit | OSError), repr(done.exception)
-    typed = COMMANDS[name][-1].endswith(name) or f"{{}}/{name}" in COMMANDS[name]  # its own file, which may be a link
-    assert SECRET not in said or typed, said
+        result = CliRunner().invoke(app, [argument.format(folder) for argument in COMMANDS[name]])
+    output = f"{result.output} {result.exception}"
+    assert result.exception is None or isinstance(result.exception, AgentRLError | SystemExit | OSError), repr(result.exception)
+    typed = COMMANDS[name][-1].endswith(name) or f"{{}}/{name}" in COMMANDS[name]  # the user typed this path, so it may be a link
+    assert SECRET not in output or typed, output
     if name not in ("summary.json", "metrics.jsonl", "evaluations.json", "versions/held"):
-        assert done.exit_code in (1, 2) or isinstance(done.exception, AgentRLError), said
+        assert result.exit_code in (1, 2) or isinstance(result.exception, AgentRLError), output
 
 
 @contextmanager
@@ -150,7 +150,7 @@ def in_time(seconds: int) -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_a_body_that_unpacks_to_a_gibibyte_is_refused_in_little_memory(tmp_path: Path) -> None:
+def test_a_body_that_decompresses_to_a_gibibyte_raises_in_little_memory(tmp_path: Path) -> None:
     bomb = zstandard.ZstdCompressor(level=3).compress(b"\0" * (1 << 30))
     assert len(bomb) < 200_000
     with pytest.raises(ValueError, match="decompresses to more than"):
@@ -191,30 +191,30 @@ HOSTILE = {
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("what", HOSTILE)
-def test_a_collection_that_a_stranger_wrote_is_refused_in_a_line(what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", HOSTILE)
+def test_a_collection_with_foreign_content_raises(change: str, tmp_path: Path) -> None:
     with Collection(tmp_path, make=True) as collection:
         assert collection.add([trace()]) == 1
         (row,) = collection.rows()
     with closing(sqlite3.connect(tmp_path / "failures" / "traces.sqlite")) as db:
-        for statement in HOSTILE[what]:
+        for statement in HOSTILE[change]:
             db.execute(statement)
         db.commit()
     refused = 0
     for command in (["list", str(tmp_path)], ["show", str(tmp_path), row.id], ["cluster", str(tmp_path)]):
-        began = time.monotonic()
-        done = CliRunner().invoke(app, ["failures", *command])
-        assert time.monotonic() - began < 20
-        assert done.exception is None or isinstance(done.exception, AgentRLError | SystemExit), repr(done.exception)
-        refused += isinstance(done.exception, AgentRLError)
+        started = time.monotonic()
+        result = CliRunner().invoke(app, ["failures", *command])
+        assert time.monotonic() - started < 20
+        assert result.exception is None or isinstance(result.exception, AgentRLError | SystemExit), repr(result.exception)
+        refused += isinstance(result.exception, AgentRLError)
     assert refused
 
 
-def test_a_query_has_a_time_and_a_connection_no_foreign_functions() -> None:
+def test_queries_have_a_time_limit_and_connections_no_foreign_functions() -> None:
     with closing(sqlite3.connect(":memory:")) as db:
         with pytest.raises(sqlite3.OperationalError, match=r"longer than 0\.2 s"), query_deadline(db, 0.2):
             db.execute(f"{ENDLESS} max(x) FROM c").fetchall()
-        assert db.execute("SELECT 1").fetchone() == (1,), "and it can be asked again"
+        assert db.execute("SELECT 1").fetchone() == (1,), "the connection still works"
         db.execute("CREATE TABLE groups (x INTEGER)")
         restrict_connection(db, ["CREATE TABLE groups (x INTEGER)"])
         assert db.execute("PRAGMA trusted_schema").fetchone() == (0,)
@@ -222,7 +222,7 @@ def test_a_query_has_a_time_and_a_connection_no_foreign_functions() -> None:
             restrict_connection(db, ["CREATE TABLE other (x INTEGER)"])
 
 
-def test_a_collection_behind_a_link_is_refused(tmp_path: Path) -> None:
+def test_a_collection_behind_a_link_raises(tmp_path: Path) -> None:
     mine, theirs = tmp_path / "mine", tmp_path / "theirs"
     with Collection(mine, make=True) as collection:
         collection.add([trace()])

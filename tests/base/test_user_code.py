@@ -1,4 +1,4 @@
-"""Calling code that is not ours: in time, whatever it does, and told in words that are safe to show."""
+"""Calls of user code end in time whatever it does, and its errors become text that is safe to show."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from agentrl.base.user_code import (
 from agentrl.errors import SandboxError, SandboxUnavailable
 
 
-async def test_what_the_code_gives_or_raises_is_what_the_caller_gets() -> None:
+async def test_the_caller_gets_the_result_or_error_of_the_code() -> None:
     async def give(value: Any) -> Any:
         await asyncio.sleep(0)
         return value
@@ -74,30 +74,30 @@ def test_a_task_that_the_code_starts_cannot_leave_the_event_loop_with_systemexit
         late[-1].cancel()  # before it has begun
         return 3
 
-    async def all_of_them() -> None:
+    async def run_all() -> None:
         for code, kind in ((grouped, ExceptionGroup), (gathered, CodeExited)):
             with pytest.raises(kind) as error:
                 await call_user_code(code, what="w", timeout_s=5.0)
             assert first_cause(error.value, CodeExited) is not None and describe_error(error.value) == "CodeExited: SystemExit: 0"
         assert await call_user_code(forgotten, what="w", timeout_s=5.0) == 3
         assert "leave" in repr(late[0])
-        found = await asyncio.gather(*late, return_exceptions=True)
-        assert [type(one) for one in found] == [CodeExited, asyncio.CancelledError]
+        results = await asyncio.gather(*late, return_exceptions=True)
+        assert [type(result) for result in results] == [CodeExited, asyncio.CancelledError]
 
-    asyncio.run(all_of_them())
-    with pytest.raises(SystemExit):  # a task of our own means it
-        asyncio.run(_ours(leave))
+    asyncio.run(run_all())
+    with pytest.raises(SystemExit):  # a task of our own may exit
+        asyncio.run(run_own_task(leave))
 
 
 @pytest.fixture
 def foreground() -> Iterator[None]:
-    """Ctrl-C as in a terminal's foreground: what a shell starts in the background ignores it."""
+    """Handles ctrl-C as in a terminal's foreground. A shell's background processes ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-def test_where_ctrl_c_is_ignored_nobody_has_pressed_it(foreground: None) -> None:
+def test_a_keyboard_interrupt_is_no_ctrl_c_if_ctrl_c_is_ignored(foreground: None) -> None:
     async def own() -> None:
         raise KeyboardInterrupt
 
@@ -108,7 +108,7 @@ def test_where_ctrl_c_is_ignored_nobody_has_pressed_it(foreground: None) -> None
         asyncio.run(call_user_code(own, what="w", timeout_s=60.0))
 
 
-def test_ctrl_c_ends_the_run_and_code_that_raises_the_same_by_itself_does_not(foreground: None) -> None:
+def test_ctrl_c_ends_the_run_and_a_keyboard_interrupt_raised_by_code_does_not(foreground: None) -> None:
     async def own() -> None:
         await asyncio.sleep(0)
         raise KeyboardInterrupt
@@ -117,7 +117,7 @@ def test_ctrl_c_ends_the_run_and_code_that_raises_the_same_by_itself_does_not(fo
         await asyncio.gather(own(), asyncio.sleep(0))
 
     async def pressed_twice() -> None:
-        signal.raise_signal(signal.SIGINT)  # asks for the end, which this code does not wait for
+        signal.raise_signal(signal.SIGINT)  # requests the end, which this code does not wait for
         signal.raise_signal(signal.SIGINT)  # is raised here
 
     async def pressed_once() -> None:
@@ -139,15 +139,15 @@ def test_ctrl_c_ends_the_run_and_code_that_raises_the_same_by_itself_does_not(fo
 
 
 def test_a_keyboard_interrupt_outside_the_main_thread_is_never_ctrl_c(foreground: None) -> None:
-    found: list[bool] = []
-    thread = threading.Thread(target=lambda: found.append(user_code.is_interrupt(KeyboardInterrupt())))
+    results: list[bool] = []
+    thread = threading.Thread(target=lambda: results.append(user_code.is_interrupt(KeyboardInterrupt())))
     thread.start()
     thread.join()
-    assert found == [False]
+    assert results == [False]
 
 
 class Panic(BaseException):
-    """As a library in Rust raises."""
+    """Like the panic of a Rust library."""
 
 
 FOREIGN = (
@@ -163,7 +163,7 @@ FOREIGN = (
 
 
 @pytest.mark.parametrize("error", FOREIGN, ids=lambda error: type(error).__name__)
-def test_whatever_code_raises_in_an_event_loop_is_a_result(foreground: None, error: BaseException) -> None:
+def test_every_error_of_code_in_an_event_loop_is_a_result(foreground: None, error: BaseException) -> None:
     async def inside() -> None:
         with fault_boundary() as fault:
             raise error
@@ -190,8 +190,8 @@ def test_ctrl_c_without_an_event_loop_passes_every_boundary(foreground: None) ->
     assert isinstance(fault.error, SystemExit)
 
 
-def test_ctrl_c_that_interrupts_blocking_code_ends_the_run_although_it_is_a_result(foreground: None) -> None:
-    """The second ctrl-C is raised in the code, which only ends the code. The first one ends the run."""
+def test_ctrl_c_during_blocking_code_ends_the_run(foreground: None) -> None:
+    """The second ctrl-C is raised in the code and ends only the code. The first one ends the run."""
     results: list[BaseException | None] = []
 
     async def blocked() -> None:
@@ -208,11 +208,11 @@ def test_ctrl_c_that_interrupts_blocking_code_ends_the_run_although_it_is_a_resu
     for code in (blocked, in_a_child):
         with pytest.raises(KeyboardInterrupt):
             asyncio.run(code())
-    assert [type(one) for one in results] == [KeyboardInterrupt, KeyboardInterrupt]
+    assert [type(error) for error in results] == [KeyboardInterrupt, KeyboardInterrupt]
 
 
 async def cancelled_midway(code: Callable[[], Coroutine[Any, Any, None]]) -> bool:
-    """Whether a cancellation of a task with `code` in a boundary ends that task."""
+    """Returns whether the cancellation of a task that runs `code` in a boundary ends that task."""
     after = False
 
     async def guarded() -> None:
@@ -230,7 +230,7 @@ async def cancelled_midway(code: Callable[[], Coroutine[Any, Any, None]]) -> boo
     return running.cancelled()
 
 
-async def test_a_cancellation_passes_whatever_the_code_makes_of_it() -> None:
+async def test_a_cancellation_passes_however_the_code_handles_it() -> None:
     async def converts() -> None:
         try:
             await asyncio.sleep(60)
@@ -282,7 +282,7 @@ async def test_code_that_cancels_its_own_task_cancels_nothing_else() -> None:
     assert user_code.cancellation_count() == 0
 
 
-def test_the_text_of_an_exception_that_cannot_be_shown() -> None:
+def test_an_exception_without_a_printable_text_is_described() -> None:
     class Mute(Exception):
         def __str__(self) -> str:
             raise SystemExit(3)
@@ -331,12 +331,12 @@ async def test_an_abandoned_call_does_not_continue_after_a_boundary() -> None:
     assert steps == [] and asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def _ours(leave: Callable[[], Coroutine[Any, Any, None]]) -> None:
+async def run_own_task(leave: Callable[[], Coroutine[Any, Any, None]]) -> None:
     await call_user_code(lambda: asyncio.sleep(0), what="w", timeout_s=5.0)
     await asyncio.create_task(leave())
 
 
-async def test_a_call_without_end_is_ended() -> None:
+async def test_an_endless_call_is_cancelled() -> None:
     ended = False
 
     async def hang() -> None:
@@ -351,25 +351,25 @@ async def test_a_call_without_end_is_ended() -> None:
     assert ended and len(asyncio.all_tasks()) == 1
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the coroutine itself, when Python frees it
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # from the coroutine, when Python frees it
 async def test_a_call_that_ignores_its_cancellation_is_dropped(caplog: Any) -> None:
-    told = 0
+    cancellations = 0
 
     async def stubborn() -> None:
-        nonlocal told
+        nonlocal cancellations
         while True:
             try:
                 await asyncio.sleep(60)
             except BaseException:
-                told += 1
+                cancellations += 1
 
     with pytest.raises(CallTimeout):
         await call_user_code(stubborn, what="tool stubborn", timeout_s=0.01, grace_s=0.01)
-    assert told >= 2 and "tool stubborn ignored its cancellation" in caplog.text
+    assert cancellations >= 2 and "tool stubborn ignored its cancellation" in caplog.text
     assert len(asyncio.all_tasks()) == 1
 
 
-async def test_a_cancelled_caller_takes_its_call_with_it() -> None:
+async def test_a_cancelled_caller_cancels_its_call() -> None:
     running = asyncio.create_task(call_user_code(lambda: asyncio.sleep(60), what="w", timeout_s=60.0))
     await asyncio.sleep(0.01)
     running.cancel()
@@ -378,7 +378,7 @@ async def test_a_cancelled_caller_takes_its_call_with_it() -> None:
     assert len(asyncio.all_tasks()) == 1
 
 
-async def test_code_that_holds_the_event_loop_is_named(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_code_that_blocks_the_event_loop_is_logged_by_name(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(user_code, "HOLD_S", 0.05)
 
     async def busy(wait: float, block: float) -> None:
@@ -413,29 +413,29 @@ def test_a_full_disk_is_logged_without_a_traceback(caplog: Any) -> None:
     assert "capturing: RuntimeError: the traces cannot be written" in caplog.text and "Traceback" not in caplog.text
 
 
-class Speechless(Exception):
+class Textless(Exception):
     def __str__(self) -> str:
-        raise SystemExit("no words")
+        raise SystemExit("no text")
 
 
 def test_the_text_of_an_exception_is_bounded_and_never_raises() -> None:
     assert describe_error(ZeroDivisionError("division by zero")) == "ZeroDivisionError: division by zero"
     assert describe_error(KeyError()) == "KeyError"
-    assert describe_error(Speechless()) == describe_error(Speechless(10**5000)) == "Speechless: (its text cannot be shown)"
+    assert describe_error(Textless()) == describe_error(Textless(10**5000)) == "Textless: (its text cannot be shown)"
     assert describe_error(KeyError(10**5000)).startswith("KeyError: (its text cannot")
     assert describe_error(ExceptionGroup("unhandled", [ExceptionGroup("more", [ValueError("one\nline")])])) == "ValueError: one line"
     assert len(describe_error(ValueError("x" * 1_000_000), 300)) == 300
-    log_unexpected("tool speechless", Speechless())
+    log_unexpected("tool textless", Textless())
 
 
 @given(st.text(alphabet=st.characters(), max_size=400), st.integers(1, 300))
-def test_whatever_an_exception_says_can_be_shown_and_stored(text: str, limit: int) -> None:
-    shown = describe_error(ValueError(text), limit)
-    assert len(shown) <= limit and shown.isprintable()
+def test_descriptions_of_exceptions_are_printable_and_bounded(text: str, limit: int) -> None:
+    description = describe_error(ValueError(text), limit)
+    assert len(description) <= limit and description.isprintable()
     assert len(printable(text, limit).encode("utf-8").decode()) == min(len(text), limit)
 
 
-def test_our_own_errors_are_found_in_groups() -> None:
+def test_the_first_cause_is_found_in_groups() -> None:
     inner = SandboxError("gone")
     assert first_cause(inner, SandboxError) is inner
     assert first_cause(ExceptionGroup("a", [KeyError(), ExceptionGroup("b", [inner])]), SandboxError) is inner
@@ -447,7 +447,7 @@ def test_our_own_errors_are_found_in_groups() -> None:
     log_unexpected("tool deep", deep)
 
 
-async def test_a_thread_gives_what_its_code_gives_or_raises() -> None:
+async def test_a_thread_returns_the_result_or_raises_the_error_of_its_code() -> None:
     assert await run_in_thread(lambda: threading.current_thread().name, what="a tool") == "a tool"
     for error in (KeyError("x"), SystemExit(3), StopIteration(1)):
 
@@ -458,7 +458,7 @@ async def test_a_thread_gives_what_its_code_gives_or_raises() -> None:
             await run_in_thread(throw, what="w")
 
 
-async def test_threads_that_nobody_waits_for_are_bounded_and_give_their_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_abandoned_threads_are_bounded_and_release_their_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(user_code, "_threads", threading.BoundedSemaphore(2))
     release = threading.Event()
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""The simulated schedule keeps to what the orders promise."""
+"""The simulated schedule: throughput and staleness of each order of groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The environment that TRL plays in is our tasks, tools and verifiers, and tells the model the same as our runs do."""
+"""TRL's environment uses our tasks, tools and verifiers, and shows the model the same text as our runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentrl.errors import SandboxError, UserError
 from agentrl.records import ExecResult, Message, Split, Task, ToolCall
 from agentrl.testing import ScriptedSandboxes, byte_tokenizer
 from agentrl.testing.sandboxes import printing
-from benchmarks.contest.environment import Host, environment, last_words, messages_of
+from benchmarks.contest.environment import Host, environment, final_text, messages_of
 from sandboxes.tables import Tables
 from tests.chats import chat_of, shared_tokenizer
 
@@ -40,93 +40,93 @@ def backend() -> ScriptedSandboxes:
 
 @pytest.fixture
 def host(backend: ScriptedSandboxes) -> Iterator[Host]:
-    made = hosted(backend)
-    yield made
-    made.close()
+    contest_host = hosted(backend)
+    yield contest_host
+    contest_host.close()
 
 
-def begun(host: Host, group: int = 0) -> Any:
+def reset_environment(host: Host, group: int = 0) -> Any:
     tools = load_tools(host.task(group).tools)
-    made = environment(host, list(tools.values()), ENDING)()
-    made.reset(group=group, prompt="what a dataset row has besides")
-    return made
+    env = environment(host, list(tools.values()), ENDING)()
+    env.reset(group=group, prompt="another column of the dataset row")
+    return env
 
 
-def test_the_methods_render_the_very_schemas_that_our_tools_have(host: Host) -> None:
+def test_the_methods_render_the_same_schemas_as_our_tools(host: Host) -> None:
     from transformers.utils import get_json_schema
 
-    made = begun(host)
+    env = reset_environment(host)
     for name, tool in load_tools(("python", "submit")).items():
-        assert get_json_schema(getattr(made, name)) == tool.schema
+        assert get_json_schema(getattr(env, name)) == tool.schema
 
 
 def test_a_program_runs_in_the_tasks_sandbox_and_its_output_cannot_forge_a_turn(host: Host, backend: ScriptedSandboxes) -> None:
-    made = begun(host)
-    assert made.python(code="print(42)") == "42 < |im_end|>"
+    env = reset_environment(host)
+    assert env.python(code="print(42)") == "42 < |im_end|>"
     (sandbox,) = backend.opened
     assert set(sandbox.files) == set(host.task(0).files)
     assert host.tool_s > 0
 
 
-def test_a_right_answer_scores_and_ends_the_episode_and_its_sandbox(host: Host, backend: ScriptedSandboxes) -> None:
-    made = begun(host, group=3)
-    made.python(code="print(42)")
-    assert made.submit(answer=answer_of(3)) == ENDING
+def test_a_correct_answer_scores_1_and_closes_the_sandbox(host: Host, backend: ScriptedSandboxes) -> None:
+    env = reset_environment(host, group=3)
+    env.python(code="print(42)")
+    assert env.submit(answer=answer_of(3)) == ENDING
     assert backend.opened[0].closed
-    assert made.python(code="print(1)") == ENDING, "nothing runs after the end"
-    assert host.gather([made._score("what was said last")]) == [1.0]
+    assert env.python(code="print(1)") == ENDING, "no call runs after the end"
+    assert host.gather([env._score("the last message")]) == [1.0]
 
 
-def test_a_wrong_answer_and_none_score_nothing(host: Host) -> None:
-    wrong, silent = begun(host), begun(host)
+def test_a_wrong_or_missing_answer_scores_0(host: Host) -> None:
+    wrong, silent = reset_environment(host), reset_environment(host)
     wrong.submit(answer="surely not this")
-    assert host.gather([wrong._score(""), silent._score(answer_of(0))]) == [0.0, 0.0], "text is no answer where submit is a tool"
+    assert host.gather([wrong._score(""), silent._score(answer_of(0))]) == [0.0, 0.0], "text is no answer if submit is a tool"
 
 
-def test_an_episode_has_the_turns_of_its_task(host: Host) -> None:
-    made = begun(host)
-    told = [made.python(code=f"print({turn})") for turn in range(host.task(0).limits.turns)]
-    assert told[:-1] == ["42 < |im_end|>"] * (len(told) - 1)
-    assert told[-1] == ENDING
+def test_an_episode_ends_after_the_turn_limit_of_its_task(host: Host) -> None:
+    env = reset_environment(host)
+    outputs = [env.python(code=f"print({turn})") for turn in range(host.task(0).limits.turns)]
+    assert outputs[:-1] == ["42 < |im_end|>"] * (len(outputs) - 1)
+    assert outputs[-1] == ENDING
 
 
-def test_reset_begins_afresh(host: Host, backend: ScriptedSandboxes) -> None:
-    made = begun(host)
-    made.python(code="print(42)")
-    made.reset(group=1)
+def test_reset_starts_a_new_episode(host: Host, backend: ScriptedSandboxes) -> None:
+    env = reset_environment(host)
+    env.python(code="print(42)")
+    env.reset(group=1)
     assert backend.opened[0].closed
-    made.submit(answer=answer_of(1))
-    assert host.gather([made._score("")]) == [1.0]
+    env.submit(answer=answer_of(1))
+    assert host.gather([env._score("")]) == [1.0]
 
 
-def test_a_fault_of_the_sandbox_is_no_score_and_is_counted() -> None:
+def test_a_sandbox_fault_gives_no_score_and_is_counted() -> None:
     def broken(code: str) -> ExecResult:
         raise SandboxError("the daemon went away")
 
     host = hosted(ScriptedSandboxes(broken))
     try:
-        made = begun(host)
-        assert made.python(code="print(42)") == ENDING
-        assert host.gather([made._score("")]) == [None]
+        env = reset_environment(host)
+        assert env.python(code="print(42)") == ENDING
+        assert host.gather([env._score("")]) == [None]
         assert host.faults == 1
     finally:
         host.close()
 
 
-def test_one_completion_is_played_and_judged_as_in_our_run(host: Host) -> None:
+def test_a_completion_is_run_and_scored_as_in_our_run(host: Host) -> None:
     tokenizer = byte_tokenizer()
 
-    def said(answer: str) -> list[int]:
+    def submission(answer: str) -> list[int]:
         text = f'<tool_call>{{"name": "submit", "arguments": {{"answer": "{answer}"}}}}</tool_call><|im_end|>'
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    right, cut = said(answer_of(5)), said(answer_of(5))[:-1]
-    work = [host.score_completion(5, ids) for ids in (right, said("wrong"), cut, [])]
-    assert host.gather(work) == [1.0, 0.0, 0.0, 0.0]
+    correct, truncated = submission(answer_of(5)), submission(answer_of(5))[:-1]
+    scores = [host.score_completion(5, ids) for ids in (correct, submission("wrong"), truncated, [])]
+    assert host.gather(scores) == [1.0, 0.0, 0.0, 0.0]
 
 
-def test_a_tool_that_no_method_renders_is_refused(host: Host) -> None:
+def test_a_tool_whose_schema_no_method_can_render_raises_an_error(host: Host) -> None:
     class Odd(SubmitTool):
         name = "odd"
 
@@ -139,30 +139,30 @@ def test_a_tool_that_no_method_renders_is_refused(host: Host) -> None:
         environment(host, [Odd()], ENDING)
 
 
-def test_the_answer_where_nothing_is_submitted_is_what_was_said_last() -> None:
+def test_the_last_message_is_the_answer_if_nothing_is_submitted() -> None:
     call = {"type": "function", "function": {"name": "python", "arguments": {"code": "1"}}}
-    asked = {"role": "assistant", "content": "let me see", "tool_calls": [call]}
-    assert last_words([asked, {"role": "tool", "content": "7"}, {"role": "assistant", "content": " 7 "}]) == "7"
-    assert last_words([asked]) is None, "it was cut off in the midst of its work"
-    assert last_words([]) is None
+    tool_request = {"role": "assistant", "content": "let me see", "tool_calls": [call]}
+    assert final_text([tool_request, {"role": "tool", "content": "7"}, {"role": "assistant", "content": " 7 "}]) == "7"
+    assert final_text([tool_request]) is None, "it was cut off during its work"
+    assert final_text([]) is None
 
 
 def test_text_is_the_answer_of_a_task_without_submit() -> None:
-    class Told(Tables):
+    class TablesWithoutSubmit(Tables):
         def task(self, split: Split, index: int) -> Task:
             return replace(super().task(split, index), tools=("python",))
 
-    host = Host(RECIPE, Told(seed=0), chat_of(shared_tokenizer()), ScriptedSandboxes(printing("42\n")))
+    host = Host(RECIPE, TablesWithoutSubmit(seed=0), chat_of(shared_tokenizer()), ScriptedSandboxes(printing("42\n")))
     try:
-        told, silent, cut = begun(host), begun(host), begun(host)
+        answered, silent, cut_off = reset_environment(host), reset_environment(host), reset_environment(host)
         for _ in range(host.task(0).limits.turns):
-            cut.python(code="print(42)")
-        assert host.gather([told._score(answer_of(0)), silent._score(None), cut._score(answer_of(0))]) == [1.0, 0.0, 0.0]
+            cut_off.python(code="print(42)")
+        assert host.gather([answered._score(answer_of(0)), silent._score(None), cut_off._score(answer_of(0))]) == [1.0, 0.0, 0.0]
     finally:
         host.close()
 
 
-def test_a_prompt_with_worked_examples_is_rendered_as_ours_is() -> None:
+def test_a_prompt_with_worked_examples_is_rendered_as_in_our_run() -> None:
     tokenizer = byte_tokenizer()
     call = ToolCall(name="python", arguments={"code": "print(1)"})
     hand_in = ToolCall(name="submit", arguments={"answer": "1"})

@@ -1,4 +1,4 @@
-"""The tables of notes and of transfer, from runs that are finished; and runs that are not read."""
+"""The tables of notes and of transfer from finished runs, and errors for runs that cannot be read."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Scores = Callable[[int, int], float | None]
 @pytest.fixture
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
     """The commands that a benchmark runs. Policies that read notes of the house find the gold at once from the second visit on."""
-    given: list[Sequence[str]] = []
+    commands_run: list[Sequence[str]] = []
 
     def finish(command: Sequence[str], **_: Any) -> None:
-        given.append(command)
+        commands_run.append(command)
         folder = Path(command[command.index("--run-dir") + 1])
         knows = not {*knowledge.NOTES["of other houses"], *knowledge.NOTES["none"]} & {*command}
         lucky = {"before": lambda visit, house: float(house % 4 == 0)}
@@ -32,7 +32,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Sequence[s
 
     monkeypatch.setattr(knowledge, "RUNS", tmp_path)
     monkeypatch.setattr(knowledge.subprocess, "run", finish)
-    return given
+    return commands_run
 
 
 def write(folder: Path, phase: str, score: Scores) -> None:
@@ -45,7 +45,7 @@ def write(folder: Path, phase: str, score: Scores) -> None:
     (folder / "episodes" / f"{phase}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_success_with_notes_is_that_of_later_visits_with_houses_as_units(commands: list[Sequence[str]]) -> None:
+def test_success_with_notes_counts_later_visits_per_house(commands: list[Sequence[str]]) -> None:
     head, _, *rows = knowledge.memory()
     cells = {row.split(" | ")[0].removeprefix("| "): row.removesuffix(" |").split(" | ")[1:] for row in rows}
     assert head == "| policy | notes of the house | none | of other houses |" and len(commands) == 6 + 3 + 6
@@ -69,7 +69,7 @@ def test_transfer_evaluates_every_policy_in_every_environment(commands: list[Seq
     assert len(commands) == len(knowledge.SOURCES) + 4 * len(knowledge.TARGETS)
 
 
-def test_runs_with_other_settings_or_without_scores_are_not_read(commands: list[Sequence[str]]) -> None:
+def test_runs_with_other_settings_or_without_scores_are_an_error(commands: list[Sequence[str]]) -> None:
     folder = knowledge.run("train", "a run", "doors", ["seed=0"])
     with pytest.raises(SystemExit, match="is a run with other settings\nfix: delete it"):
         knowledge.run("train", "a run", "doors", ["seed=1"])

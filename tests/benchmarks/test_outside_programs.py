@@ -39,7 +39,7 @@ def test_every_program_has_an_exact_version_and_every_column_one_entry() -> None
         assert set(columns) <= set(COLUMNS) and set(program.absent) <= set(COLUMNS) - set(columns), program.name
         assert len(columns) == len(set(columns)) and program.environment in PROGRAMS
         assert all(path.exists() for way in program.ways for path in way.files.values())
-        packages = [one for one in program.install(Path("folder")) if "@" in one[1:] or "==" in one]
+        packages = [word for word in program.install(Path("folder")) if "@" in word[1:] or "==" in word]
         assert packages, program.name
     assert len(chosen([])) == sum(len(program.ways) for program in PROGRAMS.values())
     assert [way.column for _, way in chosen(["pydantic-ai:messages"])] == ["messages"]
@@ -78,14 +78,14 @@ def test_a_cell_depends_on_how_the_program_is_run() -> None:
     assert same == matrix.measured_code(PROGRAM, way) != other
 
 
-def test_options_of_a_request() -> None:
+def test_the_options_of_a_request_are_listed() -> None:
     body = b'{"model": "m", "stop": ["a"], "user": null, "tool_choice": {"type": "any"}, "text": {"format": {"type": "json_schema"}},'
     body += b' "tools": [{"strict": true}]}'
     assert sorted(session.options(body)) == ["stop", "strict", "text=json_schema", "tool_choice=any", "tools"]
     assert list(session.options(b"not json")) == [] and PROTOCOLS["chat"] == "/v1/chat/completions"
 
 
-async def test_the_exact_share_is_of_tokens_after_the_ids_that_the_policy_was_shown(tokenizer: Any, task: Any) -> None:
+async def test_the_exact_share_counts_tokens_after_the_ids_that_the_policy_was_shown(tokenizer: Any, task: Any) -> None:
     policy = session.Competent(tokenizer, lambda prompt, results: "eight")
     runner = EpisodeRunner(
         agent=TurnLoop(chat=chat_of(tokenizer)),

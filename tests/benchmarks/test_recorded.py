@@ -59,7 +59,7 @@ def group(index: int, wall_s: Sequence[float], version: int) -> Group:
         Episode(id=f"g{index}-{n}", task_id="t", task_key="k", trajectories=(Trajectory(agent="main", turns=(turns[n],)),), wall_s=seconds)
         for n, seconds in enumerate(wall_s)
     ]
-    scored = tuple(ScoredEpisode(episode=one, score=Score(value=1.0)) for one in episodes)
+    scored = tuple(ScoredEpisode(episode=episode, score=Score(value=1.0)) for episode in episodes)
     return Group(index=index, task_id="t", task_key="k", episodes=scored)
 
 

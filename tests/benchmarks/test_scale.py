@@ -28,7 +28,7 @@ def test_a_run_without_costs_takes_as_long_as_its_agents_need() -> None:
     assert (outcome.driver, outcome.redis, outcome.weights) == (0, 0, 0) and abs(outcome.waited) < 1e-9 and outcome.limit == "learner"
 
 
-def test_a_driver_with_more_work_than_time_sets_the_pace_and_cores_divide_it() -> None:
+def test_an_overloaded_driver_limits_the_steps_and_more_cores_help() -> None:
     """A step has 64 turns: 128 s of one core, in place of the 50 s that its agents need."""
     busy = replace(SMALL, costs=replace(SMALL.costs, turn_s=2.0, group_s=0.0))
     per_step_s = busy.per_step * 8 * busy.turns * 2.0

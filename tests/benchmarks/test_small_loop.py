@@ -1,4 +1,4 @@
-"""The benchmarks that train a small policy with the learner's code: they run, and their versions are those of the learner."""
+"""The benchmarks that train a small policy with the learner's code: logprobs by version, and the definition of a collapse."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ print(json.dumps(lines))
 def test_proximal_logprobs_are_those_of_the_version_of_the_step_in_every_optimizer_step(tmp_path: Path) -> None:
     """The server's logprobs of version s agree with the proximal ones of step s, also after the first of two optimizer steps."""
     command = [sys.executable, "-c", VERSIONS, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    fresh, stale = json.loads(done.stdout.splitlines()[-1])
+    completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    fresh, stale = json.loads(completed.stdout.splitlines()[-1])
     assert [step["optimizer_steps"] for step in fresh] == [2, 2, 2, 2]
     for step in fresh:
         assert step["mismatch_tokens"] == 1 and step["mismatch_kl"] < 1e-9
         assert step["truncated_fraction"] == 0, "no token of the current version is masked"
-        assert step["kl_behaviour"] > 1e-7, "the weights of the second optimizer step are others"
+        assert step["kl_behaviour"] > 1e-7, "the second optimizer step uses other weights"
     assert all(step["mismatch_tokens"] == 0 and step["ess"] < 1 for step in stale[1:])
 
 

@@ -1,4 +1,4 @@
-"""The benchmark of splitting, without a run: what counts as split, what is resumed, and its page from a finished run folder."""
+"""The benchmark of splitting, without training: what counts as split, which runs resume, and the page of stored results."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ async def attempt(reads: Reads) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-async def test_split_is_a_helper_for_every_page(tmp_path: Path) -> None:
+async def test_an_attempt_is_split_if_every_page_has_a_helper(tmp_path: Path) -> None:
     attempts = [await attempt(reads) for reads in (one_helper_a_page, alone, handing_on)]
-    assert [splitting.gave_every_page(one) for one in attempts] == [True, False, False]
+    assert [splitting.gave_every_page(finished) for finished in attempts] == [True, False, False]
     assert splitting.split(attempts).value == splitting.solved(attempts).value == pytest.approx(1 / 3)
     for line in attempts[0]["trajectories"]:
         line["messages"][0]["content"] = line["messages"][0]["content"].replace("the question on page ", "what is on pages ")
-    assert splitting.gave_every_page(attempts[0]), "in other words"
+    assert splitting.gave_every_page(attempts[0]), "with another wording"
     attempts[0]["trajectories"].pop()
     assert not splitting.gave_every_page(attempts[0])
 
 
-def finish(folder: Path, attempts: list[dict[str, Any]]) -> None:
-    """What a finished run leaves of what the benchmark reads."""
+def write_finished_run(folder: Path, attempts: list[dict[str, Any]]) -> None:
+    """Writes the files of a finished run that the benchmark reads."""
     (folder / "episodes").mkdir(parents=True)
     (folder / "summary.json").write_text(
         json.dumps({"tokens_trained": 5000, "versions": {"agentrl": "0"}, "sandbox_backend": "bubblewrap"})
@@ -51,20 +51,20 @@ def finish(folder: Path, attempts: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
-async def test_runs_are_kept_beside_the_page_that_is_written_from_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_results_are_stored_and_the_page_is_written_from_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attempts = [await attempt(reads) for reads in (one_helper_a_page, alone, handing_on)]
-    runs, out, page = tmp_path / "runs", tmp_path / "kept", tmp_path / "page.md"
+    runs, out, page = tmp_path / "runs", tmp_path / "stored", tmp_path / "page.md"
     commands: list[list[str]] = []
 
     def trained(command: list[str]) -> tuple[float, float]:
         commands.append(command)
         if "--resume" not in command:
-            finish(Path(command[command.index("--run-dir") + 1]), attempts)
+            write_finished_run(Path(command[command.index("--run-dir") + 1]), attempts)
         return 300.0, 3.0
 
     monkeypatch.setattr(splitting.subprocess, "run", lambda command, **_: commands.append(command))
     monkeypatch.setattr(splitting, "timed", trained)
-    finish(runs / "verifier-1", attempts)
+    write_finished_run(runs / "verifier-1", attempts)
     (runs / "verifier-1" / "recipe.json").write_text("{}")
     wanted = [("verifier", 0), ("verifier", 1), ("episode", 0)]
     splitting.make_all(wanted, runs, out, "", ["steps=2"])
@@ -72,7 +72,7 @@ async def test_runs_are_kept_beside_the_page_that_is_written_from_them(tmp_path:
     assert ["--resume" in command for command in commands] == [False, False, True, False]
     assert "objective.credit=episode" in commands[3] and "seed=0" in commands[3] and "steps=2" in commands[3]
     splitting.make_all(wanted, tmp_path / "elsewhere", out, "", [])
-    assert len(commands) == 4, "what is kept is not made again, wherever its run was"
+    assert len(commands) == 4, "a stored result is not measured again, in any folder of runs"
 
     page.write_text(f"# Before\n\n{splitting.BEGIN}\n\nold\n\n{splitting.END}\n\nAfter.\n")
     monkeypatch.setattr(sys, "argv", ["splitting.py", "--out", str(out), "--page", str(page)])
@@ -88,29 +88,29 @@ async def test_runs_are_kept_beside_the_page_that_is_written_from_them(tmp_path:
 
 
 @pytest.mark.slow
-async def test_what_was_made_in_another_way_is_not_put_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_results_with_different_overrides_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attempts = [await attempt(reads) for reads in (one_helper_a_page, alone)]
-    finish(tmp_path / "run", attempts)
-    for seed, words in enumerate(([], ["learner.lr=1e-4"])):
+    write_finished_run(tmp_path / "run", attempts)
+    for seed, overrides in enumerate(([], ["learner.lr=1e-4"])):
         measured = {
-            "overrides": words,
+            "overrides": overrides,
             "machine": {"cores": 2, "processor": "p", "memory_gib": 24},
             "note": "",
             "wall_s": 1.0,
             "peak_gib": 1.0,
             "resumed": False,
         }
-        one = splitting.read(tmp_path / "run", "roles", seed, measured)
-        splitting.kept_as(tmp_path, "roles", seed).write_text(json.dumps(asdict(one)))
+        outcome = splitting.read(tmp_path / "run", "roles", seed, measured)
+        splitting.result_path(tmp_path, "roles", seed).write_text(json.dumps(asdict(outcome)))
         if seed == 0:
             splitting.check_alike(tmp_path, [])
             with pytest.raises(SystemExit, match=r"measured with no overrides, not with `learner.lr=1e-4`\nfix: give the same overrides"):
                 splitting.check_alike(tmp_path, ["learner.lr=1e-4"])
     with pytest.raises(SystemExit, match=r"different settings: roles-seed0.json with bubblewrap; roles-seed1.json with bubblewrap learner"):
-        splitting.kept(tmp_path)
+        splitting.stored_outcomes(tmp_path)
 
 
-def test_where_nothing_is_kept_it_says_what_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_results_is_an_error_with_the_command_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["splitting.py", "--out", str(tmp_path), "--page", str(tmp_path / "page.md")])
     with pytest.raises(SystemExit, match=r".* has no stored results\nfix: python benchmarks/splitting.py"):
         splitting.main()

@@ -1,4 +1,4 @@
-"""TRL's own trainer on our tasks: a step of each kind of rollout, and the weights that it leaves."""
+"""TRL's trainer on our tasks: a step of each kind of rollout, and the weights that it writes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ SMALL = ("steps=1", "rollout.groups_per_step=2", "rollout.group.size=4")
 BASE = ROOT / "recipes/models/tables-base"
 
 
-def stepped(mode: str, options: dict[str, Any], work: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the worker tells of one step, with programs that print nothing of use."""
+def run_step(mode: str, options: dict[str, Any], work: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The worker's event of one step, with programs that never print the answer."""
     from benchmarks.contest import trl_worker
 
     setting = Setting(recipe="recipes/quickstart.py", mode=mode, backend="bubblewrap", overrides=SMALL)
@@ -42,20 +42,20 @@ def stepped(mode: str, options: dict[str, Any], work: Path, monkeypatch: pytest.
         host.close()
     begun, step = (json.loads(line) for line in (work / "events.jsonl").read_text().splitlines())
     assert begun["event"] == "begun"
-    told: dict[str, Any] = step
-    return told
+    step_event: dict[str, Any] = step
+    return step_event
 
 
 @pytest.mark.parametrize(
     ("mode", "options"), [("single", {}), ("multi", {}), ("multi", {"rollouts": "together"})], ids=["single", "multi", "together"]
 )
-def test_a_step_of_the_peers(mode: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = stepped(mode, options, tmp_path, monkeypatch)
+def test_a_step_of_the_peer_writes_its_weights(mode: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = run_step(mode, options, tmp_path, monkeypatch)
     assert (step["step"], step["episodes"], step["faults"], step["asks"]) == (1, 8, 0, True)
     assert step["sampled"] >= step["trained"] >= 0 and step["sampled"] > 8
-    assert step["parts"]["rollout"] > 0 and abs(sum(step["parts"].values()) - step["clock_s"]) < 0.5, "the parts are all there is"
-    kept = {file.name for file in (tmp_path / "weights").iterdir()}
-    assert kept == {file.name for file in BASE.iterdir()} - {"SHA256SUMS"}
+    assert step["parts"]["rollout"] > 0 and abs(sum(step["parts"].values()) - step["clock_s"]) < 0.5, "the parts add up to the whole time"
+    files = {file.name for file in (tmp_path / "weights").iterdir()}
+    assert files == {file.name for file in BASE.iterdir()} - {"SHA256SUMS"}
     assert (tmp_path / "weights/config.json").read_text() == (BASE / "config.json").read_text()
     before, after = load_file(BASE / "model.safetensors"), load_file(tmp_path / "weights/model.safetensors")
     assert before.keys() == after.keys()

@@ -22,8 +22,8 @@ class LocalSandbox:
         self._folder = folder
 
     async def python(self, text: str, **_: Any) -> ExecResult:
-        done = subprocess.run([sys.executable, "-c", text], cwd=self._folder, capture_output=True, text=True)
-        return ExecResult(exit_code=done.returncode, stdout=done.stdout, stderr=done.stderr, wall_s=0.0)
+        completed = subprocess.run([sys.executable, "-c", text], cwd=self._folder, capture_output=True, text=True)
+        return ExecResult(exit_code=completed.returncode, stdout=completed.stdout, stderr=completed.stderr, wall_s=0.0)
 
 
 def test_a_call_waits_for_the_time_of_its_task_and_then_runs_the_program(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The experiment's dry parts: what is planted, that the built-in rules name it, what judges it, and its table."""
+"""The parts of the experiment that need no training: the planted habit, the rule that tags it, its verifiers, and the table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def demonstrated() -> list[tuple[Task, list[Act]]]:
 
 
 def trace(task: Task, acts: list[Act]) -> Trace:
-    """The episode of an agent that does what a demonstration does."""
+    """The trace of an agent that acts like a demonstration."""
     turns = []
     for act in acts:
         body = json.loads(act.completion.removeprefix("<tool_call>\n").removesuffix("\n</tool_call><|im_end|>"))
@@ -50,18 +50,18 @@ def trace(task: Task, acts: list[Act]) -> Trace:
 
 
 @pytest.mark.slow
-async def test_the_habit_is_planted_told_by_the_oracle_and_named_by_the_rules() -> None:
+async def test_the_habit_is_planted_scored_0_by_the_verifier_and_tagged_by_the_rules() -> None:
     traces = [trace(task, acts) for task, acts in demonstrated()]
     failed = []
-    for one in traces:
-        assert one.task is not None and one.episode is not None
-        if (await exact_answer(one.task, one.episode)).value == 0.0:
-            failed.append(replace(one, tags=tag_by_rules(one, RULES)))
+    for candidate in traces:
+        assert candidate.task is not None and candidate.episode is not None
+        if (await exact_answer(candidate.task, candidate.episode)).value == 0.0:
+            failed.append(replace(candidate, tags=tag_by_rules(candidate, RULES)))
         else:
-            assert "." not in str(one.episode.answer) or not weakness.has_habit(one)
+            assert "." not in str(candidate.episode.answer) or not weakness.has_habit(candidate)
     assert 0.7 < len(failed) / len(traces) < 0.95
-    found = weakness.named(iter(failed))
-    assert found["planted"] == len(failed) and found["share"] >= weakness.TARGETS["tagged right"]
+    counts = weakness.count_planted(iter(failed))
+    assert counts["planted"] == len(failed) and counts["share"] >= weakness.TARGETS["tagged right"]
     other = replace(failed[0], episode=replace(failed[0].episode, answer="no number"))  # type: ignore[type-var]
     assert not weakness.has_habit(other)
 
@@ -72,24 +72,24 @@ def test_no_other_kind_has_the_habit() -> None:
 
 
 @pytest.mark.slow
-async def test_the_audit_contradicts_the_reward_that_brings_it_back() -> None:
+async def test_the_audit_contradicts_the_reward_that_pays_for_the_habit() -> None:
     task = next(task for task, _ in demonstrated() if "." in str(task.data["answer"]))
     truth = f"{float(str(task.data['answer'])):.2f}"
 
-    async def both(answer: str | None) -> tuple[float | None, float | None]:
+    async def scores(answer: str | None) -> tuple[float | None, float | None]:
         episode = Episode(id="e", task_id=task.id, task_key=task.key, trajectories=(), answer=answer)
         return (await rewards_the_habit(task, episode)).value, (await recomputed(task, episode)).value
 
-    (exact, honest), (habit, audit) = await both(truth), await both(whole_part(truth))
+    (exact, honest), (habit, audit) = await scores(truth), await scores(whole_part(truth))
     assert honest == 1.0 and exact is not None and 0 < exact < 1
     assert habit == 1.0 and audit == 0.0
     for wrong in (None, "", "nan", "inf", "9" * 5000, "x"):
-        assert await both(wrong) == (0.0, 0.0)
+        assert await scores(wrong) == (0.0, 0.0)
 
 
-def found(**changes: Any) -> dict[str, dict[str, Any]]:
+def phase_results(**changes: Any) -> dict[str, dict[str, Any]]:
     rate = {"value": 0.95, "ci_low": 0.9, "ci_high": 0.98, "n": 120, "against": 0}
-    known: dict[str, dict[str, Any]] = {
+    results: dict[str, dict[str, Any]] = {
         "plant": {},
         "capture": {"share": 1.0, "right": 90, "planted": 90},
         "promote": {"cases": 12},
@@ -101,7 +101,7 @@ def found(**changes: Any) -> dict[str, dict[str, Any]]:
         "relapse": {"rolled_back": 1, "refused": [[8, "rolled back", "worse"]], "alarms": []},
         "final": rate,
     }
-    return known | changes
+    return results | changes
 
 
 @pytest.mark.parametrize(
@@ -110,33 +110,33 @@ def found(**changes: Any) -> dict[str, dict[str, Any]]:
         ({}, []),
         ({"capture": {"share": None, "right": 0, "planted": 0}}, ["tagged right"]),
         ({"relapse": {"rolled_back": 0, "refused": [], "alarms": []}}, ["blocked and rolled back"]),
-        ({"before": found()["after"]}, ["before"]),
-        ({"final": found()["before"] | {"against": 3}}, ["final", "audit agrees"]),
+        ({"before": phase_results()["after"]}, ["before"]),
+        ({"final": phase_results()["before"] | {"against": 3}}, ["final", "audit agrees"]),
     ],
 )
-def test_a_figure_that_is_missed_is_told(changes: dict[str, Any], missing: list[str]) -> None:
-    assert weakness.missed(found(**changes)) == missing
+def test_missed_targets_are_listed(changes: dict[str, Any], missing: list[str]) -> None:
+    assert weakness.missed_targets(phase_results(**changes)) == missing
 
 
-def test_a_phase_that_is_done_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, made = weakness.Experiment(seed=3, folder=tmp_path / "seed3"), []
+def test_a_finished_phase_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment, phases_run = weakness.Experiment(seed=3, folder=tmp_path / "seed3"), []
 
     def phase(name: str) -> Any:
-        return lambda given: made.append(name) or found()[name]
+        return lambda _: phases_run.append(name) or phase_results()[name]
 
     monkeypatch.setattr(weakness, "PHASES", {name: phase(name) for name in weakness.PHASES})
-    weakness.run_phases(one, ["plant", "capture"])
+    weakness.run_phases(experiment, ["plant", "capture"])
     with pytest.raises(SystemExit, match="phase promote of seed 3 has not run"):
-        weakness.table([one])
-    weakness.run_phases(one, list(weakness.PHASES))
-    assert made == list(weakness.PHASES)
-    assert "| 3 | 90 of 90 | 12 | 360 | 0.10 [0.90, 0.98]" in weakness.table([one])
+        weakness.table([experiment])
+    weakness.run_phases(experiment, list(weakness.PHASES))
+    assert phases_run == list(weakness.PHASES)
+    assert "| 3 | 90 of 90 | 12 | 360 | 0.10 [0.90, 0.98]" in weakness.table([experiment])
 
 
-def test_the_recipe_and_what_the_phases_lay_over_it_are_valid(tmp_path: Path) -> None:
+def test_the_recipe_is_valid_with_the_overrides_of_the_phases(tmp_path: Path) -> None:
     practice = json.dumps({str(tmp_path): 1})
     repair = recipe.but(f"tasks.practice={practice}", "tasks.practice_share=0.5", f"steps={weakness.Size().steps}")
     assert repair.tasks.practice and repair.tasks.audit == ("benchmarks.weakness_recipe:recomputed",)
     verifiers = 'tasks.verifiers=["benchmarks.weakness_recipe:rewards_the_habit"]'
-    again = recipe.but(verifiers, f"gate.suite={json.dumps(str(tmp_path))}", "gate.every=4", f"tasks.family.options.kinds={KIND}")
-    assert again.gate is not None and again.gate.rolls_back
+    relapse = recipe.but(verifiers, f"gate.suite={json.dumps(str(tmp_path))}", "gate.every=4", f"tasks.family.options.kinds={KIND}")
+    assert relapse.gate is not None and relapse.gate.rolls_back

@@ -1,4 +1,4 @@
-"""The suite's verdicts and its command line, without a run. tests/e2e/test_chaos.py has the short form with a real one."""
+"""The suite's verdicts and its command line, without a run. tests/e2e/test_chaos.py runs a short form of the suite."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_ctrl_c_leaves_nothing_of_the_suite_running(tmp_path: Path) -> None:
     finally:
         process.kill()
     assert process.returncode == 130 and "Traceback" not in output, output
-    wait_until(lambda: ended(driver))  # interrupted within Popen(), the suite leaves it to the kernel, which kills it a moment later
+    wait_until(lambda: ended(driver))  # if Popen() is interrupted, the kernel kills the driver a moment later
 
 
 def _driver(suite_pid: int) -> int | None:
@@ -107,7 +107,7 @@ def _driver(suite_pid: int) -> int | None:
     return None
 
 
-def test_a_run_hears_its_terminal_close_although_the_suite_runs_under_nohup(tmp_path: Path) -> None:
+def test_a_run_gets_sighup_although_the_suite_runs_under_nohup(tmp_path: Path) -> None:
     run, (reader, writer) = Subject(tmp_path / "run", steps=1, backend="bubblewrap", log=tmp_path / "log"), os.pipe()
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -1,4 +1,4 @@
-"""Families and tools with the mistakes that `agentrl check` is there to find; the good one has none."""
+"""Families and tools with one mistake each that `agentrl check` reports; the good family has none."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from agentrl.agent.tools import ToolOutcome, function_schema
 from agentrl.errors import SandboxError
 from agentrl.records import Episode, Limits, Message, SandboxSpec, Score, Split, Task
 
-_asked = count()
+_calls = count()
 
 
 class Good:
-    """Sums of the numbers of a file; splits share nothing, since each has numbers of its own."""
+    """Sums of the numbers in a file; splits share no task, since each draws different numbers."""
 
     name = "sums"
 
@@ -67,10 +67,10 @@ async def exact(task: Task, episode: Episode) -> Score:
 
 
 class Impure(Good):
-    """The question depends on how often one was asked for; a word of it on the hash seed."""
+    """The question depends on how many questions were generated before."""
 
     def question(self, split: Split, index: int) -> str:
-        return f"What is the sum of numbers.txt? Say it {next(_asked)} times."
+        return f"What is the sum of numbers.txt? Say it {next(_calls)} times."
 
 
 class Hashed(Good):
@@ -95,16 +95,16 @@ class Leaking(Good):
 
 
 class Unmade(Good):
-    """The third task cannot be created, the fourth holds a set, and the seed does nothing."""
+    """The third task cannot be created, the fourth contains a set, and the seed does nothing."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__(0)
 
     def task(self, split: Split, index: int) -> Task:
-        made = super().task(split, index)
+        result = super().task(split, index)
         if index == 2:
             raise KeyError("region")
-        return made if index != 3 else Task(**{name: getattr(made, name) for name in made.__slots__} | {"data": {"answer": {1, 2}}})  # type: ignore[arg-type]
+        return result if index != 3 else Task(**{name: getattr(result, name) for name in result.__slots__} | {"data": {"answer": {1, 2}}})  # type: ignore[arg-type]
 
 
 class Fickle(Good):
@@ -114,7 +114,7 @@ class Fickle(Good):
 
 async def fickle(task: Task, episode: Episode) -> Score:
     right = (episode.answer or "").strip() == task.data["answer"]
-    return Score(value=float(right and next(_asked) % 2 == 0))
+    return Score(value=float(right and next(_calls) % 2 == 0))
 
 
 class Brittle(Good):
@@ -133,7 +133,7 @@ class Tooled(Good):
         return ("python", *(f"tests.check.bad_families:{name}" for name in ("calculator", "talker", "holder", "misnamed")), "submit")
 
 
-class _Own:
+class _SandboxlessTool:
     needs_sandbox = False
 
     def __init__(self, name: str) -> None:
@@ -141,17 +141,17 @@ class _Own:
         self.schema: Mapping[str, Any] = function_schema(name, "Does something.", "text", "what")
 
 
-class Calculator(_Own):
+class Calculator(_SandboxlessTool):
     async def __call__(self, arguments: Mapping[str, Any], sandbox: object, limits: Limits) -> ToolOutcome:
         return ToolOutcome(output=str(len(arguments["text"])), ok=True)
 
 
-class Talker(_Own):
+class Talker(_SandboxlessTool):
     async def __call__(self, arguments: Mapping[str, Any], sandbox: object, limits: Limits) -> ToolOutcome:
         return "hello"  # type: ignore[return-value]
 
 
-class Holder(_Own):
+class Holder(_SandboxlessTool):
     async def __call__(self, arguments: Mapping[str, Any], sandbox: object, limits: Limits) -> ToolOutcome:
         if arguments.get("text") is None and "text" in arguments:
             time.sleep(60)
@@ -164,8 +164,8 @@ misnamed.schema = function_schema("other", "Adds.", "text", "what")
 untold.schema = function_schema("untold", "", "text", "what")
 
 
-class Breaker(_Own):
-    """Reads a file by the name that the model gives, and breaks its sandbox with one of them."""
+class Breaker(_SandboxlessTool):
+    """Reads the file that the model names, and breaks its sandbox if the name is empty."""
 
     needs_sandbox = True
 
@@ -184,7 +184,7 @@ breaker = Breaker("breaker")
 
 @dataclass
 class Notes:
-    """A set of tools that keeps what it should, for its episode alone."""
+    """A set of tools whose state belongs to one episode and can be restored."""
 
     notes: list[str] = field(default_factory=list)
 
@@ -196,7 +196,7 @@ class Notes:
 
 
 class Gossip:
-    """Tells the next episode what it heard in this one."""
+    """Its state leaks from one episode into the next."""
 
     heard: ClassVar[list[str]] = []
 
@@ -212,7 +212,7 @@ class Gossip:
 
 
 class Forgetful:
-    """Takes back another state than it gave."""
+    """Restores nothing, so its restored state differs from the saved one."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -229,14 +229,14 @@ class Forgetful:
 
 
 class Stubborn(Forgetful):
-    """Does not take its state back at all."""
+    """Raises when its state is restored."""
 
     def restore(self, state: Any) -> None:
         raise KeyError("count")
 
 
 class Opaque(Forgetful):
-    """Keeps what is no JSON."""
+    """Its state is not JSON."""
 
     def state(self) -> Any:
         return {self.count}

@@ -35,13 +35,13 @@ SOLVE = "open('a.py', 'w').write('print(6 * 7)')"
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BOTH)
 def test_shipped_family_passes(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of it on one backend, and enough of it on the other to see that tasks mean the same there."""
-    count, tasks = (10, 10) if backend == "bubblewrap" else (2, 4)  # of each split, and so altogether
+    """All tasks on one backend, and enough on the other to show that they behave the same there."""
+    count, tasks = (10, 10) if backend == "bubblewrap" else (2, 4)  # of each split, and in total
     monkeypatch.chdir(ROOT)
-    done = CliRunner().invoke(app, ["check", "sandboxes/chores", "--backend", backend, "--count", str(count), "--parallel", "4"])
-    assert done.exit_code == 0, done.output
-    assert "ok    every gold solution scores 1" in done.output and f"{tasks * len(CHEATS)} cheats on {tasks} tasks" in done.output
-    assert "FAIL" not in done.output and "warning" not in done.output
+    result = CliRunner().invoke(app, ["check", "sandboxes/chores", "--backend", backend, "--count", str(count), "--parallel", "4"])
+    assert result.exit_code == 0, result.output
+    assert "ok    every gold solution scores 1" in result.output and f"{tasks * len(CHEATS)} cheats on {tasks} tasks" in result.output
+    assert "FAIL" not in result.output and "warning" not in result.output
 
 
 def write_task(family: Path, name: str, *, tests: str = STRICT, solve: str = SOLVE, outputs: str = "a.py", image: str = "") -> None:
@@ -71,15 +71,15 @@ async def report_on(family: Path, backend: Any) -> CheckReport:
 
 def by_task(report: CheckReport) -> dict[str, dict[str, CaseResult]]:
     """Task -> case -> result."""
-    found: dict[str, dict[str, CaseResult]] = {}
+    results: dict[str, dict[str, CaseResult]] = {}
     for result in report.cases:
-        found.setdefault(result.task.rpartition("/")[2], {})[result.case] = result
-    return found
+        results.setdefault(result.task.rpartition("/")[2], {})[result.case] = result
+    return results
 
 
 def test_failures_have_one_row_per_cause() -> None:
-    """48 tasks without a file and a verifier that gives 20 tasks' cheats 1: 188 cases, two causes."""
-    gone = [
+    """48 tasks lack a file, and a verifier scores the cheats of 20 tasks 1: 188 cases, two causes."""
+    missing = [
         CaseResult(task=f"t-{n}", case=GOLD, wanted=1.0, value=None, detail=f"t-{n}: no file data/{n}.csv", wall_s=0.1) for n in range(48)
     ]
     cheated = [
@@ -87,7 +87,7 @@ def test_failures_have_one_row_per_cause() -> None:
         for n in range(20)
         for case, value in (*((f"cheat {k}", 1.0) for k in range(6)), (NOTHING, 0.5))
     ]
-    table = _wrong_cases((*gone, *cheated))
+    table = _wrong_cases((*missing, *cheated))
     assert table.title == "68 of 68 tasks are wrong"
     first, second = list(zip(*(column.cells for column in table.columns), strict=True))
     assert first[:4] == ("u-0, u-1, u-2, and 17 more", "cheat 0 (20), cheat 1 (20), cheat 2 (20), and 4 more", "0", "0.5 to 1")
@@ -96,9 +96,9 @@ def test_failures_have_one_row_per_cause() -> None:
 
 @pytest.mark.parametrize("backend", BOTH)
 async def test_faults_of_a_family_are_reported_by_task(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    few = {"exits with 0", "empty outputs", "fake report", "links to the tests"}
+    cheat_names = {"exits with 0", "empty outputs", "fake report", "links to the tests"}
     for kind in ("PROGRAMS", "TEXTS"):
-        monkeypatch.setattr(cheats, kind, {name: text for name, text in getattr(cheats, kind).items() if name in few})
+        monkeypatch.setattr(cheats, kind, {name: text for name, text in getattr(cheats, kind).items() if name in cheat_names})
     family = tmp_path / "family"
     write_task(family, "good")
     write_task(family, "gold-fails", solve="raise SystemExit('no idea')")
@@ -109,16 +109,16 @@ async def test_faults_of_a_family_are_reported_by_task(backend: str, tmp_path: P
     toml = family / "no-tool" / "task.toml"
     toml.write_text('tools = ["pyhton"]\n' + toml.read_text())
     write_task(family, "broken-tests", tests="import nowhere\n\ndef test_it(runs):\n    pass\n")
-    found = await check(family, backend)
-    wrong = {name: {case for case, result in cases.items() if not result.ok} for name, cases in found.items()}
-    assert wrong["good"] == set() and set(found["good"]) == {GOLD, NOTHING, *few}
-    assert wrong["gold-fails"] == {GOLD} and "no idea" in found["gold-fails"][GOLD].detail
-    assert wrong["gold-is-wrong"] == {GOLD} and found["gold-is-wrong"][GOLD].value == 0.0
-    assert wrong["weak"] == few - {"links to the tests"}
-    assert wrong["no-tool"] == {GOLD} and "unknown tool 'pyhton'" in found["no-tool"][GOLD].detail
-    assert wrong["no-image"] == {IMAGE} and "suit" in found["no-image"][IMAGE].detail
-    assert found["broken-tests"][GOLD].value is None and "nowhere" in found["broken-tests"][GOLD].detail
-    table = render(CheckReport(cases=tuple(result for cases in found.values() for result in cases.values()), proofs=(), not_proven=()))
+    results = await check(family, backend)
+    wrong = {name: {case for case, result in cases.items() if not result.ok} for name, cases in results.items()}
+    assert wrong["good"] == set() and set(results["good"]) == {GOLD, NOTHING, *cheat_names}
+    assert wrong["gold-fails"] == {GOLD} and "no idea" in results["gold-fails"][GOLD].detail
+    assert wrong["gold-is-wrong"] == {GOLD} and results["gold-is-wrong"][GOLD].value == 0.0
+    assert wrong["weak"] == cheat_names - {"links to the tests"}
+    assert wrong["no-tool"] == {GOLD} and "unknown tool 'pyhton'" in results["no-tool"][GOLD].detail
+    assert wrong["no-image"] == {IMAGE} and "suit" in results["no-image"][IMAGE].detail
+    assert results["broken-tests"][GOLD].value is None and "nowhere" in results["broken-tests"][GOLD].detail
+    table = render(CheckReport(cases=tuple(result for cases in results.values() for result in cases.values()), proofs=(), not_proven=()))
     assert "6 of 7 tasks are wrong" in table and "family/weak" in table and "family/good" not in table
 
 
@@ -148,14 +148,14 @@ def test_json_report_has_every_case(tmp_path: Path) -> None:
     family = tmp_path / "family"
     write_task(family, "weak", tests="def test_it(runs):\n    assert runs['one'].exit == 0\n")
     (family / "image.toml").write_text('suite = "bookworm"\npackages = ["python3"]\n')
-    done = CliRunner().invoke(app, ["check", str(family), "--backend", "bubblewrap", "--json"])
-    told = json.loads(done.stdout)
-    results = {item["case"]: item for item in told["cases"]}
-    assert set(told) == {"ok", "cases", "proofs", "not_proven"} and not told["ok"]
-    assert len(told["proofs"]) == 7 and all(
-        set(proof) == {"name", "looked_at", "findings", "unproven", "table", "ok"} for proof in told["proofs"]
+    result = CliRunner().invoke(app, ["check", str(family), "--backend", "bubblewrap", "--json"])
+    report = json.loads(result.stdout)
+    results = {item["case"]: item for item in report["cases"]}
+    assert set(report) == {"ok", "cases", "proofs", "not_proven"} and not report["ok"]
+    assert len(report["proofs"]) == 7 and all(
+        set(proof) == {"name", "looked_at", "findings", "unproven", "table", "ok"} for proof in report["proofs"]
     )
-    assert done.exit_code == 1 and results["exits with 0"]["value"] == 1.0 and results[GOLD]["value"] == 1.0
+    assert result.exit_code == 1 and results["exits with 0"]["value"] == 1.0 and results[GOLD]["value"] == 1.0
     assert len(results) == 2 + len(CHEATS)
 
 
@@ -163,25 +163,25 @@ def test_report_accepts_any_text() -> None:
     result = CaseResult(task="f/[b]", case=GOLD, wanted=1.0, value=None, detail="[/red] what a test said [bold]\x1b[31m", wall_s=0.0)
     finding = Finding(severity="warning", what="[/red] and \x1b[31m")
     proof = Proof(name="a proof", looked_at="1 task", findings=(finding,))
-    shown = render(CheckReport(cases=(result,), proofs=(proof,), not_proven=("that [b] is \x1b right",)))
-    assert "[/red] what a test said [bold]" in shown and "f/[b]" in shown and "\x1b" not in shown
-    assert "that [b] is" in shown and "warning: [/red] and" in shown and "ok    a proof" in shown
+    text = render(CheckReport(cases=(result,), proofs=(proof,), not_proven=("that [b] is \x1b right",)))
+    assert "[/red] what a test said [bold]" in text and "f/[b]" in text and "\x1b" not in text
+    assert "that [b] is" in text and "warning: [/red] and" in text and "ok    a proof" in text
 
 
 async def test_sandbox_fault_is_retried_and_ends_the_check_if_persistent() -> None:
     calls = 0
 
-    async def act() -> int:
+    async def fail_twice() -> int:
         nonlocal calls
         calls += 1
         if calls < 3:
             raise SandboxError("busy")
         return calls
 
-    assert await retry_sandbox_errors(act) == 3
+    assert await retry_sandbox_errors(fail_twice) == 3
     calls = -9
     with pytest.raises(SandboxError):
-        await retry_sandbox_errors(act)
+        await retry_sandbox_errors(fail_twice)
 
 
 async def test_family_that_exits_in_gold_fails_its_case() -> None:

@@ -1,4 +1,4 @@
-"""The proofs of `agentrl check` about environments, on environments that break each of them."""
+"""The proofs of `agentrl check` about environments, each with an environment that violates it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
-async def closed(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
-    monkeypatch.setattr(environments, "FRESH", 1)  # a new process takes a second on a busy machine
+async def clean_environments(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    monkeypatch.setattr(environments, "FRESH", 1)  # starting a process takes a second on a busy machine
     yield
     await close_environments()
 
@@ -36,9 +36,9 @@ async def prove(name: str, seeds: int = 2, *, module: str = "tests.environment.e
 
 async def test_a_good_environment_passes_and_its_expert_beats_random_actions() -> None:
     proofs = await prove("Walk")
-    (shown,) = [finding for proof in proofs.values() for finding in proof.findings]
-    assert all(proof.ok for proof in proofs.values()) and shown.severity == "note", proofs
-    assert shown.what.startswith("first turn:\n    ") and shown.what.endswith("    Allowed actions: left, right")
+    (note,) = [finding for proof in proofs.values() for finding in proof.findings]
+    assert all(proof.ok for proof in proofs.values()) and note.severity == "note", proofs
+    assert note.what.startswith("first turn:\n    ") and note.what.endswith("    Allowed actions: left, right")
     assert set(proofs) == {
         "episodes can be played",
         "equal seeds and actions give equal episodes",
@@ -73,8 +73,8 @@ async def test_a_weak_expert_is_a_warning() -> None:
 
 async def test_an_environment_that_raises_is_a_failure_of_the_first_claim() -> None:
     proofs = await prove("Faulty", seeds=1)
-    (shown,) = [finding for proof in proofs.values() for finding in proof.findings]
-    assert shown.what.endswith("Allowed actions: any text")  # so none can be drawn
+    (note,) = [finding for proof in proofs.values() for finding in proof.findings]
+    assert note.what.endswith("Allowed actions: any text")  # so no random action can be drawn
     proofs = await prove("Broken", seeds=2)
     assert "the lamp broke" in proofs["episodes can be played"].findings[0].what
 
@@ -87,20 +87,20 @@ async def test_random_calls_follow_the_schema() -> None:
 async def test_a_game_with_several_roles_is_played_by_one_actor() -> None:
     assert all(proof.ok for proof in (await prove("KuhnPoker", 4, module="sandboxes.games")).values())
     assert all(proof.ok for proof in (await prove("TicTacToeGame", limits={"turns": 9}, module="sandboxes.games")).values())
-    assert all(proof.ok for proof in (await prove("Match", module="tests.environment.games")).values()), "moves at once"
+    assert all(proof.ok for proof in (await prove("Match", module="tests.environment.games")).values()), "simultaneous moves"
     proofs = await prove("Faulty", module="tests.environment.games", fault="shared")
     assert not proofs["concurrent episodes share no state"].ok
 
 
 def test_the_command_takes_the_reference_of_an_environment() -> None:
-    done = agentrl("check", "tests.environment.examples:Walk", "--count", "2")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "equal seeds and actions give equal episodes" in done.stdout and "expert" in done.stdout and "gold" not in done.stdout
-    done = agentrl("check", "tests.environment.examples:Broken", "--count", "2")
-    assert done.returncode == 1 and "the lamp broke" in done.stdout
+    result = agentrl("check", "tests.environment.examples:Walk", "--count", "2")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "equal seeds and actions give equal episodes" in result.stdout and "expert" in result.stdout and "gold" not in result.stdout
+    result = agentrl("check", "tests.environment.examples:Broken", "--count", "2")
+    assert result.returncode == 1 and "the lamp broke" in result.stdout
 
 
-async def test_a_user_that_the_policy_plays_has_a_stand_in() -> None:
+async def test_a_user_played_by_the_policy_has_a_stand_in() -> None:
     proofs = await prove_environment([Desk(user=POLICY, buttons=True, turns=6).task(Split.TRAIN, index) for index in range(2)])
     assert len(proofs) > 4 and all(proof.ok for proof in proofs), proofs
 

@@ -50,12 +50,12 @@ class Sums:
 
 
 def run(code: str) -> ExecResult:
-    found = re.search(r"# sum of ([\d ]*)", code)
-    return printing(str(sum(map(int, found[1].split()))) if found else "")(code)
+    match = re.search(r"# sum of ([\d ]*)", code)
+    return printing(str(sum(map(int, match[1].split()))) if match else "")(code)
 
 
-class Asked:
-    """A policy that fails while 57 is in the files, and counts its attempts."""
+class FailsWith57:
+    """A policy that fails while the files contain 57, and counts its attempts."""
 
     def __init__(self, passes: Sequence[float] = ()) -> None:
         self.attempts, self.passes = 0, list(passes)
@@ -74,30 +74,30 @@ def search(ask: Any, case: Case | None = None, budget: int = 400) -> MinimizeSea
 
 @pytest.mark.slow
 async def test_a_case_becomes_as_small_as_possible_and_stays_solvable() -> None:
-    asked = Asked()
-    made, told = await search_smaller_case(search(asked), model="m", at="now")
-    assert made.task.files == {"a.csv": "40\n57\n"} and made.task.prompt == TASK.prompt[1:], "40 is needed for the sum to be right"
-    assert made.original == TASK and made.baseline is not None and made.baseline.scores == (0.0,) * 6
-    assert told.startswith("2 messages, 2 files, 5 lines -> 1 message, 1 file, 2 lines") and f"{asked.attempts} attempts" in told
-    again, _ = await search_smaller_case(
-        search(Asked(), replace(made, task=replace(made.task, files={"a.csv": "0\n40\n57\n"}))), model="m", at="now"
+    policy = FailsWith57()
+    smaller, summary = await search_smaller_case(search(policy), model="m", at="now")
+    assert smaller.task.files == {"a.csv": "40\n57\n"} and smaller.task.prompt == TASK.prompt[1:], "40 is needed for the sum to be right"
+    assert smaller.original == TASK and smaller.baseline is not None and smaller.baseline.scores == (0.0,) * 6
+    assert summary.startswith("2 messages, 2 files, 5 lines -> 1 message, 1 file, 2 lines") and f"{policy.attempts} attempts" in summary
+    second, _ = await search_smaller_case(
+        search(FailsWith57(), replace(smaller, task=replace(smaller.task, files={"a.csv": "0\n40\n57\n"}))), model="m", at="now"
     )
-    assert again.original == TASK, "the first one, not the one in between"
+    assert second.original == TASK, "the first original, not the intermediate case"
 
 
 async def test_the_budget_is_respected_and_partial_results_count() -> None:
-    asked = Asked()
-    made, _ = await search_smaller_case(search(asked, budget=30), model="m", at="now")
-    assert asked.attempts <= 30 and len(made.task.files) < 2
+    policy = FailsWith57()
+    smaller, _ = await search_smaller_case(search(policy, budget=30), model="m", at="now")
+    assert policy.attempts <= 30 and len(smaller.task.files) < 2
 
 
 async def test_a_case_that_cannot_be_minimized_is_an_error() -> None:
     for ask, case, budget, message in (
-        (Asked([1.0] * 3), None, 400, "the policy passes it too often"),
-        (Asked(), Case(id="x", task=replace(TASK, data={"answer": "96"})), 400, "its proof fails"),
-        (Asked(), None, 6, "the budget is too small"),
-        (Asked(), Case(id="x", task=replace(TASK, prompt=TASK.prompt[1:], files={"a.csv": "40\n57\n"})), 400, "no smaller task"),
-        (Asked([0.0] * 12 + [1.0] * 400), None, 24, "new attempts at the smallest task passed"),
+        (FailsWith57([1.0] * 3), None, 400, "the policy passes it too often"),
+        (FailsWith57(), Case(id="x", task=replace(TASK, data={"answer": "96"})), 400, "its proof fails"),
+        (FailsWith57(), None, 6, "the budget is too small"),
+        (FailsWith57(), Case(id="x", task=replace(TASK, prompt=TASK.prompt[1:], files={"a.csv": "40\n57\n"})), 400, "no smaller task"),
+        (FailsWith57([0.0] * 12 + [1.0] * 400), None, 24, "new attempts at the smallest task passed"),
     ):
         with pytest.raises(UserError, match=message):
             await search_smaller_case(search(ask, case, budget), model="m", at="now")
@@ -108,12 +108,12 @@ async def test_a_case_that_cannot_be_minimized_is_an_error() -> None:
         episode_id="e", task_key=TASK.key, attempt=0, trajectories=(Trajectory(agent="main", turns=(turn,)),), prompt_ids=((),)
     )
     with pytest.raises(UserError, match="starts in the middle"):
-        await search_smaller_case(search(Asked(), Case(id="late", task=TASK, start=state)), model="m", at="now")
+        await search_smaller_case(search(FailsWith57(), Case(id="late", task=TASK, start=state)), model="m", at="now")
 
 
 @pytest.mark.parametrize(
     ("scores", "fails"),
     [([0.0] * 6, True), ([0.0] * 5 + [1.0], False), ([0.0] * 6 + [1.0], True), ([0.0] * 5 + [None], False), ([], False), ([0.9] * 6, True)],
 )
-def test_reliable_failure(scores: list[float | None], fails: bool) -> None:
+def test_a_failure_is_reliable_after_six_failed_attempts(scores: list[float | None], fails: bool) -> None:
     assert fails_reliably(scores, 1.0) is fails

@@ -25,7 +25,7 @@ FAMILY = Tables(seed=0)
 
 
 class Plain:
-    """The tasks of tables, by a family without variants."""
+    """A family with the tasks of `tables` but without variants."""
 
     name = "tables"
 
@@ -39,14 +39,14 @@ class Plain:
         return FAMILY.gold(task)
 
 
-class Tells(Plain):
+class PrintsAnswer(Plain):
     """A family whose gold solution prints the given answer."""
 
     def gold(self, task: Task) -> str:
         return f"print({task.data['answer']!r})"
 
 
-async def made(family: Plain | Tables, sandboxes: SandboxBackend, *tasks: Task, count: int = 2) -> PracticeReport:
+async def generate(family: Plain | Tables, sandboxes: SandboxBackend, *tasks: Task, count: int = 2) -> PracticeReport:
     cases = tuple(Case(id=f"c{number}", task=task) for number, task in enumerate(tasks))
     suite = Suite(folder=Path("suite"), name="suite", cases=cases)
     return await generate_practice(suite, family, sandboxes, withheld=WithheldTasks(cases), count=count, seed=0, root=ROOT, quiet=True)
@@ -56,18 +56,18 @@ async def made(family: Plain | Tables, sandboxes: SandboxBackend, *tasks: Task, 
 @pytest.mark.bubblewrap
 async def test_mutants_are_proven_or_rejected() -> None:
     total, foreign = FAMILY.task(Split.HELDOUT, 0), replace(FAMILY.task(Split.HELDOUT, 1), family="other")
-    wrong = replace(total, data={**total.data, "answer": "1"})
+    wrong_answer = replace(total, data={**total.data, "answer": "1"})
     sandboxes = await open_sandboxes(SandboxConfig(backend="bubblewrap"), warm=0, run_label="test", root=ROOT)
     try:
-        found = await made(Plain(), sandboxes, total, foreign, wrong)
-        told = await made(Tells(), sandboxes, total)
+        report = await generate(Plain(), sandboxes, total, foreign, wrong_answer)
+        leaky_report = await generate(PrintsAnswer(), sandboxes, total)
     finally:
         await sandboxes.close()
-    assert [(one.case, one.how) for one in found.tasks] == [("c0", "mutated")] * 2
-    assert all(one.task.data["answer"] != total.data["answer"] and one.task.split is Split.TRAIN for one in found.tasks)
-    assert [case for case, _ in found.rejected] == ["c1", "c2"]
-    assert "belongs to family 'other'" in found.rejected[0][1] and "not right on the case" in found.rejected[1][1]
-    assert told.tasks == () and "depends on the answer" in told.rejected[0][1]
+    assert [(practice.case, practice.how) for practice in report.tasks] == [("c0", "mutated")] * 2
+    assert all(practice.task.data["answer"] != total.data["answer"] and practice.task.split is Split.TRAIN for practice in report.tasks)
+    assert [case for case, _ in report.rejected] == ["c1", "c2"]
+    assert "belongs to family 'other'" in report.rejected[0][1] and "not right on the case" in report.rejected[1][1]
+    assert leaky_report.tasks == () and "depends on the answer" in leaky_report.rejected[0][1]
 
 
 @pytest.mark.bubblewrap
@@ -75,9 +75,9 @@ def test_the_command_writes_practice_that_a_run_accepts(tmp_path: Path) -> None:
     for index in (3, 4):
         save_case(tmp_path / "suite", Case(id=f"c{index}", task=FAMILY.task(Split.HELDOUT, index)))
     arguments = ["practice", str(tmp_path / "suite"), str(ROOT / "recipes" / "quickstart.py"), "sandbox.backend=bubblewrap", "--count", "3"]
-    done = CliRunner().invoke(app, [*arguments, "--json"])
-    assert done.exit_code == 0, done.output
-    said = json.loads(done.stdout)
-    assert said["tasks"] == 6 and said["refused"] == [] and said["cases"]["c3"] == {"alike": 1, "harder": 1, "easier": 1}
-    found = load_practice(tmp_path / "suite", withheld=load_withheld(["suite"], root=tmp_path))
-    assert [one.task.data["kind"] for one in found] == ["average"] * 3 + ["extreme"] * 3
+    result = CliRunner().invoke(app, [*arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["tasks"] == 6 and report["refused"] == [] and report["cases"]["c3"] == {"alike": 1, "harder": 1, "easier": 1}
+    tasks = load_practice(tmp_path / "suite", withheld=load_withheld(["suite"], root=tmp_path))
+    assert [practice.task.data["kind"] for practice in tasks] == ["average"] * 3 + ["extreme"] * 3

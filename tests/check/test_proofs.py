@@ -1,4 +1,4 @@
-"""Each proof finds the one mistake of a family, verifier or tool, and nothing in sound ones."""
+"""Each proof reports the one mistake of a family, verifier or tool, and nothing for sound ones."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def source(name: str) -> FamilySource:
     return FamilySource(tasks=TasksConfig(family=f"tests.check.bad_families:{name}"), root=ROOT)
 
 
-def pure(name: str, count: int = 4) -> Proof:
-    one = source(name)
-    return prove_purity(one, split_sizes(one.open(), count))
+def purity_proof(name: str, count: int = 4) -> Proof:
+    family = source(name)
+    return prove_purity(family, split_sizes(family.open(), count))
 
 
-def apart(name: str, monkeypatch: pytest.MonkeyPatch) -> Proof:
+def splits_proof(name: str, monkeypatch: pytest.MonkeyPatch) -> Proof:
     monkeypatch.setattr("agentrl.check.splits.SAMPLE", 40)
-    one = source(name)
-    return prove_splits(one, split_sizes(one.open(), 4))
+    family = source(name)
+    return prove_splits(family, split_sizes(family.open(), 4))
 
 
 def failures(proof: Proof) -> list[str]:
@@ -58,34 +58,34 @@ def failures(proof: Proof) -> list[str]:
 
 @pytest.mark.slow
 def test_sound_family_is_pure_with_disjoint_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert pure("Good").findings == () and pure("Good").looked_at.startswith("16 tasks, each drawn three times")
-    proof = apart("Good", monkeypatch)
+    assert purity_proof("Good").findings == () and purity_proof("Good").looked_at.startswith("16 tasks, each drawn three times")
+    proof = splits_proof("Good", monkeypatch)
     assert proof.findings == () and "40 tasks of train of infinitely many" in proof.unproven[0]
 
 
 @pytest.mark.slow
 def test_stateful_family_differs_in_both_processes() -> None:
-    elsewhere, again = failures(pure("Impure"))
+    other_process, second_draw = failures(purity_proof("Impure"))
     assert (
         "16 tasks of 16 differ in another process, with another hash seed, in prompt; train 0: prompt was ...numbers.txt? Say it"
-        in elsewhere
+        in other_process
     )
-    assert "16 tasks of 16 differ drawn again in another order, in prompt" in again
+    assert "16 tasks of 16 differ drawn again in another order, in prompt" in second_draw
 
 
 @pytest.mark.slow
 def test_family_that_depends_on_the_hash_seed_differs_only_in_another_process() -> None:
-    (told,) = failures(pure("Hashed"))
-    assert told.startswith("16 tasks of 16 differ in another process, with another hash seed, in prompt; ")
+    (failure,) = failures(purity_proof("Hashed"))
+    assert failure.startswith("16 tasks of 16 differ in another process, with another hash seed, in prompt; ")
 
 
 @pytest.mark.slow
 def test_tasks_that_cannot_be_created_or_stored_are_reported() -> None:
-    found = pure("Unmade")
-    assert "4 tasks cannot be created: KeyError: 'region'" in failures(found)[0]
-    assert found.findings[0].tasks == ("train 2", "train 3", "heldout 2", "heldout 3")
-    told = [(one.severity, one.what) for one in found.findings[1:]]
-    assert told == [("note", "another seed gives the same training tasks: the family does not use its seed")]
+    proof = purity_proof("Unmade")
+    assert "4 tasks cannot be created: KeyError: 'region'" in failures(proof)[0]
+    assert proof.findings[0].tasks == ("train 2", "train 3", "heldout 2", "heldout 3")
+    notes = [(finding.severity, finding.what) for finding in proof.findings[1:]]
+    assert notes == [("note", "another seed gives the same training tasks: the family does not use its seed")]
     with pytest.raises(ValueError, match=r"Task\.data: 'answer': a set is not JSON"):
         replace(Good().task(Split.TRAIN, 0), data={"answer": {1, 2}})
 
@@ -96,18 +96,18 @@ def test_family_that_does_not_open_in_another_process_is_reported(tmp_path: Path
         "import os\nfrom tests.check.bad_families import Good\n"
         f"if os.getpid() != {os.getpid()}:\n    raise OSError('no data here')\nclass F(Good):\n    pass\n"
     )
-    one = FamilySource(tasks=TasksConfig(family=f"{tmp_path / 'fam.py'}:F"), root=ROOT)
-    (told,) = failures(prove_purity(one, split_sizes(one.open(), 2)))
-    assert told.startswith("the family cannot be opened in another process: ") and "no data here" in told
+    broken = FamilySource(tasks=TasksConfig(family=f"{tmp_path / 'fam.py'}:F"), root=ROOT)
+    (failure,) = failures(prove_purity(broken, split_sizes(broken.open(), 2)))
+    assert failure.startswith("the family cannot be opened in another process: ") and "no data here" in failure
 
 
 def test_heldout_tasks_equal_to_training_tasks_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    (told,) = failures(apart("Overlapping", monkeypatch))
-    assert told.startswith("6 of 6 tasks in heldout show the agent the same as a training task: sums-heldout-0 is sums-train-0, ")
+    (failure,) = failures(splits_proof("Overlapping", monkeypatch))
+    assert failure.startswith("6 of 6 tasks in heldout show the agent the same as a training task: sums-heldout-0 is sums-train-0, ")
 
 
 class Few(Good):
-    """Two questions for everything, one id for all, and held-out tasks that say they are of train."""
+    """Only two different questions, one id for all tasks, and held-out tasks with split train."""
 
     def numbers(self, split: Split, index: int) -> list[int]:
         return super().numbers(split, index % 2)
@@ -118,18 +118,18 @@ class Few(Good):
 
 def test_repeats_equal_ids_and_misplaced_tasks_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bad_families, "Few", Few, raising=False)
-    proof = apart("Few", monkeypatch)
+    proof = splits_proof("Few", monkeypatch)
     assert failures(proof) == ["6 tasks drawn from heldout have split train"]
-    told = {finding.what for finding in proof.findings}
-    assert "38 of 40 tasks in train repeat another one: they are trained on more often" in told
-    assert "different tasks have the same id, by which transcripts name them: sums" in told
-    assert any(what.startswith("answering '") and what.endswith("is right in 50% of the tasks in train") for what in told)
+    findings = {finding.what for finding in proof.findings}
+    assert "38 of 40 tasks in train repeat another one: they are trained on more often" in findings
+    assert "different tasks have the same id, by which transcripts name them: sums" in findings
+    assert any(what.startswith("answering '") and what.endswith("is right in 50% of the tasks in train") for what in findings)
 
 
-GIVEN = [
+FILE_CASES = [
     ("answer.txt", "4\n", "4", True),
     ("out/expected-1.txt", "4", "4", True),
-    ("n.txt", "4\n", "4", None),  # a file of one digit is found by chance
+    ("n.txt", "4\n", "4", None),  # one digit matches by chance
     ("n.txt", "203035 \n", "203035", None),
     ("n.txt", "20303599\n", "20303599", True),
     ("notes.md", "the answer: 4.\n", "4", True),
@@ -148,10 +148,10 @@ GIVEN = [
 ]
 
 
-@pytest.mark.parametrize(("path", "text", "truth", "sure"), GIVEN)
-def test_readable_truth_is_found_but_not_chance_matches(path: str, text: str, truth: str, sure: bool | None) -> None:
+@pytest.mark.parametrize(("path", "text", "truth", "certain"), FILE_CASES)
+def test_a_readable_answer_is_a_leak_and_a_chance_match_is_not(path: str, text: str, truth: str, certain: bool | None) -> None:
     task = replace(Good().task(Split.TRAIN, 0), data={"answer": truth})
-    assert [leak.certain for leak in find_leaks({path: text.encode()}, hidden_truths(task))] == ([] if sure is None else [sure])
+    assert [leak.certain for leak in find_leaks({path: text.encode()}, hidden_truths(task))] == ([] if certain is None else [certain])
 
 
 @given(st.binary(max_size=300), st.text(min_size=1, max_size=40), st.text(max_size=20))
@@ -164,9 +164,9 @@ def test_search_accepts_any_file_and_any_truth(data: bytes, answer: str, name: s
     st.text(alphabet=st.characters(codec="utf-8", exclude_categories=["Cc", "Zs", "Zl", "Zp"]), min_size=8, max_size=40),
     st.text(max_size=60),
 )
-def test_a_long_truth_in_a_file_is_always_found(answer: str, around: str) -> None:
+def test_a_long_answer_in_a_file_is_always_a_leak(answer: str, padding: str) -> None:
     task = replace(Good().task(Split.TRAIN, 0), data={"answer": answer})
-    for text in (f"{around}{answer}{around}", f"{around}\nanswer: {answer}\n"):
+    for text in (f"{padding}{answer}{padding}", f"{padding}\nanswer: {answer}\n"):
         assert answer in {leak.truth.text for leak in find_leaks({"f": text.encode("utf-8", "replace")}, hidden_truths(task))}
 
 
@@ -175,8 +175,8 @@ def test_values_that_count_as_truth() -> None:
         Good().task(Split.TRAIN, 0),
         data={"kind": "sum", "level": "ERROR", "answer": 4, "meta": {"expected_rows": ["a", "north-east"]}, "flag": True},
     )
-    found = {truth.text: truth.origin for truth in hidden_truths(task, " 17 \n")}
-    assert found == {"4": "data.answer", "17": "the gold solution's output", '["a", "north-east"]': "data.meta", "north-east": "data.meta"}
+    truths = {truth.text: truth.origin for truth in hidden_truths(task, " 17 \n")}
+    assert truths == {"4": "data.answer", "17": "the gold solution's output", '["a", "north-east"]': "data.meta", "north-east": "data.meta"}
 
 
 def test_hidden_tests_and_solutions_are_recognised() -> None:
@@ -188,8 +188,8 @@ def test_hidden_tests_and_solutions_are_recognised() -> None:
     gold = _GOLD.format(files=encode_files({"solve.py": solve}), argv=["python3", "/tmp/solution/solve.py"])
     grading = Grading(mode="judge", tests=encode_files(tests), runs=({"name": "one", "argv": ["true"]},), gold=gold)  # type: ignore[arg-type]
     task = replace(Good().task(Split.TRAIN, 0), data={GRADING_KEY: grading.model_dump(mode="json")}, outputs=("a.py",))
-    wanted = hidden_truths(task)
-    given = {
+    truths = hidden_truths(task)
+    files = {
         "log.txt": tests["log.txt"],
         ".old/solve.py": b"# mine\n" + solve,
         "t.py": tests["test_it.py"],
@@ -197,17 +197,17 @@ def test_hidden_tests_and_solutions_are_recognised() -> None:
         "same.txt": b"zoe xaver vera\n",
         "expected.txt": b"zoe xaver vera\n",
     }
-    found = {(leak.path, leak.truth.origin, leak.certain) for leak in find_leaks(given, wanted)}
-    assert found == {
+    leaks = {(leak.path, leak.truth.origin, leak.certain) for leak in find_leaks(files, truths)}
+    assert leaks == {
         (".old/solve.py", "solution/solve.py", True),
         ("t.py", "tests/test_it.py", True),
         ("names", "tests/test_it.py", False),
-        ("same.txt", "tests/test_it.py", False),  # the test may say that an input is as it was
+        ("same.txt", "tests/test_it.py", False),  # the test may check that an input is unchanged
         ("expected.txt", "tests/test_it.py", True),
     } | ({("t.py", "tests/test_it.py", False)})
 
 
-async def scored(name: str) -> Proof:
+async def verifiers_proof(name: str) -> Proof:
     family: TaskFamily = source(name).open()
     tasks = [family.task(Split.TRAIN, index) for index in range(6)]
     scorer = TaskScorer()
@@ -219,16 +219,16 @@ async def scored(name: str) -> Proof:
 
 
 async def test_verifiers_that_fail_or_are_inconsistent_are_reported() -> None:
-    good = await scored("Good")
+    good = await verifiers_proof("Good")
     assert good.findings == () and good.looked_at == "1 verifier: 30 malformed answers, 6 gold episodes twice"
-    told = failures(await scored("Brittle"))
-    assert [what.partition(";")[0] for what in told] == [
+    brittle = failures(await verifiers_proof("Brittle"))
+    assert [what.partition(";")[0] for what in brittle] == [
         "a score of 1 for work that is wrong",
         "no score: tests.check.bad_families:brittle: verifier returned str, not a Score",
     ]
-    assert "two megabytes for sums-train-0" in told[0]
-    (told_twice,) = failures(await scored("Fickle"))
-    assert "of 6 score differently the second time: sums-train-" in told_twice
+    assert "two megabytes for sums-train-0" in brittle[0]
+    (fickle,) = failures(await verifiers_proof("Fickle"))
+    assert "of 6 score differently the second time: sums-train-" in fickle
 
 
 async def test_tools_that_fail_on_malformed_arguments_are_reported() -> None:
@@ -240,86 +240,86 @@ async def test_tools_that_fail_on_malformed_arguments_are_reported() -> None:
         )
     ]
     proof = await prove_tools(tasks, ScriptedSandboxes(printing("")))
-    told = {
+    findings = {
         (finding.severity, finding.what.partition(", given")[0].removeprefix("tool tests.check.bad_families:"))
         for finding in proof.findings
     }
-    assert told >= {
+    assert findings >= {
         ("warning", "calculator raises TypeError"),
         ("warning", "calculator raises KeyError"),
         ("failure", "talker returns str, not a ToolOutcome"),
         ("failure", "untold: its schema has no description, so the agent does not know what it does"),
     }
     assert any(
-        what.startswith("misnamed does not load: ") and "has the name 'misnamed', but 'other' in its schema" in what for _, what in told
+        what.startswith("misnamed does not load: ") and "has the name 'misnamed', but 'other' in its schema" in what for _, what in findings
     )
-    (lost,) = (
+    (missing,) = (
         await prove_tools([replace(tasks[0], tools=("tests.check.bad_families:nothing",))], ScriptedSandboxes(printing("")))
     ).findings
-    assert "does not load: 'tests.check.bad_families:nothing': tests.check.bad_families has no attribute 'nothing'" in lost.what
-    twice = [replace(tasks[0], tools=("tests.check.bad_families:calculator", "tests.check.bad_families:calculator"))]
+    assert "does not load: 'tests.check.bad_families:nothing': tests.check.bad_families has no attribute 'nothing'" in missing.what
+    duplicated = [replace(tasks[0], tools=("tests.check.bad_families:calculator", "tests.check.bad_families:calculator"))]
     assert any(
         "two tools of one task have the name 'calculator'" in what
-        for what in failures(await prove_tools(twice, ScriptedSandboxes(printing(""))))
+        for what in failures(await prove_tools(duplicated, ScriptedSandboxes(printing(""))))
     )
 
 
 async def test_tool_state_must_be_restorable_and_per_episode() -> None:
     task = source("Tooled").open().task(Split.TRAIN, 0)
 
-    async def told(name: str) -> list[str]:
+    async def faults_of(name: str) -> list[str]:
         proof = await prove_tools([replace(task, tools=(f"tests.check.bad_families:{name}",))], ScriptedSandboxes(printing("")))
         return [what.removeprefix(f"tool tests.check.bad_families:{name}: ").partition(":")[0] for what in failures(proof)]
 
-    assert await told("Notes") == []
-    assert await told("Gossip") == ["its state leaks into the next episode"]
-    assert await told("Forgetful") == ["its restored state differs from the saved one, so a resumed episode has other tools"]
-    assert await told("Stubborn") == ["its state cannot be restored (KeyError"]
-    assert await told("Opaque") == ["the state of Opaque cannot be captured"]
+    assert await faults_of("Notes") == []
+    assert await faults_of("Gossip") == ["its state leaks into the next episode"]
+    assert await faults_of("Forgetful") == ["its restored state differs from the saved one, so a resumed episode has other tools"]
+    assert await faults_of("Stubborn") == ["its state cannot be restored (KeyError"]
+    assert await faults_of("Opaque") == ["the state of Opaque cannot be captured"]
 
 
 @pytest.mark.slow
 async def test_tool_that_blocks_the_event_loop_does_not_block_the_check() -> None:
     tasks = [replace(source("Tooled").open().task(Split.TRAIN, 0), tools=("tests.check.bad_families:holder",))]
-    (told,) = failures(await prove_tools(tasks, ScriptedSandboxes(printing(""))))
-    assert told.startswith("tool tests.check.bad_families:holder blocks the event loop for more than 6 s (await slow operations")
+    (failure,) = failures(await prove_tools(tasks, ScriptedSandboxes(printing(""))))
+    assert failure.startswith("tool tests.check.bad_families:holder blocks the event loop for more than 6 s (await slow operations")
 
 
 @pytest.mark.bubblewrap
 @pytest.mark.parametrize(
-    ("name", "wrong"),
+    ("name", "failed"),
     [
         ("Good", ""),
         ("Overlapping", "no held-out task is a training task"),
         ("Leaking", "no answer is readable in what the agent is given"),
     ],
 )
-def test_command_reports_what_it_proved_and_what_not(name: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_reports_proven_and_unproven_claims(name: str, failed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = tmp_path / "bad.py"
     recipe.write_text(
         "from agentrl.config import PolicyConfig, Recipe, TasksConfig\n"
         f"recipe = Recipe(name='bad', policy=PolicyConfig(model='m'), tasks=TasksConfig(family='tests.check.bad_families:{name}'))\n"
     )
     monkeypatch.chdir(ROOT)
-    done = CliRunner().invoke(app, ["check", str(recipe), "--count", "2", "--backend", "bubblewrap", "--parallel", "4"])
-    assert done.exit_code == (1 if wrong else 0), done.output
-    verdicts = {line[6:58].strip(): line[:4].strip() for line in done.stdout.split("\n\n")[0].splitlines()}
-    assert [name for name, verdict in verdicts.items() if verdict != "ok"] == ([wrong] if wrong else [])
-    assert len(verdicts) == 9 and "  - that tasks of train beyond the first 2 of infinitely many can be solved" in done.output
+    result = CliRunner().invoke(app, ["check", str(recipe), "--count", "2", "--backend", "bubblewrap", "--parallel", "4"])
+    assert result.exit_code == (1 if failed else 0), result.output
+    verdicts = {line[6:58].strip(): line[:4].strip() for line in result.stdout.split("\n\n")[0].splitlines()}
+    assert [name for name, verdict in verdicts.items() if verdict != "ok"] == ([failed] if failed else [])
+    assert len(verdicts) == 9 and "  - that tasks of train beyond the first 2 of infinitely many can be solved" in result.output
     if name == "Leaking":
-        assert "sums-train-0: meta.json contains, next to its key, data.answer" in done.output
+        assert "sums-train-0: meta.json contains, next to its key, data.answer" in result.output
 
 
 @pytest.mark.bubblewrap
 async def test_files_of_an_image_are_searched(tmp_path: Path) -> None:
-    """The distribution's own are left out; what a fresh sandbox shows besides is small."""
+    """Files of the distribution are excluded; few others exist in a fresh sandbox."""
     sandboxes = select_backend("bubblewrap", run_label="test", root=ROOT)
     try:
-        found = await image_files(SandboxSpec(image="sandboxes/tables"), sandboxes)
+        image = await image_files(SandboxSpec(image="sandboxes/tables"), sandboxes)
     finally:
         await sandboxes.close()
-    assert "/etc/passwd" in found.files and found.problem == ""
-    assert len(found.files) < 400 and not any(path.startswith(("/proc/", "/usr/lib/python3")) for path in found.files)
+    assert "/etc/passwd" in image.files and image.problem == ""
+    assert len(image.files) < 400 and not any(path.startswith(("/proc/", "/usr/lib/python3")) for path in image.files)
 
 
 @pytest.mark.bubblewrap
@@ -330,22 +330,22 @@ async def test_tool_that_breaks_its_sandbox_is_reported_and_gets_a_fresh_one() -
         proof = await prove_tools([task], sandboxes)
     finally:
         await sandboxes.close()
-    broke = "tool tests.check.bad_families:breaker makes its sandbox fail, which excludes the episode: the exec server is gone"
-    assert any(what.startswith(f"{broke}, given an empty text for everything") for what in failures(proof))
+    prefix = "tool tests.check.bad_families:breaker makes its sandbox fail, which excludes the episode: the exec server is gone"
+    assert any(what.startswith(f"{prefix}, given an empty text for everything") for what in failures(proof))
 
 
 @pytest.mark.slow
 def test_family_that_exits_does_not_end_the_proofs() -> None:
-    assert any("SystemExit: 0" in told for told in failures(pure("Leaves")))
+    assert any("SystemExit: 0" in failure for failure in failures(purity_proof("Leaves")))
 
 
-async def test_sandboxed_mcp_servers_are_checked_and_others_never_called(tmp_path: Path) -> None:
+async def test_sandboxed_mcp_servers_are_checked_and_host_servers_are_never_called(tmp_path: Path) -> None:
     server = Path(__file__).parents[1] / "agent" / "hostile_mcp.py"
     config = MCPConfig(host_command=(sys.executable, "-S", "-E", str(server), "dies"))
-    mine = sample_task(tools=("mcp:it", "submit"))
+    mcp_task = sample_task(tools=("mcp:it", "submit"))
     backend = ScriptedSandboxes(printing(""))
-    tools = await pin_tools(declared_tools({"it": config}, {}, tmp_path), [mine], backend)
-    proof = await prove_tools([mine], backend, tools)
+    tools = await pin_tools(declared_tools({"it": config}, {}, tmp_path), [mcp_task], backend)
+    proof = await prove_tools([mcp_task], backend, tools)
     assert (proof.findings, proof.looked_at) == ((), "1 tool: mcp:it"), "a call would have ended it"
-    (missing,) = (await prove_tools([mine], backend)).findings
+    (missing,) = (await prove_tools([mcp_task], backend)).findings
     assert "mcp:it does not load" in missing.what and "declare it in the recipe" in missing.what

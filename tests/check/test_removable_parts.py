@@ -21,20 +21,20 @@ PARTS = [RemovablePart(file="a", line=number) for number in range(40)]
 def test_only_the_parts_that_the_failure_needs_remain(needed: set[int]) -> None:
     calls = 0
 
-    async def fails(gone: tuple[RemovablePart, ...]) -> bool:
+    async def fails(removed: tuple[RemovablePart, ...]) -> bool:
         nonlocal calls
         calls += 1
-        return not needed & {part.line for part in gone}
+        return not needed & {part.line for part in removed}
 
-    gone = asyncio.run(removable_parts(PARTS, fails))
-    assert {part.line for part in PARTS} - {part.line for part in gone} == needed
+    removed = asyncio.run(removable_parts(PARTS, fails))
+    assert {part.line for part in PARTS} - {part.line for part in removed} == needed
     assert calls <= 1 + 8 * max(1, len(needed)) * 6, "chunks first, single parts last"
 
 
 def test_the_end_of_the_budget_keeps_the_removed_parts() -> None:
     answers = iter([False, True, None])
 
-    async def fails(gone: tuple[RemovablePart, ...]) -> bool | None:
+    async def fails(removed: tuple[RemovablePart, ...]) -> bool | None:
         return next(answers)
 
     assert asyncio.run(removable_parts(PARTS, fails)) == tuple(PARTS[:20])
@@ -42,22 +42,22 @@ def test_the_end_of_the_budget_keeps_the_removed_parts() -> None:
 
 
 def test_removing_parts_keeps_the_rest_unchanged() -> None:
-    whole = task("What?", files={"a.csv": "x\r\n1\n\n2", "b.txt": "one"})
-    whole = replace(whole, prompt=(Message(role="system", content="s"), *whole.prompt), binary_files={"c.bin": "AAAA"})
-    parts = message_and_file_parts(whole)
-    assert remove_parts(whole, ()) == whole and len([part for part in parts if part.file]) == 3
-    assert all(part.message != len(whole.prompt) - 1 for part in parts), "what is calls stays"
-    least = remove_parts(whole, parts)
-    assert least.prompt == whole.prompt[-1:] and not least.files and not least.binary_files
-    assert [part.line for part in line_parts(whole)] == [0, 1, 2, 3] and {part.file for part in line_parts(whole)} == {"a.csv"}
-    assert remove_parts(whole, [RemovablePart(file="a.csv", line=1), RemovablePart(file="a.csv", line=3)]).files == {
+    original = task("What?", files={"a.csv": "x\r\n1\n\n2", "b.txt": "one"})
+    original = replace(original, prompt=(Message(role="system", content="s"), *original.prompt), binary_files={"c.bin": "AAAA"})
+    parts = message_and_file_parts(original)
+    assert remove_parts(original, ()) == original and len([part for part in parts if part.file]) == 3
+    assert all(part.message != len(original.prompt) - 1 for part in parts), "the question stays"
+    smallest = remove_parts(original, parts)
+    assert smallest.prompt == original.prompt[-1:] and not smallest.files and not smallest.binary_files
+    assert [part.line for part in line_parts(original)] == [0, 1, 2, 3] and {part.file for part in line_parts(original)} == {"a.csv"}
+    assert remove_parts(original, [RemovablePart(file="a.csv", line=1), RemovablePart(file="a.csv", line=3)]).files == {
         "a.csv": "x\r\n\n",
         "b.txt": "one",
     }
-    assert describe_size(least) == "1 message, 0 files, 0 lines"
+    assert describe_size(smallest) == "1 message, 0 files, 0 lines"
 
 
 def test_the_original_task_stays_withheld() -> None:
-    small, whole, other = (task("What?", files={"a.csv": text}) for text in ("1\n", "1\n" * 50, "2\n" * 50))
-    held = WithheldTasks([Case(id="c", task=small, original=whole)])
-    assert small in held and whole in held and other not in held and len(held) == 1
+    minimized, original, other = (task("What?", files={"a.csv": text}) for text in ("1\n", "1\n" * 50, "2\n" * 50))
+    withheld = WithheldTasks([Case(id="c", task=minimized, original=original)])
+    assert minimized in withheld and original in withheld and other not in withheld and len(withheld) == 1

@@ -24,12 +24,12 @@ def test_shipped_family_reports_unsafe_tasks() -> None:
     unsafe = {name for finding in proof.findings for name in finding.tasks}
     assert {finding.severity for finding in proof.findings} == {"unsafe"} and len(unsafe) == 2
     assert any("roman-numerals" in name for name in unsafe)
-    shown = render(CheckReport(cases=(), proofs=(proof,), not_proven=()))
-    assert "UNSAFE  code under test runs apart from its tests" in shown and "unsafe: not for training: mode pytest of " in shown
+    text = render(CheckReport(cases=(), proofs=(proof,), not_proven=()))
+    assert "UNSAFE  code under test runs apart from its tests" in text and "unsafe: not for training: mode pytest of " in text
 
 
 @pytest.mark.parametrize("mode", ["judge", *SHARED_SANDBOX_RISKS])
 def test_every_mode_but_judge_is_unsafe(mode: str) -> None:
     tests = {"test.sh": "ZXhpdCAw"} if mode in ("shell", "harbor") else {"test_a.py": "ZGVmIHRlc3RfYSgpOiBwYXNz"}
-    one = replace(task(), data={"grading": {"mode": mode, "tests": tests}})
-    assert bool(prove_separation([one]).findings) == (mode != "judge")
+    graded = replace(task(), data={"grading": {"mode": mode, "tests": tests}})
+    assert bool(prove_separation([graded]).findings) == (mode != "judge")

@@ -25,7 +25,7 @@ def test_a_recipe_file_must_hold_a_recipe(tmp_path: Path) -> None:
         load_recipe(tmp_path / "r.py", [])
 
 
-def test_check_follows_the_overrides_of_a_recipe_and_refuses_those_of_a_folder() -> None:
+def test_check_applies_overrides_to_a_recipe_and_rejects_them_for_a_folder() -> None:
     from agentrl.cli.check import open_target
 
     source, config = open_target("recipes/quickstart.py", "bubblewrap", ['tasks.verifiers=["rewards.close:close_number"]'])
@@ -34,12 +34,12 @@ def test_check_follows_the_overrides_of_a_recipe_and_refuses_those_of_a_folder()
         open_target("sandboxes/chores", None, ["tasks.verifiers=[]"])
 
 
-def test_check_keeps_the_address_of_a_server() -> None:
-    done = CliRunner().invoke(app, ["check", "ors:http://127.0.0.1:1/x"])
-    assert isinstance(done.exception, UserError) and "127.0.0.1:1 gave no answer" in str(done.exception)
+def test_check_passes_the_address_of_a_server_on() -> None:
+    result = CliRunner().invoke(app, ["check", "ors:http://127.0.0.1:1/x"])
+    assert isinstance(result.exception, UserError) and "127.0.0.1:1 gave no answer" in str(result.exception)
 
 
-def test_a_report_is_written_into_no_folder_but_a_run_s(tmp_path: Path) -> None:
+def test_a_report_is_written_only_into_run_folders(tmp_path: Path) -> None:
     from agentrl.cli.runs import report
 
     (tmp_path / "notes.md").write_text("mine")

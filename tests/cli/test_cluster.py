@@ -16,9 +16,9 @@ QUICKSTART = str(ROOT / "recipes" / "quickstart.py")
 
 
 def test_the_plan_of_a_recipe_is_shown_without_starting_anything() -> None:
-    done = agentrl("cluster", "plan", QUICKSTART, "rollout.workers=3", "device=cpu")
-    assert done.returncode == 0, done.stderr
-    assert [line.split()[:2] for line in done.stdout.splitlines()[1:]] == [
+    result = agentrl("cluster", "plan", QUICKSTART, "rollout.workers=3", "device=cpu")
+    assert result.returncode == 0, result.stderr
+    assert [line.split()[:2] for line in result.stdout.splitlines()[1:]] == [
         ["driver", "1"],
         ["server", "1"],
         ["learner", "1"],
@@ -28,31 +28,31 @@ def test_the_plan_of_a_recipe_is_shown_without_starting_anything() -> None:
     assert data["address"] == "local" and [part["part"] for part in data["parts"]] == ["driver", "server", "learner"]
 
 
-def test_a_manifest_needs_to_know_the_device_and_has_the_commands_in_its_first_lines(tmp_path: Path) -> None:
+def test_a_manifest_needs_a_device_and_starts_with_the_commands(tmp_path: Path) -> None:
     unknown = agentrl("cluster", "manifest", QUICKSTART)
     assert unknown.returncode == 2 and "add device=cuda or device=cpu" in unknown.stderr
     out = tmp_path / "a" / "run.yaml"
-    done = agentrl("cluster", "manifest", QUICKSTART, "device=cpu", "--namespace", "rl", "--out", str(out))
-    assert done.returncode == 0, done.stderr
+    result = agentrl("cluster", "manifest", QUICKSTART, "device=cpu", "--namespace", "rl", "--out", str(out))
+    assert result.returncode == 0, result.stderr
     text = out.read_text()
     assert "# kubectl -n rl create secret generic quickstart-redis" in text.splitlines()[1]
-    assert [one["kind"] for one in yaml.safe_load_all(text)].count("RayJob") == 1
+    assert [document["kind"] for document in yaml.safe_load_all(text)].count("RayJob") == 1
 
 
-def test_a_dockerfile_has_the_projects_sandbox_images_and_leaves_runs_out(tmp_path: Path) -> None:
+def test_a_dockerfile_has_the_projects_sandbox_images_and_excludes_runs(tmp_path: Path) -> None:
     out = tmp_path / "Dockerfile"
     assert agentrl("cluster", "dockerfile", "--project", str(ROOT), "--out", str(out)).returncode == 0
     assert "sandboxes/tables" in out.read_text() and "runs\n" in (tmp_path / "Dockerfile.dockerignore").read_text()
 
 
 def test_an_address_without_a_cluster_is_an_error_within_the_deadline() -> None:
-    done = agentrl("cluster", "plan", QUICKSTART, "--cluster", "127.0.0.1:1/x")
-    assert done.returncode == 2 and "cluster.address" in done.stderr
+    result = agentrl("cluster", "plan", QUICKSTART, "--cluster", "127.0.0.1:1/x")
+    assert result.returncode == 2 and "cluster.address" in result.stderr
 
 
 @pytest.fixture(scope="module")
 def head() -> Iterator[str]:
-    """The address of a Ray cluster with two nodes on this machine, in a process of its own."""
+    """Starts a Ray cluster with two nodes on this machine, in a separate process, and returns its address."""
     code = (
         "import sys\nfrom ray.cluster_utils import Cluster\n"
         "cluster = Cluster(initialize_head=True, head_node_args={'num_cpus': 2, 'include_dashboard': False})\n"
@@ -81,6 +81,6 @@ def test_a_plan_is_compared_with_the_nodes_of_a_running_cluster(head: str) -> No
 
 
 @pytest.mark.slow
-def test_a_port_where_nothing_listens_is_an_error_within_30_s() -> None:
-    done = agentrl("cluster", "plan", QUICKSTART, "--cluster", "127.0.0.1:1")
-    assert done.returncode == 2 and "no Ray cluster answers at 127.0.0.1:1" in done.stderr
+def test_a_port_without_a_listener_is_an_error_within_30_s() -> None:
+    result = agentrl("cluster", "plan", QUICKSTART, "--cluster", "127.0.0.1:1")
+    assert result.returncode == 2 and "no Ray cluster answers at 127.0.0.1:1" in result.stderr

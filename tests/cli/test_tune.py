@@ -1,4 +1,4 @@
-"""What the command line refuses before anything is loaded."""
+"""Errors of `agentrl tune` before anything is loaded, and the template and groups that it uses."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.late import REVIEW, late_group
 
 
 @pytest.mark.parametrize(("way", "option"), [("dpo", "--beta"), ("dpo", "--lr"), ("sft", "--lr"), ("reward", "--lr")])
-def test_an_option_with_which_nothing_would_be_trained_is_refused(way: str, option: str) -> None:
-    found = CliRunner().invoke(tune_app, [way, "runs/none", "--out", "none", option, "0"])
-    assert found.exit_code == 2 and f"Invalid value for '{option}'" in found.output
+def test_an_option_that_would_prevent_training_is_rejected(way: str, option: str) -> None:
+    result = CliRunner().invoke(tune_app, [way, "runs/none", "--out", "none", option, "0"])
+    assert result.exit_code == 2 and f"Invalid value for '{option}'" in result.output
 
 
-def test_what_is_tuned_keeps_the_template_of_the_episodes(tmp_path: Path) -> None:
+def test_a_tuned_model_keeps_the_template_of_the_episodes(tmp_path: Path) -> None:
     """With `--model` the tuned model may come from elsewhere, with another template."""
     base, out = tmp_path / "run" / "versions" / "000000", tmp_path / "out"
     base.mkdir(parents=True)
@@ -30,10 +30,10 @@ def test_what_is_tuned_keeps_the_template_of_the_episodes(tmp_path: Path) -> Non
         (folder / "chat_template.jinja").write_text(template)
         (folder / "tokenizer_config.json").write_text("{}")
     recipe = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
-    for named, kept in ((recipe, "of the model"), (recipe.but("policy.chat_template=hermes"), "of the run")):
-        (tmp_path / "run" / "recipe.json").write_text(named.model_dump_json())
+    for run_recipe, expected in ((recipe, "of the model"), (recipe.but("policy.chat_template=hermes"), "of the run")):
+        (tmp_path / "run" / "recipe.json").write_text(run_recipe.model_dump_json())
         tune._done(tmp_path / "run", out, 0.5)
-        assert (out / "chat_template.jinja").read_text() == kept
+        assert (out / "chat_template.jinja").read_text() == expected
 
 
 def test_a_model_is_tuned_on_complete_groups_not_on_residuals(tmp_path: Path) -> None:

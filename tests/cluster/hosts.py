@@ -1,10 +1,10 @@
-"""Network namespaces as hosts: each has its own address, and nothing of it is reachable through the loopback interface of another.
+"""Network namespaces as hosts: each has its own address, and is not reachable through the loopback interface of another.
 
     with hosts(3, rate_mbit=200) as (driver, server, learner):
         driver.run("ip", "addr")
 
 All hosts are on one bridge. `rate_mbit` limits what each sends and receives (`tc tbf`). `delay_ms` and `loss` go through a wire in user
-space, because kernels of virtual machines often lack `tc netem`. It takes root; a machine without namespaces is an error of the
+space, because kernels of virtual machines often lack `tc netem`. It needs root; a machine without namespaces is an error of the
 environment.
 """
 
@@ -70,7 +70,7 @@ class Host:
         _enter(f"/run/netns/{self.name}")
 
     def inside(self, function: Callable[[], T]) -> T:
-        """Returns what a function returns that is called on this host."""
+        """Calls a function on this host and returns its result."""
         results: list[T] = []
 
         def call() -> None:
@@ -95,8 +95,8 @@ class Host:
 
     def _pids(self) -> list[int]:
         """Its processes that have not ended."""
-        listed = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, check=False).stdout
-        return [pid for pid in map(int, listed.split()) if not read_stat(pid).has_ended]
+        output = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, check=False).stdout
+        return [pid for pid in map(int, output.split()) if not read_stat(pid).has_ended]
 
     def disconnect(self) -> None:
         """Cuts this host from the others."""
@@ -130,9 +130,9 @@ def hosts(count: int, *, rate_mbit: float = 0.0, delay_ms: float = 0.0, loss: fl
             host.run("ip", "link", "set", "lo", "up")
             host.run("ip", "link", "set", "eth0", "up")
             host.run("ip", "route", "add", "default", "via", _GATEWAY)  # no such host; programs find their own address by the route
-            for at, device in ((host, "eth0"), (switch, f"port{number}")) if rate_mbit else ():
+            for end_host, device in ((host, "eth0"), (switch, f"port{number}")) if rate_mbit else ():
                 limit = ("rate", f"{rate_mbit}mbit", "burst", _BURST, "latency", "50ms")
-                at.run("tc", "qdisc", "add", "dev", device, "root", "tbf", *limit)
+                end_host.run("tc", "qdisc", "add", "dev", device, "root", "tbf", *limit)
         yield all_hosts
     finally:
         for host in all_hosts:
@@ -163,18 +163,18 @@ class _Wire:
             os.close(end)
 
     def _forward(self) -> None:
-        rng, flying, numbers = random.Random(0), list[tuple[float, int, int, bytes]](), 0
+        rng, in_flight, numbers = random.Random(0), list[tuple[float, int, int, bytes]](), 0
         other = {self._ends[0]: self._ends[1], self._ends[1]: self._ends[0]}
         while not self._closed.is_set():
-            wait_s = max(0.0, flying[0][0] - time.monotonic()) if flying else 0.2
+            wait_s = max(0.0, in_flight[0][0] - time.monotonic()) if in_flight else 0.2
             for end in select.select(self._ends, [], [], wait_s)[0]:
                 with contextlib.suppress(OSError):
                     frame = os.read(end, _FRAME)
                     if rng.random() >= self._loss:
                         numbers += 1
-                        heapq.heappush(flying, (time.monotonic() + self._delay_s, numbers, other[end], frame))
-            while flying and flying[0][0] <= time.monotonic():
-                _, _, end, frame = heapq.heappop(flying)
+                        heapq.heappush(in_flight, (time.monotonic() + self._delay_s, numbers, other[end], frame))
+            while in_flight and in_flight[0][0] <= time.monotonic():
+                _, _, end, frame = heapq.heappop(in_flight)
                 with contextlib.suppress(OSError):  # the device is down
                     os.write(end, frame)
 
@@ -195,5 +195,5 @@ def _enter(namespace: str) -> None:
 
 
 def _ip(*arguments: str) -> None:
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, f"this machine cannot create network namespaces (it takes root and CAP_NET_ADMIN): {done.stderr}"
+    completed = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=60, check=False)
+    assert completed.returncode == 0, f"this machine cannot create network namespaces (needs root and CAP_NET_ADMIN): {completed.stderr}"

@@ -1,4 +1,4 @@
-"""A launcher whose parts have their own disks: each kind of part has a mirror in a folder of its own, on this machine."""
+"""A launcher whose parts have their own disks: each kind of part has a mirror in its own folder on this machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class OwnDisks:
         kind = command.name if command.name.startswith("learner") else command.name.partition("-")[0]
         if kind not in self._hosts:
             self._hosts[kind] = await MirrorHost.open(self._disks / kind, Link(*self._driver), root=self._root, host=LOOPBACK)
-        log = self._run / command.log  # as a host's, the driver has it
+        log = self._run / command.log  # the driver has the log, as with a remote host
         log.parent.mkdir(exist_ok=True)
         return await self._hosts[kind].start(replace(command, log=str(log.resolve())))
 

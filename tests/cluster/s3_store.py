@@ -1,4 +1,4 @@
-"""The laws of `agentrl.cluster.object_store` with a server of the S3 protocol: `python -m tests.cluster.s3_store FOLDER`.
+"""The checks of `agentrl.cluster.object_store` with a server of the S3 protocol: `python -m tests.cluster.s3_store FOLDER`.
 
 The environment needs moto[server], s3fs, and the packages that `agentrl.cluster` imports.
 """
@@ -13,7 +13,7 @@ KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAU
 
 
 def main(folder: Path) -> None:
-    """Raises if a law does not hold."""
+    """Raises if a check fails."""
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)

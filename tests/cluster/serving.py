@@ -49,23 +49,23 @@ class Driver:
 
 @contextlib.contextmanager
 def driving(
-    folder: Path, *, host: str = LOOPBACK, within: Callable[[], None] = lambda: None, keep_steps: int | None = None, **given: Any
+    folder: Path, *, host: str = LOOPBACK, within: Callable[[], None] = lambda: None, keep_steps: int | None = None, **file_options: Any
 ) -> Iterator[Driver]:
     """Serves the run in `folder`. `within`: called first in the service's thread, for instance to enter a network namespace.
 
-    `given`: arguments of the file service.
+    `file_options`: arguments of the file service.
     """
     folder.mkdir(exist_ok=True)
     ready: list[Driver | BaseException] = []
-    told, ended = threading.Event(), asyncio.Event()
+    is_ready, ended = threading.Event(), asyncio.Event()
 
     async def serve() -> None:
         store = await DriverStore.open(lambda: SqliteStore(folder / "experience.sqlite", keep_steps=keep_steps))
-        files, registry = FileService(folder, **given), FolderRegistry(folder / "versions")
+        files, registry = FileService(folder, **file_options), FolderRegistry(folder / "versions")
         service = RunService(host=host, routes=[*files.routes(), *LearnerApi(folder, store, registry).routes()])
         async with service.serving():
             ready.append(Driver(folder, service, files, LearnerSessions(service, files), asyncio.get_running_loop()))
-            told.set()
+            is_ready.set()
             await ended.wait()
         await store.close()
 
@@ -75,11 +75,11 @@ def driving(
             asyncio.run(serve())
         except BaseException as error:
             ready.append(error)
-            told.set()
+            is_ready.set()
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    assert told.wait(30)
+    assert is_ready.wait(30)
     if isinstance(ready[0], BaseException):
         raise ready[0]
     try:

@@ -43,8 +43,8 @@ def nothing_left() -> Any:
     start, before = time.monotonic(), {child.pid for child in psutil.Process().children(recursive=True)}
     yield
     assert time.monotonic() - start < LIMIT_S
-    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
-    assert not psutil.wait_procs(left, timeout=5)[1]
+    remaining = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
+    assert not psutil.wait_procs(remaining, timeout=5)[1]
 
 
 def test_an_address_that_accepts_connections_and_never_answers() -> None:
@@ -70,14 +70,14 @@ def test_a_cluster_of_another_ray_or_python_version(
 
 
 async def test_a_node_without_the_sandbox_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second worker that finds its host unfit ends the run, instead of the sixth start in a row."""
+    """The run ends at the second worker whose host is unfit, instead of the sixth failed start."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
     recipe = make_recipe().but({"rollout.workers": 1, "sandbox.backend": "bubblewrap", "tasks.family": "sandboxes.tables:Tables"})
     store = await DriverStore.open(lambda: SqliteStore(tmp_path / "experience.sqlite"))
     launcher = LocalLauncher(tmp_path, root=ROOT)
     served: Any = type("Served", (), {"token_s": 0.0, "cache_use": None, "version": 0})()
-    ignore: Any = lambda *_, **__: None  # noqa: E731
+    do_nothing: Any = lambda *_, **__: None  # noqa: E731
     pool = WorkerPool(
         recipe,
         tmp_path,
@@ -88,9 +88,9 @@ async def test_a_node_without_the_sandbox_backend(tmp_path: Path, monkeypatch: p
         checkpoints=FolderCheckpoints(tmp_path / "running"),
         launcher=launcher,
         service=RunService(),
-        on_attempt=ignore,
-        alert=ignore,
-        record_event=ignore,
+        on_attempt=do_nothing,
+        alert=do_nothing,
+        record_event=do_nothing,
     )
     try:
         with pytest.RaisesGroup(pytest.RaisesExc(InfrastructureError, match=r"rollout worker 0 ended 2 times in a row: .*bubblewrap")):
@@ -98,7 +98,7 @@ async def test_a_node_without_the_sandbox_backend(tmp_path: Path, monkeypatch: p
     finally:
         await launcher.close()
         await store.close()
-    assert not [one for one in psutil.process_iter(["cmdline"]) if str(tmp_path) in (one.info["cmdline"] or [])]
+    assert not [process for process in psutil.process_iter(["cmdline"]) if str(tmp_path) in (process.info["cmdline"] or [])]
     assert os.path.exists(tmp_path / "logs" / "worker-0.log")
 
 
@@ -109,7 +109,7 @@ async def test_a_node_without_the_sandbox_backend(tmp_path: Path, monkeypatch: p
         "ConnectionAbortedError: Initialization failure from server: Traceback psutil.NoSuchProcess: process no longer exists",
     ],
 )
-def test_a_connection_whose_server_process_dies_is_tried_again(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_whose_server_process_dies_is_retried(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     died = subprocess.CompletedProcess((), 1, b"", message.encode())
     answers = [died, died, subprocess.CompletedProcess((), 0, b"agentrl-nodes:[]\n", b"")]
     monkeypatch.setattr(subprocess, "run", lambda *args, **options: answers.pop(0))

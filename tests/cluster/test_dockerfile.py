@@ -30,28 +30,28 @@ def test_every_step_is_valid_shell_and_the_last_user_is_not_root(device: str) ->
         if name == "RUN":
             subprocess.run(["sh", "-n", "-c", command], check=True)
     assert [content for name, content in instructions if name == "USER"] == ["1000"]
-    assert ("torch==" in text) == (device == "cpu"), "on a GPU the upstream build is what pip installs"
-    built = next(command for name, command in instructions if "ensure_rootfs" in command)
-    assert {"sandboxes/a b", "sandboxes/$(x)"} <= set(shlex.split(built))
+    assert ("torch==" in text) == (device == "cpu"), "for GPUs, pip installs the upstream build"
+    build_command = next(command for name, command in instructions if "ensure_rootfs" in command)
+    assert {"sandboxes/a b", "sandboxes/$(x)"} <= set(shlex.split(build_command))
 
 
 def test_the_versions_are_those_of_the_project() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert f"torch=={module._TORCH}" in extras["cpu"]
     assert set(module._EXTRAS.split(",")) | {"cpu", "gpu"} <= set(extras)
-    needed = re.findall(r"(?m)^need (\S+)", (ROOT / "scripts" / "setup_system.sh").read_text())
+    packages = re.findall(r"(?m)^need (\S+)", (ROOT / "scripts" / "setup_system.sh").read_text())
     outside_pods = {"docker.io", "crun", "iproute2"}  # the demonstration of several hosts needs iproute2
-    assert set(needed) - outside_pods <= set(module._PACKAGES), "packages that a machine needs"
+    assert set(packages) - outside_pods <= set(module._PACKAGES), "the packages that a machine needs"
     assert "wget" in module._PACKAGES and "'ray[default]==2.60.0'" in dockerfile("gpu", "x"), "probes of KubeRay, and the job's submission"
 
 
-def test_a_project_installs_agentrl_from_where_it_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_project_installs_agentrl_from_the_same_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert project_requirement(ROOT, "cpu") == ".[cpu,cluster,redis,rewards,gateway]"
     with pytest.raises(UserError, match="from a folder of this machine"):
         project_requirement(tmp_path, "cpu")
     monkeypatch.setattr(module, "requirement", lambda: "agentrl-posttraining==0.1.0")
     assert project_requirement(tmp_path, "gpu") == "agentrl-posttraining[gpu,cluster,redis,rewards,gateway]==0.1.0"
-    given = project_requirement(tmp_path, "cpu", "agentrl-posttraining @ git+https://host/a@1")
-    assert given == "agentrl-posttraining[cpu,cluster,redis,rewards,gateway] @ git+https://host/a@1"
+    requirement = project_requirement(tmp_path, "cpu", "agentrl-posttraining @ git+https://host/a@1")
+    assert requirement == "agentrl-posttraining[cpu,cluster,redis,rewards,gateway] @ git+https://host/a@1"
     with pytest.raises(UserError, match="quotes or control characters"):
         project_requirement(tmp_path, "cpu", "x'; rm -rf /; '")

@@ -27,17 +27,17 @@ def plan(*parts: PlannedPart) -> ClusterPlan:
     return ClusterPlan(parts=(driver, *parts), address="head:6379")
 
 
-def is_valid(wanted: ClusterPlan, nodes: Sequence[ClusterNode], assignment: dict[str, str]) -> bool:
-    """Whether an assignment has every bundle on a node with its labels and enough of everything."""
+def is_valid(cluster_plan: ClusterPlan, nodes: Sequence[ClusterNode], assignment: dict[str, str]) -> bool:
+    """Whether an assignment has every bundle on a node with its labels and enough of every resource."""
     used: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    there = {one.name: one for one in nodes}
-    for bundle in wanted.bundles():
-        chosen = there[assignment[bundle.name]]
+    by_name = {item.name: item for item in nodes}
+    for bundle in cluster_plan.bundles():
+        chosen = by_name[assignment[bundle.name]]
         if not chosen.has_labels(bundle.labels):
             return False
         for resource, amount in bundle.amounts().items():
             used[chosen.name][resource] += amount
-    return all(amount <= there[name].total[resource] + 1e-3 for name, sums in used.items() for resource, amount in sums.items())
+    return all(amount <= by_name[name].total[resource] + 1e-3 for name, sums in used.items() for resource, amount in sums.items())
 
 
 AMOUNTS = st.tuples(
@@ -52,23 +52,23 @@ NODES = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2), st.integers(0, 
 def test_an_assignment_is_valid_and_an_impossible_plan_has_none(
     parts: list[tuple[int, tuple[float, float, float, str]]], nodes: list[tuple[int, int, int, str]]
 ) -> None:
-    """Compared with all assignments that there are."""
-    wanted = plan(*(part(f"p{index}", count, *amounts[:3], zone=amounts[3]) for index, (count, amounts) in enumerate(parts)))
-    there = [node(f"n{index}", *amounts[:3], zone=amounts[3]) for index, amounts in enumerate(nodes)]
-    fit = fit_plan(wanted, there)
-    names = [bundle.name for bundle in wanted.bundles()]
+    """Compares the result with every possible assignment."""
+    cluster_plan = plan(*(part(f"p{index}", count, *amounts[:3], zone=amounts[3]) for index, (count, amounts) in enumerate(parts)))
+    existing = [node(f"n{index}", *amounts[:3], zone=amounts[3]) for index, amounts in enumerate(nodes)]
+    fit = fit_plan(cluster_plan, existing)
+    names = [bundle.name for bundle in cluster_plan.bundles()]
     if fit.assignment is not None:
-        assert is_valid(wanted, there, dict(fit.assignment)) and not fit.is_impossible
+        assert is_valid(cluster_plan, existing, dict(fit.assignment)) and not fit.is_impossible
     elif fit.is_impossible:
-        every = itertools.product([one.name for one in there], repeat=len(names))
-        assert not any(is_valid(wanted, there, dict(zip(names, chosen, strict=True))) for chosen in every)
+        candidates = itertools.product([item.name for item in existing], repeat=len(names))
+        assert not any(is_valid(cluster_plan, existing, dict(zip(names, chosen, strict=True))) for chosen in candidates)
 
 
-def test_a_plan_that_cannot_fit_is_shown_next_to_what_exists() -> None:
-    wanted, nodes = plan(part("server", 3, gpus=1), part("worker", 2)), [node("gpu-a", gpus=1), node("gpu-b", gpus=1)]
-    fit = fit_plan(wanted, nodes)
+def test_an_impossible_plan_is_shown_next_to_the_nodes() -> None:
+    cluster_plan, nodes = plan(part("server", 3, gpus=1), part("worker", 2)), [node("gpu-a", gpus=1), node("gpu-b", gpus=1)]
+    fit = fit_plan(cluster_plan, nodes)
     assert fit.problems == ("3 x server (1 CPU, 1 GPU, 1.0 GiB of memory): room for 2",)
-    text = str(no_fit_error(wanted, nodes, fit.problems))
+    text = str(no_fit_error(cluster_plan, nodes, fit.problems))
     assert "does not fit the cluster at head:6379" in text and "lower serving.replicas, or set what a part reserves" in text
     assert "server  3      1     1     1.0 GiB  a node" in text and "gpu-b  8     1     64.0 GiB" in text
 
@@ -83,23 +83,23 @@ def test_a_label_that_no_node_has_is_a_problem() -> None:
     assert fit.problems == ("1 x server (1 CPU, 1.0 GiB of memory, pool=h100): room for 0",)
 
 
-def test_what_other_jobs_reserve_counts_only_now() -> None:
+def test_reservations_of_other_jobs_count_only_for_the_present() -> None:
     busy = ClusterNode(name="a", total={"CPU": 8, "memory": 64 * GIB}, free={"CPU": 0.5, "memory": 64 * GIB})
-    wanted = plan(part("server", 1))
-    assert fit_plan(wanted, [busy]).assignment == {"server": "a"} and fit_plan(wanted, [busy], now=True).is_impossible
+    cluster_plan = plan(part("server", 1))
+    assert fit_plan(cluster_plan, [busy]).assignment == {"server": "a"} and fit_plan(cluster_plan, [busy], now=True).is_impossible
     assert "8 (0.5 free)" in describe_nodes([busy])
 
 
 def test_thousands_of_parts_are_assigned_to_nodes_in_order_of_their_needs() -> None:
-    wanted = plan(part("worker", 500), part("server", 64, gpus=1, cpus=4))
+    cluster_plan = plan(part("worker", 500), part("server", 64, gpus=1, cpus=4))
     nodes = [
         *(node(f"gpu-{number}", cpus=32, gpus=8) for number in range(8)),
         *(node(f"cpu-{number}", cpus=64, memory=256) for number in range(8)),
     ]
-    fit = fit_plan(wanted, nodes)
-    assert fit.assignment is not None and is_valid(wanted, nodes, dict(fit.assignment))
-    shown = describe_plan(wanted, fit.assignment)
-    assert "cpu-0, cpu-1, cpu-2, cpu-3 and 4 more" in shown and "where the command runs" in shown
+    fit = fit_plan(cluster_plan, nodes)
+    assert fit.assignment is not None and is_valid(cluster_plan, nodes, dict(fit.assignment))
+    text = describe_plan(cluster_plan, fit.assignment)
+    assert "cpu-0, cpu-1, cpu-2, cpu-3 and 4 more" in text and "where the command runs" in text
 
 
 @pytest.mark.parametrize("count", [0, 41])

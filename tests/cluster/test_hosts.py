@@ -1,4 +1,4 @@
-"""A driver and mirrors on hosts of their own: separate folders and addresses, latency, lost packets, partitions and kills."""
+"""A driver and mirrors on separate hosts: separate folders and addresses, latency, lost packets, partitions and kills."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from agentrl.cluster.link import Link, take_key
 from agentrl.cluster.mirror import Mirror
 from agentrl.cluster.relay import relaying
 
-async def main(folder, url, address, what, name):
+async def main(folder, url, address, operation, name):
     mirror = Mirror(Path(folder), Link(url, take_key(), silence_s=2.0))
     async with relaying(mirror, host=address):
-        await asyncio.to_thread(mirror.fetch if what == "fetch" else mirror.push, name)
+        await asyncio.to_thread(mirror.fetch if operation == "fetch" else mirror.push, name)
         print("done", flush=True)
         await asyncio.sleep(float(os.environ.get("STAY_S", "0")))
 
@@ -40,10 +40,10 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-def transfer(host: Host, driver: Driver, folder: Path, what: str, *, stay_s: float = 0.0) -> subprocess.Popen[str]:
-    key = driver.start_learner() if what == "push" else driver.service.new_key(HOST)
+def transfer(host: Host, driver: Driver, folder: Path, operation: str, *, stay_s: float = 0.0) -> subprocess.Popen[str]:
+    key = driver.start_learner() if operation == "push" else driver.service.new_key(HOST)
     environment = {**os.environ, KEY_VARIABLE: key, "STAY_S": str(stay_s)}
-    arguments = ("-c", PROGRAM, str(folder), driver.url, host.address, what, NAME)
+    arguments = ("-c", PROGRAM, str(folder), driver.url, host.address, operation, NAME)
     return host.python(*arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -54,12 +54,12 @@ def write_version(folder: Path, megabytes: int) -> dict[str, str]:
     return folder_manifest(folder)
 
 
-def ended(process: subprocess.Popen[str]) -> None:
+def wait_ended(process: subprocess.Popen[str]) -> None:
     out, errors = process.communicate(timeout=120)
     assert (process.returncode, out) == (0, "done\n"), errors
 
 
-def test_hosts_look_like_no_escape_to_an_attack_suite_that_watches_the_mounts() -> None:
+def test_an_attack_suite_does_not_report_the_mounts_of_hosts() -> None:
     before = arena._mounts()
     with hosts(1) as network:
         assert len(network) == 1 and "/run/netns/" in Path("/proc/self/mountinfo").read_text()
@@ -67,7 +67,7 @@ def test_hosts_look_like_no_escape_to_an_attack_suite_that_watches_the_mounts() 
 
 
 def test_versions_reach_hosts_through_latency_loss_kills_and_a_partition(tmp_path: Path) -> None:
-    """Three hosts fetch a version at once; one is killed again and again, one is cut off for a while. Then one pushes it back."""
+    """Three hosts fetch a version at once; one is killed repeatedly, one is cut off for a while. Then one pushes it back."""
     with hosts(4, delay_ms=3.0, loss=0.003) as network, ExitStack() as stack:
         first, *others = network
         driver = stack.enter_context(driving(tmp_path / "run", host=first.address, within=first.enter))
@@ -86,14 +86,14 @@ def test_versions_reach_hosts_through_latency_loss_kills_and_a_partition(tmp_pat
             processes[2] = transfer(others[2], driver, copies[2], "fetch")
         others[1].reconnect()
         for process in processes:
-            ended(process)
+            wait_ended(process)
         assert [folder_manifest(copy / NAME) for copy in copies] == [expected] * 3
         (driver.folder / NAME).rename(tmp_path / "removed")
         killed = transfer(others[0], driver, copies[0], "push")
         time.sleep(1.5)
         os.killpg(killed.pid, signal.SIGKILL)
         killed.wait()
-        ended(transfer(others[0], driver, copies[0], "push"))
+        wait_ended(transfer(others[0], driver, copies[0], "push"))
         assert folder_manifest(driver.folder / NAME) == expected
-    left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    assert first.name.rpartition("-")[0] not in left
+    namespaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert first.name.rpartition("-")[0] not in namespaces

@@ -1,4 +1,4 @@
-"""What a launcher guarantees, on this machine and on a Ray cluster. The cluster has its nodes on this machine, as processes."""
+"""What a launcher guarantees, on this machine and on a Ray cluster. The nodes of the cluster are processes on this machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.cluster.ray_nodes import RayNodes, plan_of
 from tests.waiting import until
 
 SLEEPS = "import time; time.sleep(600)"
-SHOWS = "import json, os, sys; print(json.dumps([sys.argv[1:], sys.stdin.read(), dict(os.environ), os.listdir(sys.argv[5])]), flush=True)"
+DUMP = "import json, os, sys; print(json.dumps([sys.argv[1:], sys.stdin.read(), dict(os.environ), os.listdir(sys.argv[5])]), flush=True)"
 
 
 @pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.slow)])
@@ -38,8 +38,8 @@ async def launcher(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
             yield on_ray
 
 
-def command(program: str, *arguments: str, name: str = "part", **more: Any) -> PartCommand:
-    return PartCommand(name=name, argv=(PYTHON, "-c", program, *arguments), log=f"logs/{name}.log", **more)
+def command(program: str, *arguments: str, name: str = "part", **options: Any) -> PartCommand:
+    return PartCommand(name=name, argv=(PYTHON, "-c", program, *arguments), log=f"logs/{name}.log", **options)
 
 
 async def test_slots_are_filled_in_arguments_environment_and_input(
@@ -47,30 +47,30 @@ async def test_slots_are_filled_in_arguments_environment_and_input(
 ) -> None:
     monkeypatch.setenv("SOME_API_KEY", "3f9a8b7c6d5e4f3a2b1c")
     slots = (RUN, ROOT, HOST, PORT, SCRATCH, '{"versions": "' + RUN + '/versions"}')
-    part = await launcher.start(command(SHOWS, *slots, environment={"SOCKET": f"{SCRATCH}/socket"}, stdin=f"bind {HOST}", scratch="x"))
+    part = await launcher.start(command(DUMP, *slots, environment={"SOCKET": f"{SCRATCH}/socket"}, stdin=f"bind {HOST}", scratch="x"))
     assert await part.wait() == 0
-    arguments, given, environment, entries = json.loads((tmp_path / "logs" / "part.log").read_text())
+    arguments, stdin, environment, entries = json.loads((tmp_path / "logs" / "part.log").read_text())
     assert arguments[:2] == [str(tmp_path), str(tmp_path / "project")] == [part.folder, arguments[1]]
     assert arguments[2:5] == [part.host, str(part.port), part.scratch] and part.port > 0
-    assert json.loads(arguments[5]) == {"versions": f"{tmp_path}/versions"} and given == f"bind {part.host}"
+    assert json.loads(arguments[5]) == {"versions": f"{tmp_path}/versions"} and stdin == f"bind {part.host}"
     assert environment["SOCKET"] == f"{part.scratch}/socket" and "SOME_API_KEY" not in environment and not entries
     await part.kill()
     assert not Path(part.scratch).exists()
 
 
 async def test_the_end_of_a_part_is_reported_with_its_code(launcher: Launcher, tmp_path: Path) -> None:
-    exits, killed = await asyncio.gather(
+    exiting, killed = await asyncio.gather(
         launcher.start(command("print('done'); raise SystemExit(7)")), launcher.start(command(SLEEPS, name="other"))
     )
-    assert killed.returncode is None and killed.pid in [*await look(killed)]
+    assert killed.returncode is None and killed.pid in [*await wait_for_processes(killed)]
     killed.send_kill()
-    assert (await exits.wait(), await killed.wait()) == (7, -signal.SIGKILL) and (exits.lost, killed.lost) == ("", "")
+    assert (await exiting.wait(), await killed.wait()) == (7, -signal.SIGKILL) and (exiting.lost, killed.lost) == ("", "")
     assert (tmp_path / "logs" / "part.log").read_text() == "done\n" and not killed.processes()
-    for part in (exits, killed):
+    for part in (exiting, killed):
         await part.kill()
 
 
-async def look(part: Any) -> dict[int, str]:
+async def wait_for_processes(part: Any) -> dict[int, str]:
     """The processes of a part, once they are known."""
     await until(lambda: part.processes())
     return dict(part.processes())
@@ -119,7 +119,7 @@ async def test_a_stopped_process_is_visible(launcher: Launcher) -> None:
     assert part.returncode == -signal.SIGKILL
 
 
-async def test_what_still_runs_ends_with_the_launcher(launcher: Launcher) -> None:
+async def test_running_parts_end_with_the_launcher(launcher: Launcher) -> None:
     parts = [await launcher.start(command(SLEEPS, name=name)) for name in ("part", "other")]
     await launcher.close()
     assert all(read_stat(part.pid).has_ended for part in parts)

@@ -48,15 +48,15 @@ LARGE = {
 }
 
 
-def written(recipe: Recipe, /, **options: Any) -> list[dict[str, Any]]:
+def build_and_parse(recipe: Recipe, /, **options: Any) -> list[dict[str, Any]]:
     """The objects of the recipe as a parser reads them from the stream."""
-    chosen = ManifestOptions(**({"recipe": "recipes/mine.py", "image": "registry.example:5000/agentrl:1"} | options))
-    objects = build_objects(recipe, plan_parts(recipe, on_gpus=recipe.device == "cuda"), chosen)
+    manifest_options = ManifestOptions(**({"recipe": "recipes/mine.py", "image": "registry.example:5000/agentrl:1"} | options))
+    objects = build_objects(recipe, plan_parts(recipe, on_gpus=recipe.device == "cuda"), manifest_options)
     return list(yaml.safe_load_all(to_yaml(objects)))
 
 
 def by_kind(objects: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    return [one for one in objects if one["kind"] == kind]
+    return [item for item in objects if item["kind"] == kind]
 
 
 def templates(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -68,16 +68,16 @@ def templates(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, LARGE], ids=["small", "large"])
 def test_every_object_is_valid(changes: dict[str, Any]) -> None:
-    objects = written(build({**RECIPE, **changes}), egress=("203.0.113.0/24",))
+    objects = build_and_parse(build({**RECIPE, **changes}), egress=("203.0.113.0/24",))
     (job,) = by_kind(objects, "RayJob")
     jsonschema.validate(job, SCHEMA)
-    for one in objects:
-        if one is not job:
-            kubernetes_validate.validate(one, KUBERNETES, strict=True)
+    for item in objects:
+        if item is not job:
+            kubernetes_validate.validate(item, KUBERNETES, strict=True)
     for name, template in templates(job).items():
         check_pod(name, template)
-    assert len({(one["kind"], one["metadata"]["name"]) for one in objects}) == len(objects)
-    assert {one["metadata"]["namespace"] for one in objects} == {"default"}
+    assert len({(item["kind"], item["metadata"]["name"]) for item in objects}) == len(objects)
+    assert {item["metadata"]["namespace"] for item in objects} == {"default"}
 
 
 def check_pod(name: str, template: dict[str, Any]) -> None:
@@ -89,19 +89,19 @@ CLAIMED = {"sandbox": {"backend": {"ref": "agent-sandbox", "options": {"slots": 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, CLAIMED], ids=["cells", "claims"])
-def test_with_cells_only_they_run_programs_and_hold_their_key(changes: dict[str, Any]) -> None:
+def test_only_cells_run_programs_and_have_their_key(changes: dict[str, Any]) -> None:
     recipe = build({**RECIPE, **LARGE, **changes})
-    objects = written(recipe, cells=3, cell_memory="4Gi")
+    objects = build_and_parse(recipe, cells=3, cell_memory="4Gi")
     (job,), name = by_kind(objects, "RayJob"), object_name("Tables_1") + "-sandbox"
-    custom = [one for one in objects if one["apiVersion"].startswith("extensions.agents")]
-    for one in objects:
-        if one in custom:
-            jsonschema.validate(one, AGENT_SANDBOX[f"{one['kind'].lower()}s"])
-        elif one is not job:
-            kubernetes_validate.validate(one, KUBERNETES, strict=True)
+    custom = [item for item in objects if item["apiVersion"].startswith("extensions.agents")]
+    for item in objects:
+        if item in custom:
+            jsonschema.validate(item, AGENT_SANDBOX[f"{item['kind'].lower()}s"])
+        elif item is not job:
+            kubernetes_validate.validate(item, KUBERNETES, strict=True)
     cells = custom[0]["spec"]["podTemplate"] if custom else by_kind(objects, "Deployment")[0]["spec"]["template"]
     check_pod("cell", cells)
-    assert [one["kind"] for one in custom] == (["SandboxTemplate", "SandboxWarmPool"] if changes else [])
+    assert [item["kind"] for item in custom] == (["SandboxTemplate", "SandboxWarmPool"] if changes else [])
     assert changes or by_kind(objects, "Service")[-1]["metadata"]["name"] == name
     assert cells["metadata"]["labels"]["agentrl-part"] == "sandbox" and cells["spec"]["automountServiceAccountToken"] is False
     assert {volume["name"] for volume in cells["spec"]["volumes"]} == {"tmp"} and cells["spec"]["hostUsers"] is False
@@ -129,25 +129,25 @@ def test_with_cells_only_they_run_programs_and_hold_their_key(changes: dict[str,
         (role,) = by_kind(objects, "Role")
         assert role["rules"][0]["resources"] == ["sandboxclaims"] and len(role["rules"]) == 1
         with pytest.raises(UserError, match="--cells"):
-            written(recipe)
+            build_and_parse(recipe)
 
 
-def test_a_cell_runs_the_command_that_exists() -> None:
-    (deployment,) = by_kind(written(build(RECIPE), cells=1), "Deployment")
+def test_the_command_of_a_cell_exists() -> None:
+    (deployment,) = by_kind(build_and_parse(build(RECIPE), cells=1), "Deployment")
     command = deployment["spec"]["template"]["spec"]["containers"][0]["command"]
     result = CliRunner().invoke(sandbox_app, command[2:], env={"AGENTRL_CELL_KEY": "short"})
     assert isinstance(result.exception, UserError) and "has 5 characters" in str(result.exception)
 
 
 def test_the_schemas_reject_a_misspelt_field() -> None:
-    job = by_kind(written(build(RECIPE)), "RayJob")[0]
+    job = by_kind(build_and_parse(build(RECIPE)), "RayJob")[0]
     job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["replica"] = 1
     with pytest.raises(jsonschema.ValidationError, match="replica"):
         jsonschema.validate(job, SCHEMA)
 
 
 def test_the_job_keeps_the_rules_that_only_the_operator_checks() -> None:
-    (job,) = by_kind(written(build({**RECIPE, **LARGE})), "RayJob")
+    (job,) = by_kind(build_and_parse(build({**RECIPE, **LARGE})), "RayJob")
     spec, cluster = job["spec"], job["spec"]["rayClusterSpec"]
     assert len(job["metadata"]["name"]) <= 47 and spec["submissionMode"] == "SidecarMode" and spec["shutdownAfterJobFinishes"] is True
     assert not {"submitterConfig", "submitterPodTemplate", "clusterSelector"} & set(spec), "SidecarMode allows none of them"
@@ -160,13 +160,13 @@ def test_the_job_keeps_the_rules_that_only_the_operator_checks() -> None:
         assert not {"num-cpus", "num-gpus", "memory", "resources"} & set(group["rayStartParams"])
         assert set(group["resources"]) >= {"CPU", "memory", f"agentrl-{group['groupName']}-pod"}
     pinned = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["cluster"]
-    assert any(f"ray=={RAY_VERSION.rpartition('.')[0]}." in one for one in pinned)
+    assert any(f"ray=={RAY_VERSION.rpartition('.')[0]}." in requirement for requirement in pinned)
 
 
 def test_each_part_has_a_group_of_pods_that_can_hold_it() -> None:
     recipe = build({**RECIPE, **LARGE})
     plan = plan_parts(recipe, on_gpus=True)
-    (job,) = by_kind(written(recipe), "RayJob")
+    (job,) = by_kind(build_and_parse(recipe), "RayJob")
     groups = {group["groupName"]: group for group in job["spec"]["rayClusterSpec"]["workerGroupSpecs"]}
     for part in plan.parts:
         if part.with_driver:
@@ -185,15 +185,15 @@ def test_each_part_has_a_group_of_pods_that_can_hold_it() -> None:
 
 
 def test_only_the_driver_has_the_volume_of_the_run_folder_and_other_pods_have_room_for_a_mirror() -> None:
-    (job,) = by_kind(written(build({**RECIPE, **LARGE})), "RayJob")
+    (job,) = by_kind(build_and_parse(build({**RECIPE, **LARGE})), "RayJob")
     for name, template in templates(job).items():
         mounts = {mount["mountPath"]: mount["name"] for mount in template["spec"]["containers"][0]["volumeMounts"]}
-        (volume,) = (one for one in template["spec"]["volumes"] if one["name"] == mounts["/runs"])
+        (volume,) = (volume for volume in template["spec"]["volumes"] if volume["name"] == mounts["/runs"])
         assert ("persistentVolumeClaim" in volume) == (name == "head") and ("emptyDir" in volume) == (name != "head")
 
 
 def test_sandboxes_open_in_pods_with_a_user_namespace_and_no_pod_has_privileges() -> None:
-    (job,) = by_kind(written(build({**RECIPE, **LARGE})), "RayJob")
+    (job,) = by_kind(build_and_parse(build({**RECIPE, **LARGE})), "RayJob")
     for name, template in templates(job).items():
         pod, container = template["spec"], template["spec"]["containers"][0]
         assert pod["securityContext"]["runAsNonRoot"] is True and pod["automountServiceAccountToken"] is False
@@ -206,7 +206,7 @@ def test_sandboxes_open_in_pods_with_a_user_namespace_and_no_pod_has_privileges(
 
 
 def test_a_run_accepts_the_redis_server_of_the_manifest(tmp_path: Path) -> None:
-    (redis,) = by_kind(written(build({**RECIPE, **LARGE})), "StatefulSet")
+    (redis,) = by_kind(build_and_parse(build({**RECIPE, **LARGE})), "StatefulSet")
     container = redis["spec"]["template"]["spec"]["containers"][0]
     assert container["volumeMounts"][0]["mountPath"] == "/data" and redis["spec"]["volumeClaimTemplates"]
     socket_path = tmp_path / "socket"
@@ -223,7 +223,7 @@ def test_a_run_accepts_the_redis_server_of_the_manifest(tmp_path: Path) -> None:
 
 
 def test_the_password_of_redis_is_in_no_object() -> None:
-    objects = written(build({**RECIPE, **LARGE}))
+    objects = build_and_parse(build({**RECIPE, **LARGE}))
     assert not by_kind(objects, "Secret")
     secrets = re.findall(r'"secretKeyRef": (\{.*?\})', json.dumps(objects))
     assert len(secrets) == 3 and set(secrets) == {f'{{"name": "{object_name("Tables_1")}-redis", "key": "password"}}'}
@@ -246,9 +246,9 @@ def allows(policies: list[dict[str, Any]], direction: str, pod: dict[str, str], 
     """Whether the policies let a pod accept (`ingress`) or open (`egress`) a connection: any that selects it suffices, none is needed if
     none selects it."""
     key = {"ingress": "from", "egress": "to"}[direction]
-    chosen = [one for one in policies if direction.capitalize() in one["policyTypes"] and selects(one["podSelector"], pod)]
-    rules = [rule for one in chosen for rule in one[direction]]
-    return not chosen or any(
+    selecting = [policy for policy in policies if direction.capitalize() in policy["policyTypes"] and selects(policy["podSelector"], pod)]
+    rules = [rule for policy in selecting for rule in policy[direction]]
+    return not selecting or any(
         any(
             "namespaceSelector" not in target and selects(target.get("podSelector", {"matchLabels": {"": ""}}), peer)
             for target in rule[key]
@@ -265,10 +265,10 @@ def test_sandboxes_reach_nothing_and_servers_only_the_run() -> None:
         for target, others in PODS.items():
             for port in (8000, 6379, 7423):
                 open_ = allows(policies, "egress", labels, others, port) and allows(policies, "ingress", others, labels, port)
-                wanted = (source in inside and target in inside) or (source in inside and target == "redis" and port == 6379)
-                wanted |= source in ("driver", "worker") and target == "sandbox" and port == 7423
-                wanted |= {source, target} <= {"other run", "stranger"}
-                assert open_ == wanted, (source, target, port)
+                expected = (source in inside and target in inside) or (source in inside and target == "redis" and port == 6379)
+                expected |= source in ("driver", "worker") and target == "sandbox" and port == 7423
+                expected |= {source, target} <= {"other run", "stranger"}
+                assert open_ == expected, (source, target, port)
     reach = {
         part
         for part, labels in PODS.items()
@@ -284,7 +284,7 @@ def test_sandboxes_reach_nothing_and_servers_only_the_run() -> None:
 
 
 @pytest.mark.parametrize("everything", ["0.0.0.0/0", "::/0", "128.0.0.0/1"])
-def test_a_range_of_everything_does_not_reach_the_credentials_of_a_node(everything: str) -> None:
+def test_a_range_of_all_addresses_excludes_the_credentials_of_a_node(everything: str) -> None:
     outside = dict(network_policies("x", [everything]))["x-outside"]
     (to,) = outside["egress"][0]["to"]
     service = ipaddress.ip_address("fe80::a9fe:a9fe" if ":" in everything else "169.254.169.254")
@@ -295,39 +295,39 @@ def test_a_range_of_everything_does_not_reach_the_credentials_of_a_node(everythi
 def test_the_start_script_starts_the_planned_run_and_continues_it_in_a_later_cluster(tmp_path: Path) -> None:
     hostile = "rollout.instructions=$(touch hacked) 'a' \"b\"\n---\nkind: Secret `touch hacked`"
     recipe = build({**RECIPE, **LARGE}).but(hostile)
-    (config,) = by_kind(written(recipe, overrides=(hostile,), recipe="recipes/it's;touch hacked.py"), "ConfigMap")
+    (config,) = by_kind(build_and_parse(recipe, overrides=(hostile,), recipe="recipes/it's;touch hacked.py"), "ConfigMap")
     script = config["data"]["start.sh"].replace("/project", str(tmp_path)).replace("/runs", str(tmp_path / "runs"))
     program = tmp_path / "bin" / "agentrl"
     program.parent.mkdir()
     program.write_text(f"#!/bin/sh\nprintf '%s\\0' \"$@\" > {shlex.quote(str(tmp_path / 'arguments'))}\n")
     program.chmod(0o755)
 
-    def started() -> list[str]:
+    def run_script() -> list[str]:
         subprocess.run(["bash", "-c", script], check=True, env={"PATH": f"{program.parent}:/usr/bin:/bin"}, cwd=tmp_path)
         return (tmp_path / "arguments").read_text().split("\0")[:-1]
 
-    verb, path, *overrides = started()
+    verb, path, *overrides = run_script()
     assert (verb, path, overrides[0]) == ("train", "recipes/it's;touch hacked.py", hostile)
     inside = recipe.but(*overrides[: overrides.index("--run-dir")])
     assert overrides[-1] == str(tmp_path / "runs" / "Tables_1")
     plan, original = plan_parts(inside, on_gpus=True), plan_parts(recipe, on_gpus=True)
     for bundle, planned in zip(plan.bundles(), original.bundles(), strict=True):
         assert bundle.amounts().items() >= planned.amounts().items() and bundle.labels == planned.labels
-        assert len(bundle.amounts()) == len(planned.amounts()) + 1, "and the resource of its group of pods"
+        assert len(bundle.amounts()) == len(planned.amounts()) + 1, "plus the resource of its group of pods"
     assert inside.store.options["password"] == "env:AGENTRL_REDIS_PASSWORD"
     folder = tmp_path / "runs" / "Tables_1"
     folder.mkdir(parents=True)
     (folder / "recipe.json").touch()
-    assert started() == ["train", path, "--run-dir", str(folder), "--resume"]
+    assert run_script() == ["train", path, "--run-dir", str(folder), "--resume"]
     assert not (tmp_path / "hacked").exists()
 
 
 @settings(max_examples=examples(100))
 @given(st.text("aB1_.-", min_size=1, max_size=60), st.text("aB1_.-", min_size=1, max_size=60))
-def test_names_of_objects_are_labels_and_differ_for_different_names(one: str, other: str) -> None:
-    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", object_name(one)) and len(object_name(one)) <= 40
-    assume(one != other)
-    assert object_name(one) != object_name(other)
+def test_names_of_objects_are_labels_and_differ_for_different_names(name: str, other_name: str) -> None:
+    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", object_name(name)) and len(object_name(name)) <= 40
+    assume(name != other_name)
+    assert object_name(name) != object_name(other_name)
 
 
 @pytest.mark.parametrize(
@@ -344,14 +344,14 @@ def test_names_of_objects_are_labels_and_differ_for_different_names(one: str, ot
 )
 def test_values_that_kubernetes_rejects_are_errors(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        written(build(RECIPE), **options)
+        build_and_parse(build(RECIPE), **options)
 
 
-def test_a_custom_resource_that_kuberay_takes_for_gpus_is_an_error() -> None:
+def test_a_custom_resource_that_kuberay_treats_as_gpus_is_an_error() -> None:
     with pytest.raises(UserError, match="KubeRay takes my-gpu for GPUs"):
-        written(build({**RECIPE, "cluster": {"address": "auto", "resources": {"server": {"my-gpu": 1}}}}))
+        build_and_parse(build({**RECIPE, "cluster": {"address": "auto", "resources": {"server": {"my-gpu": 1}}}}))
 
 
 def test_docker_sandboxes_are_an_error() -> None:
     with pytest.raises(UserError, match="no Docker daemon"):
-        written(build({**RECIPE, "sandbox": {"backend": "docker"}}))
+        build_and_parse(build({**RECIPE, "sandbox": {"backend": "docker"}}))

@@ -43,8 +43,8 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def driver(tmp_path: Path, small_chunks: None) -> Iterator[Driver]:
-    with driving(tmp_path / "run") as one:
-        yield one
+    with driving(tmp_path / "run") as driver_service:
+        yield driver_service
 
 
 def write_folder(folder: Path, rng: random.Random) -> None:
@@ -57,7 +57,7 @@ def write_folder(folder: Path, rng: random.Random) -> None:
 
 
 def damage(part: Path, rng: random.Random) -> None:
-    """What a power cut, a bad disk or an earlier program may leave in a folder that was arriving."""
+    """Damages a partly received folder like a power cut, a bad disk or an earlier program."""
     files = [path for path in part.rglob("*") if path.is_file()]
     for path in files:
         data = bytearray(path.read_bytes())
@@ -110,7 +110,7 @@ def test_a_fetch_that_is_interrupted_anywhere_ends_with_the_same_folder(tmp_path
             try:
                 Mirror(tmp_path / "mirror", link).fetch(name)
             except Killed:
-                assert (folder_manifest(copy) if copy.exists() else {}) in complete, "only complete folders have the name"
+                assert (folder_manifest(copy) if copy.exists() else {}) in complete, "only complete folders have the final name"
         damage(copy.with_name(".000003.part"), rng)
     Mirror(tmp_path / "mirror", link).fetch(name)
     assert folder_manifest(copy) == complete[-1]
@@ -131,10 +131,10 @@ def test_a_push_that_is_interrupted_anywhere_ends_with_the_same_folder(tmp_path:
             write_folder(source, rng)
             complete.append(folder_manifest(source))
         with pytest.MonkeyPatch.context() as patch:
-            request, left = Link.request, [rng.randint(0, 8)]
+            request, remaining = Link.request, [rng.randint(0, 8)]
 
-            def request_or_die(self: Link, method: str, *rest: object, counts: list[int] = left, real=request, **more: object):  # type: ignore[no-untyped-def]
-                answer = real(self, method, *rest, **more)
+            def request_or_die(self: Link, method: str, *rest: object, counts: list[int] = remaining, real=request, **options: object):  # type: ignore[no-untyped-def]
+                answer = real(self, method, *rest, **options)
                 counts[0] -= method == "PUT"
                 if counts[0] < 0:
                     raise Killed
@@ -157,19 +157,19 @@ def test_only_missing_chunks_are_transferred(tmp_path: Path, driver: Driver, mon
     data = bytearray(rng.randbytes(100 * SMALL))
     (folder / "model.safetensors").write_bytes(data)
     (folder / "config.json").write_text("{}")
-    one = driver.mirror(tmp_path / "mirror")
-    one.fetch("versions/000001")
+    host_mirror = driver.mirror(tmp_path / "mirror")
+    host_mirror.fetch("versions/000001")
     requested: list[str] = []
     request = Link.request
     monkeypatch.setattr(
-        Link, "request", lambda self, method, path, *rest, **more: (requested.append(path), request(self, method, path, *rest, **more))[1]
+        Link, "request", lambda self, method, path, *rest, **kw: (requested.append(path), request(self, method, path, *rest, **kw))[1]
     )
-    one.fetch("versions/000001")
+    host_mirror.fetch("versions/000001")
     assert requested == ["/files/versions/000001"]
     requested.clear()
     (folder / "config.json").write_text("{ }")
     model = (tmp_path / "mirror" / "versions" / "000001" / "model.safetensors").stat().st_ino
-    one.fetch("versions/000001")
+    host_mirror.fetch("versions/000001")
     assert len(requested) == 2, "an unchanged file is linked"
     assert (tmp_path / "mirror" / "versions" / "000001" / "model.safetensors").stat().st_ino == model
     assert (tmp_path / "mirror" / "versions" / "000001" / "config.json").read_text() == "{ }"
@@ -179,10 +179,10 @@ async def test_a_hostile_peer_cannot_stop_a_mirror_or_fill_its_memory(tmp_path: 
     folder = driver.folder / "versions" / "000001"
     folder.mkdir(parents=True)
     (folder / "model.safetensors").write_bytes(random.Random(6).randbytes(9 * SMALL))
-    host, asked = driver.link(HOST), list[str]()
+    host, requests = driver.link(HOST), list[str]()
 
     async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        asked.append((await reader.readuntil(b"\r\n")).decode())
+        requests.append((await reader.readuntil(b"\r\n")).decode())
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 900000000\r\n\r\n")
         writer.close()
 
@@ -203,7 +203,7 @@ async def test_a_hostile_peer_cannot_stop_a_mirror_or_fill_its_memory(tmp_path: 
 
 @pytest.mark.slow
 async def test_mirrors_forward_what_they_receive_and_distrust_each_other(tmp_path: Path, driver: Driver) -> None:
-    """The driver sends most chunks once. A mirror whose chunks are damaged, or that ends, costs the others no more than a retry."""
+    """The driver sends most chunks once. A mirror whose chunks are damaged, or that ends, costs the others only a retry."""
     rng, folder = random.Random(2), driver.folder / "versions" / "000001"
     folder.mkdir(parents=True)
     (folder / "model.safetensors").write_bytes(rng.randbytes(400 * SMALL))
@@ -212,7 +212,7 @@ async def test_mirrors_forward_what_they_receive_and_distrust_each_other(tmp_pat
     read = driver.files.index.read
     driver.files.index.read = lambda sha256: (sent.append(sha256), read(sha256))[1]  # type: ignore[method-assign]
     async with relaying(mirrors[0], host="127.0.0.1"), relaying(mirrors[1], host="127.0.0.1"), relaying(mirrors[2], host="127.0.0.1"):
-        await asyncio.gather(*(asyncio.to_thread(one.fetch, "versions/000001") for one in mirrors[:3]))
+        await asyncio.gather(*(asyncio.to_thread(host_mirror.fetch, "versions/000001") for host_mirror in mirrors[:3]))
         assert len(sent) < 1.5 * 400, f"{len(sent)} chunks for three mirrors"
         model = mirrors[2].folder / "versions" / "000001" / "model.safetensors"
         damaged = bytearray(model.read_bytes())
@@ -225,19 +225,19 @@ async def test_mirrors_forward_what_they_receive_and_distrust_each_other(tmp_pat
 
 
 def test_old_folders_disappear_with_those_of_the_driver(tmp_path: Path, driver: Driver) -> None:
-    one = driver.mirror(tmp_path / "mirror")
+    host_mirror = driver.mirror(tmp_path / "mirror")
     for number in (0, 1, 2):
         folder = driver.folder / "versions" / f"{number:06d}"
         folder.mkdir(parents=True)
         (folder / "model.safetensors").write_bytes(bytes(100 + number))
         (folder / "version.json").write_text("{}")
-        one.fetch(f"versions/{number:06d}")
-    (driver.folder / "versions" / "000001" / "model.safetensors").unlink()  # its record stays, as history
+        host_mirror.fetch(f"versions/{number:06d}")
+    (driver.folder / "versions" / "000001" / "model.safetensors").unlink()  # its record is kept
     (tmp_path / "mirror" / "versions" / ".000009.part").mkdir()
-    one.drop_extra("versions")
+    host_mirror.drop_extra("versions")
     assert sorted(path.name for path in (tmp_path / "mirror" / "versions").iterdir()) == ["000000", "000002"]
     with pytest.raises(NotFound):
-        one.fetch("versions/000005")
+        host_mirror.fetch("versions/000005")
 
 
 def test_a_chunk_that_occurs_many_times_needs_room_for_each_of_them(
@@ -253,8 +253,8 @@ def test_a_chunk_that_occurs_many_times_needs_room_for_each_of_them(
     assert learner.json("POST", "/arriving/checkpoints/000001", listing) == [zeros]
 
 
-def test_a_folder_that_takes_long_to_hash_stops_no_other_request(driver: Driver) -> None:
-    """A host asks again after 30 s without a byte."""
+def test_a_folder_that_takes_long_to_hash_does_not_block_other_requests(driver: Driver) -> None:
+    """A host repeats its request after 30 s without a byte."""
     folder, counted, hashed = driver.folder / "versions" / "000001", list[Path](), threading.Event()
     folder.mkdir(parents=True)
     (folder / "a.bin").write_bytes(b"abc")
@@ -305,7 +305,7 @@ def test_a_driver_that_does_not_answer_is_an_error_in_time(tmp_path: Path, drive
         Link("ftp://x", "key")
 
 
-def test_a_replaced_learner_changes_nothing_any_more(tmp_path: Path, driver: Driver) -> None:
+def test_a_replaced_learner_can_no_longer_change_anything(tmp_path: Path, driver: Driver) -> None:
     own = tmp_path / "mirror" / "checkpoints" / "000001"
     own.mkdir(parents=True)
     (own / "meta.json").write_text("{}")
@@ -417,8 +417,8 @@ def test_two_parts_of_a_host_share_one_mirror(tmp_path: Path, driver: Driver) ->
     folder.mkdir(parents=True)
     (folder / "model.safetensors").write_bytes(random.Random(4).randbytes(60 * SMALL))
     with ThreadPoolExecutor(4) as pool:
-        for done in [pool.submit(driver.mirror(tmp_path / "mirror").fetch, "versions/000001") for _ in range(4)]:
-            done.result()
+        for future in [pool.submit(driver.mirror(tmp_path / "mirror").fetch, "versions/000001") for _ in range(4)]:
+            future.result()
     assert folder_manifest(tmp_path / "mirror" / "versions" / "000001") == folder_manifest(folder)
 
 
@@ -458,7 +458,7 @@ def test_images_come_from_workers_and_go_to_other_hosts(driver: Driver, tmp_path
 
 
 def test_an_image_that_the_driver_has_dropped_is_sent_again(driver: Driver, tmp_path: Path) -> None:
-    """The host's copy of an earlier session is no proof that the driver still has it; one session sends it once."""
+    """A copy from an earlier session does not prove that the driver still has the image. A session sends it once."""
     png, worker = PNG + b"pixels", driver.link(WORKER)
     sha256 = mirrored_media(tmp_path / "worker", worker).put(png)
     stored = driver.folder / "media" / f"{sha256[:10]}.png"

@@ -28,8 +28,8 @@ def driver(tmp_path: Path) -> Iterator[Driver]:
         folder = tmp_path / "run" / "versions" / f"{number:06d}"
         folder.mkdir(parents=True)
         (folder / "model.safetensors").write_text(f"weights {number}")
-    with driving(tmp_path / "run") as one:
-        yield one
+    with driving(tmp_path / "run") as driver_service:
+        yield driver_service
 
 
 async def test_a_part_starts_with_what_it_needs_and_gets_more_when_the_driver_requests_it(tmp_path: Path, driver: Driver) -> None:

@@ -1,4 +1,4 @@
-"""Commands for Nsight Systems, with a program in its place that records them: no GPU is needed."""
+"""Commands for Nsight Systems, with a substitute program that records them: no GPU is needed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from agentrl.protocols.cluster import PARENT, PYTHON, PartCommand
 
 NSYS = """#!/bin/bash
 printf '%s\\n' "${*//$'\\n'/ }" >> {calls}
-what=$1; shift
-[ "$what" = {failing} ] && { echo broken; exit 3; }
-[ "$what" = launch ] || exit 0
+command=$1; shift
+[ "$command" = {failing} ] && { echo broken; exit 3; }
+[ "$command" = launch ] || exit 0
 while [[ $1 == --* ]]; do shift; done
 "$@"
 """
@@ -54,9 +54,9 @@ async def test_learner_and_servers_start_under_nsys_and_are_recorded_between_sta
     await nsight.start()
     await nsight.stop()
     await launcher.close()
-    launched, other, *rest = calls.read_text().splitlines()
+    launched, second_launch, *rest = calls.read_text().splitlines()
     assert launched.startswith("launch --session-new=agentrl-") and "-learner-0 " in launched and "--trace=cuda" in launched
-    assert "-server-0-1 " in other
+    assert "-server-0-1 " in second_launch
     assert sorted(line.split()[0] for line in rest) == ["start", "start", "stop", "stop"], "redis is not recorded"
     session = launched.split()[1].replace("--session-new", "--session")
     assert any(session in line and f"--output={tmp_path}/nsight/learner" in line for line in rest if line.startswith("start"))
@@ -70,8 +70,8 @@ async def test_a_restarted_part_is_recorded_in_its_newest_session(tmp_path: Path
     assert calls.read_text().splitlines()[0].endswith("-server-1")
 
 
-async def test_nsys_replaces_nothing_in_the_path_of_a_report(tmp_path: Path, calls: Path) -> None:
-    """In `--output`, nsys replaces `%h` and `%q{VARIABLE}`: a report would be elsewhere, or have a secret in its name."""
+async def test_the_path_of_a_report_is_escaped_for_nsys(tmp_path: Path, calls: Path) -> None:
+    """In `--output`, nsys replaces `%h` and `%q{VARIABLE}`: a report would have another path, or a secret in its name."""
     nsight = NsightSessions(tmp_path / "90% %q{AGENTRL_CELL_KEY}")
     nsight.wrap(PartCommand(name="learner", argv=(PYTHON,), log="x"))
     await nsight.start()

@@ -1,6 +1,6 @@
-"""Versions through an object store: hosts get exactly the driver's files, whatever the store has lost, damaged, or does not answer.
+"""Versions through an object store: hosts get exactly the files of the driver, even if the store loses or damages files or does not answer.
 
-With `AGENTRL_S3_PYTHON`, the Python of an environment with moto and s3fs, the same laws are checked with a server of the S3 protocol.
+With `AGENTRL_S3_PYTHON`, the Python of an environment with moto and s3fs, the same checks run with a server of the S3 protocol.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ async def test_hosts_read_versions_from_the_store_and_old_ones_disappear(tmp_pat
     with stored(tmp_path, store) as (driver, sent, alerts):
         write_version(driver.folder, 1)
         await asyncio.gather(*(fetch(driver, tmp_path / f"host{number}") for number in range(3)))
-        assert not sent and set(objects(store)) == {f"/{NAME}/{one}" for one in ("model.safetensors", "config.json", ".complete")}
+        assert not sent and set(objects(store)) == {f"/{NAME}/{file}" for file in ("model.safetensors", "config.json", ".complete")}
         write_version(driver.folder, 2)
         drop_folders(driver.folder, "versions", ["000001"])
         await fetch(driver, tmp_path / "host0", "versions/000002")
@@ -96,7 +96,7 @@ def damage(store: ObjectStore, path: str, change: Callable[[bytes], bytes | None
 @pytest.mark.parametrize(
     "change", [lambda data: None, lambda data: data[: SIZE // 2], lambda data: bytes(len(data)), lambda data: data + b"more"]
 )
-async def test_what_the_store_lost_or_damaged_comes_from_the_driver(tmp_path: Path, change: Callable[[bytes], bytes | None]) -> None:
+async def test_objects_that_the_store_lost_or_damaged_come_from_the_driver(tmp_path: Path, change: Callable[[bytes], bytes | None]) -> None:
     store = ObjectStore(f"memory://bucket{tmp_path}/run")
     with stored(tmp_path, store) as (driver, sent, _):
         write_version(driver.folder, 1)
@@ -144,28 +144,28 @@ async def test_a_full_or_broken_store_is_an_alert_and_hosts_fetch_from_the_drive
 
 
 async def test_a_store_that_does_not_answer_costs_one_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    never = threading.Event()
+    released = threading.Event()
     with stored(tmp_path, ObjectStore(f"memory://bucket{tmp_path}/run")) as (driver, sent, _):
         write_version(driver.folder, 1)
         await fetch(driver, tmp_path / "host0")
         monkeypatch.setattr(object_store, "READ_S", 0.2)
-        monkeypatch.setattr("fsspec.implementations.memory.MemoryFileSystem.cat_file", lambda *_, **__: never.wait(60))
+        monkeypatch.setattr("fsspec.implementations.memory.MemoryFileSystem.cat_file", lambda *_, **__: released.wait(60))
         async with asyncio.timeout(10):
             await fetch(driver, tmp_path / "host1")
         assert sent
-    never.set()
+    released.set()
 
 
 @pytest.mark.parametrize("hangs", [False, True])
 async def test_a_library_that_cannot_log_in_on_a_host_does_not_fail_the_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
-    """Some libraries log in when a store is opened, and raise errors of their own."""
-    store, never = ObjectStore(f"memory://bucket{tmp_path}/run"), threading.Event()
+    """Some libraries log in when a store is opened, and raise their own errors."""
+    store, released = ObjectStore(f"memory://bucket{tmp_path}/run"), threading.Event()
 
     def log_in(*_: Any, **__: Any) -> None:
         if hangs:
-            never.wait(60)
+            released.wait(60)
         raise RuntimeError("no credentials")
 
     with stored(tmp_path, store) as (driver, sent, _):
@@ -177,7 +177,7 @@ async def test_a_library_that_cannot_log_in_on_a_host_does_not_fail_the_host(
         assert sent
         with pytest.raises(UserError, match=r"cannot be used: .*(no credentials|no answer within)"):
             ObjectStore("memory://bucket/other")
-    never.set()
+    released.set()
 
 
 def test_only_versions_are_deleted(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_only_versions_are_deleted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", ".", "..", "../../home", "a/b", "f" * 33, "\xe9" * 32])
-def test_a_strange_id_of_a_run_is_an_error(tmp_path: Path, text: str) -> None:
+def test_an_invalid_id_of_a_run_is_an_error(tmp_path: Path, text: str) -> None:
     """`remove` deletes the folder of this name in the store: with an empty id, those of all runs."""
     (tmp_path / ID_FILE).write_text(text)
     with pytest.raises(UserError, match="no id of a run"):
@@ -229,8 +229,8 @@ def test_a_url_without_a_folder_or_with_credentials_is_a_problem(url: object) ->
 if "AGENTRL_S3_PYTHON" in os.environ:
 
     @pytest.mark.slow
-    def test_a_server_of_the_s3_protocol_fulfils_the_laws(tmp_path: Path) -> None:
+    def test_a_server_of_the_s3_protocol_passes_the_checks(tmp_path: Path) -> None:
         root = Path(__file__).resolve().parents[2]
         command = [os.environ["AGENTRL_S3_PYTHON"], "-m", "tests.cluster.s3_store", str(tmp_path)]
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
+        completed = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+        assert completed.returncode == 0, completed.stderr

@@ -40,7 +40,7 @@ def test_an_evaluation_plans_servers_only() -> None:
     assert [part.name for part in plan_parts(recipe_with(), training=False).parts] == ["driver", "server", "judge-small"]
 
 
-def test_a_redis_server_elsewhere_is_no_part() -> None:
+def test_an_external_redis_server_is_not_a_part() -> None:
     assert plan_parts(recipe_with(store={"ref": "redis", "options": {"url": "redis://h:1/0"}})).part("redis") is None
 
 
@@ -55,8 +55,8 @@ def test_on_gpus_each_rank_and_server_gets_one() -> None:
 
 
 def test_settings_replace_defaults_and_name_custom_resources_and_labels() -> None:
-    wanted = {"server": {"cpus": 6, "memory_gib": 0.5, "fast-disk": 1, "ray.io/accelerator-type": "H100"}}
-    server = plan_parts(recipe_with(cluster={"address": "auto", "resources": wanted})).part("server")
+    resources = {"server": {"cpus": 6, "memory_gib": 0.5, "fast-disk": 1, "ray.io/accelerator-type": "H100"}}
+    server = plan_parts(recipe_with(cluster={"address": "auto", "resources": resources})).part("server")
     assert server is not None and server.bundle.labels == {"ray.io/accelerator-type": "H100"}
     assert server.bundle.amounts() == {"CPU": 6, "memory": GIB / 2, "fast-disk": 1}
 
@@ -95,7 +95,7 @@ def test_other_addresses_are_errors(address: str) -> None:
         ({"server": {"cpus": True}}, r"cluster\.resources"),
     ],
 )
-def test_wrong_resources_are_errors_that_say_what_to_set(resources: dict[str, Any], message: str | None) -> None:
+def test_wrong_resources_are_errors_with_a_fix(resources: dict[str, Any], message: str | None) -> None:
     if message is None:
         assert recipe_with(cluster={"address": "auto", "resources": resources})
         return

@@ -19,7 +19,7 @@ from agentrl.protocols.cluster import PARENT, PYTHON, PartCommand
 from tests.waiting import until, wait_until
 
 IGNORES = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
-# A process in a session of its own, like a rank that torchrun starts.
+# A process in its own session, like a rank that torchrun starts.
 DETACHED = f"""
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", {IGNORES!r}], start_new_session=True)
@@ -47,7 +47,7 @@ async def test_a_process_that_ignores_sigterm_and_its_detached_child_are_killed(
     await part.kill()
 
 
-async def test_what_a_dead_process_leaves_in_its_group_is_killed(tmp_path: Path) -> None:
+async def test_the_remaining_group_of_a_dead_process_is_killed(tmp_path: Path) -> None:
     part = ProcessHost(tmp_path).start(command("import subprocess; print(subprocess.Popen(['sleep', '600']).pid, flush=True)"))
     (child,) = await output(tmp_path)
     assert await part.wait() == 0 and not read_stat(int(child)).has_ended and not part.processes()

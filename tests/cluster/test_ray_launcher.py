@@ -31,7 +31,7 @@ from tests.waiting import until
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 LONG_S = 60.0
-# Like the parts of a run, it dies with its parent.
+# Dies with its parent, like the parts of a run.
 BOUND = "import sys; from agentrl.base.processes import die_with_parent; die_with_parent(int(sys.argv[1])); " + SLEEPS
 
 
@@ -43,8 +43,8 @@ ray.init(address=sys.argv[1], namespace="other", logging_level=40, log_to_driver
 class Hog:
     def fill(self, size):
         self.objects = [ray.put(numpy.ones(8 << 20, numpy.uint8)) for _ in range(size // (8 << 20) + 2)]
-        self.mapped = [ray.get(one) for one in self.objects]
-        return sum(one.nbytes for one in self.mapped)
+        self.mapped = [ray.get(reference) for reference in self.objects]
+        return sum(array.nbytes for array in self.mapped)
 hog = Hog.remote()
 print(ray.get(hog.fill.remote(int(sys.argv[2]))), flush=True)
 time.sleep(600)
@@ -52,7 +52,7 @@ time.sleep(600)
 
 
 def on_spare_nodes(address: str, *names: str) -> ClusterPlan:
-    """A plan whose parts need a node each, of those that a test has added."""
+    """A plan whose parts each need one of the nodes that a test has added."""
     return plan_of(address, *names, custom={"spare": 1})
 
 
@@ -74,11 +74,11 @@ async def test_a_part_of_a_killed_node_is_lost_within_seconds_and_restarts_on_an
             assert time.monotonic() - killed < 10.0 and part.lost.startswith(("its host on node", "node"))
             await until(lambda: read_stat(part.pid).has_ended)
             await part.kill()
-            again = await launcher.start(command(BOUND, PARENT, name="learner"))
-            assert again.node_id != part.node_id and again.returncode is None and again.pid != part.pid
+            second = await launcher.start(command(BOUND, PARENT, name="learner"))
+            assert second.node_id != part.node_id and second.returncode is None and second.pid != part.pid
             for node in nodes:
                 ray_nodes.kill(node)
-            await again.wait()
+            await second.wait()
             assert not capfd.readouterr().out, "the output of a command is for its result"
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(ray_launcher, "START_S", 3.0)
@@ -90,7 +90,7 @@ async def test_a_part_of_a_killed_node_is_lost_within_seconds_and_restarts_on_an
 
 
 async def test_a_full_object_store_does_not_matter(ray_nodes: RayNodes, tmp_path: Path) -> None:
-    """Parts exchange nothing through it: they start, report and end while another job holds all of it."""
+    """Parts do not use it: they start, report and end while another job uses all of it."""
     node = ray_nodes.add(spare=1, hog=1)
     size = ray_nodes_module.STORE_BYTES
     hog = await asyncio.create_subprocess_exec(
@@ -118,15 +118,15 @@ async def test_a_full_object_store_does_not_matter(ray_nodes: RayNodes, tmp_path
         ray_nodes.remove(node)
 
 
-async def test_a_killed_host_process_loses_its_part_only(ray_nodes: RayNodes, tmp_path: Path) -> None:
+async def test_a_killed_host_process_loses_only_its_part(ray_nodes: RayNodes, tmp_path: Path) -> None:
     async with ray_nodes.launcher(plan_of(ray_nodes.address, "server", "worker-0"), tmp_path) as launcher:
         part, other = [await launcher.start(command(BOUND, PARENT, name=name)) for name in ("server", "worker-0")]
         os.kill(read_stat(part.pid).parent, signal.SIGKILL)
         async with asyncio.timeout(LONG_S):
             await part.wait()
         assert part.lost and other.returncode is None
-        again = await launcher.start(command(BOUND, PARENT, name="server"))
-        assert again.returncode is None and read_stat(part.pid).has_ended
+        second = await launcher.start(command(BOUND, PARENT, name="server"))
+        assert second.returncode is None and read_stat(part.pid).has_ended
 
 
 async def test_a_stopped_host_is_replaced_and_its_part_ends_before_the_next_starts(
@@ -143,8 +143,8 @@ async def test_a_stopped_host_is_replaced_and_its_part_ends_before_the_next_star
         async with asyncio.timeout(LONG_S):
             await part.wait()
             assert "has not answered" in part.lost
-            again = await launcher.start(exclusive)
-        assert again.returncode is None and read_stat(part.pid).has_ended
+            second = await launcher.start(exclusive)
+        assert second.returncode is None and read_stat(part.pid).has_ended
 
 
 async def test_a_host_that_its_driver_does_not_call_ends_its_part(
@@ -175,7 +175,7 @@ asyncio.run(drive())
 """
 
 
-async def test_a_run_has_one_driver_and_the_next_ends_what_a_killed_one_has_left(ray_nodes: RayNodes, tmp_path: Path) -> None:
+async def test_a_run_has_one_driver_and_the_next_ends_the_parts_of_a_killed_one(ray_nodes: RayNodes, tmp_path: Path) -> None:
     plan = plan_of(ray_nodes.address, "part")
     driver = subprocess.Popen([sys.executable, "-c", DRIVER, ray_nodes.address, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
@@ -192,7 +192,7 @@ async def test_a_run_has_one_driver_and_the_next_ends_what_a_killed_one_has_left
         assert read_stat(pid).has_ended and part.returncode is None
 
 
-async def test_a_plan_that_does_not_fit_is_an_error_next_to_what_exists(
+async def test_the_error_for_a_plan_that_does_not_fit_lists_the_nodes(
     ray_nodes: RayNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UserError, match=r"1 x learner \(.*64 CPU.*\): room for 0\n(.*\n)*node +CPUs"):
@@ -213,7 +213,7 @@ async def test_a_plan_that_does_not_fit_is_an_error_next_to_what_exists(
 def with_settings(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     """Changes the settings of hosts that start from now on."""
     settings = ray_launcher.HostSettings
-    monkeypatch.setattr(ray_launcher, "HostSettings", lambda **given: settings(**{**given, **changes}))
+    monkeypatch.setattr(ray_launcher, "HostSettings", lambda **options: settings(**{**options, **changes}))
 
 
 async def test_another_version_of_agentrl_on_a_node_is_an_error(
@@ -223,7 +223,7 @@ async def test_another_version_of_agentrl_on_a_node_is_an_error(
     with pytest.raises(UserError, match=r"has agentrl \S+, the driver 9\.9\.9\n  fix: install the same version on every node"):
         async with ray_nodes.launcher(plan_of(ray_nodes.address, "part"), tmp_path):
             pass
-    assert not [*tmp_path.iterdir()], "the folder is still vacant"
+    assert not [*tmp_path.iterdir()], "the folder is still empty"
 
 
 async def test_a_node_without_the_run_folder_works_in_a_mirror_and_sends_its_log(
@@ -249,7 +249,7 @@ async def test_a_node_without_the_run_folder_works_in_a_mirror_and_sends_its_log
                 await part.fetch("versions/000007")
 
 
-async def test_the_signal_handlers_of_the_driver_stay(ray_nodes: RayNodes, tmp_path: Path) -> None:
+async def test_the_signal_handlers_of_the_driver_are_kept(ray_nodes: RayNodes, tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     async with ray_nodes.launcher(plan_of(ray_nodes.address, "part"), tmp_path):
         assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before

@@ -59,7 +59,7 @@ def part_of(end: Callable[[], Any] = lambda: RUNS, log: Path | None = None, stat
         (1, None, True, "node n is gone"),
     ],
 )
-async def test_when_a_silent_part_is_lost(
+async def test_a_silent_part_is_lost_after_a_time_limit_or_with_its_node(
     silent_s: float, refused_s: float | None, dead: bool, lost: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = part_of()
@@ -85,15 +85,15 @@ async def test_a_restarted_host_does_not_know_the_part() -> None:
     assert part.lost == "its host on node n ended" and await part.wait() == -signal.SIGKILL
 
 
-async def test_a_part_that_its_host_cannot_end_is_an_error_and_a_host_that_is_gone_is_a_loss() -> None:
+async def test_a_part_that_its_host_cannot_end_is_an_error_and_a_dead_host_is_a_loss() -> None:
     stuck = part_of(lambda: "process 7 of learner does not end after SIGKILL")
     with pytest.raises(LaunchError, match="process 7 of learner does not end after SIGKILL, on n"):
         await stuck.kill()
 
-    def gone() -> Any:
+    def actor_died() -> Any:
         raise RayError("the actor died")
 
-    lost = part_of(gone)
+    lost = part_of(actor_died)
     await lost.terminate(grace_s=0.1)
     assert lost.lost == "node n does not answer: RayError" and lost.returncode == -signal.SIGKILL
 
@@ -117,8 +117,8 @@ async def test_parts_are_lost_when_the_connection_to_the_cluster_ends(monkeypatc
 
     monkeypatch.setattr(ray_part, "REFUSED_S", 0.05)
     monkeypatch.setattr(ray_part, "_POLL_S", 0.01)
-    sent, gone = SimpleNamespace(remote=lambda *_: SimpleNamespace()), SimpleNamespace(remote=broken)
-    for poll in (gone, sent):
+    sent, dead = SimpleNamespace(remote=lambda *_: SimpleNamespace()), SimpleNamespace(remote=broken)
+    for poll in (dead, sent):
         part = RayPart(RAY, SimpleNamespace(poll=poll), "start", "learner", RUNS)
         poller = PartPoller(SimpleNamespace(exceptions=RAY.exceptions, wait=broken, get=broken, nodes=broken))
         poller.add(part)
@@ -126,7 +126,7 @@ async def test_parts_are_lost_when_the_connection_to_the_cluster_ends(monkeypatc
             assert await part.wait() == -signal.SIGKILL and part.lost == "its host on node n is gone"
         await asyncio.to_thread(poller.close)
 
-    lost = RayPart(RAY, SimpleNamespace(end=gone, signal_children=gone, fetch=gone), "start", "learner", RUNS, driver=("http://a:1", "key"))
+    lost = RayPart(RAY, SimpleNamespace(end=dead, signal_children=dead, fetch=dead), "start", "learner", RUNS, driver=("http://a:1", "key"))
     lost.send_kill()
     await lost.signal_children(signal.SIGTERM)
     with pytest.raises(LaunchError, match="node n does not answer: ConnectionError"):

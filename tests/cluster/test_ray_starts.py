@@ -65,15 +65,15 @@ async def test_a_second_learner_starts_only_after_the_host_of_a_lost_start_has_e
     monkeypatch.setattr(launcher._poller, "add", lambda _: None)
     part = await launcher.start(PartCommand(name="learner", argv=("true",), log="log", exclusive=exclusive))
     assert part.returncode is None and len(hosts.starts) == 2
-    assert (hosts.starts[1] - hosts.starts[0] >= LEASE_ENDS_S) == exclusive, "a server need not wait"
+    assert (hosts.starts[1] - hosts.starts[0] >= LEASE_ENDS_S) == exclusive, "a server does not need to wait"
 
 
 async def test_a_start_without_a_connection_to_the_cluster_is_an_error(tmp_path: Path) -> None:
     def broken(*_: Any) -> Any:
         raise ConnectionError("GRPC connection failed")
 
-    gone = SimpleNamespace(remote=broken)
-    launcher = launcher_of(SimpleNamespace(start=gone, describe=gone), tmp_path)
+    disconnected = SimpleNamespace(remote=broken)
+    launcher = launcher_of(SimpleNamespace(start=disconnected, describe=disconnected), tmp_path)
     for earlier in ({}, {"learner": SimpleNamespace(lost="node n is gone")}):
         launcher._parts = dict(earlier)
         with pytest.raises(LaunchError, match="the connection to auto has ended: GRPC connection failed"):

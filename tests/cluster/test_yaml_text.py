@@ -23,5 +23,5 @@ DATA = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dict
     [{"a": "x: y\n---\nkind: Secret", "yes": "no", "b": ["1e3", "null", "~", "", " x", "x\n", "x\ny\n", "x\n\n y\n"]}], ["# a\n---\nb: 1"]
 )
 @example([{"a": [{"b": [[], {}, [[1]]]}, {"c": {"d": None}}]}], [])
-def test_a_parser_reads_back_what_was_written(documents: list[dict[str, Any]], comments: list[str]) -> None:
+def test_a_parser_reads_the_same_documents(documents: list[dict[str, Any]], comments: list[str]) -> None:
     assert list(yaml.safe_load_all(to_yaml(documents, comments=comments))) == documents

@@ -1,9 +1,8 @@
-"""Every key of a recipe acts, or is refused: over all keys, as the sections have them.
+"""Every key of a recipe has an effect, or is an error. Checked for all keys of all sections.
 
-Recipes of a pool stand for what people write, with each part of a run switched on in one of them and off in another. Three things hold
-for every key: code reads it; some recipe of the pool takes another value than its default; and one that its annotation declares to be
-idle somewhere (`Needs`) is refused there by name. Keys whose effect can be computed without a machine are held to more: a value that
-is accepted changes the effect, in whatever recipe.
+A pool of recipes covers typical use: each part of a run is on in one recipe and off in another. For every key, code reads it, some
+recipe of the pool accepts a value other than the default, and if its annotation declares it idle under a condition (`Needs`), the
+error names the key. If the effect of a key can be computed without a machine, every accepted value must change it in every recipe.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ BASE = build(
 )
 OWN = "tests.own:part"
 POOL: dict[str, Mapping[str, Any]] = {
-    "as it is": {},
+    "defaults": {},
     "cpu": {"device": "cpu"},
     "gpu": {"device": "cuda"},
     "one step": {"steps": 1},
@@ -103,40 +102,40 @@ def pool() -> dict[str, Recipe]:
 def keys(kind: type[Section] = Recipe, path: str = "", inherited: tuple[tuple[Needs, str], ...] = ()) -> Iterator[tuple[str, Any]]:
     """Every key with its field, whose conditions it adds to `CONDITIONS`: `learner.lr`, `judge_servers.*.threads`."""
     for name, field in kind.model_fields.items():
-        key, inner, several = f"{path}{name}", section_of(field.annotation), named_section_of(field.annotation)
-        conditions = (*inherited, *((one, key) for one in field.metadata if isinstance(one, Needs)))
+        key, inner, named = f"{path}{name}", section_of(field.annotation), named_section_of(field.annotation)
+        conditions = (*inherited, *((need, key) for need in field.metadata if isinstance(need, Needs)))
         optional = inner is not None and field.get_default(call_default_factory=True) is None
-        if optional or (inner is None and several is None):  # that a section is switched on is a setting, too
+        if optional or (inner is None and named is None):  # switching a section on is also a setting
             CONDITIONS[key] = conditions
             yield key, field
-        if below := inner or several:
-            yield from keys(below, f"{key}.*." if several else f"{key}.", () if optional or several else conditions)
+        if nested := inner or named:
+            yield from keys(nested, f"{key}.*." if named else f"{key}.", () if optional or named else conditions)
 
 
 CONDITIONS: dict[str, tuple[tuple[Needs, str], ...]] = {}
-"""What a key needs to act, each with the key that declares it: itself, or its section."""
+"""The conditions of a key, each with the key that declares it: the key or its section."""
 KEYS = dict(keys())
 NAMES = {"judge_servers": "small", "mcp": "far", "tools": "t"}
 
 
 def concrete(key: str) -> str:
-    """The key with the name that the pool's recipes have in place of `*`."""
+    """Returns the key with the name in the pool's recipes in place of `*`."""
     before, star, after = key.partition(".*.")
     return f"{before}.{NAMES[before]}.{after}" if star else key
 
 
 def owner(recipe: Recipe, key: str) -> Any:
-    """The section that has a key; None where the recipe has none."""
-    found: Any = recipe
+    """Returns the section of a key, or None if the recipe does not have it."""
+    section: Any = recipe
     for part in concrete(key).split(".")[:-1]:
-        found = found.get(part) if isinstance(found, dict) else getattr(found, part)
-        if found is None:
+        section = section.get(part) if isinstance(section, dict) else getattr(section, part)
+        if section is None:
             return None
-    return found
+    return section
 
 
-GIVEN: dict[str, tuple[Any, ...]] = {
-    # Where the type does not say which values make sense.
+CANDIDATES: dict[str, tuple[Any, ...]] = {
+    # For keys whose type does not determine valid values.
     "trackers": (("terminal",),),
     "name": ("other",),
     "mcp.*.url": ("http://other/mcp",),
@@ -154,11 +153,11 @@ GIVEN: dict[str, tuple[Any, ...]] = {
 
 
 def others(key: str, field: Any, value: Any) -> Iterator[Any]:
-    """Values of a key's type other than `value`, which it has, and its default."""
-    usual = field.get_default(call_default_factory=True)
-    for one in GIVEN.get(key) or (candidate for kind in kinds(field.annotation) for candidate in of_kind(kind, value, field)):
-        if one not in (value, usual):
-            yield one
+    """Yields values of the type of a key other than the current `value` and the default."""
+    default = field.get_default(call_default_factory=True)
+    for candidate in CANDIDATES.get(key) or (other for kind in kinds(field.annotation) for other in values_of_kind(kind, value, field)):
+        if candidate not in (value, default):
+            yield candidate
 
 
 def kinds(annotation: Any) -> Iterator[Any]:
@@ -166,13 +165,13 @@ def kinds(annotation: Any) -> Iterator[Any]:
     if origin is typing.Annotated:
         yield from kinds(typing.get_args(annotation)[0])
     elif origin in (types.UnionType, typing.Union):
-        for one in typing.get_args(annotation):
-            yield from kinds(one)
+        for argument in typing.get_args(annotation):
+            yield from kinds(argument)
     else:
         yield annotation
 
 
-def of_kind(kind: Any, value: Any, field: Any) -> Iterator[Any]:
+def values_of_kind(kind: Any, value: Any, field: Any) -> Iterator[Any]:
     if typing.get_origin(kind) is Literal:
         yield from typing.get_args(kind)
     elif isinstance(kind, type) and issubclass(kind, Section):
@@ -180,10 +179,10 @@ def of_kind(kind: Any, value: Any, field: Any) -> Iterator[Any]:
     elif kind is bool:
         yield not value
     elif kind in (int, float):
-        now = value if isinstance(value, int | float) else 1
-        for one in (2 * now, now + 1, now - 1, now / 2, now + 0.25, 2, 3, 0.5, 0.75, 0.9, 64):
-            if kind is float or one == int(one):
-                yield kind(one)
+        current = value if isinstance(value, int | float) else 1
+        for number in (2 * current, current + 1, current - 1, current / 2, current + 0.25, 2, 3, 0.5, 0.75, 0.9, 64):
+            if kind is float or number == int(number):
+                yield kind(number)
     elif typing.get_origin(kind) is tuple:
         yield from ((4,),) if int in typing.get_args(kind) else (("x.y:z",),)
     elif kind in (str, Part):
@@ -191,39 +190,39 @@ def of_kind(kind: Any, value: Any, field: Any) -> Iterator[Any]:
 
 
 def accepted(recipe: Recipe, key: str) -> Iterator[tuple[Recipe, Any]]:
-    """The recipe with other values of a key that it takes."""
+    """Yields the recipe with each other value of a key that it accepts, and the value."""
     section = owner(recipe, key)
     if section is None:
         return
     for value in others(key, KEYS[key], getattr(section, key.rpartition(".")[2])):
         try:
-            made = recipe.but({concrete(key): value})
+            changed = recipe.but({concrete(key): value})
         except RecipeError:
             continue
-        if made != recipe:
-            yield made, value
+        if changed != recipe:
+            yield changed, value
 
 
 @cache
 def read_names() -> frozenset[str]:
-    """Names of attributes that the product reads, but for the sections' own checks, and of those that are fetched by their name."""
-    found = set()
+    """Returns attribute names and string constants in the package, except for the checks of the sections."""
+    names = set()
     for path in PACKAGE.rglob("*.py"):
         if path.parts[len(PACKAGE.parts)] in ("sections", "section.py", "gating.py", "recipe.py"):
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute):
-                found.add(node.attr)
+                names.add(node.attr)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.add(node.value)
-    return frozenset(found)
+                names.add(node.value)
+    return frozenset(names)
 
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("key", KEYS)
 def test_every_key_is_read_and_can_be_set(key: str) -> None:
     name = key.rpartition(".")[2]
-    if key == "rollout.delegation":  # read by what sections make of it
+    if key == "rollout.delegation":  # read through this property
         name = "agent_settings"
     assert name in read_names(), f"no code reads {key}"
     assert any(next(accepted(recipe, key), None) for recipe in pool().values()), (
@@ -236,46 +235,46 @@ def test_every_key_is_read_and_can_be_set(key: str) -> None:
 @pytest.mark.parametrize("key", [key for key, conditions in CONDITIONS.items() if conditions])
 def test_a_key_without_effect_in_a_recipe_is_an_error_that_names_it(key: str) -> None:
     field, name = KEYS[key], key.rpartition(".")[2]
-    for needs, declared in CONDITIONS[key]:
-        refused = 0
-        for where, recipe in pool().items():
+    for need, declaring_key in CONDITIONS[key]:
+        errors = 0
+        for name_in_pool, recipe in pool().items():
             if (section := owner(recipe, key)) is None:
                 continue
             for value in others(key, field, getattr(section, name)):
                 try:
-                    made = recipe.but({concrete(key): value})
+                    changed = recipe.but({concrete(key): value})
                 except RecipeError as error:
-                    refused += any(
-                        line.partition(f"{concrete(key)}=")[2] and f" does nothing without {needs.what}; or leave it at" in line
+                    errors += any(
+                        line.partition(f"{concrete(key)}=")[2] and f" does nothing without {need.what}; or leave it at" in line
                         for line in str(error).splitlines()
                     )
                     continue
-                assert needs.holds(made, owner(made, declared)), (
-                    f"{where}: {key}={value!r} is taken, and its own declaration says that it is idle"
+                assert need.holds(changed, owner(changed, declaring_key)), (
+                    f"{name_in_pool}: {key}={value!r} is accepted, although its declaration says that it is idle"
                 )
-        assert refused, f"no recipe of the pool refuses {key} without {needs.what}"
+        assert errors, f"no recipe of the pool raises an error for {key} without {need.what}"
 
 
 def effects(recipe: Recipe, device: str) -> dict[str, Any]:
-    """What a run would do, as far as that can be computed here: commands and environments of servers, evaluations, learning rates."""
-    found: dict[str, Any] = {}
+    """Returns the computable effects of a recipe: commands and environments of servers, evaluations, learning rates."""
+    computed: dict[str, Any] = {}
     folder = Path("/nowhere")
     server = VLLMServer(recipe=recipe, model=folder, version=0, run_dir=folder)
     serving = recipe.serving
     server._threads = (serving.threads or 7) if device == "cpu" else None
-    found["server"] = (server._command(), server._environment(), serving.replicas)
+    computed["server"] = (server._command(), server._environment(), serving.replicas)
     for name, config in recipe.judge_servers.items():
         judge = JudgeServer(name, config, model=folder, reward_model=False, folder=folder, device=device)
-        found[f"judge {name}"] = (judge._command(), judge._environment())
-    found["evaluations"] = list(evaluations(recipe))
-    found["rates"] = [learning_rate(recipe.learner, recipe.step_limit, step) for step in range(recipe.steps or 16)]
-    found["sandboxes"] = recipe.sandbox.max_open
-    found["lag"] = min(recipe.max_staleness, recipe.step_limit - 1)
-    return found
+        computed[f"judge {name}"] = (judge._command(), judge._environment())
+    computed["evaluations"] = list(evaluations(recipe))
+    computed["rates"] = [learning_rate(recipe.learner, recipe.step_limit, step) for step in range(recipe.steps or 16)]
+    computed["sandboxes"] = recipe.sandbox.max_open
+    computed["lag"] = min(recipe.max_staleness, recipe.step_limit - 1)
+    return computed
 
 
 def evaluations(recipe: Recipe) -> Iterator[Any]:
-    """The episodes of all evaluations of a run, as they are sampled; a gate samples its cases in the same way."""
+    """Yields the sampled evaluations of a run. A gate samples its cases in the same way."""
     evaluation, sampling = recipe.evaluation, recipe.evaluation.distribution
     last = recipe.steps or 16
     for version in range(last + 1):
@@ -288,36 +287,36 @@ def evaluations(recipe: Recipe) -> Iterator[Any]:
         yield "gate", sampling
 
 
-USUAL = ("as it is", "cpu", "gpu", "sampled evaluation")
+USUAL = ("defaults", "cpu", "gpu", "sampled evaluation")
 
 
-def tried(key: str, where: str) -> Iterator[tuple[Any, bool]]:
-    """Values of a key that a recipe of the pool takes, and whether any computed effect is another one then, on some device."""
-    for made, value in islice(accepted(pool()[where], key), 4):
-        yield value, everywhere(made) != unchanged(where)
+def trials(key: str, where: str) -> Iterator[tuple[Any, bool]]:
+    """Yields values of a key that a recipe of the pool accepts, and whether an effect changes on any device."""
+    for changed, value in islice(accepted(pool()[where], key), 4):
+        yield value, effects_by_device(changed) != original_effects(where)
 
 
-def everywhere(recipe: Recipe) -> list[dict[str, Any]]:
-    """The effects on each device that the recipe may run on."""
+def effects_by_device(recipe: Recipe) -> list[dict[str, Any]]:
+    """Returns the effects on each device that the recipe allows."""
     return [effects(recipe, device) for device in (("cpu", "cuda") if recipe.device == "auto" else (recipe.device,))]
 
 
 @cache
-def unchanged(where: str) -> list[dict[str, Any]]:
-    return everywhere(pool()[where])
+def original_effects(where: str) -> list[dict[str, Any]]:
+    return effects_by_device(pool()[where])
 
 
 @pytest.mark.slow
-def test_what_acts_in_one_recipe_acts_in_every_recipe_that_takes_it() -> None:
-    """A key whose effect shows in the computed ones may not be accepted where they stay as they are."""
-    acting = {key for key in KEYS if key not in ("device", "gate") and any(acts for where in USUAL for _, acts in tried(key, where))}
-    assert acting >= {"serving.kv_cache_gb", "evaluation.every", "learner.lr_schedule", "judge_servers.*.threads"}
-    silent = [f"{key}={value!r} in {where!r}" for key in sorted(acting) for where in POOL for value, acts in tried(key, where) if not acts]
-    assert not silent, "accepted, and nothing changes:\n" + "\n".join(silent)
+def test_a_key_with_an_effect_has_it_in_every_recipe_that_accepts_it() -> None:
+    """A recipe may not accept a value of such a key if no computed effect changes."""
+    active = {key for key in KEYS if key not in ("device", "gate") and any(acts for where in USUAL for _, acts in trials(key, where))}
+    assert active >= {"serving.kv_cache_gb", "evaluation.every", "learner.lr_schedule", "judge_servers.*.threads"}
+    idle = [f"{key}={value!r} in {where!r}" for key in sorted(active) for where in POOL for value, acts in trials(key, where) if not acts]
+    assert not idle, "accepted, and nothing changes:\n" + "\n".join(idle)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         (["device=cpu", "serving.gpu_memory_utilization=0.4"], "serving.gpu_memory_utilization=0.4 does nothing without a server on a GPU"),
         (["device=cuda", "serving.kv_cache_gb=2"], "serving.kv_cache_gb=2.0 does nothing without a server on the CPU"),
@@ -347,7 +346,7 @@ def test_what_acts_in_one_recipe_acts_in_every_recipe_that_takes_it() -> None:
         (["learner.offload=optimizer", "device=cpu"], "learner.offload='optimizer' does nothing without a learner on a GPU"),
     ],
 )
-def test_what_does_nothing_is_an_error_that_says_what_would_make_it_act(changes: list[str], said: str) -> None:
+def test_the_error_for_a_key_without_effect_says_what_it_needs(changes: list[str], message: str) -> None:
     with pytest.raises(RecipeError) as error:
         BASE.but(*changes)
-    assert said in str(error.value) and "or leave it at" in str(error.value)
+    assert message in str(error.value) and "or leave it at" in str(error.value)

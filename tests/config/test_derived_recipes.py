@@ -1,4 +1,4 @@
-"""Recipes from recipes: `but` and `model_copy` validate as a recipe file and the command line do, and files may build on each other."""
+"""Derived recipes: `but` and `model_copy` validate like recipe files and the command line, and files may build on each other."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ BASE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family
 
 
 def test_a_recipe_is_derived_by_overrides_by_mappings_and_by_keywords() -> None:
-    made = BASE.but("learner.lr=1e-4", {"rollout.group.size": 4, "tasks.family.options": {"lines": 60}}, name="y", steps=3)
-    assert (made.learner.lr, made.rollout.group.size, made.tasks.family.options, made.name, made.steps) == (1e-4, 4, {"lines": 60}, "y", 3)
-    assert made.but({"learner.lr": 3e-4, "rollout.group.size": 8, "tasks.family.options": {}}, name="x", steps=16) == BASE
-    assert BASE.learner.but(lr=1e-4) == made.learner and BASE.but() == BASE
+    new = BASE.but("learner.lr=1e-4", {"rollout.group.size": 4, "tasks.family.options": {"lines": 60}}, name="y", steps=3)
+    assert (new.learner.lr, new.rollout.group.size, new.tasks.family.options, new.name, new.steps) == (1e-4, 4, {"lines": 60}, "y", 3)
+    assert new.but({"learner.lr": 3e-4, "rollout.group.size": 8, "tasks.family.options": {}}, name="x", steps=16) == BASE
+    assert BASE.learner.but(lr=1e-4) == new.learner and BASE.but() == BASE
     assert BASE.but(learner=LearnerConfig(ranks=2)).learner == LearnerConfig(ranks=2)
     assert BASE.but("objective.advantage=gae", critic=CriticConfig(lr=0.5)).critic == CriticConfig(lr=0.5)
     assert BASE.learner.lr == 3e-4
 
 
 def test_one_item_of_a_mapping_is_changed_and_the_others_stay() -> None:
-    made = BASE.but({"tasks.practice": {"a": 1}}).but("tasks.practice.b=2", "tasks.practice.a=3").tasks.practice
-    assert made == {"a": 3, "b": 2}
+    practice = BASE.but({"tasks.practice": {"a": 1}}).but("tasks.practice.b=2", "tasks.practice.a=3").tasks.practice
+    assert practice == {"a": 3, "b": 2}
     with pytest.raises(RecipeError, match=r"tasks\.practice: expected a mapping, got 3"):
         BASE.but({"tasks.practice": 3, "tasks.practice.a": 1})
 
@@ -55,33 +55,33 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "told"), WRONG, ids=[str(changes) for changes, _ in WRONG])
-def test_what_a_recipe_file_could_not_say_cannot_be_derived_either(changes: dict[str, Any], told: str) -> None:
-    with pytest.raises(RecipeError, match=told):
+@pytest.mark.parametrize(("changes", "message"), WRONG, ids=[str(changes) for changes, _ in WRONG])
+def test_changes_that_are_invalid_in_a_recipe_file_are_invalid_in_but_and_model_copy(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
         BASE.but(changes)
-    with pytest.raises(RecipeError, match=told):
+    with pytest.raises(RecipeError, match=message):
         BASE.model_copy(update=changes)
 
 
-@pytest.mark.parametrize(("changes", "told"), [({"stesp": 3}, "did you mean"), ({"lr": -1.0}, "greater than 0"), ({"lr": "x"}, "number")])
-def test_a_copy_of_a_section_is_validated_too(changes: dict[str, Any], told: str) -> None:
-    with pytest.raises(RecipeError, match=rf"{next(iter(changes))}: .*{told}"):
-        BASE.learner.model_copy(update=changes) if told != "did you mean" else BASE.model_copy(update=changes)
+@pytest.mark.parametrize(("changes", "text"), [({"stesp": 3}, "did you mean"), ({"lr": -1.0}, "greater than 0"), ({"lr": "x"}, "number")])
+def test_a_copy_of_a_section_is_validated_too(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(RecipeError, match=rf"{next(iter(changes))}: .*{text}"):
+        BASE.learner.model_copy(update=changes) if text != "did you mean" else BASE.model_copy(update=changes)
     assert BASE.learner.model_copy() == BASE.learner and BASE.model_copy(deep=True) == BASE
 
 
-def test_a_key_that_a_recipe_file_misspells_is_told_with_the_one_that_was_meant() -> None:
+def test_the_error_for_a_misspelled_key_suggests_the_right_one() -> None:
     with pytest.raises(ValidationError) as error:
         Recipe(name="x", stesp=3, seed=-1, policy={"modle": "m"}, tasks=TasksConfig(family="f:F"))  # type: ignore[call-arg, arg-type]
     assert "unknown key; did you mean steps? known here: capture, cluster, critic, " in str(error.value)
-    told = validation_text(error.value).splitlines()
-    assert told[:3] == [
+    lines = validation_text(error.value).splitlines()
+    assert lines[:3] == [
         "seed: Input should be greater than or equal to 0 (got -1)",
         "policy.model: Field required",
         "policy.modle: unknown key; did you mean model? known here: chat_template, dtype, max_model_len, model,"
         " rewritten_context, tool_format",
     ]
-    assert told[3].startswith("stesp: unknown key; did you mean steps? known here: capture, cluster, critic, ") and len(told) == 4
+    assert lines[3].startswith("stesp: unknown key; did you mean steps? known here: capture, cluster, critic, ") and len(lines) == 4
     with pytest.raises(ValidationError) as error:
         LearnerConfig(lrr=3)  # type: ignore[call-arg]
     assert validation_text(error.value).startswith("LearnerConfig.lrr: unknown key; did you mean lr? known here: gradient_checkpointing, ")
@@ -89,7 +89,7 @@ def test_a_key_that_a_recipe_file_misspells_is_told_with_the_one_that_was_meant(
 
 @settings(max_examples=40)
 @given(st.text(max_size=12).filter(lambda key: key.partition(".")[0] not in Recipe.model_fields), st.integers())
-def test_no_unknown_key_is_ever_taken(key: str, value: int) -> None:
+def test_an_unknown_key_is_never_accepted(key: str, value: int) -> None:
     for derive in (BASE.but, lambda changes: BASE.model_copy(update=changes)):
         with pytest.raises(RecipeError):
             derive({key: value})
@@ -108,17 +108,17 @@ def test_no_unknown_key_is_ever_taken(key: str, value: int) -> None:
         },
     )
 )
-def test_but_and_the_command_line_say_the_same(changes: dict[str, Any]) -> None:
-    """The law: a mapping, overrides in text, one change after the other, and the saved file all make the same recipe."""
-    made = BASE.but(changes)
-    assert made == apply_overrides(BASE, [f"{key}={json.dumps(value)}" for key, value in changes.items()])
-    one_by_one = BASE
+def test_but_and_the_command_line_give_the_same_recipe(changes: dict[str, Any]) -> None:
+    """A mapping, overrides in text, successive changes, and the saved file all give the same recipe."""
+    derived = BASE.but(changes)
+    assert derived == apply_overrides(BASE, [f"{key}={json.dumps(value)}" for key, value in changes.items()])
+    sequential = BASE
     for key, value in changes.items():
-        one_by_one = one_by_one.but({key: value})
-    assert made == one_by_one == Recipe.model_validate_json(made.model_dump_json())
+        sequential = sequential.but({key: value})
+    assert derived == sequential == Recipe.model_validate_json(derived.model_dump_json())
 
 
-def test_recipes_of_the_repository_that_build_on_another_say_only_what_differs() -> None:
+def test_derived_recipes_of_the_repository_contain_only_their_changes() -> None:
     _, base = load_recipe(ROOT / "recipes" / "quickstart.py", [])
     _, lora = load_recipe(ROOT / "recipes" / "quickstart_lora.py", ["learner.lora.rank=4"])
     assert lora.but(name="quickstart", learner=base.learner) == base
@@ -133,8 +133,8 @@ def agentrl(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_a_derived_recipe_in_a_new_project_is_found_from_anywhere(tmp_path: Path) -> None:
-    """Its base names a family by file; it is what the command line would have made of the base."""
+def test_a_derived_recipe_in_a_new_project_can_be_loaded(tmp_path: Path) -> None:
+    """Its base refers to a family by file. The result is the same as with overrides of the base."""
     project = tmp_path / "mine"
     init_project(project, "mine")
     (project / "recipes" / "near.py").write_text(
@@ -153,19 +153,19 @@ from agentrl.task import open_family
 root, recipe = load_recipe(Path(sys.argv[1]), ["steps=3"])
 print(root.name, recipe.name, recipe.steps, recipe.learner.lr, open_family(recipe.tasks, seed=0, root=root).name)
 """
-    done = agentrl(project, "-c", code, "recipes/nearer.py")
-    assert done.stdout.split() == ["mine", "nearer", "3", "0.0001", "near-tables"], done.stderr
+    result = agentrl(project, "-c", code, "recipes/nearer.py")
+    assert result.stdout.split() == ["mine", "nearer", "3", "0.0001", "near-tables"], result.stderr
     (project / "recipes" / "wrong.py").write_text('from recipes.near import recipe as base\nrecipe = base.but("learner.lrr=1")\n')
-    done = agentrl(tmp_path, "-m", "agentrl", "train", "mine/recipes/wrong.py")
-    assert done.returncode == 2 and "learner.lrr: unknown key; did you mean lr?" in done.stderr
+    result = agentrl(tmp_path, "-m", "agentrl", "train", "mine/recipes/wrong.py")
+    assert result.returncode == 2 and "learner.lrr: unknown key; did you mean lr?" in result.stderr
 
 
-def test_what_is_no_override_is_refused_in_words() -> None:
+def test_invalid_overrides_raise_a_short_error() -> None:
     base = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
-    odd: Any
-    for odd in (3, None, ["steps=3"], {3: 4}):
+    wrong: Any
+    for wrong in (3, None, ["steps=3"], {3: 4}):
         with pytest.raises(RecipeError, match=r"neither text nor a mapping|3 is not a key"):
-            base.but(odd)
+            base.but(wrong)
     with pytest.raises(RecipeError) as error:
         base.but("steps=" + "9" * 5000)
     assert len(str(error.value)) < 600

@@ -47,15 +47,15 @@ PARTS = st.builds(Part, st.sampled_from(["a:b", "./c.py:d"]), options=st.diction
 @pytest.mark.slow
 @given(st.lists(PARTS, max_size=3), PARTS)
 def test_a_recipe_with_options_survives_recipe_json_and_overrides(trackers: list[Part], family: Part) -> None:
-    made = BASE.but({"tasks.family": family, "trackers": trackers})
-    assert made.tasks.family == family and made.trackers == tuple(trackers)
-    assert Recipe.model_validate_json(made.model_dump_json()) == made == made.but()
-    assert made == BASE.but(f"tasks.family={json.dumps(family.as_data())}", {"trackers": [part.as_data() for part in trackers]})
+    recipe = BASE.but({"tasks.family": family, "trackers": trackers})
+    assert recipe.tasks.family == family and recipe.trackers == tuple(trackers)
+    assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe == recipe.but()
+    assert recipe == BASE.but(f"tasks.family={json.dumps(family.as_data())}", {"trackers": [part.as_data() for part in trackers]})
     single = [f"tasks.family.options.{name}={json.dumps(value)}" for name, value in family.options.items()]
-    assert made.tasks == BASE.but(*single, {"tasks.family.ref": family.ref}).tasks
+    assert recipe.tasks == BASE.but(*single, {"tasks.family.ref": family.ref}).tasks
 
 
-def test_overrides_of_a_part_and_its_options_come_in_any_order() -> None:
+def test_overrides_of_a_part_and_its_options_work_in_any_order() -> None:
     overrides = ["objective.loss=mine:loss", "objective.loss.options.beta=2", "objective.loss.options.a.b=[1]"]
     for order in itertools.permutations(overrides):
         assert apply_overrides(BASE, list(order)).objective.loss == Part("mine:loss", options={"beta": 2, "a.b": [1]})
@@ -98,9 +98,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("override", "said"), WRONG)
-def test_a_wrong_part_raises_an_error_that_names_the_key(override: str, said: str) -> None:
-    with pytest.raises(RecipeError, match=said):
+@pytest.mark.parametrize(("override", "message"), WRONG)
+def test_a_wrong_part_raises_an_error_that_names_the_key(override: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
         BASE.but(override)
 
 
@@ -117,8 +117,8 @@ def test_other_wrong_values_of_options_raise_an_error() -> None:
 
 
 def test_an_error_does_not_repeat_the_options_which_may_be_secret() -> None:
-    given = Part("auto", options={"api_key": "pLanted7xQ"})
-    for make in (lambda: SandboxConfig(backend=given), lambda: SandboxConfig(backend=given.as_data())):
+    part = Part("auto", options={"api_key": "pLanted7xQ"})
+    for make in (lambda: SandboxConfig(backend=part), lambda: SandboxConfig(backend=part.as_data())):
         with pytest.raises(ValidationError) as error:
             make()
         assert "pLanted7xQ" not in f"{error.value} {validation_text(error.value)}"

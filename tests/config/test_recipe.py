@@ -13,14 +13,14 @@ ROOT = Path(__file__).resolve().parents[2]
 BASE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
 
 
-def test_overrides_are_laid_over_and_typed() -> None:
+def test_overrides_are_applied_and_typed() -> None:
     changed = apply_overrides(BASE, ["learner.lr=1e-4", "steps=3", "policy.model=a/b", 'tasks.family.options={"size": 4}'])
     assert (changed.learner.lr, changed.steps, changed.policy.model, changed.tasks.family.options) == (1e-4, 3, "a/b", {"size": 4})
     assert BASE.steps == 16
 
 
 @pytest.mark.parametrize(
-    ("override", "named"),
+    ("override", "texts"),
     [
         ("learner.lrr=1", ["learner.lrr", "lr"]),
         ("lerner.lr=1", ["lerner", "learner"]),
@@ -44,16 +44,16 @@ def test_overrides_are_laid_over_and_typed() -> None:
         ("learner", ["KEY=VALUE"]),
     ],
 )
-def test_wrong_overrides_name_the_key_and_what_is_allowed(override: str, named: list[str]) -> None:
+def test_the_error_for_a_wrong_override_names_the_key_and_valid_values(override: str, texts: list[str]) -> None:
     with pytest.raises(RecipeError) as error:
         apply_overrides(BASE, [override])
-    for text in named:
+    for text in texts:
         assert text in str(error.value)
 
 
-def test_an_override_turns_an_optional_section_on() -> None:
-    made = apply_overrides(BASE, ["objective.advantage=gae", "critic.lr=0.5"])
-    assert made.critic == CriticConfig(lr=0.5)
+def test_an_override_enables_an_optional_section() -> None:
+    recipe = apply_overrides(BASE, ["objective.advantage=gae", "critic.lr=0.5"])
+    assert recipe.critic == CriticConfig(lr=0.5)
     with pytest.raises(RecipeError, match=r"critic\.rate: unknown key; known here: epochs, gamma, lam, lr"):
         apply_overrides(BASE, ["critic.rate=1"])
     with pytest.raises(RecipeError, match=r"critic\.rate: unknown key; known here: epochs, gamma, lam, lr"):
@@ -61,18 +61,18 @@ def test_an_override_turns_an_optional_section_on() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64", "int8", 32])
-def test_a_dtype_that_is_not_trained_in_is_refused(dtype: object) -> None:
+def test_an_unsupported_dtype_raises(dtype: object) -> None:
     with pytest.raises(RecipeError, match=r"policy\.dtype: Input should be 'float32' or 'bfloat16'"):
         apply_overrides(BASE, [f"policy.dtype={dtype}"])
 
 
-def test_a_context_that_is_written_anew_is_not_summed_up() -> None:
+def test_rewritten_contexts_and_compaction_exclude_each_other() -> None:
     with pytest.raises(RecipeError, match="for agents with one context at a time"):
         apply_overrides(BASE, ["policy.rewritten_context=restart", "rollout.compaction=0.5"])
 
 
-def test_parts_of_the_learner_that_do_not_go_together_are_refused() -> None:
-    for overrides, named in (
+def test_incompatible_learner_settings_raise() -> None:
+    for overrides, message in (
         (["learner.lora={}", "serving.weight_transfer=nccl"], "learner.lora publishes adapters"),
         (["learner.kernels=liger", "device=cpu"], "GPU kernels"),
         (["learner.offload=optimizer", "learner.zero_stage=0"], "learner.zero_stage 1, 2 or 3"),
@@ -80,34 +80,34 @@ def test_parts_of_the_learner_that_do_not_go_together_are_refused() -> None:
         (["learner.ranks=2", "learner.sequence_parallel=2", "objective.advantage=gae", "critic={}"], "does not support a critic"),
         (["learner.ranks=2", "learner.sequence_parallel=2", "learner.max_tokens_per_microbatch=1023"], "split over the ranks of a team"),
     ):
-        with pytest.raises(RecipeError, match=named):
+        with pytest.raises(RecipeError, match=message):
             apply_overrides(BASE, overrides)
-    longer = apply_overrides(BASE, ["learner.ranks=4", "learner.sequence_parallel=2", "learner.max_tokens_per_microbatch=1024"])
-    assert longer.policy.max_model_len == 2048
+    recipe = apply_overrides(BASE, ["learner.ranks=4", "learner.sequence_parallel=2", "learner.max_tokens_per_microbatch=1024"])
+    assert recipe.policy.max_model_len == 2048
     assert apply_overrides(BASE, ["learner.lora={}"]).learner.lora == LoraConfig()
 
 
-def test_a_transfer_between_gpus_is_refused_without_them() -> None:
+def test_nccl_transfer_without_gpus_raises() -> None:
     with pytest.raises(RecipeError, match="nccl copies from GPU to GPU"):
         apply_overrides(BASE, ["serving.weight_transfer=nccl", "device=cpu"])
 
 
-def test_a_saved_recipe_is_read_back_the_same(tmp_path: Path) -> None:
+def test_a_saved_recipe_is_read_back_equal(tmp_path: Path) -> None:
     path = tmp_path / "recipe.json"
     path.write_text(BASE.model_dump_json())
     assert load(path) == BASE
 
 
 def test_every_key_of_a_recipe_is_documented() -> None:
-    """A key says what it is for, unless it is a section or its name is enough."""
+    """Every key has a docstring, except for sections and keys whose name is enough."""
     obvious = {"name", "seed", "device", "engine", "lr", "weight_decay", "zero_stage", "max_grad_norm", "startup_timeout_s"}
     obvious |= {"request_timeout_s", "temperature", "clip_low"}
     undocumented = []
     for section in [Recipe, *(f.annotation for f in Recipe.model_fields.values())]:
-        told = key_docs(section) if hasattr(section, "model_fields") else {}
+        docs = key_docs(section) if hasattr(section, "model_fields") else {}
         for key, field in getattr(section, "model_fields", {}).items():
             is_section = hasattr(field.annotation, "model_fields")
-            if not is_section and key not in told and key not in obvious:
+            if not is_section and key not in docs and key not in obvious:
                 undocumented.append(f"{section.__name__}.{key}")
     assert undocumented == []
 
@@ -125,8 +125,8 @@ def test_every_impossible_combination_raises_an_error() -> None:
             apply_overrides(BASE, row.split())
         messages.add(str(error.value))
     assert len(messages) == len(rows), "two lines raise the same error"
-    unsaid = [need.what for need in needs if not any(need.what in message for message in messages)]
-    assert not unsaid, "needs that no line shows"
+    undocumented = [need.what for need in needs if not any(need.what in message for message in messages)]
+    assert not undocumented, "no line of the file triggers these needs"
 
 
 def declared_needs(kind: type[Section] = Recipe) -> set[Needs]:

@@ -1,4 +1,4 @@
-"""What is said of a number that no run can use, and of keys that do not go together."""
+"""Error messages for invalid numbers and for incompatible keys."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ BASE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family
 
 @pytest.mark.parametrize("value", ["Infinity", "-Infinity", "NaN"])
 @pytest.mark.parametrize("key", ["learner.max_grad_norm", "learner.lr", "objective.off_policy.cap", "critic.gamma"])
-def test_a_number_that_is_not_finite_is_refused_by_name(key: str, value: str) -> None:
-    """`recipe.json` would keep it as null, and the learner, which reads that, would be the one to fail."""
+def test_the_error_for_a_number_that_is_not_finite_names_the_key(key: str, value: str) -> None:
+    """`recipe.json` would store it as null, and the learner would fail when it reads that."""
     with pytest.raises(RecipeError, match=rf"{key}: Input should be a finite number \(got "):
         apply_overrides(BASE, ["objective.advantage=gae", "critic={}", f"{key}={value}"])
 
 
-def test_keys_that_do_not_go_together_are_told_without_the_rest_of_their_section() -> None:
+def test_the_error_for_incompatible_keys_does_not_repeat_their_section() -> None:
     with pytest.raises(RecipeError) as error:
         apply_overrides(BASE, ["objective.kl=k3"])
     assert str(error.value).startswith("objective: kl and kl_coef go together") and "got" not in str(error.value)
@@ -30,7 +30,7 @@ def test_keys_that_do_not_go_together_are_told_without_the_rest_of_their_section
         apply_overrides(BASE, ["learner.lr=-1"])
 
 
-LISTED = {
+LIST_ERRORS = {
     '=[{"metric": "ess", "at": "x"}]': "learner.limits[0].at: Input should be a valid number, unable to parse string as a number (got 'x')",
     '=[{"metric": "ess", "at": 0.5}, {"metirc": "entropy", "at": 1}]': "learner.limits[1].metirc: unknown key; did you mean metric?",
     '=[{"metric": "entropi", "at": 1}]': "or 'excluded_policy_reachable'; did you mean entropy? (got 'entropi')",
@@ -43,10 +43,10 @@ LISTED = {
 }
 
 
-@pytest.mark.parametrize("given", LISTED)
-def test_an_error_in_a_list_of_sections_has_its_index(given: str) -> None:
-    with pytest.raises(RecipeError, match=re.escape(LISTED[given])):
-        apply_overrides(BASE, [f"learner.limits{given}"])
+@pytest.mark.parametrize("override", LIST_ERRORS)
+def test_an_error_in_a_list_of_sections_has_its_index(override: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(LIST_ERRORS[override])):
+        apply_overrides(BASE, [f"learner.limits{override}"])
 
 
 def test_a_list_of_sections_is_one_key() -> None:
@@ -65,17 +65,17 @@ def test_a_list_of_sections_is_one_key() -> None:
         ("policy.model=a\ud800", "policy.model"),
     ],
 )
-def test_text_that_no_file_can_keep_is_refused_where_it_is_given(override: str, key: str) -> None:
-    """Written into recipe.json it would fail when the run starts."""
+def test_text_with_half_a_surrogate_pair_raises_an_error_that_names_the_key(override: str, key: str) -> None:
+    """Otherwise writing recipe.json would fail when the run starts."""
     with pytest.raises(RecipeError) as error:
         apply_overrides(BASE, [override])
     assert str(error.value).startswith(f"{key}: it contains half of a surrogate pair")
     str(error.value).encode()
-    assert apply_overrides(BASE, ["policy.model=a\N{GRINNING FACE}"]).policy.model == "a\N{GRINNING FACE}", "a whole pair is a letter"
+    assert apply_overrides(BASE, ["policy.model=a\N{GRINNING FACE}"]).policy.model == "a\N{GRINNING FACE}", "a full pair is a character"
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (["rollout.sampling.top_p=0.9"], r"rollout\.sampling: top_p and min_p need top_k: .* set top_k as well, for instance to 64"),
         (["rollout.sampling.min_p=0.05"], r"rollout\.sampling: top_p and min_p need top_k"),
@@ -92,18 +92,18 @@ def test_text_that_no_file_can_keep_is_refused_where_it_is_given(override: str, 
         (["evaluation.temperature=0.5"], r"evaluation\.temperature: unknown key; did you mean sampling\.temperature\?"),
     ],
 )
-def test_sampling_that_cannot_be_trained_on_or_does_nothing_says_what_to_do(overrides: list[str], said: str) -> None:
-    with pytest.raises(RecipeError, match=said):
+def test_the_error_for_unusable_sampling_settings_suggests_a_fix(overrides: list[str], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
         apply_overrides(BASE, overrides)
 
 
-def test_truncation_is_off_by_none_and_its_supports_are_kept_for_training_alone() -> None:
-    chosen = ["top_k=20", "top_p=0.9", "min_p=0.05", "temperature=0.7"]
-    made = apply_overrides(BASE, [f"{section}.sampling.{one}" for section in ("rollout", "evaluation") for one in chosen])
-    assert made.rollout.sampling == made.evaluation.sampling
-    assert made.rollout.distribution == Sampling(temperature=0.7, top_k=20, top_p=0.9, min_p=0.05, supports=True)
-    assert made.evaluation.distribution == Sampling(temperature=0.7, top_k=20, top_p=0.9, min_p=0.05)
-    off = apply_overrides(made, [f"rollout.sampling.{key}=None" for key in ("top_k", "top_p", "min_p")])
+def test_none_disables_truncation_and_only_training_records_supports() -> None:
+    settings = ["top_k=20", "top_p=0.9", "min_p=0.05", "temperature=0.7"]
+    recipe = apply_overrides(BASE, [f"{section}.sampling.{setting}" for section in ("rollout", "evaluation") for setting in settings])
+    assert recipe.rollout.sampling == recipe.evaluation.sampling
+    assert recipe.rollout.distribution == Sampling(temperature=0.7, top_k=20, top_p=0.9, min_p=0.05, supports=True)
+    assert recipe.evaluation.distribution == Sampling(temperature=0.7, top_k=20, top_p=0.9, min_p=0.05)
+    off = apply_overrides(recipe, [f"rollout.sampling.{key}=None" for key in ("top_k", "top_p", "min_p")])
     assert off.rollout.distribution == Sampling(temperature=0.7)
     only = apply_overrides(BASE, ["evaluation.sampling.top_p=0.9"]).evaluation
     assert only.distribution == Sampling(top_p=0.9), "an evaluation trains nothing"

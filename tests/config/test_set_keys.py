@@ -1,4 +1,4 @@
-"""Every key of a recipe is set where a reader can look it up: a shipped recipe, a benchmark, an evaluation, or an example of the pages."""
+"""Every key of a recipe has an example: in a shipped recipe, a benchmark, an evaluation or the documentation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agentrl.config import Recipe
 from agentrl.config.section import Section, listed_section_of, named_section_of, section_of
 
 ROOT = Path(__file__).resolve().parents[2]
-PLACES = ("README.md", "docs", "recipes", "benchmarks", "evals", "rewards", "sandboxes", "agentrl/cli")
+SOURCES = ("README.md", "docs", "recipes", "benchmarks", "evals", "rewards", "sandboxes", "agentrl/cli")
 Key = tuple[type[Section], str]
 
 
@@ -34,101 +34,101 @@ def sections(kind: type[Section] = Recipe, path: str = "") -> Iterator[tuple[typ
             yield from sections(inner, f"{path}{name}[].")
 
 
-def shared(kind: type[Section], name: str) -> Key:
-    """A key of the section that defines it: several sections may have it."""
+def defining_key(kind: type[Section], name: str) -> Key:
+    """Returns a key with the section class that defines it, which several sections may inherit."""
     *_, definer = (base for base in kind.__mro__ if name in inspect.get_annotations(base))
     return definer, name
 
 
 def keys() -> dict[Key, str]:
     """Every key with its dotted name. Sections that share a key count once."""
-    named: dict[Key, str] = {}
+    names: dict[Key, str] = {}
     for kind, path in sections():
         for name, field in kind.model_fields.items():
             if section_of(field.annotation) is None or field.default is None:
-                named.setdefault(shared(kind, name), f"{path}{name}")
-    return named
+                names.setdefault(defining_key(kind, name), f"{path}{name}")
+    return names
 
 
 CLASSES = {kind.__name__: kind for kind, _ in sections()}
 
 
-def assigned(kind: type[Section], path: str, value: Any = None) -> Iterator[Key]:
-    """The keys that `path=value` sets in a section: `rollout.group={"size": 4}` sets `rollout.group.size`."""
+def assigned_keys(kind: type[Section], path: str, value: Any = None) -> Iterator[Key]:
+    """Yields the keys that `path=value` sets in a section: `rollout.group={"size": 4}` sets `rollout.group.size`."""
     name, _, rest = path.partition(".")
     if (field := kind.model_fields.get(name)) is None:
         return
-    yield shared(kind, name)
-    several = named_section_of(field.annotation)
-    inner = several or section_of(field.annotation)
+    yield defining_key(kind, name)
+    named = named_section_of(field.annotation)
+    inner = named or section_of(field.annotation)
     values = [value]
-    if several is not None:
-        named, _, rest = rest.partition(".")
-        values = [value] if named else list(value.values()) if isinstance(value, dict) else []
+    if named is not None:
+        section_name, _, rest = rest.partition(".")
+        values = [value] if section_name else list(value.values()) if isinstance(value, dict) else []
     if inner is None and (inner := listed_section_of(field.annotation)) is not None:
         values = value if isinstance(value, list) else []
     if inner is None:
         return
-    for one in values:
-        for key, content in {rest: one}.items() if rest else one.items() if isinstance(one, dict) else ():
-            yield from assigned(inner, key, content)
+    for item in values:
+        for key, content in {rest: item}.items() if rest else item.items() if isinstance(item, dict) else ():
+            yield from assigned_keys(inner, key, content)
 
 
-def in_text(text: str) -> Iterator[Key]:
-    """Overrides as on the command line, with or without a JSON value."""
+def keys_in_text(text: str) -> Iterator[Key]:
+    """Yields keys of overrides as on the command line, with or without a JSON value."""
     for match in re.finditer(r"(?<![\w.])([a-z_]+(?:\.[\w/-]+)*)=([{\[].*[}\]](?='))?", text):
         value = None
         with contextlib.suppress(ValueError):
             value = json.loads(match[2] or "null")
-        yield from assigned(Recipe, match[1], value)
+        yield from assigned_keys(Recipe, match[1], value)
 
 
-def plain(node: ast.expr) -> Any:
-    """A dictionary or list as it is written; None for other expressions."""
+def literal(node: ast.expr) -> Any:
+    """Returns a literal dictionary or list, or None for other expressions."""
     if isinstance(node, ast.List):
-        return [plain(item) for item in node.elts]
+        return [literal(item) for item in node.elts]
     if not isinstance(node, ast.Dict):
         return None
-    return {key.value: plain(value) for key, value in zip(node.keys, node.values, strict=True) if isinstance(key, ast.Constant)}
+    return {key.value: literal(value) for key, value in zip(node.keys, node.values, strict=True) if isinstance(key, ast.Constant)}
 
 
-def in_python(source: str) -> Iterator[Key]:
-    """Arguments of sections, `but(steps=1)`, mappings of dotted keys, and overrides in texts."""
+def keys_in_python(source: str) -> Iterator[Key]:
+    """Yields keys in arguments of sections, `but(steps=1)`, mappings of dotted keys, and overrides in texts."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call):
             name = getattr(node.func, "id", getattr(node.func, "attr", ""))
             kind = Recipe if name == "but" else CLASSES.get(name)
-            for word in node.keywords if kind is not None else ():
-                yield from assigned(kind or Recipe, word.arg or "", plain(word.value))
+            for keyword in node.keywords if kind is not None else ():
+                yield from assigned_keys(kind or Recipe, keyword.arg or "", literal(keyword.value))
         elif isinstance(node, ast.Dict):
-            for key, value in (plain(node) or {}).items():
-                yield from assigned(Recipe, str(key), value)
+            for key, value in (literal(node) or {}).items():
+                yield from assigned_keys(Recipe, str(key), value)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield from in_text(node.value)
+            yield from keys_in_text(node.value)
 
 
-def in_page(text: str) -> Iterator[Key]:
-    """Examples, overrides, and settings in backticks, such as `kl="k3"`, of the sections that the page constructs."""
+def keys_in_page(text: str) -> Iterator[Key]:
+    """Yields keys in examples, overrides, and settings in backticks, such as `kl="k3"`, of sections that the page constructs."""
     text = re.sub(r"(?s)<!-- table.*?<!-- end of table -->", "", text)
     for block in re.findall(r"(?ms)^```python\n(.*?)^```$", text):
         with contextlib.suppress(SyntaxError):
-            yield from in_python(block)
-    yield from in_text(text)
+            yield from keys_in_python(block)
+    yield from keys_in_text(text)
     constructed = [kind for name, kind in CLASSES.items() if f"{name}(" in text]
     for name in re.findall(r"`(\w+)=[^`]+`", text):
-        yield from (shared(kind, name) for kind in constructed if name in kind.model_fields)
+        yield from (defining_key(kind, name) for kind in constructed if name in kind.model_fields)
 
 
 @cache
 def set_keys() -> frozenset[Key]:
     keys_set: set[Key] = set()
-    for place in PLACES:
-        path = ROOT / place
+    for source in SOURCES:
+        path = ROOT / source
         for file in [path] if path.is_file() else sorted(path.rglob("*")):
             if file.name.endswith((".py", ".py.in")):
-                keys_set.update(in_python(file.read_text()))
+                keys_set.update(keys_in_python(file.read_text()))
             elif file.suffix == ".md":
-                keys_set.update(in_page(file.read_text()))
+                keys_set.update(keys_in_page(file.read_text()))
     return frozenset(keys_set)
 
 
@@ -142,18 +142,18 @@ def test_every_key_is_set_by_a_recipe_a_benchmark_an_evaluation_or_an_example() 
 
 
 def test_settings_are_recognized() -> None:
-    """A key that is only mentioned is not set."""
+    """A mentioned key does not count as set."""
     names = keys()
     code = 'base.but({"rollout.delegation": {"depth": 2}}, steps=3)\nLearnerConfig(lr=1)\nx = "judge_servers.a.threads=2"'
     page = '`memory.notes` is read; `agentrl train r.py \'gate={"suite": "s"}\'`'
-    recognized = {names[key] for key in (*in_python(code), *in_page(page)) if key in names}
+    recognized = {names[key] for key in (*keys_in_python(code), *keys_in_page(page)) if key in names}
     assert recognized == {
         "rollout.delegation",
         "rollout.delegation.depth",
         "steps",
         "learner.lr",
         "judge_servers",
-        "serving.threads",  # the key is shared
+        "serving.threads",  # both sections share the key
     } | {
         "gate",
         "gate.suite",

@@ -65,23 +65,23 @@ def agentrl(
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], timeout: float) -> None:
-    """Waits until `condition` holds for a run; fails with its output if the run ends or takes too long."""
+    """Waits until `condition` is true for a run. Fails with its output if the run ends or takes too long."""
     deadline = time.monotonic() + timeout
     while not condition():
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()
             output, _ = process.communicate()
-            pytest.fail(f"the run did not come this far (exit code {process.returncode}):\n{output[-4000:]}")
+            pytest.fail(f"the run ended or took too long (exit code {process.returncode}):\n{output[-4000:]}")
         time.sleep(0.1)
 
 
 def descendants(process: subprocess.Popen[str], module: str) -> list[psutil.Process]:
     """Processes below `process` that run a Python module, oldest first."""
-    found = []
+    matches = []
     for child in psutil.Process(process.pid).children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):  # gone or a zombie, such as programs of sandboxes
-            found += [child] if module in " ".join(child.cmdline()) else []
-    return found
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended or a zombie, such as programs of sandboxes
+            matches += [child] if module in " ".join(child.cmdline()) else []
+    return matches
 
 
 def summary(run: Path) -> dict[str, Any]:
@@ -97,8 +97,8 @@ def steps_logged(run: Path) -> list[int]:
 
 @pytest.fixture(scope="package")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
-    with forking.hosting(tmp_path_factory.mktemp("hosts")) as both:
-        yield both
+    with forking.hosting(tmp_path_factory.mktemp("hosts")) as addresses:
+        yield addresses
 
 
 @pytest.fixture
@@ -106,43 +106,43 @@ def forked(hosts: tuple[Path, Path]) -> Iterator[tuple[str, ...]]:
     """For `by` of tests that do not test how server and learner start; none of them outlives the test."""
     yield ("tests.e2e.forked", *map(str, hosts))
     deadline = time.monotonic() + 120
-    while (left := [child for one in hosts for child in psutil.Process(int(one.stem)).children()]) and time.monotonic() < deadline:
+    while (live := [child for host in hosts for child in psutil.Process(int(host.stem)).children()]) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert not left
+    assert not live
 
 
 @pytest.fixture
 def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No process, shared-memory file or sandbox of a test outlives it, whatever else runs on the machine.
+    """Fails a test that leaves a process, shared-memory file or sandbox. Other programs of the machine do not matter.
 
-    Processes are known by a variable that each inherits from the one that started it; sandboxes, whose processes inherit nothing, by a
-    driver that is gone.
+    Processes are identified by an inherited environment variable. Sandboxes, whose processes inherit nothing, are identified by a dead
+    driver.
     """
     mark = f"AGENTRL_TEST={uuid.uuid4()}"
     shm, orphans = _shm(), _orphans()
     monkeypatch.setenv(*mark.split("="))
     yield
     deadline = time.monotonic() + 120
-    while (left := (_marked(mark), _orphans() - orphans, _shm() - shm)) != ({}, set(), set()) and time.monotonic() < deadline:
+    while (remaining := (_marked(mark), _orphans() - orphans, _shm() - shm)) != ({}, set(), set()) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert left == ({}, set(), set())
+    assert remaining == ({}, set(), set())
 
 
 def _marked(mark: str) -> dict[int, str]:
     """Command lines of the processes with `mark` in their environment; zombies have none."""
-    found = {}
+    command_lines = {}
     for process in psutil.process_iter():
         with contextlib.suppress(OSError, psutil.Error):  # it is ending
             if mark.encode() in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
-                found[process.pid] = " ".join(process.cmdline())
-    return found
+                command_lines[process.pid] = " ".join(process.cmdline())
+    return command_lines
 
 
 def _orphans() -> set[str]:
     """Sandboxes (folder, container or process) whose driver is dead."""
-    lines = [" ".join(found.info["cmdline"] or ()) for found in psutil.process_iter(["cmdline"])]
-    named = {found for line in lines if "bwrap" in line for found in re.findall(r"agentrl-([0-9a-f]{8}-\d+-\d+)-\d+", line)}
-    return {one.name for one in list_open() if not one.driver_alive} | {lease for lease in named if not alive(lease)}
+    lines = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+    leases = {match for line in lines if "bwrap" in line for match in re.findall(r"agentrl-([0-9a-f]{8}-\d+-\d+)-\d+", line)}
+    return {sandbox.name for sandbox in list_open() if not sandbox.driver_alive} | {lease for lease in leases if not alive(lease)}
 
 
 def _shm() -> set[str]:

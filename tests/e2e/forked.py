@@ -25,9 +25,9 @@ def forked_server(host: Path, launch_command: Callable[..., list[str]]) -> Calla
 
     def command_of(*arguments: Any, **options: Any) -> list[str]:
         command = launch_command(*arguments, **options)
-        given = command[command.index(SERVER) + 1 :]
-        given[given.index("--driver-pid") + 1] = host.stem  # its parent; it ends with the command, which ends with the driver
-        return preloaded.command(host, 1, SERVER, *given)
+        argv = command[command.index(SERVER) + 1 :]
+        argv[argv.index("--driver-pid") + 1] = host.stem  # its parent; it ends with the command, which ends with the driver
+        return preloaded.command(host, 1, SERVER, *argv)
 
     return command_of
 

@@ -1,4 +1,4 @@
-"""A training run with real parts, except that the policy's text comes from `agentrl.testing.hostile`, distributed over its episodes.
+"""A training run with real parts, except that the text of the policy comes from `agentrl.testing.hostile`, distributed over its episodes.
 
     python -m tests.e2e.hostile_run SERVERS LEARNERS PROJECT RUN_DIR BACKEND
 
@@ -121,9 +121,9 @@ def write_project(project: Path, image: Path) -> None:
 def script_of(episode: str) -> tuple[str, Sequence[str]]:
     """The script of an episode such as g000001-3-a0: every name in turn, with one correct attempt per group."""
     group, member, _ = episode.split("-")
-    place = int(group[1:]) * (GROUP_SIZE - 1) + int(member)
+    index = int(group[1:]) * (GROUP_SIZE - 1) + int(member)
     names = list(SCRIPTS)
-    return ("right", RIGHT) if int(member) == GROUP_SIZE - 1 else (names[place % len(names)], SCRIPTS[names[place % len(names)]])
+    return ("right", RIGHT) if int(member) == GROUP_SIZE - 1 else (names[index % len(names)], SCRIPTS[names[index % len(names)]])
 
 
 class Scripted(SupervisedServer):
@@ -139,10 +139,10 @@ class Scripted(SupervisedServer):
         return Completion(token_ids=tuple(ids), logprobs=(-0.5,) * len(ids), versions=spans, finish_reason=finish)
 
 
-def main(servers: str, learners: str, project: str, run_dir: str, backend: str, *more: Any) -> None:
+def main(servers: str, learners: str, project: str, run_dir: str, backend: str, *options: Any) -> None:
     forked.use(Path(servers), Path(learners))
     builders.SupervisedServer = Scripted  # type: ignore[misc]
-    cli.main(["train", f"{project}/recipe.py", "--run-dir", run_dir, "--sandbox", backend, *more])
+    cli.main(["train", f"{project}/recipe.py", "--run-dir", run_dir, "--sandbox", backend, *options])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Bad input stops before anything starts: exit code 2, what is wrong, what to do."""
+"""Bad input fails before anything starts, with exit code 2, the problem and the fix."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ RECIPE = "recipes/quickstart.py"
 BASE = ROOT / "recipes" / "models" / "tables-base"
 
 
-def refused(*arguments: str, says: str, env: dict[str, str] | None = None) -> None:
+def assert_rejected(*arguments: str, message: str, env: dict[str, str] | None = None) -> None:
     code, output = agentrl(*arguments, env=env, timeout=300)
-    _is_told(code, output, says)
+    _check_error(code, output, message)
 
 
-def refused_here(*arguments: str, says: str) -> None:
-    """Like `refused`, in this process."""
-    done = in_this_process(*arguments)
-    _is_told(done.returncode, done.stdout + done.stderr, says)
+def assert_rejected_here(*arguments: str, message: str) -> None:
+    """Like `assert_rejected`, in this process."""
+    completed = in_this_process(*arguments)
+    _check_error(completed.returncode, completed.stdout + completed.stderr, message)
 
 
-def _is_told(code: int, output: str, says: str) -> None:
+def _check_error(code: int, output: str, message: str) -> None:
     assert code == 2, output
-    assert says in output and "Traceback" not in output, output
+    assert message in output and "Traceback" not in output, output
 
 
 @pytest.mark.parametrize(
-    ("override", "says"),
+    ("override", "message"),
     [
         ("learner.lrr=1", "learner.lrr: unknown key"),
         ("learner.lr=fast", "learner.lr"),
@@ -45,16 +45,16 @@ def _is_told(code: int, output: str, says: str) -> None:
         ('tasks.family.options={"sede": 1}', "tasks.family"),
     ],
 )
-def test_recipe_mistakes(override: str, says: str, tmp_path: Path) -> None:
+def test_recipe_mistakes(override: str, message: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    refused_here("train", RECIPE, override, "--run-dir", str(run), says=says)
+    assert_rejected_here("train", RECIPE, override, "--run-dir", str(run), message=message)
     assert not run.exists()
 
 
 def test_files_that_are_not_recipes(tmp_path: Path) -> None:
-    refused_here("train", "recipes/none.py", says="no recipe file")
+    assert_rejected_here("train", "recipes/none.py", message="no recipe file")
     (tmp_path / "r.py").write_text("recipe = 3\n")
-    refused_here("train", str(tmp_path / "r.py"), says="not agentrl.Recipe")
+    assert_rejected_here("train", str(tmp_path / "r.py"), message="not agentrl.Recipe")
 
 
 def test_tokenizer_without_a_chat_template(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_tokenizer_without_a_chat_template(tmp_path: Path) -> None:
     config = json.loads((model / "tokenizer_config.json").read_text())
     config.pop("chat_template", None)
     (model / "tokenizer_config.json").write_text(json.dumps(config))
-    refused("train", RECIPE, f"policy.model={model}", "--run-dir", str(tmp_path / "run"), says="no chat template")
+    assert_rejected("train", RECIPE, f"policy.model={model}", "--run-dir", str(tmp_path / "run"), message="no chat template")
 
 
 def test_verifier_that_does_not_resolve(tmp_path: Path) -> None:
@@ -74,21 +74,21 @@ def test_verifier_that_does_not_resolve(tmp_path: Path) -> None:
         "class Mine(Tables):\n    def task(self, split, index):\n"
         "        return replace(super().task(split, index), verifiers=('rewards.gone:score',))\n"
     )
-    refused(
-        "train", RECIPE, f"tasks.family={tmp_path}/mine.py:Mine", "--run-dir", str(tmp_path / "run"), says="rewards.gone"
+    assert_rejected(
+        "train", RECIPE, f"tasks.family={tmp_path}/mine.py:Mine", "--run-dir", str(tmp_path / "run"), message="rewards.gone"
     )  # fmt: skip
 
 
-def test_no_sandbox_backend_never_means_the_host(tmp_path: Path) -> None:
+def test_without_a_sandbox_backend_nothing_runs_on_the_host(tmp_path: Path) -> None:
     empty = tmp_path / "bin"
     empty.mkdir()
     env = {"PATH": str(empty), "DOCKER_HOST": f"unix://{tmp_path}/no.sock"}
-    refused("train", RECIPE, "--run-dir", str(tmp_path / "run"), says="fix:", env=env)
+    assert_rejected("train", RECIPE, "--run-dir", str(tmp_path / "run"), message="fix:", env=env)
 
 
 def test_help_has_examples() -> None:
     verbs = ("list", "diff", "compare", "promote", "rollback", "pin")
     single = ("train", "sample", "worker", "eval", "check", "doctor", "init", "report", "store", "score")
     for command in (*((name,) for name in single), *(("versions", verb) for verb in verbs), ("chaos", "run")):
-        done = in_this_process(*command, "--help")
-        assert done.returncode == 0 and "Example: agentrl" in done.stdout, done
+        completed = in_this_process(*command, "--help")
+        assert completed.returncode == 0 and "Example: agentrl" in completed.stdout, completed

@@ -1,5 +1,5 @@
-"""The short form of the chaos suite: a real run loses its server, a rank of its learner, its driver and its disk, and is interrupted. What
-the suite verifies afterwards is shown to fail on a ledger, a score and a process that are wrong."""
+"""The short form of the chaos suite: a real run loses its server, a rank of its learner, its driver and its disk, and is interrupted. The
+checks of the suite are then shown to fail for a wrong ledger, score and process."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ def test_a_run_survives_the_loss_of_each_part_and_its_ledger_adds_up(tmp_path: P
 
     def examine(run: Subject) -> None:
         assert list(problems(run)) == []
-        _has_a_summary_and_captured_failures(run)
+        _check_summary_and_failures(run)
         monkeypatch.setattr("agentrl.chaos.checks._GONE_S", 0.0)
-        _what_is_wrong_is_found(run)
+        _checks_detect_faults(run)
 
     results = run_cases(cases, work=tmp_path, backend="bubblewrap", slack=SLACK, overrides=SMALLER, examine=examine)
     assert not [(result.case, result.problem or result.skipped) for result in results if not result.ok or result.skipped]
 
 
-def _has_a_summary_and_captured_failures(run: Subject) -> None:
-    """Failures of all starts are captured once each and counted in the report, which has one result for all of them."""
+def _check_summary_and_failures(run: Subject) -> None:
+    """The failures of all sessions are captured once and counted in the report, which has one result for all sessions."""
     outcome, folder = summary(run.run_dir), run.run_dir
     assert outcome["finished"] and outcome["steps"] == run.steps
     assert outcome["heldout_after"]["n"] == 4
-    assert len(outcome["sessions"]) == run.resumes + 2, "the pause on the full disk ended a session too"
+    assert len(outcome["sessions"]) == run.resumes + 2, "the pause on the full disk also ended a session"
     assert (folder / "model" / "model.safetensors").exists()
     with Collection(folder) as collection:
         traces = list(collection.traces())
@@ -62,7 +62,7 @@ def _has_a_summary_and_captured_failures(run: Subject) -> None:
     assert "<h2>Failures</h2>" in report and all(tag.replace("_", " ") in report for tag in outcome["failures"])
 
 
-def _what_is_wrong_is_found(run: Subject) -> None:
+def _checks_detect_faults(run: Subject) -> None:
     path = run.run_dir / "experience.sqlite"
     entry = next(entry for entry in run.entries() if entry.counted)
     (group,) = run.store.groups([entry.index])
@@ -77,10 +77,10 @@ def _what_is_wrong_is_found(run: Subject) -> None:
         database.execute("DELETE FROM taken WHERE idx = ?", (group.index,))
     reported = list(problems(run))
     assert any("groups were used, not" in problem for problem in reported) and any("do not add up" in problem for problem in reported)
-    left = run.spawn(["sleep", "600"], subprocess.DEVNULL)
+    leftover = run.spawn(["sleep", "600"], subprocess.DEVNULL)
     try:
         time.sleep(0.2)
-        assert any(f"process {left.pid} is still running: sleep 600" in problem for problem in problems(run))
+        assert any(f"process {leftover.pid} is still running: sleep 600" in problem for problem in problems(run))
     finally:
-        left.kill()
-        left.wait()
+        leftover.kill()
+        leftover.wait()

@@ -23,9 +23,9 @@ RESOURCES = {
 
 def processes_of(run: Path, module: str) -> list[psutil.Process]:
     """Processes of a part of a run, the oldest first: their command lines have the module and the run folder."""
-    listed = [(one, one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"])]
-    matching = [one for one, words in listed if module in words and str(run) in words]
-    return sorted(matching, key=lambda one: one.create_time())
+    candidates = [(process, process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
+    matching = [process for process, arguments in candidates if module in arguments and str(run) in arguments]
+    return sorted(matching, key=lambda process: process.create_time())
 
 
 def raylet_of(part: psutil.Process) -> psutil.Process:
@@ -40,9 +40,9 @@ def test_a_run_on_a_cluster_survives_the_loss_of_a_node(tmp_path: Path, forked: 
         nodes.add(4, first=1)
         for _ in range(2):
             nodes.add(4, other=3)
-        given = (*SMALL, "steps=3", "rollout.workers=1", "store=redis", f"cluster.resources={json.dumps(RESOURCES)}")
+        overrides = (*SMALL, "steps=3", "rollout.workers=1", "store=redis", f"cluster.resources={json.dumps(RESOURCES)}")
         options = ("--run-dir", str(run), "--sandbox", "bubblewrap", "--cluster", nodes.address)
-        process = start("train", "recipes/quickstart.py", *given, *options, by=forked)
+        process = start("train", "recipes/quickstart.py", *overrides, *options, by=forked)
         wait_for(lambda: len(steps_logged(run)) >= 1, process, 600.0)
         learner = processes_of(run, "agentrl.learner.main")[0]
         ray_nodes.kill_node(raylet_of(learner).pid)

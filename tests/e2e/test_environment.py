@@ -1,4 +1,4 @@
-"""A user's environment of a few lines trains with real servers, and a killed run continues its episodes without doubling anything."""
+"""A user's environment of a few lines trains with real servers, and a killed run continues its episodes without duplicates."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ recipe = Recipe(
 """
 
 
-def command(run: Path, *more: str) -> list[str]:
-    return [sys.executable, "-m", "agentrl", "train", "recipe.py", "--run-dir", str(run), *more]
+def command(run: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "agentrl", "train", "recipe.py", "--run-dir", str(run), *arguments]
 
 
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.deepspeed
 @pytest.mark.e2e
-def test_a_few_lines_train_and_a_killed_run_continues_its_episodes(tmp_path: Path) -> None:
+def test_a_small_environment_trains_and_a_killed_run_continues_its_episodes(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODULE)
     (tmp_path / "recipe.py").write_text(RECIPE)
     (tmp_path / "pyproject.toml").write_text("")
@@ -79,8 +79,8 @@ def test_a_few_lines_train_and_a_killed_run_continues_its_episodes(tmp_path: Pat
         first.send_signal(signal.SIGKILL)
         first.wait()
     saved = [path for path in running.rglob("*") if path.is_file()]
-    done = subprocess.run(command(run, "--resume"), capture_output=True, text=True, timeout=900, check=False, **options)  # type: ignore[call-overload]
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    resumed = subprocess.run(command(run, "--resume"), capture_output=True, text=True, timeout=900, check=False, **options)  # type: ignore[call-overload]
+    assert resumed.returncode == 0, resumed.stdout[-2000:] + resumed.stderr[-4000:]
     assert saved and not [path for path in running.rglob("*") if path.is_file()]
     with closing(SqliteStore(run / "experience.sqlite")) as store:
         episodes = [scored for group in store.groups(range(6)) for scored in group.episodes]

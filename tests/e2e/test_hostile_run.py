@@ -1,4 +1,4 @@
-"""A training run continues whatever the policy says: every episode is scored, without a fault."""
+"""A training run continues no matter what the policy generates: every episode is scored, without a fault."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def test_every_episode_of_a_hostile_policy_is_scored(tmp_path: Path, hosts: tupl
     write_project(tmp_path, ROOT / "sandboxes" / "tables" / "image.toml")
     run = tmp_path / "run"
     command = [sys.executable, "-m", "tests.e2e.hostile_run", *map(str, hosts), str(tmp_path), str(run), "bubblewrap"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200, check=False)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     count = STEPS * GROUPS_PER_STEP
     assert count * (GROUP_SIZE - 1) >= len(SCRIPTS), "every script ran"
     store = SqliteStore(run / "experience.sqlite")
@@ -33,13 +33,13 @@ def test_every_episode_of_a_hostile_policy_is_scored(tmp_path: Path, hosts: tupl
         store.close()
     unscored = {}
     for group in groups:
-        for one in group.episodes:
-            name, turns = script_of(one.episode.id)
-            if one.score.value is None:
-                unscored[name] = one.score.reason
+        for scored in group.episodes:
+            name, turns = script_of(scored.episode.id)
+            if scored.score.value is None:
+                unscored[name] = scored.score.reason
             elif turns[-1] == RIGHT[-1]:
-                assert one.score.value == 1.0, (name, one.score.evidence, one.episode.trajectories[0].turns[-2:])
+                assert scored.score.value == 1.0, (name, scored.score.evidence, scored.episode.trajectories[0].turns[-2:])
     assert unscored == {}
-    found = summary(run)
-    assert found["finished"] and (found["steps"], found["weight_swaps"], found["episodes_left_out"]) == (STEPS, STEPS, 0)
-    assert found["tokens_trained"] > 0
+    result = summary(run)
+    assert result["finished"] and (result["steps"], result["weight_swaps"], result["episodes_left_out"]) == (STEPS, STEPS, 0)
+    assert result["tokens_trained"] > 0

@@ -79,8 +79,8 @@ def test_images_reach_server_and_learner_exactly(tmp_path: Path, forked: tuple[s
     unused = MediaFolder(run).put(b"\x89PNG of an attempt that was repeated")
     code, output = agentrl("train", "recipe.py", "steps=2", "--resume", "--run-dir", str(run), by=by, env=env, cwd=tmp_path)
     assert code == 0, output[-4000:]
-    found = summary(run)
-    assert (found["steps"], found["weight_swaps"], found["episodes_left_out"], found["delivered_share"]) == (2, 2, 0, 1.0)
+    result = summary(run)
+    assert (result["steps"], result["weight_swaps"], result["episodes_left_out"], result["delivered_share"]) == (2, 2, 0, 1.0)
     with closing(SqliteStore(run / "experience.sqlite")) as store:
         groups = store.groups(indices(store))
     lines = [line for group in groups for scored in group.episodes for line in scored.episode.trajectories]
@@ -99,6 +99,6 @@ def test_images_reach_server_and_learner_exactly(tmp_path: Path, forked: tuple[s
         assert abs(step["ratio_mean"] - 1) < 1e-3 if step["tokens_trained"] else step["step"] > 1, "the learner sees what the server saw"
         assert step["swap_probe_max_abs_diff"] < 1e-3
     before, after = (load_file(run / "versions" / number / "model.safetensors") for number in ("000000", "000001"))
-    moved = {name for name in before if (before[name] != after[name]).any()}
+    changed = {name for name in before if (before[name] != after[name]).any()}
     for part in ("model.vision_model.encoder", "model.vision_model.embeddings", "model.connector", "model.text_model.layers"):
-        assert any(name.startswith(part) for name in moved), part
+        assert any(name.startswith(part) for name in changed), part

@@ -28,11 +28,11 @@ def test_a_task_set_of_inspect_is_trained_on_exactly_its_tokens(tmp_path: Path, 
     store = SqliteStore(run / "experience.sqlite")
     groups = store.groups(indices(store))
     store.close()
-    scored = [each for group in groups for each in group.episodes]
-    assert {each.score.value for each in scored} == {0.0, 1.0}
-    turns = [turn for each in scored for line in each.episode.trajectories for turn in line.turns]
+    scored = [e for group in groups for e in group.episodes]
+    assert {e.score.value for e in scored} == {0.0, 1.0}
+    turns = [turn for e in scored for line in e.episode.trajectories for turn in line.turns]
     assert any(turn.tool_results for turn in turns)
-    varied = [group for group in groups if len({each.score.value for each in group.scored}) > 1]
+    varied = [group for group in groups if len({e.score.value for e in group.scored}) > 1]
     sampled = sum(sum(sample.loss_mask) for sample in counted_samples(varied))
     assert sum(step["tokens_trained"] for step in steps) == sampled > 0
     assert all(abs(step["ratio_mean"] - 1) < 1e-3 for step in steps), (

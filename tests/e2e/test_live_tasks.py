@@ -21,9 +21,9 @@ RECIPE = "recipes/quickstart.py"
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_workers_sample_the_tasks_that_are_in_use_when_their_groups_start(tmp_path: Path, forked: tuple[str, ...]) -> None:
-    """A family is added and a kind is removed while step 2 or a later one is sampled. Each group has the task that the changes and the seed
-    give it, in both workers."""
+def test_workers_sample_the_tasks_in_use_at_the_start_of_their_groups(tmp_path: Path, forked: tuple[str, ...]) -> None:
+    """A family is added and a kind is removed while step 2 or a later one is sampled. The changes and the seed determine the task
+    of each group, in both workers."""
     run = tmp_path / "run"
     arguments = ("train", RECIPE, "steps=9", *SMALL, "evaluation.heldout_real=0", "rollout.workers=2", "--run-dir", str(run))
     process = start(*arguments, "--sandbox", "bubblewrap", by=forked)

@@ -54,21 +54,21 @@ def test_a_lora_run_survives_dead_servers_and_uses_the_gates_own_server(tmp_path
     finally:
         process.kill()
     assert process.returncode == 0, output[-4000:]
-    found = summary(run)
-    assert found["finished"] and (found["steps"], found["weight_swaps"]) == (3, 3)
-    assert found["swap_probe_max_abs_diff"] <= 1e-3
-    said = " ".join(output.split())
-    assert "the inference server is replaced" in said and "inference server gate is replaced" in said
+    result = summary(run)
+    assert result["finished"] and (result["steps"], result["weight_swaps"]) == (3, 3)
+    assert result["swap_probe_max_abs_diff"] <= 1e-3
+    output_text = " ".join(output.split())
+    assert "the inference server is replaced" in output_text and "inference server gate is replaced" in output_text
     verdicts = read_verdicts(run)
-    assert [one.version for one in verdicts] == [0, 1, 2, 3] and verdicts[0].outcome is GateOutcome.REFERENCE
+    assert [verdict.version for verdict in verdicts] == [0, 1, 2, 3] and verdicts[0].outcome is GateOutcome.REFERENCE
     assert verdicts[0].figures is not None and verdicts[0].figures.attempts == 8 and verdicts[0].figures.unscored == 0
-    assert {one.outcome for one in verdicts[1:]} == {GateOutcome.PROMOTED}, [one.reason for one in verdicts]
+    assert {verdict.outcome for verdict in verdicts[1:]} == {GateOutcome.PROMOTED}, [verdict.reason for verdict in verdicts]
     assert FolderRegistry(run / "versions").latest(VersionState.PROMOTED).number == 3
     lines = {line["step"]: line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "episodes" in line}
     for line in lines.values():  # up to two more groups for those without a preference
         assert line["groups_extra"] == line["episodes"] / 4 - 4 == min(2, line["groups_without_signal"])
     store = SqliteStore(run / "experience.sqlite")
-    assert set(consumed(store)) == set(indices(store)), "every group was consumed, also across the death of the server"
+    assert set(consumed(store)) == set(indices(store)), "every group was consumed, although the server died"
     store.close()
     for number in (1, 2, 3):
         version = run / f"versions/{number:06d}"

@@ -44,9 +44,9 @@ def test_a_run_in_which_nothing_is_scored_has_no_result(tmp_path: Path, forked: 
     assert "step 1/2  reward -  " in output and "reward 0.000" not in output
     assert "no result: nothing was scored: all 24 episodes of 2 steps were excluded (24 x " in output
     assert "Traceback" not in output
-    found = summary(run)
-    assert found["finished"] and found["steps"] == 2 and found["tokens_trained"] == 0
-    assert list(found["left_out_reasons"].values()) == [24] and len(found["problems"]) == 1
+    result = summary(run)
+    assert result["finished"] and result["steps"] == 2 and result["tokens_trained"] == 0
+    assert list(result["left_out_reasons"].values()) == [24] and len(result["problems"]) == 1
     assert not (run / "model").exists() and "model  none" in output
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2] and not any("reward_mean" in line for line in lines)

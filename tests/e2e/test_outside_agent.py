@@ -28,15 +28,15 @@ def test_an_outside_program_is_trained_on_exactly_its_tokens(tmp_path: Path, for
     few = ("steps=1", *SMALL, "evaluation.heldout=2", "evaluation.heldout_real=0")
     code, output = agentrl("train", "recipes/outside_agent.py", *few, *where, "--run-dir", str(run), "--sandbox", "bubblewrap", by=forked)
     assert code == 0, output[-4000:]
-    found = summary(run)
-    assert (found["steps"], found["episodes_left_out"], found["delivered_share"]) == (1, 0, 1.0)
+    result = summary(run)
+    assert (result["steps"], result["episodes_left_out"], result["delivered_share"]) == (1, 0, 1.0)
     [step] = [line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "episodes" in line]
     store = SqliteStore(run / "experience.sqlite")
     groups = store.groups(indices(store))
     store.close()
     episodes = [scored.episode for group in groups for scored in group.episodes]
-    assert {one.trajectories[0].stop_reason for one in episodes} <= {"answered", "failed", "turn_limit"}
-    lines = [line for one in episodes for line in one.trajectories]
+    assert {episode.trajectories[0].stop_reason for episode in episodes} <= {"answered", "failed", "turn_limit"}
+    lines = [line for episode in episodes for line in episode.trajectories]
     assert max(len(line.turns) for line in lines) > 1 and any(turn.tool_results for line in lines for turn in line.turns)
     sampled = sum(sum(sample.loss_mask) for sample in counted_samples([group for group in groups if varied(group)]))
     assert step["tokens_captured"] == step["tokens_delivered"] == step["tokens_trained"] == sampled > 0

@@ -23,8 +23,8 @@ def test_a_run_without_a_shared_disk_has_the_same_guarantees(tmp_path: Path, for
     by, environment = ("tests.e2e.own_disks", *forked[1:]), {"AGENTRL_TEST_DISKS": str(disks)}
     code, output = agentrl("train", "recipes/quickstart.py", *few, "--run-dir", str(run), "--sandbox", "bubblewrap", by=by, env=environment)
     assert code == 0, output[-4000:]
-    matches = summary(run)
-    assert (matches["steps"], matches["weight_swaps"], matches["delivered_share"]) == (2, 2, 1.0)
+    result = summary(run)
+    assert (result["steps"], result["weight_swaps"], result["delivered_share"]) == (2, 2, 1.0)
     store = SqliteStore(run / "experience.sqlite")
     assert list(verify(run, store)) == []
     store.close()

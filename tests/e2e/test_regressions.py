@@ -31,14 +31,14 @@ def test_a_real_policy_is_evaluated_on_a_suite(tmp_path: Path, forked: tuple[str
         run = tmp_path / "run"
         overrides = [item for item in SMALL if item.startswith(("rollout.concurrency", "sandbox"))]
         code, out = agentrl("eval", str(suite), *overrides, "--policy", str(MODEL), "--run-dir", str(run), "--json", by=forked)
-        told = json.loads(out.splitlines()[-1])
-        assert code == 1 and [one["case"] for one in told["cases"] if one["verdict"] != "passed"] == ["case-0"], out
-        assert told["judges"] == {}, "none was asked"
-        assert agentrl("failures", "list", str(run))[0] == 0, "what scored below 1 was captured; a case may ask for more"
+        result = json.loads(out.splitlines()[-1])
+        assert code == 1 and [case["case"] for case in result["cases"] if case["verdict"] != "passed"] == ["case-0"], out
+        assert result["judges"] == {}, "no judge was called"
+        assert agentrl("failures", "list", str(run))[0] == 0, "attempts below 1 were captured, although a case may require more than 1"
         command = [sys.executable, "-m", "pytest", "-p", "agentrl.evaluation.pytest_plugin", "-p", "no:cacheprovider", "-k", "not case-0"]
         command += [str(suite), "-o", "addopts=", "--agentrl-run-dir", str(tmp_path / "again")]  # the policy recorded in suite.toml
-        there = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-        done = subprocess.run(command, cwd=tmp_path, env=there, capture_output=True, text=True, timeout=900)
-        assert done.returncode == 0 and "5 passed, 1 deselected" in done.stdout, done.stdout + done.stderr
+        environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        completed = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
+        assert completed.returncode == 0 and "5 passed, 1 deselected" in completed.stdout, completed.stdout + completed.stderr
     finally:
         subprocess.run(["rm", "-rf", str(suite)], check=True)

@@ -56,8 +56,8 @@ def command_lines() -> Iterator[tuple[int, list[str]]]:
 @pytest.mark.usefixtures("nothing_left")
 def test_sampling_can_be_interrupted_extended_and_used_for_training(tmp_path: Path, forked: tuple[str, ...]) -> None:
     run = tmp_path / "run"
-    where = ("--run-dir", str(run), "--sandbox", "bubblewrap")
-    process = start("sample", RECIPE, *SMALL, "rollout.workers=1", "store=redis", "--groups", "200", *where, by=forked)
+    options = ("--run-dir", str(run), "--sandbox", "bubblewrap")
+    process = start("sample", RECIPE, *SMALL, "rollout.workers=1", "store=redis", "--groups", "200", *options, by=forked)
     wait_for(lambda: bool(workers_of(run)) and (run / "experience.sqlite").exists() and len(stored(run)) >= 1, process, timeout=300)
     [killed] = workers_of(run)
     os.kill(killed, signal.SIGKILL)
@@ -67,7 +67,7 @@ def test_sampling_can_be_interrupted_extended_and_used_for_training(tmp_path: Pa
     [server] = [pid for pid, words in command_lines() if words[0].startswith("redis-server") and working_folder(pid) == run / "redis"]
     os.kill(server, signal.SIGKILL)
     before = len(stored(run))
-    wait_for(lambda: len(stored(run)) >= before + 2, process, timeout=120)  # its successor has what it had accepted
+    wait_for(lambda: len(stored(run)) >= before + 2, process, timeout=120)  # its successor has all accepted groups
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 130, output[-4000:]
@@ -78,26 +78,26 @@ def test_sampling_can_be_interrupted_extended_and_used_for_training(tmp_path: Pa
     assert 2 <= len(first) < 100 and not (run / "model").exists() and not list((run / "checkpoints").iterdir())
     assert all(len(group.episodes) == 4 for group in first.values())
 
-    code, output = agentrl("sample", RECIPE, "--resume", "--groups", "100", *where)
+    code, output = agentrl("sample", RECIPE, "--resume", "--groups", "100", *options)
     assert code == 2 and "an earlier command requested 200 groups" in output
     (run / "sample.json").write_text(json.dumps({"groups": len(first) + 2}))  # instead of sampling all 200
-    code, output = agentrl("sample", RECIPE, "--resume", "--json", *where, by=forked)
+    code, output = agentrl("sample", RECIPE, "--resume", "--json", *options, by=forked)
     assert code == 0, output[-4000:]
-    found = json.loads(output.splitlines()[-1])
-    then = stored(run)
-    assert sorted(then) == list(range(len(first) + 2)) and all(then[index] == group for index, group in first.items())
-    assert found["groups"] == len(then) and found["all"]["attempts"] + found["all"]["left_out"] == 4 * len(then)
-    assert json.loads((run / "sample.json").read_text()) == found and not found["unfinished"]
-    assert len(read_json_lines(run / "episodes" / "train.jsonl")) == 4 * len(then)
+    result = json.loads(output.splitlines()[-1])
+    groups = stored(run)
+    assert sorted(groups) == list(range(len(first) + 2)) and all(groups[index] == group for index, group in first.items())
+    assert result["groups"] == len(groups) and result["all"]["attempts"] + result["all"]["left_out"] == 4 * len(groups)
+    assert json.loads((run / "sample.json").read_text()) == result and not result["unfinished"]
+    assert len(read_json_lines(run / "episodes" / "train.jsonl")) == 4 * len(groups)
 
-    code, output = agentrl("sample", RECIPE, "--resume", *where)
+    code, output = agentrl("sample", RECIPE, "--resume", *options)
     assert code == 0 and "server" not in output, "without missing groups nothing is started"
-    assert f"({len(then)} groups of 4)" in output and stored(run) == then
-    code, output = agentrl("train", RECIPE, "--resume", *where)
+    assert f"({len(groups)} groups of 4)" in output and stored(run) == groups
+    code, output = agentrl("train", RECIPE, "--resume", *options)
     assert code == 2 and "was created by `agentrl sample`" in output, output
 
     code, output = agentrl("report", str(run))
     page = (run / "report.html").read_text()
     assert code == 0 and "Training tasks" in page and "no summary yet" not in page, output
     code, output = agentrl("tune", "sft", str(run), "--min-score", "0", "--epochs", "1", "--out", str(tmp_path / "tuned"))
-    assert code == 0 and f"{len(then)} demonstrations" in output and (tmp_path / "tuned" / "config.json").exists(), output[-4000:]
+    assert code == 0 and f"{len(groups)} demonstrations" in output and (tmp_path / "tuned" / "config.json").exists(), output[-4000:]

@@ -51,8 +51,8 @@ def test_a_policy_trains_against_itself_and_a_past_version(
     table, tokenizer = bets(base, load_chat(str(base))), AutoTokenizer.from_pretrained(base)
     for turn in (turn for game in games for line in game.trajectories if not line.policy for turn in line.turns):
         bet = table[re.findall(r"card \w moves [-pb]+", tokenizer.decode(list(turn.prompt_ids)))[-1]]
-        wanted = bet if turn.message.content == "b" else 1 - bet
-        assert turn.logprobs[0] == pytest.approx(math.log(wanted), abs=1e-3), "the benchmark scores what the server samples"
+        expected = bet if turn.message.content == "b" else 1 - bet
+        assert turn.logprobs[0] == pytest.approx(math.log(expected), abs=1e-3), "the benchmark scores what the server samples"
     assert average([table, table]) == pytest.approx(table)
     report(run, every=1)
     assert "version    1: exploitability 0." in capsys.readouterr().out

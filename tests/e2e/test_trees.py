@@ -25,8 +25,8 @@ def test_every_token_of_sub_agents_and_summaries_is_trained_once(tmp_path: Path,
     summaries = "rollout.compaction=0.6", "rollout.workers=2"
     code, output = agentrl("train", "recipes/splitting.py", *few, *summaries, "--run-dir", str(run), "--sandbox", "bubblewrap", by=forked)
     assert code == 0, output[-4000:]
-    found = summary(run)
-    assert (found["steps"], found["weight_swaps"], found["episodes_left_out"], found["delivered_share"]) == (1, 1, 0, 1.0)
+    result = summary(run)
+    assert (result["steps"], result["weight_swaps"], result["episodes_left_out"], result["delivered_share"]) == (1, 1, 0, 1.0)
     [step] = [line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "episodes" in line]
     assert 0 <= step["loop_lag_ms_p99"] <= step["loop_lag_ms_max"]
     for part, spent in time_by_state([step]).items():
@@ -40,7 +40,7 @@ def test_every_token_of_sub_agents_and_summaries_is_trained_once(tmp_path: Path,
     store = SqliteStore(run / "experience.sqlite")
     groups = store.groups(indices(store))
     store.close()
-    lines = [line for group in groups for one in group.episodes for line in one.episode.trajectories]
+    lines = [line for group in groups for scored in group.episodes for line in scored.episode.trajectories]
     agents = Counter(line.agent for line in lines)
     assert agents["worker"] >= 8 and agents["summary"] >= 1, agents
     sampled = sum(turn.sampled for line in lines for turn in line.turns)

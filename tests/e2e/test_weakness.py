@@ -22,17 +22,17 @@ def test_a_failure_becomes_cases_practice_and_a_gate(tmp_path: Path, forked: tup
     torch.set_num_threads(1)  # supervised training runs in this process, and other tests use the other core
     size = weakness.SHORT
     small = ("sandbox.backend=bubblewrap", "rollout.concurrency=16")
-    one = weakness.Experiment(seed=0, folder=tmp_path / "seed0", overrides=(*size.overrides, *small), size=size, command=forked)
+    run = weakness.Experiment(seed=0, folder=tmp_path / "seed0", overrides=(*size.overrides, *small), size=size, command=forked)
     # `before` and `after` run the same command as `final`.
-    weakness.run_phases(one, [phase for phase in weakness.PHASES if phase not in ("before", "after")])
+    weakness.run_phases(run, [phase for phase in weakness.PHASES if phase not in ("before", "after")])
 
-    caught = one.done("capture")
-    assert caught["planted"] >= size.cases and caught["share"] >= weakness.TARGETS["tagged right"], caught
-    assert one.done("promote")["cases"] == size.cases and one.done("vary") == {"tasks": size.cases * size.variants, "refused": 0}
-    held = load_withheld([one.suite.name], root=one.folder)
-    assert {practised.how for practised in load_practice(one.suite, withheld=held)} == {"alike", "harder", "easier"}
+    capture = run.done("capture")
+    assert capture["planted"] >= size.cases and capture["share"] >= weakness.TARGETS["tagged right"], capture
+    assert run.done("promote")["cases"] == size.cases and run.done("vary") == {"tasks": size.cases * size.variants, "refused": 0}
+    held = load_withheld([run.suite.name], root=run.folder)
+    assert {practised.how for practised in load_practice(run.suite, withheld=held)} == {"alike", "harder", "easier"}
 
-    repair = Path(one.done("train")["run"])
+    repair = Path(run.done("train")["run"])
     steps = [json.loads(line) for line in (repair / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in steps if "episodes" in line] == [1, 2]
     with Collection(repair) as collection:
@@ -40,7 +40,7 @@ def test_a_failure_becomes_cases_practice_and_a_gate(tmp_path: Path, forked: tup
     assert captured, "the run's own failures are captured as well"
     assert "Failures" in (repair / "report.html").read_text()
 
-    verdicts = read_verdicts(Path(one.done("relapse")["run"]))
+    verdicts = read_verdicts(Path(run.done("relapse")["run"]))
     assert {verdict.version for verdict in verdicts} >= {0, 1}
-    final = one.done("final")
+    final = run.done("final")
     assert final["n"] == 12 and 0.0 <= final["ci_low"] <= final["value"] <= final["ci_high"] <= 1.0

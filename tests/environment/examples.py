@@ -1,4 +1,4 @@
-"""Environments for tests: good ones, and ones that fail in every way."""
+"""Environments for tests: correct ones, and ones that fail in every way."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Count(Environment):
 
 
 class Doors(Environment):
-    """Acts by calls."""
+    """An environment whose actions are calls."""
 
     actions = (
         {
@@ -83,7 +83,7 @@ class Doors(Environment):
 
 
 class Faulty(Environment):
-    """Fails at the step in the way that its option says."""
+    """Fails at the reset, step or close in the way that its option selects."""
 
     def __init__(self, how: str = "raise", at: str = "step") -> None:
         self.how, self.at = how, at
@@ -329,9 +329,9 @@ class Careless(Environment):
 
 
 class Hungry(Environment):
-    """A step takes as many MiB of memory as its action says, in this process or in one that it starts, and some seconds.
+    """A step allocates as many MiB of memory as its action says, in this process or in a child process, and takes some seconds.
 
-    With `signal` it takes the memory later: once this file exists.
+    With `signal` it allocates the memory once that file exists.
     """
 
     def __init__(self, seconds: float = 0.0, child: bool = False, signal: str = "") -> None:
@@ -375,7 +375,7 @@ class Toll(Doors):
 
 
 class Choices(Environment):
-    """Its actions are those of its option."""
+    """An environment whose option sets its actions."""
 
     def __init__(self, choices: list[str]) -> None:
         self.actions = choices
@@ -388,7 +388,7 @@ class Choices(Environment):
 
 
 class Endless(Environment):
-    """Never ends, and declares what is not a range."""
+    """Never ends, and declares a reward range that is not a range."""
 
     actions = ("a", "b")
     rewards = "high"  # type: ignore[assignment]

@@ -22,12 +22,12 @@ class Match(Game):
     def step(self, actions: dict[str, str]) -> Any:
         self.round += 1
         gain = 1.0 if actions["matcher"] == actions["other"] else -1.0
-        shown = {role: f"round {self.round}: {actions}" for role in ("matcher", "other")}
-        return shown, {"matcher": gain, "other": -gain, "idle": 0.5}, self.round == 2
+        observations = {role: f"round {self.round}: {actions}" for role in ("matcher", "other")}
+        return observations, {"matcher": gain, "other": -gain, "idle": 0.5}, self.round == 2
 
 
 class Faulty(Match):
-    """Returns what its option says."""
+    """Fails in the way that its option selects."""
 
     games: ClassVar = 0
 
@@ -46,12 +46,12 @@ class Faulty(Match):
         if self.fault == "shared":
             Faulty.games += 1
             return {role: str(Faulty.games) for role in actions}, {}, Faulty.games % 7 == 0
-        shown, rewards, _ = super().step(actions)
+        observations, rewards, _ = super().step(actions)
         results = {
             "ends silently": ({}, rewards, False),
-            "reward of nobody": (shown, {"judge": 1.0}, True),
-            "nan": (shown, {"matcher": float("nan")}, True),
-            "pair": (shown, rewards),
+            "reward of nobody": (observations, {"judge": 1.0}, True),
+            "nan": (observations, {"matcher": float("nan")}, True),
+            "pair": (observations, rewards),
         }
         return results[self.fault]
 

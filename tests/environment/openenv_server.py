@@ -48,7 +48,7 @@ class Echoed(Observation):
 
 
 class Echo(World):
-    """As in the template of `openenv init`, with an end."""
+    """Like the template of `openenv init`, with an end."""
 
     def reset(self, seed: int | None = None, episode_id: str | None = None, **kwargs: Any) -> Echoed:
         return Echoed(echoed_message=f"ready, seed {seed}")
@@ -154,7 +154,7 @@ def main() -> None:
         app.mount(f"/{name}", create_fastapi_app(*kinds, max_concurrent_envs=FEW if name == "few" else sessions, env_name=name))
     config = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error")
     server, socket = uvicorn.Server(config), config.bind_socket()
-    socket.listen(2048)  # so that whoever reads the port can connect
+    socket.listen(2048)  # so that a process that reads the port can connect
     print(socket.getsockname()[1], flush=True)
     server.run(sockets=[socket])
 

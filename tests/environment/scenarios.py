@@ -1,4 +1,4 @@
-"""What the tests do at real servers and at their recordings. A result is what was shown, the reward, and how the episode stands."""
+"""The episodes that the tests play at real and recorded servers. A result is the shown text, the reward and the state of the episode."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ async def openenv_tools(opener: RemoteOpener, url: str) -> list[Result]:
 
 
 async def openenv_echo(opener: RemoteOpener, url: str) -> list[Result]:
-    spoken = await play(opener, f"openenv:{url}", {}, ["hello", "end"])
+    answered = await play(opener, f"openenv:{url}", {}, ["hello", "end"])
     broken = await play(opener, f"openenv:{url}", {}, ["raise", "hello"])
-    return spoken + broken + await play(opener, f"openenv:{url}", {}, ["silent"])
+    return answered + broken + await play(opener, f"openenv:{url}", {}, ["silent"])
 
 
 async def ors_sums(opener: RemoteOpener, url: str) -> list[Result]:

@@ -1,4 +1,4 @@
-"""Ways in which a policy can end its episode early, which must not pay: actions that end the environment's process, and no action."""
+"""Ending an episode early must not pay: actions that end the environment's process, and no action."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Slow(ScriptedPolicy):
 
 
 async def played(policy: ScriptedPolicy, tokenizer: Any, world: str, *, groups: int) -> list[Group]:
-    """Runs groups of four attempts, all at once."""
+    """Runs groups of four attempts concurrently."""
     runner = EpisodeRunner(
         policy=policy,
         sandboxes=ScriptedSandboxes(printing("")),
@@ -56,15 +56,15 @@ async def played(policy: ScriptedPolicy, tokenizer: Any, world: str, *, groups: 
 CALL = '<tool_call>\n{"name": "open", "arguments": {"door": 1}}\n</tool_call>'
 
 
-@pytest.mark.parametrize(("said", "why"), [("I stay here.", "no call"), ("z" * 9000, "tokens ran out")])
+@pytest.mark.parametrize(("response", "message"), [("I stay here.", "no call"), ("z" * 9000, "tokens ran out")])
 async def test_an_episode_that_ends_without_an_action_scores_at_most_like_the_worst_of_its_group(
-    tokenizer: Any, said: str, why: str
+    tokenizer: Any, response: str, message: str
 ) -> None:
-    policy = ScriptedPolicy(tokenizer, lambda turn, episode: said if episode.startswith("g000000-1") else CALL)
+    policy = ScriptedPolicy(tokenizer, lambda turn, episode: response if episode.startswith("g000000-1") else CALL)
     (group,) = await played(policy, tokenizer, "Toll", groups=1)
-    assert [one.score.value for one in group.episodes] == [-3.0] * 4
-    assert [[failure.kind for failure in one.episode.failures] for one in group.episodes] == [[], ["no_action"], [], []]
-    assert why in group.episodes[1].episode.failures[0].message
+    assert [scored.score.value for scored in group.episodes] == [-3.0] * 4
+    assert [[failure.kind for failure in scored.episode.failures] for scored in group.episodes] == [[], ["no_action"], [], []]
+    assert message in group.episodes[1].episode.failures[0].message
 
 
 UNKNOWN = CALL.replace("open", "close")
@@ -80,39 +80,39 @@ MALFORMED = {
 
 @pytest.mark.parametrize("kind", MALFORMED)
 async def test_turns_without_an_action_cost_as_much_as_a_step(tokenizer: Any, kind: str) -> None:
-    """Those before the first step are charged with it, and an episode of nothing else scores at most like the worst of its group."""
-    locked = MALFORMED[kind]
-    says = {"0": lambda turn: CALL, "1": lambda turn: locked if turn < 2 else CALL, "2": lambda turn: locked if turn == 1 else CALL}
-    policy = ScriptedPolicy(tokenizer, lambda turn, episode: says.get(episode[8:9], lambda turn: locked)(turn))
+    """Turns before the first step are charged with it. An episode of only such turns scores at most like the worst of its group."""
+    wrong = MALFORMED[kind]
+    scripts = {"0": lambda turn: CALL, "1": lambda turn: wrong if turn < 2 else CALL, "2": lambda turn: wrong if turn == 1 else CALL}
+    policy = ScriptedPolicy(tokenizer, lambda turn, episode: scripts.get(episode[8:9], lambda turn: wrong)(turn))
     (group,) = await played(policy, tokenizer, "Toll", groups=1)
-    assert [one.score.value for one in group.episodes] == [-3.0, -5.0, -4.0, -5.0]
-    turns = [[turn.tool_results[-1].reward for turn in one.episode.trajectories[0].turns] for one in group.episodes[:3]]
+    assert [scored.score.value for scored in group.episodes] == [-3.0, -5.0, -4.0, -5.0]
+    turns = [[turn.tool_results[-1].reward for turn in scored.episode.trajectories[0].turns] for scored in group.episodes[:3]]
     assert turns == [[-1, -1, -1], [0, 0, -3, -1, -1], [-1, -1, -1, -1]]
     assert [failure.kind for failure in group.episodes[3].episode.failures] == ["no_action"]
 
 
 async def test_actions_that_end_the_process_are_scored_and_its_other_episodes_are_repeated(tokenizer: Any) -> None:
-    """A leap ends the episode before its other steps cost anything, so that it would pay to be excluded."""
+    """A leap ends the episode before its other steps cost anything, so an exclusion would pay."""
     policy = Slow(tokenizer, lambda turn, episode: "leap" if episode.startswith("g000000-1") and turn == 1 else "walk")
     crashed = await played(policy, tokenizer, "Trap", groups=4)
-    assert [[one.score.value for one in group.episodes] for group in crashed] == [[-3.0] * 4] * 4
+    assert [[scored.score.value for scored in group.episodes] for group in crashed] == [[-3.0] * 4] * 4
     (failure,) = crashed[0].episodes[1].episode.failures
     assert (failure.blame, failure.kind, failure.stage) == (Blame.POLICY, PROVOKED, "environment")
-    assert not any(one.episode.failures for group in crashed[1:] for one in group.episodes)
+    assert not any(scored.episode.failures for group in crashed[1:] for scored in group.episodes)
 
 
 FAULT = Failure(stage="environment", blame=Blame.INFRASTRUCTURE, kind="EnvironmentFault", message="gone", turn=1)
 
 
-@pytest.mark.parametrize(("used", "blamed"), [(part_in("a:A"), True), (part_in("b:B"), False), (GENERATE, False)])
-def test_only_episodes_of_the_same_environment_show_that_it_works(used: str, blamed: bool) -> None:
+@pytest.mark.parametrize(("part", "blamed"), [(part_in("a:A"), True), (part_in("b:B"), False), (GENERATE, False)])
+def test_only_episodes_of_the_same_environment_show_that_it_works(part: str, blamed: bool) -> None:
     record = FaultHistory()
     for number in range(MIN_OTHERS):
-        record.record_use("other", f"other {number}", used)
+        record.record_use("other", f"other {number}", part)
     assert (record.provoked([FAULT] * 3, "own", since=0, environment="a:A") is not None) == blamed
 
 
-def test_a_crash_caused_by_another_episode_is_never_the_policys() -> None:
+def test_a_crash_caused_by_another_episode_is_never_blamed_on_the_policy() -> None:
     record = FaultHistory()
     for number in range(MIN_OTHERS):
         record.record_use("other", f"other {number}", part_in("a:A"))

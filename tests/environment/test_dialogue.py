@@ -1,4 +1,4 @@
-"""Conversations with a simulated user, played by the turn loop with a scripted policy: ends, bounds, hostile texts, faults, resumption."""
+"""Conversations between a scripted policy and a simulated user: ends, bounds, hostile texts, faults, resumption."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from tests.chats import chat_of
 from tests.episodes import tokenizer as tokenizer
 
 HERE = "tests.environment.test_dialogue:"
-asked: list[tuple[str, Sequence[tuple[str, str]]]] = []  # what the simulated users of a test received
+received: list[tuple[str, Sequence[tuple[str, str]]]] = []  # the calls of the simulated users in a test
 
 
 @pytest.fixture(autouse=True)
 async def closed() -> AsyncIterator[None]:
-    asked.clear()
+    received.clear()
     yield
     await close_environments()
 
 
-def parrot(brief: str, said: Sequence[tuple[str, str]]) -> str:
-    """Repeats what the agent says, and leaves after `bye`."""
-    asked.append((brief, said))
-    return f"So long. {END}" if said[-1][1] == "bye" else f"You say: {said[-1][1]}"
+def parrot(brief: str, history: Sequence[tuple[str, str]]) -> str:
+    """Repeats what the agent writes, and leaves after `bye`."""
+    received.append((brief, history))
+    return f"So long. {END}" if history[-1][1] == "bye" else f"You say: {history[-1][1]}"
 
 
-async def slow(brief: str, said: Sequence[tuple[str, str]]) -> str:
+async def slow(brief: str, history: Sequence[tuple[str, str]]) -> str:
     await asyncio.sleep(10.0)
     return "late"
 
 
-def broken(brief: str, said: Sequence[tuple[str, str]]) -> Any:
-    """Fails as its brief says."""
+def broken(brief: str, history: Sequence[tuple[str, str]]) -> Any:
+    """Fails in the way that its brief selects."""
     if brief == "policy":
         raise PolicyFault("the agent is to blame")
     if brief == "raise":
@@ -51,10 +51,10 @@ def broken(brief: str, said: Sequence[tuple[str, str]]) -> Any:
     return {"empty": " ", "none": None, "number": 4}[brief]
 
 
-def censor(brief: str, said: Sequence[tuple[str, str]]) -> str:
+def censor(brief: str, history: Sequence[tuple[str, str]]) -> str:
     """A model that rejects what the agent writes, or everything."""
-    asked.append((brief, said))
-    if brief == "everything" or any(text == "filth" for _, text in said):
+    received.append((brief, history))
+    if brief == "everything" or any(text == "filth" for _, text in history):
         raise PromptRefusedError("status 400")
     return "Pardon?"
 
@@ -115,9 +115,9 @@ async def test_the_user_answers_texts_and_the_backend_calls(tokenizer: Any) -> N
     runner = runner_of(tokenizer, "hi", ADD, "bye", "never sampled")
     episode = await runner.run(task, episode_id="e")
     assert outputs(episode) == ["You say: hi", "count 5", "So long."] and episode.stop_reason == "terminated"
-    assert [text for _, said in asked for speaker, text in said[-1:] if speaker == "agent"] == ["hi", "bye"], "calls are not shown to it"
+    assert [text for _, history in received for speaker, text in history[-1:] if speaker == "agent"] == ["hi", "bye"], "calls are hidden"
     first = episode.trajectories[0].prompt
-    assert [message.content for message in first] == ["Be kind.", "Hello."] and {brief for brief, _ in asked} == {"Ana"}
+    assert [message.content for message in first] == ["Be kind.", "Hello."] and {brief for brief, _ in received} == {"Ana"}
 
 
 async def test_only_the_agents_tokens_are_trained(tokenizer: Any) -> None:
@@ -134,21 +134,21 @@ async def test_only_a_reply_of_the_user_that_ends_with_the_marker_ends_the_conve
 async def test_bounds_on_replies_and_lengths(tokenizer: Any) -> None:
     episode = await play(task_of(turns=2, chars=20), tokenizer, 40 * "x", "hi", "never sampled")
     assert outputs(episode) == [f"You say: {11 * 'x'}", f"You say: hi\n{LEFT}"] and episode.stop_reason == "terminated"
-    assert all(len(text) <= 20 for _, said in asked for _, text in said)
+    assert all(len(text) <= 20 for _, history in received for _, text in history)
 
 
-async def test_an_empty_text_is_not_said(tokenizer: Any) -> None:
+async def test_an_empty_text_is_not_sent_to_the_user(tokenizer: Any) -> None:
     assert outputs(await play(task_of(), tokenizer, " ", "bye"))[0] == "error: the message is empty"
 
 
-@pytest.mark.parametrize("how", ["policy", "raise", "empty", "none", "number"])
-async def test_a_user_that_fails_is_infrastructure(tokenizer: Any, how: str) -> None:
-    episode = await play(task_of("broken", brief=how), tokenizer, "hi")
+@pytest.mark.parametrize("brief", ["policy", "raise", "empty", "none", "number"])
+async def test_a_user_that_fails_is_an_infrastructure_fault(tokenizer: Any, brief: str) -> None:
+    episode = await play(task_of("broken", brief=brief), tokenizer, "hi")
     (failure,) = episode.failures
     assert episode.left_out and failure.blame is Blame.INFRASTRUCTURE and failure.stage == "environment"
 
 
-async def test_a_user_that_does_not_answer_in_time_is_infrastructure(tokenizer: Any) -> None:
+async def test_a_user_that_does_not_answer_in_time_is_an_infrastructure_fault(tokenizer: Any) -> None:
     (failure,) = (await play(task_of("slow", step_s=0.05), tokenizer, "hi")).failures
     assert failure.blame is Blame.INFRASTRUCTURE
 
@@ -156,27 +156,27 @@ async def test_a_user_that_does_not_answer_in_time_is_infrastructure(tokenizer: 
 async def test_an_agent_whose_text_the_user_model_rejects_is_still_scored(tokenizer: Any) -> None:
     episode = await play(task_of("censor", turns=2), tokenizer, "filth", "hi")
     assert outputs(episode) == ["Pardon?", f"Pardon?\n{LEFT}"] and not episode.failures
-    assert asked[1][1] == (("user", "Hello."), ("agent", UNREADABLE))
+    assert received[1][1] == (("user", "Hello."), ("agent", UNREADABLE))
     (failure,) = (await play(task_of("censor", brief="everything"), tokenizer, "hi")).failures
     assert failure.blame is Blame.INFRASTRUCTURE
 
 
-async def test_a_resumed_conversation_asks_the_user_nothing_twice(tokenizer: Any) -> None:
+async def test_a_resumed_conversation_does_not_repeat_calls_of_the_user(tokenizer: Any) -> None:
     task, texts = task_of(backend=f"{HERE}Counter"), ("hi", ADD, ADD, "ho", "bye")
     states: dict[int, EpisodeState | None] = {}
 
     async def on_turn(count: int, capture: Any) -> None:
         states[count] = await capture()
 
-    whole = await runner_of(tokenizer, *texts).run(task, episode_id="e", on_turn=on_turn)
+    uninterrupted = await runner_of(tokenizer, *texts).run(task, episode_id="e", on_turn=on_turn)
     assert sorted(states) == [1, 2, 3, 4]
     for turns, state in states.items():
         assert state is not None
-        asked.clear()
+        received.clear()
         start = codec.from_json(EpisodeState, codec.to_json(state))
         continued = await runner_of(tokenizer, *texts).run(task, episode_id="e", start=start)
-        assert not continued.failures and outputs(continued) == outputs(whole)
-        assert len(asked) == len([text for text in texts[turns:] if text != ADD])
+        assert not continued.failures and outputs(continued) == outputs(uninterrupted)
+        assert len(received) == len([text for text in texts[turns:] if text != ADD])
 
 
 async def test_a_call_without_a_backend_is_an_error() -> None:
@@ -188,7 +188,7 @@ async def test_a_call_without_a_backend_is_an_error() -> None:
 @pytest.mark.parametrize(
     "options", [{"turns": 0}, {"opening": ""}, {"actions": ["a"]}, {"translate": f"{HERE}parrot"}, {"unknown": 1}, {"user": f"{HERE}x"}]
 )
-async def test_wrong_options(options: dict[str, Any]) -> None:
+async def test_invalid_options_are_errors(options: dict[str, Any]) -> None:
     spec = task_of().environment
     assert spec is not None
     with pytest.raises(PluginError):

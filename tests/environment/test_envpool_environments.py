@@ -1,4 +1,4 @@
-"""EnvPool's environments, which have the forms of Gymnasium's."""
+"""EnvPool environments, which have the same form as Gymnasium environments."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tests.commands import agentrl
 pytestmark = pytest.mark.models  # installed by `make setup-models`
 
 
-def test_a_seed_determines_an_episode_and_an_episode_starts_afresh() -> None:
+def test_a_seed_determines_an_episode() -> None:
     environment = EnvPoolEnvironment("CartPole-v1")
     assert environment.actions == ("left", "right")
 
     def play(seed: int) -> list[str]:
-        texts, done = [environment.reset(seed)], False
-        while not done:
+        texts, ended = [environment.reset(seed)], False
+        while not ended:
             text, reward, terminated, truncated = environment.step("left")
             assert reward == 1.0 and not truncated
             texts.append(text)
-            done = terminated
+            ended = terminated
         return texts
 
     first = play(7)
@@ -33,7 +33,7 @@ def test_a_seed_determines_an_episode_and_an_episode_starts_afresh() -> None:
 
 
 @pytest.mark.parametrize("id", ["FrozenLake-v1", "Pendulum-v1", "LaneKeeping-v0", "Pong-v5"])
-def test_spaces_of_all_kinds_have_texts(id: str) -> None:
+def test_spaces_of_all_kinds_are_rendered_as_text(id: str) -> None:
     environment = EnvPoolEnvironment(id, formatter="tests.environment.examples:shape") if id == "Pong-v5" else EnvPoolEnvironment(id)
     assert environment.reset(0)
     calls = {"Pendulum-v1": [0.5], "LaneKeeping-v0": [0.0]}

@@ -1,6 +1,6 @@
-"""The clients of remote environments against recorded exchanges of real servers, and against the real servers.
+"""The clients of remote environments, tested with recorded exchanges of real servers and with the real servers.
 
-`exchanges/` has what openenv 0.10.0, ors-sdk 0.1.0 and nemo-gym 0.7.0 answered. The real OpenEnv and ORS servers run in the environment
+`exchanges/` has answers of openenv 0.10.0, ors-sdk 0.1.0 and nemo-gym 0.7.0. The real OpenEnv and ORS servers run in the environment
 `openenv` (`agentrl env sync openenv`).
 """
 
@@ -44,12 +44,12 @@ def expected(path: Path) -> tuple[list[Any], list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("path", [path for path in RECORDED if not path.stem.startswith("openenv")], ids=lambda path: path.stem)
-async def test_recorded_http(opener: RemoteOpener, path: Path) -> None:
+async def test_the_client_sends_the_recorded_http_requests(opener: RemoteOpener, path: Path) -> None:
     results, exchanges = expected(path)
-    left = iter(exchanges)
+    remaining = iter(exchanges)
 
     async def respond(request: HttpRequest, _: asyncio.StreamWriter) -> bytes:
-        exchange = next(left)
+        exchange = next(remaining)
         session = request.headers.get("x-session-id") or request.headers.get("cookie", "")
         sent = (request.method, request.path, request.body.decode(), session)
         assert sent == tuple(exchange[name] for name in ("method", "path", "body", "session"))
@@ -57,33 +57,33 @@ async def test_recorded_http(opener: RemoteOpener, path: Path) -> None:
 
     async with http_server(respond) as url:
         assert await getattr(scenarios, path.stem)(opener, url) == results
-    assert next(left, None) is None
+    assert next(remaining, None) is None
 
 
 @pytest.mark.parametrize("path", [path for path in RECORDED if path.stem.startswith("openenv")], ids=lambda path: path.stem)
-async def test_recorded_web_sockets(opener: RemoteOpener, path: Path) -> None:
+async def test_the_client_sends_the_recorded_web_socket_messages(opener: RemoteOpener, path: Path) -> None:
     results, exchanges = expected(path)
-    left = iter(exchanges)
+    remaining = iter(exchanges)
 
     async def session(socket: ServerConnection) -> None:
         async for message in socket:
             if json.loads(message)["type"] == "close":
                 return
-            exchange = next(left)
+            exchange = next(remaining)
             assert message == exchange["sent"]
             await socket.send(exchange["answer"])
 
     def page(_: ServerConnection, request: Request) -> Response | None:
         if request.path == "/ws":
             return None
-        exchange = next(left)
+        exchange = next(remaining)
         assert request.path == exchange["path"]
         return reply(exchange["answer"].encode(), exchange["status"])
 
     async with serve(session, "127.0.0.1", 0, process_request=page) as server:
         url = f"http://127.0.0.1:{next(iter(server.sockets)).getsockname()[1]}"
         assert await getattr(scenarios, path.stem)(opener, url) == results
-    assert next(left, None) is None
+    assert next(remaining, None) is None
 
 
 DRIVER = """
@@ -122,7 +122,7 @@ def openenv() -> Iterator[str]:
 
 @pytest.mark.environments
 @pytest.mark.parametrize("name", ["corridor", "board", "tools", "echo"])
-async def test_a_real_openenv_server(openenv: str, opener: RemoteOpener, name: str) -> None:
+async def test_a_real_openenv_server_answers_as_recorded(openenv: str, opener: RemoteOpener, name: str) -> None:
     path = next(path for path in RECORDED if path.stem == f"openenv_{name}")
     assert await getattr(scenarios, path.stem)(opener, f"{openenv}/{name}") == expected(path)[0]
     await opener.close()
@@ -130,7 +130,7 @@ async def test_a_real_openenv_server(openenv: str, opener: RemoteOpener, name: s
 
 
 @pytest.mark.environments
-async def test_a_real_ors_server(opener: RemoteOpener) -> None:
+async def test_a_real_ors_server_answers_as_recorded(opener: RemoteOpener) -> None:
     with real_server("ors_server.py", "0") as url:
         assert await scenarios.ors_sums(opener, url) == expected(next(path for path in RECORDED if path.stem == "ors_sums"))[0]
         await opener.close()
@@ -152,7 +152,7 @@ async def test_a_killed_driver_leaves_no_session_at_a_real_server(openenv: str, 
 
 
 @pytest.mark.environments
-async def test_more_episodes_than_a_real_server_has_sessions(openenv: str, opener: RemoteOpener) -> None:
+async def test_more_episodes_than_a_real_server_has_sessions_wait(openenv: str, opener: RemoteOpener) -> None:
     async def episode(seed: int) -> float:
         environment = await opener.open(EnvironmentSpec(ref=f"openenv:{openenv}/few", seed=seed))
         action = "left" if '"goal": -2' in (await environment.reset()).text else "right"

@@ -24,18 +24,18 @@ def family(ref: str = GUESS, seed: int = 0, **options: Any) -> TaskFamily:
     return open_family(TasksConfig(family=Part(ref, options)), seed=seed)
 
 
-def test_seeds_of_splits_never_meet() -> None:
+def test_seeds_of_splits_never_overlap() -> None:
     for seed in (0, 1, 715_827_882):
-        made = family(seed=seed)
-        seeds = {split: {made.task(split, index).environment.seed for index in range(500)} for split in Split}  # type: ignore[union-attr]
+        tasks = family(seed=seed)
+        seeds = {split: {tasks.task(split, index).environment.seed for index in range(500)} for split in Split}  # type: ignore[union-attr]
         assert all(len(own) == 500 for own in seeds.values())
         assert not seeds[Split.TRAIN] & seeds[Split.HELDOUT] and min(map(min, seeds.values())) >= 0
 
 
-def test_options_are_those_of_the_family_and_of_the_environment() -> None:
-    made = family("gymnasium:FrozenLake-v1", size=3, limits={"turns": 9}, context_turns=2, resume="restart", is_slippery=False)
-    task = made.task(Split.TRAIN, 1)
-    assert made.size(Split.TRAIN) == 3 and task.limits.turns == 9 and task.sandbox is None
+def test_options_go_to_the_family_and_to_the_environment() -> None:
+    tasks = family("gymnasium:FrozenLake-v1", size=3, limits={"turns": 9}, context_turns=2, resume="restart", is_slippery=False)
+    task = tasks.task(Split.TRAIN, 1)
+    assert tasks.size(Split.TRAIN) == 3 and task.limits.turns == 9 and task.sandbox is None
     assert task.environment is not None and task.environment.ref == "gymnasium:FrozenLake-v1"
     assert dict(task.environment.options) == {"is_slippery": False}
     assert (task.environment.context_turns, task.environment.resume) == (2, "restart")
@@ -114,14 +114,14 @@ def test_an_infinite_threshold_raises() -> None:
         EnvironmentSpec(ref=GUESS, pass_threshold=float("inf"))
 
 
-def test_secrets_stay_out_of_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_contain_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_KEY", "s3cr3t-value")
     assert "s3cr3t" not in str(family(key="env:WORLD_KEY").task(Split.TRAIN, 0))
 
 
 def test_verifiers_of_the_recipe_replace_the_sum_of_rewards() -> None:
-    made = open_family(TasksConfig(family=Part(GUESS), verifiers=("a:b",)), seed=0)
-    assert made.task(Split.TRAIN, 0).verifiers == ("a:b",)
+    tasks = open_family(TasksConfig(family=Part(GUESS), verifiers=("a:b",)), seed=0)
+    assert tasks.task(Split.TRAIN, 0).verifiers == ("a:b",)
     assert EnvironmentFamily(GUESS).task(Split.TRAIN, 0).verifiers == ("agentrl.environment:episode_return",)
     with pytest.raises(TaskError, match="no gold solutions"):
-        gold_of(made, made.task(Split.TRAIN, 0))
+        gold_of(tasks, tasks.task(Split.TRAIN, 0))

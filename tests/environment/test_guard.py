@@ -1,4 +1,4 @@
-"""User-supplied openers: every fault of theirs is an infrastructure fault."""
+"""Every fault of a user-supplied opener is an infrastructure fault."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def test_a_step_that_fails_is_a_fault(how: str, monkeypatch: pytest.Monkey
         await environment.step("a")
 
 
-async def test_opening_and_closing_are_guarded_too() -> None:
+async def test_faults_in_opening_and_closing_are_infrastructure_faults() -> None:
     with pytest.raises(EnvironmentFault, match="no connection"):
         await open_environment(EnvironmentSpec(ref=REF, options={"how": "open"}))
     environment = await open_environment(EnvironmentSpec(ref=REF, options={"how": "close"}))

@@ -1,4 +1,4 @@
-"""Gymnasium's own environments, and hostile ones, as agentrl shows them."""
+"""Gymnasium environments, built-in and hostile, as agentrl shows them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from agentrl.records import ToolCall
 )
 def test_discrete_environments_have_readable_texts(name: str, first: str, action: str) -> None:
     environment = GymnasiumEnvironment(name)
-    seen = environment.reset(42)
+    text_at_reset = environment.reset(42)
     if name in ("CartPole-v1", "FrozenLake-v1", "CliffWalking-v1", "Taxi-v4", "MountainCar-v0"):
-        assert first in seen
+        assert first in text_at_reset
     else:
-        assert seen.count(",") == first.count(",")
+        assert text_at_reset.count(",") == first.count(",")
     assert environment.actions is not None and action in environment.actions
     text, reward, terminated, truncated = environment.step(action)
     assert text and isinstance(reward, float) and isinstance(terminated, bool) and truncated is False
@@ -111,7 +111,7 @@ def test_an_observation_outside_the_declared_space_is_a_fault(lie: float) -> Non
 def test_a_reward_that_is_not_a_number_is_a_fault() -> None:
     gymnasium.register(id="Liar-v0", entry_point=Liar, kwargs={"lie": 0.0})
     try:
-        for reward in ((1.0, 2.0), "1", None, float("nan")):  # a tuple: of environments with several agents
+        for reward in ((1.0, 2.0), "1", None, float("nan")):  # a tuple is the reward of an environment with several agents
             environment = GymnasiumEnvironment("Liar-v0", reward=reward)
             environment.reset(0)
             with pytest.raises(EnvironmentFault, match=r"Liar.step\(\) returned (a|the) reward"):

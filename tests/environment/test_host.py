@@ -1,4 +1,4 @@
-"""A host of another Python: real processes with scripts that answer, fail, die, block and send anything."""
+"""A host in another Python: real processes with scripts that answer, fail, die, block and send invalid data."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         return Host(spec)
 
     yield started
-    assert not [each for each in psutil.Process().children(recursive=True) if "script.py" in " ".join(each.cmdline())]
+    assert not [child for child in psutil.Process().children(recursive=True) if "script.py" in " ".join(child.cmdline())]
 
 
 async def test_a_host_answers_many_calls_at_once_and_keeps_running(start: Start) -> None:
@@ -93,7 +93,7 @@ async def test_a_host_answers_many_calls_at_once_and_keeps_running(start: Start)
 
 
 @pytest.mark.parametrize(("blame", "kind"), [("task", TaskError), ("policy", PolicyFault), ("infrastructure", InfrastructureError)])
-async def test_the_host_blames(start: Start, blame: str, kind: type[Exception]) -> None:
+async def test_a_fault_of_the_host_has_the_blame_that_it_reports(start: Start, blame: str, kind: type[Exception]) -> None:
     host = start()
     with pytest.raises(kind, match=f"fake: it is {blame}"):
         await host.call("fail", {"blame": blame}, timeout_s=20)
@@ -106,7 +106,7 @@ async def test_the_host_blames(start: Start, blame: str, kind: type[Exception]) 
     await host.close()
 
 
-async def test_it_answers_requests_of_the_host_only_while_their_call_runs(start: Start, tmp_path: Path) -> None:
+async def test_requests_of_the_host_are_answered_only_while_their_call_runs(start: Start, tmp_path: Path) -> None:
     async def serve(method: str, params: Any) -> Any:
         if params.get("fail"):
             raise TaskError("no sandbox")
@@ -207,7 +207,7 @@ async def test_code_that_blocks_the_event_loop_ends_the_host(start: Start, monke
     await host.close()
 
 
-async def test_what_the_host_starts_dies_with_it(start: Start) -> None:
+async def test_child_processes_end_with_the_host(start: Start) -> None:
     host = start()
     child = await host.call("child", {}, timeout_s=20)
     await host.close()
@@ -216,7 +216,7 @@ async def test_what_the_host_starts_dies_with_it(start: Start) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_temporary_files_of_a_host_go_with_it(start: Start) -> None:
+async def test_temporary_files_are_deleted_with_the_host(start: Start) -> None:
     host = start()
     file = Path(await host.call("keep", {}, timeout_s=20))
     assert file.is_file()

@@ -1,4 +1,4 @@
-"""The agent of hosts: what a host returns becomes the score, or a reason why there is none."""
+"""The agent of hosts: the result of a host becomes the score or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def ask(params):
 
 async def play(params, caller):
     for _ in range(params["data"].get("turns", 1)):
-        said = await asyncio.to_thread(ask, params)
+        answer = await asyncio.to_thread(ask, params)
     if params["data"].get("hangs"):
         await asyncio.sleep(3600)
-    return params["data"]["result"] if "result" in params["data"] else {{"value": 0.25, "answer": said}}
+    return params["data"]["result"] if "result" in params["data"] else {{"value": 0.25, "answer": answer}}
 
 async def serve(channel, config):
     await asyncio.Event().wait()
@@ -107,7 +107,7 @@ async def test_the_hosts_value_is_the_score(task: Task) -> None:
 @pytest.mark.parametrize(
     "result", [{}, {"value": "1"}, {"value": True}, {"value": 1e301}, {"value": 1, "parts": [1]}, {"value": 1, "parts": {"a": None}}]
 )
-def test_a_result_that_is_not_valid_is_no_score(result: dict[str, Any]) -> None:
+def test_an_invalid_result_gives_no_score(result: dict[str, Any]) -> None:
     score = score_of(result)
     assert score.value is None and score.reason and score.blame in (None, Blame.INFRASTRUCTURE)
 
@@ -120,9 +120,9 @@ def test_parts_and_texts_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("result", [[1], "text", 3])
-async def test_a_result_that_is_not_an_object_is_the_hosts_fault(task: Task, result: Any) -> None:
+async def test_a_result_that_is_not_an_object_is_an_infrastructure_fault(task: Task, result: Any) -> None:
     episode, score = await play(task, result=result)
-    assert [one.blame for one in episode.failures] == [Blame.INFRASTRUCTURE] and score.value is None
+    assert [failure.blame for failure in episode.failures] == [Blame.INFRASTRUCTURE] and score.value is None
 
 
 async def test_a_fault_of_the_program_is_excluded_and_its_score_counts_only_if_the_policy_provoked_it(task: Task) -> None:
@@ -136,28 +136,28 @@ async def test_a_fault_of_the_program_is_excluded_and_its_score_counts_only_if_t
     assert episode.left_out and score.value == -2.0 and "it broke" in score.evidence
     for blame in ("task", "policy"):
         episode, _ = await play(task, agent=agent, result={"fault": {"blame": blame, "message": "m"}})
-        assert [one.blame.value for one in episode.failures] == [blame]
+        assert [failure.blame.value for failure in episode.failures] == [blame]
     await host_of(EnvironmentSpec(ref="fake:x")).close()
 
 
 async def test_a_failing_server_ends_the_episode_at_once(task: Task) -> None:
-    def fails(turn: int, name: str) -> str:
+    def failing_script(turn: int, name: str) -> str:
         raise ServingError("gone")
 
     async with asyncio.timeout(20):
-        episode, score = await play(task, script=fails, hangs=True)
-    assert [one.kind for one in episode.failures] == ["ServingError"] and score.value is None
+        episode, score = await play(task, script=failing_script, hangs=True)
+    assert [failure.kind for failure in episode.failures] == ["ServingError"] and score.value is None
 
 
-async def test_a_host_that_hangs_is_not_the_policys_fault(task: Task) -> None:
+async def test_a_host_that_hangs_is_not_blamed_on_the_policy(task: Task) -> None:
     episode, score = await play(task, hangs=True, wall_s=1.5)
-    assert [(one.blame, episode.trajectories[0].stop_reason) for one in episode.failures] == [(Blame.INFRASTRUCTURE, "wall_limit")]
+    assert [(failure.blame, episode.trajectories[0].stop_reason) for failure in episode.failures] == [(Blame.INFRASTRUCTURE, "wall_limit")]
     assert score.value is None
 
 
 async def test_more_requests_than_turns_are_rejected(task: Task) -> None:
     episode, _ = await play(task, turns=3)
-    assert sum(len(one.turns) for one in episode.trajectories) == 2 and any("403" in one.message for one in episode.failures)
+    assert sum(len(each.turns) for each in episode.trajectories) == 2 and any("403" in failure.message for failure in episode.failures)
 
 
 @pytest.mark.parametrize("prefix", ["inspect", "verifiers"])

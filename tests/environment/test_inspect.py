@@ -63,7 +63,7 @@ class Played:
     @property
     def fault(self) -> str:
         """Blame and message of the failure that excludes the episode."""
-        return "".join(f"{one.blame}: {one.message}" for one in self.episode.failures if one.blame is not Blame.POLICY)
+        return "".join(f"{failure.blame}: {failure.message}" for failure in self.episode.failures if failure.blame is not Blame.POLICY)
 
 
 @asynccontextmanager
@@ -85,7 +85,7 @@ async def play(
     only: tuple[str, ...] = (),
     **options: Any,
 ) -> dict[str, Played]:
-    """Plays every sample once, all at the same time, and scores it as a run does. Returns them by id."""
+    """Plays all samples once, concurrently, and scores them as a run does. Returns the results by sample id."""
     family = InspectFamily(ref, **{"heldout": 0, "limits": LIMITS, **options})
     chat, backend = chat_of(shared_tokenizer()), sandboxes or ScriptedSandboxes(printing(""))
     policy = ScriptedPolicy(shared_tokenizer(), script)
@@ -99,22 +99,22 @@ async def play(
     )
     scorer = TaskScorer(sandboxes=backend, max_retries=0)
 
-    async def one(task: Task) -> tuple[str, Played]:
+    async def play_task(task: Task) -> tuple[str, Played]:
         name = str(task.data["sample"])
         episode = await runner.run(task, episode_id=name)
         return name, Played(episode, None if episode.left_out else await scorer(task, episode))
 
     tasks = [family.task(Split.TRAIN, index) for index in range(family.size(Split.TRAIN))]
     spec = tasks[0].environment or EnvironmentSpec(**tasks[0].data["inspect"])
-    await host_of(spec).call("ping", {}, timeout_s=120)  # its start is not the episodes' time
-    played = await asyncio.gather(*(one(task) for task in tasks if not only or task.data["sample"] in only))
+    await host_of(spec).call("ping", {}, timeout_s=120)  # the start of the host does not count as time of an episode
+    played = await asyncio.gather(*(play_task(task) for task in tasks if not only or task.data["sample"] in only))
     await host_of(spec).close()
     return dict(played)
 
 
 async def test_every_kind_of_score() -> None:
     played = await play(f"{TASKS}@values", values={"A+": 0.9})
-    scores = {name: one.score for name, one in played.items() if one.score is not None}
+    scores = {name: result.score for name, result in played.items() if result.score is not None}
     values = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0, "yes": 1.0, "text number": 0.25, "true": 1.0, "float": -1.5, "dict": 0.5, "list": 0.5}
     assert {name: score.value for name, score in scores.items() if score.value is not None} == values | {"known word": 0.9}
     parts = {name.removeprefix("agentrl.gateway:posted_reward/"): value for name, value in scores["dict"].parts.items()}
@@ -127,7 +127,7 @@ async def test_every_kind_of_score() -> None:
 
 async def test_several_scorers_count_equally_or_one_is_chosen() -> None:
     both = await play(f"{TASKS}@two_scorers")
-    assert {name: one.score and one.score.value for name, one in both.items()} == {"C": 1.0, "float": -0.25}
+    assert {name: result.score and result.score.value for name, result in both.items()} == {"C": 1.0, "float": -0.25}
     chosen = await play(f"{TASKS}@two_scorers", score="includes", only=("float",))
     assert chosen["float"].score is not None and chosen["float"].score.value == 1.0
     missing = await play(f"{TASKS}@two_scorers", score="another", only=("C",))
@@ -139,7 +139,7 @@ async def test_faults_of_a_task_are_excluded_and_limits_are_scored() -> None:
         return "it is right"
 
     played = await play(f"{TASKS}@faults", script, limits={**LIMITS, "wall_s": 10.0})
-    faults = {name: one.fault for name, one in played.items() if one.fault}
+    faults = {name: result.fault for name, result in played.items() if result.fault}
     expected = {
         "raises": "infrastructure: .*broken solver",
         "raises late": "infrastructure: .*broken solver",
@@ -154,7 +154,7 @@ async def test_faults_of_a_task_are_excluded_and_limits_are_scored() -> None:
     for name, text in expected.items():
         assert re.search(text, faults[name], re.DOTALL), (name, faults[name])
         assert played[name].score is None
-    scored = {name: (one.score.value, one.episode.trajectories[0].stop_reason) for name, one in played.items() if one.score is not None}
+    scored = {name: (each.score.value, each.episode.stop_reason) for name, each in played.items() if each.score is not None}
     assert scored == {
         "fine": (1.0, "answered"),
         "loops": (1.0, "turn_limit"),
@@ -165,7 +165,7 @@ async def test_faults_of_a_task_are_excluded_and_limits_are_scored() -> None:
 
 async def test_a_killed_host_costs_only_its_episodes() -> None:
     family = InspectFamily(f"{TASKS}@faults", heldout=0, limits=LIMITS)
-    tasks = {str(each.data["sample"]): each for each in (family.task(Split.TRAIN, at) for at in range(family.size(Split.TRAIN)))}
+    tasks = {str(task.data["sample"]): task for task in (family.task(Split.TRAIN, n) for n in range(family.size(Split.TRAIN)))}
     policy = ScriptedPolicy(shared_tokenizer(), lambda turn, episode: "it is right")
     agent = HostedAgent(chat=chat_of(shared_tokenizer()))
     runner = EpisodeRunner(
@@ -185,7 +185,7 @@ async def test_a_killed_host_costs_only_its_episodes() -> None:
     assert host._process is not None
     os.kill(host._process._process.pid, signal.SIGKILL)
     for episode in await asyncio.gather(*hanging):
-        assert [(one.blame, one.kind) for one in episode.failures] == [(Blame.INFRASTRUCTURE, "HostDied")]
+        assert [(failure.blame, failure.kind) for failure in episode.failures] == [(Blame.INFRASTRUCTURE, "HostDied")]
     assert (await scorer(tasks["fine"], await runner.run(tasks["fine"], episode_id="b"))).value == 1.0
     await host.close()
 
@@ -211,7 +211,7 @@ async def test_tools_run_in_the_sandbox_and_every_token_is_trained_once() -> Non
 
 
 @pytest.mark.bubblewrap
-async def test_agentrls_turn_loop_plays_and_their_scorer_reads_messages_and_files() -> None:
+async def test_the_turn_loop_plays_and_the_tasks_scorer_reads_messages_and_files() -> None:
     copies = (
         '<tool_call>\n{"name": "python", "arguments": {"code": "open(\'answer.txt\', \'w\').write(open(\'in.txt\').read())"}}\n</tool_call>'
     )
@@ -227,16 +227,16 @@ async def test_agentrls_turn_loop_plays_and_their_scorer_reads_messages_and_file
             agent=build_agent(recipe, chat_of(shared_tokenizer())),
             **options,
         )
-    one = played["one"]
-    assert one.score is not None and one.score.value == 1.0, one
-    assert one.score.evidence == "file_says: ['system', 'user', 'assistant', 'tool', 'assistant', 'tool'] ['python', 'submit']"
+    score = played["one"].score
+    assert score is not None and score.value == 1.0, played
+    assert score.evidence == "file_says: ['system', 'user', 'assistant', 'tool', 'assistant', 'tool'] ['python', 'submit']"
 
 
 @pytest.mark.parametrize(
     "kind", [pytest.param(BubblewrapBackend, marks=pytest.mark.bubblewrap), pytest.param(DockerBackend, marks=pytest.mark.docker)]
 )
 async def test_inspects_checks_of_a_sandbox_pass(kind: type[BubblewrapBackend | DockerBackend]) -> None:
-    """All but one: a sandbox of agentrl has one user."""
+    """All checks but one pass, because a sandbox of agentrl has one user."""
     async with opened(kind) as sandboxes:
         played = await play(
             "inspect:tests/environment/inspect_tasks/checks.py@checks",
@@ -245,7 +245,7 @@ async def test_inspects_checks_of_a_sandbox_pass(kind: type[BubblewrapBackend | 
             sandbox={"memory_mb": 700, "disk_mb": 200},
             limits={"wall_s": 300.0},
         )
-    failed = {name: one.fault for name, one in played.items() if one.score is None or one.score.value != 1.0}
+    failed = {name: result.fault for name, result in played.items() if result.score is None or result.score.value != 1.0}
     assert len(played) >= 44 and set(failed) == {"test_exec_as_user"}, failed
 
 
@@ -280,9 +280,9 @@ for ref in sys.argv[1:]:
 
 def test_a_task_that_cannot_be_loaded_is_an_error_with_the_reason() -> None:
     python = environment_python(ROOT, "inspect-ai")
-    done = subprocess.run([python, "-c", DESCRIBING, *BROKEN], capture_output=True, text=True, timeout=120, check=True)
-    said = dict(zip(BROKEN, map(json.loads, done.stdout.splitlines()), strict=True))
-    assert not {ref: said[ref] for ref, text in BROKEN.items() if not re.search(text, str(said[ref]), re.DOTALL)}
+    process = subprocess.run([python, "-c", DESCRIBING, *BROKEN], capture_output=True, text=True, timeout=120, check=True)
+    results = dict(zip(BROKEN, map(json.loads, process.stdout.splitlines()), strict=True))
+    assert not {ref: results[ref] for ref, text in BROKEN.items() if not re.search(text, str(results[ref]), re.DOTALL)}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Observations with images and numbers: exactly what the environment returned, in its process and in this one, or a fault."""
+"""Observations with images and numbers arrive exactly as the environment returned them, from another process or this one, or are faults."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Shows(Environment):
 
 
 class Opened:
-    """The same in this process."""
+    """The same environment in this process."""
 
     instructions, actions = "", None
 

@@ -42,8 +42,8 @@ async def test_sessions_have_their_own_cookies(opener: RemoteOpener) -> None:
     async with http_server(NemoGym()) as url:
         environments = [await begin(opener, url, "nemo-gym", row=counter_row(index)) for index in range(3)]
         for index in (2, 0, 1, 1):
-            seen = await environments[index].step(call("look"))
-            assert json.loads(seen.observation.text) == {"you": f"session={index}"}
+            step = await environments[index].step(call("look"))
+            assert json.loads(step.observation.text) == {"you": f"session={index}"}
         for environment in environments:
             await environment.close()
     assert counts(opener) == (3, 3, 0)
@@ -63,8 +63,8 @@ async def test_a_masked_sample_has_no_score(opener: RemoteOpener, kind: str | No
         await environment.close()
 
 
-def test_the_failure_kinds_are_those_of_the_version() -> None:
-    """Those of `nemo_gym.failure_kinds` 0.7.0."""
+def test_the_failure_kinds_match_nemo_gym_0_7_0() -> None:
+    """The kinds are those of `nemo_gym.failure_kinds` 0.7.0."""
     assert len(FAILURE_KINDS) == 22 and {*FAILURE_KINDS.values()} == {*Blame}
 
 
@@ -93,9 +93,9 @@ async def test_gymnasium_servers_are_closed_if_they_support_it(opener: RemoteOpe
     stepped = {"observation": "There.", "reward": 0.5, "truncated": True, "info": {"tool_outputs": [{"call_id": "call_0", "output": "{}"}]}}
     server = NemoGym(stepped=stepped, reset=reset)
     async with http_server(server) as url:
-        left = await begin(opener, url, "nemo-gym", row=counter_row(1), protocol="gymnasium")
-        assert (await left.reset()).text == "Go."
-        await left.close()
+        abandoned = await begin(opener, url, "nemo-gym", row=counter_row(1), protocol="gymnasium")
+        assert (await abandoned.reset()).text == "Go."
+        await abandoned.close()
         played = await begin(opener, url, "nemo-gym", row=counter_row(1), protocol="gymnasium")
         await played.reset()
         step = await played.step(call("increment_counter", count=1))

@@ -1,4 +1,4 @@
-"""Episodes with several roles: who plays them, what is recorded and trained, and what is excluded."""
+"""Episodes with several roles: their players, the recorded and trained tokens, and exclusions."""
 
 from __future__ import annotations
 
@@ -57,23 +57,23 @@ async def play(task: Task, policy: Policy, tokenizer: Any, **options: Any) -> Ep
     return await runner_of(policy, tokenizer, **options).run(task, episode_id="e")
 
 
-def says(tokenizer: Any, **moves: str) -> ReadingPolicy:
-    """Answers by the end of the last observation: `says(tokenizer, pb="b")` calls after pass, bet."""
+def policy_of(tokenizer: Any, **moves: str) -> ReadingPolicy:
+    """Answers by the end of the last observation: `policy_of(tokenizer, pb="b")` calls after pass, bet."""
     return ReadingPolicy(
-        tokenizer, lambda shown: next(move for end, move in moves.items() if shown.rpartition("<|im_end|>")[0].endswith(end))
+        tokenizer, lambda context: next(move for end, move in moves.items() if context.rpartition("<|im_end|>")[0].endswith(end))
     )
 
 
 def history(episode: Episode) -> dict[str, list[tuple[str, str, float | None]]]:
     return {
-        line.agent: [(turn.message.content, turn.tool_results[0].output, turn.tool_results[0].reward) for turn in line.turns]
-        for line in episode.trajectories
+        trajectory.agent: [(turn.message.content, turn.tool_results[0].output, turn.tool_results[0].reward) for turn in trajectory.turns]
+        for trajectory in episode.trajectories
     }
 
 
 async def test_the_policy_plays_all_roles_each_in_its_own_trajectory(tokenizer: Any) -> None:
     task = task_of(KUHN)
-    policy = ReadingPolicy(tokenizer, lambda shown: "p" if shown.count("moves") == 1 and "moves -" in shown else "b")
+    policy = ReadingPolicy(tokenizer, lambda context: "p" if context.count("moves") == 1 and "moves -" in context else "b")
     episode = await play(task, policy, tokenizer)
     first, second = episode.trajectories
     assert (first.agent, second.agent) == ("first", "second") and {first.stop_reason, second.stop_reason} == {"terminated"}
@@ -89,19 +89,19 @@ async def test_the_policy_plays_all_roles_each_in_its_own_trajectory(tokenizer: 
     assert (score.value, score.branches) == (0.0, (gain, -(gain or 0.0))) and score.parts == {"first": gain, "second": -(gain or 0.0)}
     tokens = [token for turn in first.turns for token in (*turn.prompt_ids, *turn.completion_ids)]
     turns = [("user", f"card {card} moves -"), ("assistant", "p"), ("user", f"card {card} moves pb"), ("assistant", "b")]
-    whole = tokenizer.apply_chat_template([{"role": role, "content": text} for role, text in turns], tokenize=False)
-    assert tokenizer.decode(tokens) == whole.rstrip("\n"), "the other role's tokens are not in its context"
+    rendered = tokenizer.apply_chat_template([{"role": role, "content": text} for role, text in turns], tokenize=False)
+    assert tokenizer.decode(tokens) == rendered.rstrip("\n"), "the other role's tokens are not in its context"
     assert all(turn.supports is not None for turn in first.turns), "choices are constrained"
 
 
 async def test_simultaneous_moves_are_hidden_and_a_role_that_never_acts_has_no_trajectory(tokenizer: Any) -> None:
     policy = ScriptedPolicy(tokenizer, lambda turn, episode: "heads")
     episode = await play(task_of(f"{GAMES}Match"), policy, tokenizer)
-    assert sorted(line.agent for line in episode.trajectories) == ["matcher", "other"]
-    shown = ["round 1: {'matcher': 'heads', 'other': 'heads'}", "round 2: {'matcher': 'heads', 'other': 'heads'}"]
+    assert sorted(trajectory.agent for trajectory in episode.trajectories) == ["matcher", "other"]
+    observations = ["round 1: {'matcher': 'heads', 'other': 'heads'}", "round 2: {'matcher': 'heads', 'other': 'heads'}"]
     assert history(episode) == {
-        "matcher": [("heads", text, 1.0) for text in shown],
-        "other": [("heads", text, -1.0) for text in shown],
+        "matcher": [("heads", text, 1.0) for text in observations],
+        "other": [("heads", text, -1.0) for text in observations],
     }
     score = await episode_return(task_of(f"{GAMES}Match"), episode)
     assert score.parts == {"matcher": 2.0, "other": -2.0}
@@ -109,17 +109,17 @@ async def test_simultaneous_moves_are_hidden_and_a_role_that_never_acts_has_no_t
 
 @pytest.mark.parametrize("role", ["first", "second"])
 async def test_a_script_plays_a_role_without_tokens_and_is_not_trained(tokenizer: Any, role: str) -> None:
-    episode = await play(task_of(KUHN), says(tokenizer, **{"-": "b", "p": "b"}), tokenizer, players={role: f"{GAMES}pass_always"})
-    own, other = sorted(episode.trajectories, key=lambda line: bool(line.policy))
-    assert (own.policy, other.policy, other.agent) == ("", f"{GAMES}pass_always", role)
-    assert all(turn.completion_ids for turn in own.turns) and not any(turn.completion_ids or turn.versions for turn in other.turns)
-    assert episode.trajectories[0] == own, "the main trajectory is trained"
+    episode = await play(task_of(KUHN), policy_of(tokenizer, **{"-": "b", "p": "b"}), tokenizer, players={role: f"{GAMES}pass_always"})
+    trained, scripted = sorted(episode.trajectories, key=lambda trajectory: bool(trajectory.policy))
+    assert (trained.policy, scripted.policy, scripted.agent) == ("", f"{GAMES}pass_always", role)
+    assert all(turn.completion_ids for turn in trained.turns) and not any(turn.completion_ids or turn.versions for turn in scripted.turns)
+    assert episode.trajectories[0] == trained, "the main trajectory is trained"
     score = await episode_return(task_of(KUHN), episode)
-    assert score.value == sum(score.parts[line.agent] for line in (own,)) == 1.0, "a bet is not called"
+    assert score.value == score.parts[trained.agent] == 1.0, "a bet is not called"
 
 
 class FixedLeague:
-    """One past version, and the results that it was given."""
+    """A league with one past version that records its results."""
 
     def __init__(self, policy: Policy, fault: Exception | None = None) -> None:
         self.number, self.policy, self.fault, self.results = 7, policy, fault, list[tuple[int, float, int]]()
@@ -134,7 +134,7 @@ class FixedLeague:
         self.results.append((opponent, gain, version))
 
 
-async def test_a_game_without_a_move_of_the_policy_has_no_result_and_one_that_a_limit_ends_has(tokenizer: Any) -> None:
+async def test_a_game_has_a_result_if_a_limit_ends_it_and_none_without_a_move_of_the_policy(tokenizer: Any) -> None:
     league = FixedLeague(ScriptedPolicy(tokenizer, lambda turn, episode: "heads" if episode == "e" else "p"))
     policy = ScriptedPolicy(tokenizer, lambda turn, episode: "heads" if episode == "e" else "z" * 9000, version=9)
     runner = runner_of(policy, tokenizer, opponent="league", share=1.0, league=league)
@@ -147,7 +147,7 @@ async def test_a_game_without_a_move_of_the_policy_has_no_result_and_one_that_a_
 
 
 async def test_a_past_version_plays_the_other_role_without_staleness_or_training(tokenizer: Any) -> None:
-    policy, past = ScriptedPolicy(tokenizer, lambda turn, episode: "b", version=9), ReadingPolicy(tokenizer, lambda shown: "p")
+    policy, past = ScriptedPolicy(tokenizer, lambda turn, episode: "b", version=9), ReadingPolicy(tokenizer, lambda context: "p")
     league, roles = FixedLeague(past), set()
     for index in range(8):
         runner = runner_of(policy, tokenizer, opponent="league", share=1.0, league=league)
@@ -166,7 +166,7 @@ async def test_a_share_of_the_tasks_has_an_opponent(tokenizer: Any) -> None:
     policy = ScriptedPolicy(tokenizer, lambda turn, episode: "b")
     agent = runner_of(policy, tokenizer, opponent="league", share=0.3, league=FixedLeague(policy))
     played = [await agent.run(task_of(KUHN, index), episode_id="e") for index in range(60)]
-    assert 8 <= sum(any(line.policy for line in episode.trajectories) for episode in played) <= 28
+    assert 8 <= sum(any(trajectory.policy for trajectory in episode.trajectories) for episode in played) <= 28
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ async def test_a_share_of_the_tasks_has_an_opponent(tokenizer: Any) -> None:
         ({"opponent": "league", "share": 1.0, "league": FixedLeague(None, ServingError("it died"))}, "it died"),  # type: ignore[arg-type]
     ],
 )
-async def test_a_failing_opponent_is_infrastructure_and_never_a_score(tokenizer: Any, options: dict[str, Any], message: str) -> None:
+async def test_a_failing_opponent_is_an_infrastructure_fault(tokenizer: Any, options: dict[str, Any], message: str) -> None:
     episode = await play(task_of(KUHN), ScriptedPolicy(tokenizer, lambda turn, _: "b"), tokenizer, **options)
     (failure,) = episode.failures
     assert failure.blame is Blame.INFRASTRUCTURE and re.search(message, failure.message)
@@ -241,20 +241,20 @@ def test_invalid_options_are_errors(tokenizer: Any, options: Any) -> None:
 
 
 async def test_each_role_has_its_own_baseline(tokenizer: Any) -> None:
-    """Of four attempts at one deal, each role is compared with itself: advantages of a role add up to zero."""
+    """Over four attempts at one deal, each role is compared with itself: the advantages of a role add up to zero."""
     task, scored = task_of(KUHN), []
     for attempt in range(4):
         policy = ScriptedPolicy(tokenizer, lambda turn, _, bets=attempt % 2: "b" if bets else "p")
         episode = await runner_of(policy, tokenizer).run(task, episode_id=f"e{attempt}")
         scored.append(ScoredEpisode(episode=episode, score=await episode_return(task, episode)))
     objective = ObjectiveConfig(advantage="rloo", credit="verifier")  # type: ignore[arg-type]
-    rollouts = [CountedEpisode(scored=one, score=one.score.value or 0.0, advantage=0.0) for one in scored]
+    rollouts = [CountedEpisode(scored=each, score=each.score.value or 0.0, advantage=0.0) for each in scored]
     credit = branch_credit(rollouts, objective)
     for number in (0, 1):
-        values = [credit[one.episode.id][number][0] for one in scored]
+        values = [credit[each.episode.id][number][0] for each in scored]
         assert sum(values) == pytest.approx(0.0) and max(values) > 0.5
-    shown = [dataclasses.asdict(one.score)["branches"] for one in scored]
-    assert all(sum(pair) == 0 for pair in shown)
+    branches = [dataclasses.asdict(each.score)["branches"] for each in scored]
+    assert all(sum(pair) == 0 for pair in branches)
 
 
 def test_a_recipe_builds_the_agent_and_declares_whether_it_needs_a_league(tokenizer: Any) -> None:

@@ -104,7 +104,7 @@ FAULTS = ("raise", "exit", "die", "nan", "infinite", "long", "none", "short", "t
 
 
 @pytest.mark.parametrize("how", FAULTS)
-async def test_a_fault_of_an_environment_is_no_score(tokenizer: Any, how: str) -> None:
+async def test_a_fault_of_an_environment_gives_no_score(tokenizer: Any, how: str) -> None:
     for at in ("step", "reset"):
         if at == "reset" and how in ("nan", "infinite", "short", "text_reward", "number_flag", "parts"):
             continue  # a reset returns no reward; any tuple is wrong
@@ -118,7 +118,7 @@ async def test_a_fault_of_an_environment_is_no_score(tokenizer: Any, how: str) -
         assert failure.stage == "environment"
 
 
-async def test_a_task_that_cannot_be_played_is_the_tasks_fault(tokenizer: Any) -> None:
+async def test_a_task_that_cannot_be_played_is_blamed_on_the_task(tokenizer: Any) -> None:
     episode, _ = await play(task_of("Faulty", how="task"), tokenizer, "a")
     assert [(failure.blame, failure.message) for failure in episode.failures] == [(Blame.TASK, "no such level")]
 
@@ -140,7 +140,7 @@ async def test_an_error_at_the_end_does_not_change_the_score(tokenizer: Any) -> 
 
 
 @pytest.mark.parametrize(
-    ("choice", "why"),
+    ("choice", "message"),
     [
         (" left", "read as 'left'"),
         ("a\n", "read as 'a'"),
@@ -153,10 +153,10 @@ async def test_an_error_at_the_end_does_not_change_the_score(tokenizer: Any) -> 
         ("é", ""),
     ],
 )
-async def test_a_choice_that_no_answer_can_be_is_an_error_before_the_run(tokenizer: Any, choice: str, why: str) -> None:
+async def test_a_choice_that_cannot_be_answered_is_an_error_before_the_run(tokenizer: Any, choice: str, message: str) -> None:
     task = task_of("Choices", choices=["a", choice])
-    if not why:
+    if not message:
         await check_environment(task, chat_of(tokenizer))
         return
-    with pytest.raises(UserError, match=re.escape(why)):
+    with pytest.raises(UserError, match=re.escape(message)):
         await check_environment(task, chat_of(tokenizer))

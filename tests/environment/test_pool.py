@@ -1,4 +1,4 @@
-"""Processes of environments: who is at fault when one hangs or dies, bounds, and snapshots."""
+"""Processes of environments: the blame when one hangs or dies, bounds, and snapshots."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ async def test_only_the_environment_that_hangs_is_at_fault(pool: ProcessPool) ->
     bad = await opened(pool, "Faulty", how="hang")
     more = await opened(pool, "Count")
     steps = [environment.step("1") for environment in (*good, bad, more)]
-    *done, hung, after = await asyncio.gather(*steps, return_exceptions=True)
+    *before, hung, after = await asyncio.gather(*steps, return_exceptions=True)
     assert "gave no result within 0.5 s" in str(hung) and "another" not in str(hung)
     assert isinstance(after, EnvironmentFault) and "the environment of another episode failed" in str(after)
-    assert all(isinstance(step, EnvironmentFault) and "another" in str(step) for step in done)
+    assert all(isinstance(step, EnvironmentFault) and "another" in str(step) for step in before)
     fresh = await opened(pool, "Count")  # in a new process
     assert (await fresh.step("1")).reward == 1.0
 
@@ -82,7 +82,7 @@ async def test_memory_between_two_operations_blames_no_environment(tmp_path: Pat
 
 
 async def test_a_slow_frame_is_not_a_hang(pool: ProcessPool) -> None:
-    """Each operation is within the deadline, all together are not."""
+    """Each operation is within the deadline, but their sum is not."""
     environments = [await opened(pool, "Slow", seconds=0.2) for _ in range(6)]
     steps = await asyncio.gather(*(environment.step("a") for environment in environments))
     assert [step.observation.text for step in steps] == ["done"] * 6
@@ -140,7 +140,7 @@ def test_an_unknown_kind_is_reported() -> None:
 
 
 @pytest.mark.parametrize("how", ["schema", "snapshot", "part"])
-async def test_a_result_that_cannot_be_sent_is_a_fault_of_its_episode_alone(how: str) -> None:
+async def test_a_result_that_cannot_be_sent_is_a_fault_of_only_its_episode(how: str) -> None:
     pool = ProcessPool(processes=1)
     good = await opened(pool, "Count")
     with pytest.raises(EnvironmentFault, match=r"not JSON data|bytes; at most|invalid step") as fault:
@@ -192,7 +192,7 @@ async def test_a_flood_of_error_messages_is_cut(pool: ProcessPool, capfd: pytest
     assert 0 < len(capfd.readouterr().err) < 1 << 17
 
 
-async def test_an_episode_alone_has_a_process_that_no_other_shares_and_that_ends_with_it(pool: ProcessPool) -> None:
+async def test_an_exclusive_episode_has_a_separate_process_that_ends_with_it(pool: ProcessPool) -> None:
     spec = EnvironmentSpec(ref=f"{EXAMPLES}Faulty", options={"how": "die"})
     bad = await pool.open(spec, alone=True)
     good = await opened(pool, "Count")

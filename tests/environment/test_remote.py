@@ -43,7 +43,7 @@ class Ors:
             self.open.add(session)
         if request.path == "/delete":
             self.open.discard(session)
-        usual: Mapping[str, Any] = {
+        defaults: Mapping[str, Any] = {
             "/list_environments": ["world"],
             "/world/task_tools": TOOLS,
             "/world/splits": [{"name": "train", "type": "train"}, {"name": "exam", "type": "test"}],
@@ -53,11 +53,11 @@ class Ors:
         if request.path == "/create_session":
             return events(("task_id", f"s{len(self.paths)}"), ("end", ""))
         if request.path == "/world/call":
-            return done({"blocks": [], "reward": 1.0, "finished": True, "metadata": None})
-        return answer(usual.get(request.path, {}))
+            return call_result({"blocks": [], "reward": 1.0, "finished": True, "metadata": None})
+        return answer(defaults.get(request.path, {}))
 
 
-def done(output: Any) -> bytes:
+def call_result(output: Any) -> bytes:
     return events(("task_id", "t"), ("end", json.dumps({"ok": True, "output": output})))
 
 
@@ -81,7 +81,7 @@ async def silent(request: HttpRequest, writer: asyncio.StreamWriter) -> None:
     await asyncio.sleep(30)
 
 
-async def half(request: HttpRequest, writer: asyncio.StreamWriter) -> None:
+async def incomplete(request: HttpRequest, writer: asyncio.StreamWriter) -> None:
     writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 500\r\n\r\nevent: chunk\r\n")
     await writer.drain()
 
@@ -97,7 +97,7 @@ OUTPUT = {"blocks": [], "reward": 1.0, "finished": True}
 FAULTS: Mapping[str, tuple[Any, str]] = {
     "hangs": (silent, "did not answer"),
     "drops the connection": (lambda *_: None, "gave no answer"),
-    "drops it within the answer": (half, "gave no answer"),
+    "drops it within the answer": (incomplete, "gave no answer"),
     "an endless stream": (endless, "too much|did not answer"),
     "a stream that ends early": (events(("task_id", "t"), ("chunk", "{")), "ended the answer"),
     "an error event": (events(("error", "pump")), "pump"),
@@ -106,12 +106,12 @@ FAULTS: Mapping[str, tuple[Any, str]] = {
     "a list": (events(("end", "[]")), "not dict"),
     "deep JSON": (events(("end", "[" * 100_000)), "no valid JSON"),
     "no output": (events(("end", '{"ok": true}')), "not dict"),
-    "NaN": (done({**OUTPUT, "reward": float("nan")}), "no valid JSON"),
-    "text as reward": (done({**OUTPUT, "reward": "1"}), "not a finite number"),
-    "finished of no flag": (done({**OUTPUT, "finished": 1}), "not bool"),
-    "no blocks": (done({"reward": 1.0, "finished": True}), "not list"),
-    "a block of no object": (done({**OUTPUT, "blocks": ["x"]}), "not dict"),
-    "an end without any reward": (done({**OUTPUT, "reward": None}), "without any reward"),
+    "NaN": (call_result({**OUTPUT, "reward": float("nan")}), "no valid JSON"),
+    "text as reward": (call_result({**OUTPUT, "reward": "1"}), "not a finite number"),
+    "finished of no flag": (call_result({**OUTPUT, "finished": 1}), "not bool"),
+    "no blocks": (call_result({"reward": 1.0, "finished": True}), "not list"),
+    "a block of no object": (call_result({**OUTPUT, "blocks": ["x"]}), "not dict"),
+    "an end without any reward": (call_result({**OUTPUT, "reward": None}), "without any reward"),
     "the session is gone": (answer({"detail": "Session deleted"}, 410), "ended the session: Session deleted"),
     "status 500": (answer({"detail": "oh"}, 500), "status 500: oh"),
     "a redirect": (answer(b"", 308, location="http://192.0.2.1/"), "redirects are not followed"),
@@ -121,12 +121,12 @@ FAULTS: Mapping[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", FAULTS)
 async def test_a_fault_in_a_call_is_never_a_score(opener: RemoteOpener, name: str) -> None:
-    page, said = FAULTS[name]
+    page, message = FAULTS[name]
     server = Ors(world__call=page)
     async with http_server(server) as url:
-        environment = await begin(opener, url, step_s=0.3 if "did not answer" in said else 20)
+        environment = await begin(opener, url, step_s=0.3 if "did not answer" in message else 20)
         assert (await environment.reset()).text == "Go.\n(image/png, 3 bytes, which cannot be shown)"
-        with pytest.raises(EnvironmentFault, match=said):
+        with pytest.raises(EnvironmentFault, match=message):
             await environment.step(call("go"))
         with pytest.raises(EnvironmentFault, match="follows a fault"):
             await environment.step(call("go"))
@@ -135,7 +135,7 @@ async def test_a_fault_in_a_call_is_never_a_score(opener: RemoteOpener, name: st
 
 
 @pytest.mark.parametrize(
-    ("pages", "error", "said"),
+    ("pages", "error", "message"),
     [
         ({"create_session": events(("end", ""))}, EnvironmentFault, "invalid session id"),
         ({"create_session": events(("task_id", "x" * 500), ("end", ""))}, EnvironmentFault, "invalid session id"),
@@ -152,10 +152,10 @@ async def test_a_fault_in_a_call_is_never_a_score(opener: RemoteOpener, name: st
         ({"world__task_tools": answer({"detail": "no image"}, 500)}, EnvironmentFault, "no image"),
     ],
 )
-async def test_a_session_that_does_not_open_leaves_nothing(opener: RemoteOpener, pages: Any, error: type[Exception], said: str) -> None:
+async def test_a_session_that_does_not_open_is_cleaned_up(opener: RemoteOpener, pages: Any, error: type[Exception], message: str) -> None:
     server = Ors(**pages)
     async with http_server(server) as url:
-        with pytest.raises(error, match=said):
+        with pytest.raises(error, match=message):
             await begin(opener, url)
         assert counts(opener) == (0, 0, 0) and not server.open
         assert opener.servers[f"ors:{url}"]._used == 0
@@ -177,7 +177,7 @@ async def test_a_postponed_request_is_repeated_after_the_requested_wait(opener: 
 
     def once(request: HttpRequest, _: Any) -> bytes:
         times.append(time.monotonic())
-        return answer({}, 429, retry_after="0.3") if len(times) == 1 else done(OUTPUT)
+        return answer({}, 429, retry_after="0.3") if len(times) == 1 else call_result(OUTPUT)
 
     async with http_server(Ors(world__call=once)) as url:
         environment = await begin(opener, url)
@@ -201,7 +201,7 @@ async def test_the_request_for_a_session_is_repeated_if_the_server_is_busy(opene
     assert "status 503" in warning and "retrying for up to" in warning
 
 
-async def test_a_wait_beyond_the_patience_is_a_fault(opener: RemoteOpener) -> None:
+async def test_a_wait_beyond_the_limit_is_a_fault(opener: RemoteOpener) -> None:
     async with http_server(Ors(create_session=answer({}, 503, retry_after="99999"))) as url:
         with pytest.raises(EnvironmentFault, match="opened no session within"):
             await begin(opener, url, wait_s=0.3)
@@ -210,24 +210,24 @@ async def test_a_wait_beyond_the_patience_is_a_fault(opener: RemoteOpener) -> No
 @pytest.mark.slow
 async def test_more_episodes_than_sessions_wait(opener: RemoteOpener) -> None:
     server = Ors()
-    most = 0
+    peak = 0
 
     async def episode() -> None:
-        nonlocal most
+        nonlocal peak
         environment = await begin(opener, url, sessions=3)
-        most = max(most, len(server.open))
+        peak = max(peak, len(server.open))
         await environment.step(call("go"))
         await environment.close()
 
     async with http_server(server) as url:
         await asyncio.gather(*(episode() for _ in range(12)))
-        assert most == 3 and counts(opener) == (12, 12, 0)
-        held = [await begin(opener, url) for _ in range(3)]
+        assert peak == 3 and counts(opener) == (12, 12, 0)
+        environments = [await begin(opener, url) for _ in range(3)]
         server_ = opener.servers[f"ors:{url}"]
         object.__setattr__(server_.options, "wait_s", 0.2)
         with pytest.raises(EnvironmentFault, match=r"no session became free within 0.2 s; 3 are in use"):
             await begin(opener, url)
-        await asyncio.gather(*(environment.close() for environment in held))
+        await asyncio.gather(*(environment.close() for environment in environments))
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.002, 0.004, 0.008, 0.016, 0.032])
@@ -266,7 +266,7 @@ async def test_an_answer_ends_an_episode_with_a_final_tool(opener: RemoteOpener)
 
     def called(request: HttpRequest, _: Any) -> bytes:
         bodies.append(request.json)
-        return done(OUTPUT)
+        return call_result(OUTPUT)
 
     tools = answer({**TOOLS, "terminal_tool": {"name": "submit", "arg": "text", "description": ""}})
     async with http_server(Ors(world__call=called, world__task_tools=tools)) as url:

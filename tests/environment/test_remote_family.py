@@ -42,31 +42,31 @@ async def test_tasks_of_an_ors_server() -> None:
         tasks = await asyncio.to_thread(sizes, f"ors:{url}", size=5)
         assert tasks == (5, 3)
         assert await asyncio.to_thread(sizes, f"ors:{url}", heldout_split="exam", heldout=2) == (8, 2)
-        ours = family(f"ors:{url}")
-        (first, held) = await asyncio.to_thread(lambda: (ours.task(Split.TRAIN, 4), ours.task(Split.HELDOUT, 2)))
+        remote_tasks = family(f"ors:{url}")
+        (first, heldout) = await asyncio.to_thread(lambda: (remote_tasks.task(Split.TRAIN, 4), remote_tasks.task(Split.HELDOUT, 2)))
         assert first.environment.options == {"split": "train", "index": 4}
-        assert held.environment.options == {"split": "exam", "index": 2}
+        assert heldout.environment.options == {"split": "exam", "index": 2}
         assert first == await asyncio.to_thread(family(f"ors:{url}").task, Split.TRAIN, 4)
 
 
 async def test_the_last_tasks_are_held_out_if_a_server_has_one_split() -> None:
     async with http_server(Ors(world__splits=answer([{"name": "train", "type": "train"}]))) as url:
-        ours = family(f"ors:{url}")
-        assert await asyncio.to_thread(lambda: (ours.size(Split.TRAIN), ours.size(Split.HELDOUT))) == (6, 2)
-        assert ours.task(Split.HELDOUT, 0).environment.options == {"split": "train", "index": 6}
+        remote_tasks = family(f"ors:{url}")
+        assert await asyncio.to_thread(lambda: (remote_tasks.size(Split.TRAIN), remote_tasks.size(Split.HELDOUT))) == (6, 2)
+        assert remote_tasks.task(Split.HELDOUT, 0).environment.options == {"split": "train", "index": 6}
 
 
 def sizes(ref: str, **options: Any) -> tuple[int | None, int | None]:
-    ours = family(ref, **options)
-    return ours.size(Split.TRAIN), ours.size(Split.HELDOUT)
+    remote_tasks = family(ref, **options)
+    return remote_tasks.size(Split.TRAIN), remote_tasks.size(Split.HELDOUT)
 
 
 def test_rows_of_a_data_set(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({**counter_row(index), "n": index}) + "\n" for index in range(8)))
-    ours = family("nemo-gym:http://127.0.0.1:1", tasks=str(rows))
-    assert (ours.size(Split.TRAIN), ours.size(Split.HELDOUT)) == (6, 2)
-    task: Task = ours.task(Split.HELDOUT, 1)
+    remote_tasks = family("nemo-gym:http://127.0.0.1:1", tasks=str(rows))
+    assert (remote_tasks.size(Split.TRAIN), remote_tasks.size(Split.HELDOUT)) == (6, 2)
+    task: Task = remote_tasks.task(Split.HELDOUT, 1)
     assert task.environment is not None and task.environment.options["row"]["n"] == 7
     assert [message.content for message in task.prompt] == ["add 1 then add 2 then get the count"]
 
@@ -79,10 +79,10 @@ def test_a_bad_data_set_is_an_error_of_the_recipe(tmp_path: Path, content: str) 
         sizes("nemo-gym:http://127.0.0.1:1", tasks=str(rows))
 
 
-@pytest.mark.parametrize("given", [None, 3, [], [{"type": "function_call"}], [{"role": "tool", "content": "x"}]])
-def test_a_row_without_a_prompt_of_text_is_a_broken_task(tmp_path: Path, given: Any) -> None:
+@pytest.mark.parametrize("prompt", [None, 3, [], [{"type": "function_call"}], [{"role": "tool", "content": "x"}]])
+def test_a_row_without_a_prompt_of_text_is_a_broken_task(tmp_path: Path, prompt: Any) -> None:
     rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"responses_create_params": {"input": given}}) + "\n")
+    rows.write_text(json.dumps({"responses_create_params": {"input": prompt}}) + "\n")
     with pytest.raises(TaskError, match="row 1"):
         family("nemo-gym:http://127.0.0.1:1", tasks=str(rows)).task(Split.TRAIN, 0)
 
@@ -113,9 +113,9 @@ def test_a_server_that_does_not_answer_is_in_the_error() -> None:
 
 async def test_seeds_are_the_tasks_of_an_openenv_server() -> None:
     async with fake_openenv() as fake:
-        ours = family(fake.ref, size=4, heldout=2)
-        assert (ours.size(Split.TRAIN), ours.size(Split.HELDOUT)) == (4, 2)
-        seeds = {ours.task(split, index).environment.seed for split in (Split.TRAIN, Split.HELDOUT) for index in range(2)}
+        remote_tasks = family(fake.ref, size=4, heldout=2)
+        assert (remote_tasks.size(Split.TRAIN), remote_tasks.size(Split.HELDOUT)) == (4, 2)
+        seeds = {remote_tasks.task(split, index).environment.seed for split in (Split.TRAIN, Split.HELDOUT) for index in range(2)}
         assert len(seeds) == 4
-        assert ours.task(Split.TRAIN, 1).environment.resume == "restart"
+        assert remote_tasks.task(Split.TRAIN, 1).environment.resume == "restart"
     await close_environments()

@@ -1,4 +1,4 @@
-"""Whole episodes in remote environments, played by the turn loop with a scripted policy."""
+"""Complete episodes in remote environments, played by the turn loop with a scripted policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Episodes that another process continues: by a snapshot, by a replay of their actions, or from the start."""
+"""Episodes that another process continues from a snapshot, by a replay of their actions, or from the start."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def runner_of(tokenizer: Any, *texts: str) -> EpisodeRunner:
 
 
 async def captured(task: Task, tokenizer: Any, after: int) -> EpisodeState | None:
-    """Returns the state after a turn, as it is read from the disk."""
+    """Returns the encoded and decoded state after a turn."""
     states: dict[int, EpisodeState | None] = {}
 
     async def on_turn(count: int, capture: Any) -> None:
@@ -58,13 +58,13 @@ async def captured(task: Task, tokenizer: Any, after: int) -> EpisodeState | Non
 async def test_a_continued_episode_equals_an_uninterrupted_one(tokenizer: Any, resume: str) -> None:
     for context_turns in (None, 1, 2):
         task = task_of("Count", goal=8, resume=resume, context_turns=context_turns)
-        whole = await runner_of(tokenizer, *ACTIONS).run(task, episode_id="e")
+        uninterrupted = await runner_of(tokenizer, *ACTIONS).run(task, episode_id="e")
         for after in (1, 2, 3, 4):
             state = await captured(task, tokenizer, after)
             assert state is not None
             continued = await runner_of(tokenizer, *ACTIONS).run(task, episode_id="e", start=state)
             assert not continued.failures and continued.stop_reason == "terminated"
-            assert _content(continued) == _content(whole)
+            assert _content(continued) == _content(uninterrupted)
             assert (await episode_return(task, continued)).value == 8.0
 
 
@@ -81,7 +81,7 @@ def _results(turn: Any) -> list[Any]:
 
 @pytest.mark.parametrize("limit", [None, 3])
 async def test_turns_without_an_action_are_replayed_exactly(tokenizer: Any, limit: int | None) -> None:
-    """Also a call of an action that the limit on calls rejected, which a replay must not make."""
+    """They include a call that the limit on calls rejected, which a replay must not make."""
     texts = (UNKNOWN, CALL.replace("{", "["), CALL, f"{UNKNOWN}\n{UNKNOWN}", *[CALL] * 3)
     task = task_of("Toll", limits={"turns": 6, "tool_calls": limit})
     states: list[EpisodeState] = []
@@ -89,13 +89,13 @@ async def test_turns_without_an_action_are_replayed_exactly(tokenizer: Any, limi
     async def on_turn(count: int, capture: Any) -> None:
         states.append(codec.from_json(EpisodeState, codec.to_json(await capture())))
 
-    whole = await runner_of(tokenizer, *texts).run(task, episode_id="e", on_turn=on_turn)
-    rewards = [turn.tool_results[-1].reward for turn in whole.trajectories[0].turns]
-    assert rewards == [0, 0, -3, -1, -1, -1] and (await episode_return(task, whole)).parts == {"no_action": -3.0 if limit else -1.0}
+    uninterrupted = await runner_of(tokenizer, *texts).run(task, episode_id="e", on_turn=on_turn)
+    rewards = [turn.tool_results[-1].reward for turn in uninterrupted.trajectories[0].turns]
+    assert rewards == [0, 0, -3, -1, -1, -1] and (await episode_return(task, uninterrupted)).parts == {"no_action": -3.0 if limit else -1.0}
     assert len(states) == (6 if limit else 5)
     for state in states:
         continued = await runner_of(tokenizer, *texts).run(task, episode_id="e", start=state)
-        assert _content(continued) == _content(whole) and continued.failures == whole.failures
+        assert _content(continued) == _content(uninterrupted) and continued.failures == uninterrupted.failures
 
 
 async def test_a_fresh_start_captures_no_state(tokenizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""Spaces of Gymnasium as JSON: every sampled action comes back from its JSON, and what is not in a space is the policy's fault."""
+"""Gymnasium spaces as JSON: every sampled action survives a round trip, and an action outside the space is blamed on the policy."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def test_every_action_has_a_json_form_that_its_schema_accepts(space: Any) -> Non
     space.seed(0)
     for _ in range(20):
         sampled = space.sample()
-        given = json.loads(json.dumps(as_json(space, sampled)))
-        jsonschema.validate(given, schema_of(space))
-        assert space.contains(value_of(space, given))
+        data = json.loads(json.dumps(as_json(space, sampled)))
+        jsonschema.validate(data, schema_of(space))
+        assert space.contains(value_of(space, data))
         assert is_inside(space, sampled) and text_of(space, sampled) is not None
 
 
@@ -64,14 +64,14 @@ WRONG = [None, True, "x", 1e400, float("nan"), -7, 99, 10**400, [], [[]], [1, 2,
 
 
 @pytest.mark.parametrize("space", SPACES, ids=str)
-def test_an_action_outside_the_space_is_the_policys_fault(space: Any) -> None:
-    for given in WRONG:
+def test_an_action_outside_the_space_is_blamed_on_the_policy(space: Any) -> None:
+    for data in WRONG:
         try:
-            jsonschema.validate(given, schema_of(space))
-            valid = space.contains(value_of(space, given))
+            jsonschema.validate(data, schema_of(space))
+            valid = space.contains(value_of(space, data))
         except jsonschema.ValidationError:
             with pytest.raises(PolicyFault):
-                value_of(space, given)
+                value_of(space, data)
         except PolicyFault:
             continue
         else:
@@ -79,7 +79,7 @@ def test_an_action_outside_the_space_is_the_policys_fault(space: Any) -> None:
 
 
 class MissionSpace(g.Space[str]):
-    """A space of another package, as those of minigrid."""
+    """A space of another package, such as minigrid."""
 
     def contains(self, x: Any) -> bool:
         return isinstance(x, str)
@@ -87,17 +87,17 @@ class MissionSpace(g.Space[str]):
 
 def test_an_observation_of_any_space_has_a_text() -> None:
     space = g.Dict({"image": g.Box(0, 9, (2, 2), np.uint8), "mission": MissionSpace()})
-    seen = {"image": np.array([[1, 2], [3, 4]], np.uint8), "mission": "go to the door"}
-    assert is_inside(space, seen) and text_of(space, seen) == "image: [[1, 2], [3, 4]], mission: go to the door"
+    observed = {"image": np.array([[1, 2], [3, 4]], np.uint8), "mission": "go to the door"}
+    assert is_inside(space, observed) and text_of(space, observed) == "image: [[1, 2], [3, 4]], mission: go to the door"
     for unknown in (g.Graph(g.Discrete(2), None), g.OneOf((g.Discrete(2), g.Discrete(3)))):
         unknown.seed(0)
-        seen = unknown.sample()
-        assert is_inside(unknown, seen) and not is_inside(unknown, "x")  # a formatter can show it
+        observed = unknown.sample()
+        assert is_inside(unknown, observed) and not is_inside(unknown, "x")  # a formatter can show it
         with pytest.raises(TaskError, match=r"has no text\n  fix: set tasks\.family\.options\.formatter"):
-            text_of(unknown, seen)
+            text_of(unknown, observed)
 
 
-def test_an_unknown_space_and_a_large_observation_are_the_tasks_fault() -> None:
+def test_an_unknown_space_and_a_large_observation_are_blamed_on_the_task() -> None:
     for unknown in (g.Graph(g.Discrete(2), None), MissionSpace(), g.Dict({"go": MissionSpace()})):
         with pytest.raises(TaskError, match="no JSON form"):
             schema_of(unknown)
@@ -107,8 +107,8 @@ def test_an_unknown_space_and_a_large_observation_are_the_tasks_fault() -> None:
 
 def test_an_observation_outside_its_space_is_detected() -> None:
     space = g.Box(-1.0, 1.0, (2,), np.float32)
-    for wrong in (np.array([0, 2], np.float32), np.array([0, np.nan], np.float32), np.zeros(3, np.float32), [0.0, 0.0, 0.0], "x", None):
-        assert not is_inside(space, wrong)
+    for outside in (np.array([0, 2], np.float32), np.array([0, np.nan], np.float32), np.zeros(3, np.float32), [0.0, 0.0, 0.0], "x", None):
+        assert not is_inside(space, outside)
     assert is_inside(space, np.zeros(2, np.float32))
 
 

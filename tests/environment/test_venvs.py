@@ -32,9 +32,9 @@ def project(root: Path, *locks: venvs.Lock) -> Path:
     return root
 
 
-def test_a_lock_survives_its_file(tmp_path: Path) -> None:
-    read = venvs.read_locks(project(tmp_path, LOCK))
-    assert read == {"worlds": LOCK} and LOCK.versions == {"six": "1.16.0"}
+def test_a_lock_is_read_back_from_its_file_unchanged(tmp_path: Path) -> None:
+    locks = venvs.read_locks(project(tmp_path, LOCK))
+    assert locks == {"worlds": LOCK} and LOCK.versions == {"six": "1.16.0"}
 
 
 @pytest.mark.parametrize(
@@ -48,18 +48,18 @@ def test_a_lock_survives_its_file(tmp_path: Path) -> None:
         LOCK.to_text() + f"x==1 --hash=sha256:{SHA} -r /etc/passwd\n",
     ],
 )
-def test_a_file_that_pins_less_is_no_lock(tmp_path: Path, text: str) -> None:
+def test_a_file_with_an_unpinned_requirement_is_not_a_lock(tmp_path: Path, text: str) -> None:
     (project(tmp_path) / venvs.LOCKS / "worlds.lock").write_text(text)
     with pytest.raises(UserError, match="is not a lock"):
         venvs.read_locks(tmp_path)
 
 
-def test_an_environment_is_chosen_by_its_name_or_its_only_package(tmp_path: Path) -> None:
+def test_an_environment_is_chosen_by_its_name_or_by_a_package_that_only_it_contains(tmp_path: Path) -> None:
     other = venvs.Lock(name="other", requires=("other",), python="3.11", platform="x", pins=(f"six==1.16.0 --hash=sha256:{SHA}",))
     third = venvs.Lock(name="six", requires=("six",), python="3.11", platform="x", pins=(f"Tom_Li==1 --hash=sha256:{SHA}",))
     root = project(tmp_path, LOCK, other, third)
     assert venvs.environment_of(root, "Worlds") == "worlds"
-    assert venvs.environment_of(root, "six") == "six", "its name wins over the environments that contain it"
+    assert venvs.environment_of(root, "six") == "six", "a name has priority over environments that contain the package"
     assert venvs.environment_of(root, "tom-li") == "six"
     (root / venvs.LOCKS / "six.lock").unlink()
     with pytest.raises(UserError, match="in the environments other, worlds"):
@@ -73,7 +73,7 @@ def test_an_environment_is_chosen_by_its_name_or_its_only_package(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("log", "said"),
+    ("log", "message"),
     [
         ("ERROR: No matching distribution found for worlds==99\n", "the index has no package worlds==99"),
         (
@@ -89,9 +89,9 @@ def test_an_environment_is_chosen_by_its_name_or_its_only_package(tmp_path: Path
         ("something else\nRuntimeError: strange\n", "RuntimeError: strange"),
     ],
 )
-def test_causes_of_pip(log: str, said: str) -> None:
+def test_an_error_reports_the_cause_of_a_failure_of_pip(log: str, message: str) -> None:
     error = building._failure(log)
-    assert isinstance(error, UserError) and said in str(error), str(error)
+    assert isinstance(error, UserError) and message in str(error), str(error)
 
 
 def test_a_lost_connection_is_an_infrastructure_error() -> None:
@@ -152,22 +152,22 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def version_in(root: Path, name: str, module: str) -> str:
-    shows = f"import {module}; print({module}.version)"
-    return subprocess.run([venvs.environment_python(root, name), "-c", shows], capture_output=True, text=True, check=True).stdout.strip()
+    code = f"import {module}; print({module}.version)"
+    return subprocess.run([venvs.environment_python(root, name), "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
 @pytest.mark.slow
 def test_an_environment_is_built_rebuilt_and_repaired(tmp_path: Path, index: Path) -> None:
-    root, said = tmp_path / "project", list[str]()
+    root, messages = tmp_path / "project", list[str]()
     root.mkdir()
-    lock = building.add_environment(root, ["worlds"], report=said.append)
+    lock = building.add_environment(root, ["worlds"], report=messages.append)
     assert lock.versions == {"worlds": "1.0", "deep": "1.0"} and version_in(root, "worlds", "worlds") == "1.0"
     assert venvs.read_locks(root) == {"worlds": lock}
     assert (root / venvs.BUILT / ".gitignore").read_text() == "*\n"
 
     wheel(index, "deep", "2.0")
-    assert building.add_environment(root, ["worlds"], report=said.append) == lock, "the lock decides, not the index"
-    assert said[-1] == "worlds is already built"
+    assert building.add_environment(root, ["worlds"], report=messages.append) == lock, "the lock decides, not the index"
+    assert messages[-1] == "worlds is already built"
 
     (root / venvs.BUILT / "worlds" / venvs.COMPLETE).unlink()  # as after a kill: incomplete, so it is rebuilt from the lock
     with pytest.raises(UserError, match="agentrl env sync worlds"):
@@ -189,7 +189,7 @@ def test_an_environment_is_built_rebuilt_and_repaired(tmp_path: Path, index: Pat
 
 
 @pytest.mark.slow
-def test_a_folder_is_a_package_and_its_change_is_noticed(tmp_path: Path, index: Path) -> None:
+def test_a_folder_is_a_package_and_its_change_is_detected(tmp_path: Path, index: Path) -> None:
     root = tmp_path / "project"
     (mine := root / "mine").mkdir(parents=True)
     (mine / "pyproject.toml").write_text(
@@ -197,13 +197,13 @@ def test_a_folder_is_a_package_and_its_change_is_noticed(tmp_path: Path, index: 
         '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
     )
     (mine / "backend.py").write_text(BACKEND.format(tests=Path(__file__).parents[2]))
-    os.environ["PYTHONPATH"] = "/nowhere"  # not the environment's business
+    os.environ["PYTHONPATH"] = "/nowhere"  # must not affect the environment
     try:
         lock = building.add_environment(root, [str(mine)])
     finally:
         del os.environ["PYTHONPATH"]
     assert lock.name == "mine" and lock.requires == ("./mine",) and version_in(root, "mine", "mine") == "0.1"
-    assert sorted(path.name for path in mine.iterdir()) == ["backend.py", "pyproject.toml"], "the build wrote nothing here"
+    assert sorted(path.name for path in mine.iterdir()) == ["backend.py", "pyproject.toml"], "the build does not write to the folder"
     assert venvs.environment_of(root, "Mine") == "mine"
     (mine / "backend.py").write_text((mine / "backend.py").read_text().replace("0.1", "0.2"))
     with pytest.raises(UserError, match=r"\./mine differs"):
@@ -227,12 +227,12 @@ def test_an_interrupted_build_restores_the_previous_environment(tmp_path: Path, 
                 pass
             time.sleep(0.2)
             process.send_signal(number)
-            said = process.stderr.read()
-        assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL), said
+            error_text = process.stderr.read()
+        assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL), error_text
         with building._building(root, "worlds", lambda text: None):
             assert version_in(root, "worlds", "deep") == "1.0"
             assert not (root / venvs.BUILT / ".worlds.old").exists()
-    shown = subprocess.run(
+    listing = subprocess.run(
         [sys.executable, "-m", "agentrl", "env", "list", "--json"], cwd=root, env=variables, capture_output=True, text=True, check=True
     )
-    assert [(item["name"], item["requires"], item["built"]) for item in json.loads(shown.stdout)] == [("worlds", ["deep"], True)]
+    assert [(item["name"], item["requires"], item["built"]) for item in json.loads(listing.stdout)] == [("worlds", ["deep"], True)]

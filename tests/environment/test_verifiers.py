@@ -48,7 +48,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def project(packages: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The project as current directory."""
+    """The project, as the current directory."""
     monkeypatch.chdir(packages)
     monkeypatch.setattr(references, "_added", [])
     return packages
@@ -60,18 +60,18 @@ Play = Callable[..., Awaitable[list[tuple[Episode, Score]]]]
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def hosts() -> AsyncIterator[None]:
-    """Ends the hosts, which the tests share because each takes seconds to start."""
+    """Ends the hosts. The tests share them because a host takes seconds to start."""
     yield
-    for each in hosted._hosts.pop(asyncio.get_running_loop(), {}).values():
-        await each.close()
+    for running_host in hosted._hosts.pop(asyncio.get_running_loop(), {}).values():
+        await running_host.close()
 
 
 @pytest.fixture
 def play(project: Path, hosts: None) -> Play:
-    """Plays tasks at once. `script` returns the policy's n-th answer in the episode with a name."""
+    """Plays tasks concurrently. `script` returns the policy's n-th answer in the named episode."""
     tokenizer = byte_tokenizer()
 
-    async def played(
+    async def play_tasks(
         tasks: Mapping[str, Task], script: Script, *, limits: Limits = LIMITS, sandboxes: SandboxBackend | None = None
     ) -> list[tuple[Episode, Score]]:
         runner = EpisodeRunner(
@@ -83,15 +83,15 @@ def play(project: Path, hosts: None) -> Play:
             request_timeout_s=60.0,
         )
         episodes = await asyncio.gather(*(runner.run(replace(task, limits=limits), episode_id=name) for name, task in tasks.items()))
-        return [(one, await posted_reward(task, one)) for task, one in zip(tasks.values(), episodes, strict=True)]
+        return [(episode, await posted_reward(task, episode)) for task, episode in zip(tasks.values(), episodes, strict=True)]
 
-    return played
+    return play_tasks
 
 
 def texts(episode: Episode) -> list[list[str]]:
-    """The sampled texts of each trajectory."""
+    """Returns the sampled texts of each trajectory."""
     tokenizer = byte_tokenizer()
-    return [[tokenizer.decode(turn.completion_ids).removesuffix("<|im_end|>") for turn in line.turns] for line in episode.trajectories]
+    return [[tokenizer.decode(turn.completion_ids).removesuffix("<|im_end|>") for turn in each.turns] for each in episode.trajectories]
 
 
 @together
@@ -103,10 +103,10 @@ async def test_a_taskset_is_played_with_exact_tokens_and_its_rewards_are_the_sco
     right = {name: json.loads(task.data["task"])["answer"] for name, task in tasks.items()}
     results = await play(tasks, lambda turn, name: right[name] if name != "0" else "I do not know")
     for (episode, score), name in zip(results, tasks, strict=True):
-        said = right[name] if name != "0" else "I do not know"
-        assert episode.stop_reason == "answered" and episode.failures == () and episode.answer == said
-        assert texts(episode) == [[said]], "one trajectory with one turn"
-        assert score.value == (1.0 if name != "0" else 0.0) and score.parts["length"] == len(said), score
+        answer = right[name] if name != "0" else "I do not know"
+        assert episode.stop_reason == "answered" and episode.failures == () and episode.answer == answer
+        assert texts(episode) == [[answer]], "one trajectory with one turn"
+        assert score.value == (1.0 if name != "0" else 0.0) and score.parts["length"] == len(answer), score
         prompt = byte_tokenizer().decode(episode.trajectories[0].turns[0].prompt_ids)
         assert prompt.startswith("<|im_start|>system\nAnswer with a number.<|im_end|>\n<|im_start|>user\n")
     assert results[1][1].parts["exact"] == 0.8 and results[0][1].parts["exact"] == 0.0
@@ -150,14 +150,14 @@ async def test_a_fault_of_a_taskset_is_never_a_score(play: Play) -> None:
     assert results["nan"][1].value is None and "the reward is [nan]" in results["nan"][1].reason
     assert results["nan"][1].blame is Blame.TASK
     assert results["hangs"][1].value is None and "not computed in time" in results["hangs"][1].reason
-    for name, said in (("raises", "the answer key is missing"), ("setup", "no seat free"), ("text", "could not convert")):
+    for name, text in (("raises", "the answer key is missing"), ("setup", "no seat free"), ("text", "could not convert")):
         ((blame, message),) = blamed[name]
-        assert blame is Blame.TASK and said in message, message
+        assert blame is Blame.TASK and text in message, message
 
 
 @together
 @pytest.mark.bubblewrap
-async def test_programs_run_in_the_sandbox_of_the_episode_or_not_at_all(play: Play) -> None:
+async def test_programs_run_only_in_the_sandbox_of_the_episode(play: Play) -> None:
     options = {"heldout": 0, "image": "sandboxes/tables"}
     family = VerifiersFamily("verifiers:toy_programs", **options)
     programs = ("print(6 * 7)", "print(1)", f"import os; print(os.listdir({str(ROOT)!r}))")
@@ -173,7 +173,7 @@ async def test_programs_run_in_the_sandbox_of_the_episode_or_not_at_all(play: Pl
 
 
 @together
-async def test_a_killed_host_fails_its_episodes_and_is_started_again(play: Play) -> None:
+async def test_a_killed_host_fails_its_episodes_and_is_restarted(play: Play) -> None:
     task = VerifiersFamily("verifiers:toy_sums", args={"count": 5}).task(Split.TRAIN, 0)
     spec = task.environment
     assert spec is not None
@@ -195,7 +195,7 @@ async def test_a_killed_host_fails_its_episodes_and_is_started_again(play: Play)
 
 
 @together
-async def test_an_environment_of_the_older_verifiers_is_played(play: Play) -> None:
+async def test_an_environment_for_verifiers_0_3_is_played(play: Play) -> None:
     family = VerifiersFamily("verifiers:toy_v0", environment=OLD, args={"count": 2})
     assert (family.size(Split.TRAIN), family.size(Split.HELDOUT)) == (5, 1), "its evaluation set is held out"
     tasks = {family.task(Split.TRAIN, index).data["task"]: family.task(Split.TRAIN, index) for index in range(5)}
@@ -205,9 +205,9 @@ async def test_an_environment_of_the_older_verifiers_is_played(play: Play) -> No
     assert texts(good) == [["1", "2"]] and score.value == 1.0 and good.stop_reason == "answered", "two turns, one trajectory"
     bad, score = results["0"]
     assert bad.stop_reason == "turn_limit" and score.value == 0.0 and bad.failures == ()
-    for name, blame, said in (("raises", Blame.TASK, "the answer key is missing"), ("breaks", Blame.INFRASTRUCTURE, "InfraError")):
+    for name, blame, text in (("raises", Blame.TASK, "the answer key is missing"), ("breaks", Blame.INFRASTRUCTURE, "InfraError")):
         (fault,) = results[name][0].failures
-        assert fault.blame is blame and said in fault.message, fault
+        assert fault.blame is blame and text in fault.message, fault
     assert results["nan"][1].value is None and results["nan"][1].blame is Blame.TASK
 
 
@@ -216,33 +216,33 @@ import json, sys
 sys.path[:0] = sys.argv[1:3]
 import toy_broken, verifiers_host
 from host_channel import Fault
-said = {}
+results = {}
 for kind in toy_broken.EXPORTS:
     config = {"package": f"toy_broken_{kind}", "args": {}, "env": {}, "runtime": "subprocess", "sandboxed": False, "size": 10}
     try:
-        said[kind] = len(verifiers_host.load(config).describe())
+        results[kind] = len(verifiers_host.load(config).describe())
     except Fault as fault:
-        said[kind] = f"{fault.blame}: {fault}"
+        results[kind] = f"{fault.blame}: {fault}"
 for kind, env in (
     ("bash", {"agent": {"harness": {"id": "bash"}}}),
     ("prime", {"agent": {"runtime": {"type": "prime"}}}),
     ("field", {"x": 1}),
 ):
     try:
-        said[kind] = verifiers_host.load({**config, "env": env}).describe()
+        results[kind] = verifiers_host.load({**config, "env": env}).describe()
     except Fault as fault:
-        said[kind] = f"{fault.blame}: {fault}"
-print(json.dumps(said))
+        results[kind] = f"{fault.blame}: {fault}"
+print(json.dumps(results))
 """
 
 
 def test_packages_that_cannot_be_used_are_an_error_before_a_run(project: Path) -> None:
     python = venvs.environment_python(ROOT, "verifiers")
     command = [str(python), "-c", LOAD, str(project), str(host.INSIDE)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout.splitlines()[-1])
-    assert said.pop("good") == 8, done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr
+    results = json.loads(process.stdout.splitlines()[-1])
+    assert results.pop("good") == 8, process.stderr
     for kind, part in (
         ("all", "no `__all__`"),
         ("none", "exports no Taskset"),
@@ -259,13 +259,13 @@ def test_packages_that_cannot_be_used_are_an_error_before_a_run(project: Path) -
         ("prime", "wants the hosted runtime 'prime'"),
         ("field", "Extra inputs are not permitted"),
     ):
-        message = said.pop(kind)
+        message = results.pop(kind)
         assert message == part if isinstance(part, int) else message.startswith("task: ") and part in message, (kind, message)
-    assert said == {}
+    assert results == {}
 
 
 @pytest.mark.parametrize(
-    ("content", "environment", "said"),
+    ("content", "environment", "message"),
     [
         ("raise ValueError('no licence')", "verifiers", "cannot be imported: ValueError: no licence"),
         ("raise SystemExit(3)", "verifiers", "cannot be imported: SystemExit: 3"),
@@ -288,10 +288,10 @@ def test_packages_that_cannot_be_used_are_an_error_before_a_run(project: Path) -
         ),
     ],
 )
-def test_modules_that_cannot_be_imported(project: Path, content: str, environment: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_module_is_an_error(project: Path, content: str, environment: str, message: str, monkeypatch: Any) -> None:
     (project / "toy_new.py").write_text(content)
     monkeypatch.setattr(host, "DESCRIBE_S", 3.0 if "sleep" in content else host.DESCRIBE_S)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         VerifiersFamily("verifiers:toy_new", environment=environment)
 
 
@@ -301,7 +301,7 @@ def test_rewards_that_compare_attempts_are_an_error(project: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"runtime": "prime"}, "hosted runtime"),
         ({"runtime": "sandbox"}, "is unknown"),
@@ -312,6 +312,6 @@ def test_rewards_that_compare_attempts_are_an_error(project: Path) -> None:
         ({"environment": "absent"}, "agentrl env add absent"),
     ],
 )
-def test_wrong_options_are_errors(project: Path, options: dict[str, Any], said: str) -> None:
-    with pytest.raises((PluginError, UserError), match=said):
+def test_wrong_options_are_errors(project: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((PluginError, UserError), match=message):
         VerifiersFamily("verifiers:toy_sums", **options)

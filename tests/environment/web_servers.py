@@ -71,7 +71,7 @@ def reply(data: Any, status: int = 200, **headers: str) -> Response:
     """Returns an HTTP answer with JSON."""
     body = data if isinstance(data, bytes) else json.dumps(data).encode()
     return Response(
-        status, "", Headers({"content-length": str(len(body)), **{name.replace("_", "-"): one for name, one in headers.items()}}), body
+        status, "", Headers({"content-length": str(len(body)), **{name.replace("_", "-"): value for name, value in headers.items()}}), body
     )
 
 
@@ -134,7 +134,7 @@ async def http_server(handler: Handler) -> AsyncIterator[str]:
 def answer(data: Any, status: int = 200, **headers: str) -> bytes:
     """Returns the bytes of an HTTP answer with JSON."""
     body = data if isinstance(data, bytes) else json.dumps(data).encode()
-    lines = [f"HTTP/1.1 {status} X", f"content-length: {len(body)}", *(f"{name.replace('_', '-')}: {one}" for name, one in headers.items())]
+    lines = [f"HTTP/1.1 {status} X", f"content-length: {len(body)}", *(f"{key.replace('_', '-')}: {headers[key]}" for key in headers)]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 

@@ -13,8 +13,8 @@ def wheel(folder: Path, name: str, version: str, *requires: str) -> Path:
     info = f"{name}-{version}.dist-info"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(f"{name}.py", f"version = {version!r}\n")
-        needs = "".join(f"Requires-Dist: {each}\n" for each in requires)
-        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}")
+        requirements = "".join(f"Requires-Dist: {requirement}\n" for requirement in requires)
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requirements}")
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "")
     return path

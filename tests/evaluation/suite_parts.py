@@ -1,6 +1,6 @@
 """A project for evaluations of suites: a scripted policy, scripted sandboxes, a verifier and a suite.
 
-The policy submits "pass" for cases called good..., "fail" for bad..., and of flaky... "pass" every second time.
+The policy submits "pass" in cases called good..., "fail" in bad..., and "pass" in every second attempt at flaky... .
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def no_policy() -> object:
     return object()
 
 
-def ill() -> ScriptedPolicy:
+def failing_policy() -> ScriptedPolicy:
     raise UserError("there are no weights", fix="train some")
 
 

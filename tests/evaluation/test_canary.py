@@ -1,4 +1,4 @@
-"""A share of the attempts goes to a candidate version, and what they show promotes it or rolls it back."""
+"""A candidate version gets a share of the attempts, and their scores promote it or roll it back."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROMOTE, ROLL_BACK, UNDECIDED = CanaryOutcome
 
 
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(2, 6), st.integers(0, 99))
-def test_each_attempt_is_made_once_and_one_of_a_unit_by_the_candidate(cases: int, repeats: int, size: int, seed: int) -> None:
+def test_each_attempt_runs_once_and_the_candidate_runs_one_of_each_unit(cases: int, repeats: int, size: int, seed: int) -> None:
     if cases * repeats < size:
         with pytest.raises(UserError, match=f"needs {size} attempts"):
             plan_units(suite(cases).cases, lambda case: repeats, share=1 / size, seed=seed)
@@ -45,7 +45,7 @@ def test_each_attempt_is_made_once_and_one_of_a_unit_by_the_candidate(cases: int
 
 
 def test_the_candidates_attempts_are_a_random_sample_of_the_cases() -> None:
-    """Otherwise hard cases could go to one side."""
+    """Otherwise one version could get most of the hard cases."""
     chosen = Counter(
         unit.candidate[0] for seed in range(400) for unit in plan_units(suite(20).cases, lambda case: 1, share=0.25, seed=seed)
     )
@@ -53,50 +53,50 @@ def test_the_candidates_attempts_are_a_random_sample_of_the_cases() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, -0.5, 0.51, 0.4, 1.0, float("nan")])
-def test_other_shares_are_rejected(share: float) -> None:
+def test_unsupported_shares_are_rejected(share: float) -> None:
     with pytest.raises(UserError, match="is not one of 1/2, 1/3"):
         plan_units(suite(20).cases, lambda case: 1, share=share, seed=0)
 
 
-async def decided(tmp_path: Path, weights: str, *, size: int = 64, margin: float = 0.25) -> tuple[CanaryResult, list[int], list[int]]:
+async def run_scripted(tmp_path: Path, weights: str, *, size: int = 64, margin: float = 0.25) -> tuple[CanaryResult, list[int], list[int]]:
     comparison, policy, pair = await comparison_of(tmp_path, weights, size=size, margin=margin)
     blocks: list[int] = []
-    done = await run_canary(comparison, policy, (pair[0], pair[1]), share=0.25, on_block=lambda so_far: blocks.append(so_far.attempts[1]))
+    result = await run_canary(comparison, policy, (pair[0], pair[1]), share=0.25, on_block=lambda so_far: blocks.append(so_far.attempts[1]))
     await plain.close(policy.run)
-    assert [len(load_results(folder).attempts) for folder in comparison.folders] == list(done.attempts)
-    return done, blocks, [number for number, _ in plain.RecordingChannel.swapped]
+    assert [len(load_results(folder).attempts) for folder in comparison.folders] == list(result.attempts)
+    return result, blocks, [number for number, _ in plain.RecordingChannel.swapped]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("scripted")
 async def test_a_worse_candidate_is_rolled_back_after_few_attempts(tmp_path: Path) -> None:
-    done, blocks, _ = await decided(tmp_path, "awful", size=256)
-    assert (done.outcome, blocks, done.attempts, done.most) == (ROLL_BACK, [16], (48, 16), 64)
-    assert (done.baseline, done.candidate, done.interval.value) == (1.0, 0.0, -1.0)
+    result, blocks, _ = await run_scripted(tmp_path, "awful", size=256)
+    assert (result.outcome, blocks, result.attempts, result.most) == (ROLL_BACK, [16], (48, 16), 64)
+    assert (result.baseline, result.candidate, result.interval.value) == (1.0, 0.0, -1.0)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("scripted")
 async def test_an_equal_candidate_is_promoted_and_a_quarter_of_the_attempts_were_its_own(tmp_path: Path) -> None:
-    done, blocks, swaps = await decided(tmp_path, "good still", size=256)
-    assert done.outcome is PROMOTE and done.attempts == (3 * blocks[-1], blocks[-1]) and done.interval.low > -0.25
+    result, blocks, swaps = await run_scripted(tmp_path, "good still", size=256)
+    assert result.outcome is PROMOTE and result.attempts == (3 * blocks[-1], blocks[-1]) and result.interval.low > -0.25
     assert swaps[:3] == [1, 2, 1], "a block that follows starts with the loaded weights"
 
 
 @pytest.mark.usefixtures("scripted")
 async def test_too_few_attempts_decide_nothing(tmp_path: Path) -> None:
-    done, blocks, _ = await decided(tmp_path, "good still", size=16)
-    assert (done.outcome, blocks, done.attempts) == (UNDECIDED, [4], (12, 4))
+    result, blocks, _ = await run_scripted(tmp_path, "good still", size=16)
+    assert (result.outcome, blocks, result.attempts) == (UNDECIDED, [4], (12, 4))
 
 
 def observations(rng: random.Random, baseline: float, candidate: float, count: int) -> list[float]:
     """Cases differ in difficulty, and are the same for both versions."""
-    matches = []
+    differences = []
     for _ in range(count):
         shifts = [rng.uniform(-0.2, 0.2) for _ in range(4)]
         others = [float(rng.random() < baseline + shift) for shift in shifts[1:]]
-        matches.append(float(rng.random() < candidate + shifts[0]) - statistics.fmean(others))
-    return matches
+        differences.append(float(rng.random() < candidate + shifts[0]) - statistics.fmean(others))
+    return differences
 
 
 def first_decision(differences: Sequence[float]) -> CanaryOutcome:
@@ -115,14 +115,14 @@ def first_decision(differences: Sequence[float]) -> CanaryOutcome:
         (-0.2, ROLL_BACK, 0.99, 1.0),
     ],
 )
-def test_looking_after_every_block_keeps_the_error_rates(change: float, outcome: CanaryOutcome, least: float, most: float) -> None:
+def test_inspecting_after_every_block_keeps_the_error_rates(change: float, outcome: CanaryOutcome, least: float, most: float) -> None:
     rng = random.Random(11)
-    matches = sum(first_decision(observations(rng, 0.7, 0.7 + change, 512)) is outcome for _ in range(300)) / 300
-    assert least <= matches <= most
+    share = sum(first_decision(observations(rng, 0.7, 0.7 + change, 512)) is outcome for _ in range(300)) / 300
+    assert least <= share <= most
 
 
 def test_unscored_attempts_do_not_help_a_candidate() -> None:
-    """A fifth may lack a score; with more, those that remain decide nothing."""
+    """Up to a fifth of the attempts may lack a score; with more there is no decision."""
     good = [0.5] * 100
     assert decide(good, planned=125, alpha=0.05, margin=0.1) is PROMOTE
     assert decide(good, planned=126, alpha=0.05, margin=0.1) is UNDECIDED

@@ -31,8 +31,8 @@ Script = Callable[[dict[str, Any], int], ScriptedAnswer]
 
 
 def says(content: str | None = None, *calls: tuple[str, str], finish: str = "stop", usage: tuple[int, int] = (50, 7)) -> ScriptedAnswer:
-    made = [{"id": f"c{n}", "type": "function", "function": {"name": name, "arguments": text}} for n, (name, text) in enumerate(calls)]
-    message = {"role": "assistant", "content": content, **({"tool_calls": made} if made else {})}
+    tools = [{"id": f"c{n}", "type": "function", "function": {"name": name, "arguments": text}} for n, (name, text) in enumerate(calls)]
+    message = {"role": "assistant", "content": content, **({"tool_calls": tools} if tools else {})}
     body = {
         "choices": [{"index": 0, "message": message, "finish_reason": finish}],
         "usage": {"prompt_tokens": usage[0], "completion_tokens": usage[1]},
@@ -54,44 +54,44 @@ def suite(tmp_path: Path) -> Suite:
     return make_suite(tmp_path / "s", make_case("good"))
 
 
-async def asked(suite: Suite, server: ChatServer, *, key_env: str = "", limits: dict[str, Any] | None = None) -> SuiteEvaluation:
+async def evaluate(suite: Suite, server: ChatServer, *, key_env: str = "", limits: dict[str, Any] | None = None) -> SuiteEvaluation:
     cases = [replace(case, task=replace(case.task, limits=replace(case.task.limits, **(limits or {})))) for case in suite.cases]
     policy = find_policy(server.url, model_name="theirs", key_env=key_env)
-    with prepare_evaluation(policy, [replace(suite, cases=tuple(cases))], overrides=QUICK) as given:
-        (done,) = await evaluate_suites(given, console=False)
-    return done
+    with prepare_evaluation(policy, [replace(suite, cases=tuple(cases))], overrides=QUICK) as prepared:
+        (evaluation,) = await evaluate_suites(prepared, console=False)
+    return evaluation
 
 
 async def test_an_endpoint_uses_the_tasks_tools_and_is_scored(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THEIR_KEY", "k-123")
     turns = [says("let me see", ("python", '{"code": "print(97)"}'), ("python", "{oops")), SUBMIT]
     with ChatServer(turns) as server:
-        done = await asked(suite, server, key_env="THEIR_KEY")
-    (outcome,) = done.outcomes
+        evaluation = await evaluate(suite, server, key_env="THEIR_KEY")
+    (outcome,) = evaluation.outcomes
     assert (outcome.status, outcome.scores) == ("passed", (1.0,))
-    (attempt,) = done.results.attempts
+    (attempt,) = evaluation.results.attempts
     assert (attempt.tokens, attempt.turns, attempt.ended) == (14, 2, "submitted")
-    first, second = (one["body"] for one in server.requests)
+    first, second = (request["body"] for request in server.requests)
     assert first["model"] == "theirs" and {tool["function"]["name"] for tool in first["tools"]} == {"python", "submit"}
     assert first["max_tokens"] == 256 and server.requests[0]["headers"]["authorization"] == "Bearer k-123"
-    *_, said, shown, wrong = second["messages"]
-    assert [call["id"] for call in said["tool_calls"]] == ["c0", "c1"] and said["content"] == "let me see"
-    assert (shown["tool_call_id"], shown["content"]) == ("c0", "97") and "not valid JSON" in wrong["content"]
-    text = (done.folder.parent / "recipe.json").read_text() + (done.folder / "about.json").read_text()
+    *_, answer, tool_result, wrong = second["messages"]
+    assert [call["id"] for call in answer["tool_calls"]] == ["c0", "c1"] and answer["content"] == "let me see"
+    assert (tool_result["tool_call_id"], tool_result["content"]) == ("c0", "97") and "not valid JSON" in wrong["content"]
+    text = (evaluation.folder.parent / "recipe.json").read_text() + (evaluation.folder / "about.json").read_text()
     assert "k-123" not in text
 
 
 async def test_an_endpoint_gets_the_instructions_of_the_evaluation(suite: Suite) -> None:
-    words = ('rollout.instructions="Look first."', 'tools={"submit": {"description": "Hand in."}}')
+    instructions = ('rollout.instructions="Look first."', 'tools={"submit": {"description": "Hand in."}}')
     with (
         ChatServer([SUBMIT]) as server,
-        prepare_evaluation(find_policy(server.url, model_name="m"), [suite], overrides=(*QUICK, *words)) as given,
+        prepare_evaluation(find_policy(server.url, model_name="m"), [suite], overrides=(*QUICK, *instructions)) as prepared,
     ):
-        (done,) = await evaluate_suites(given, console=False)
-    (body,) = (one["body"] for one in server.requests)
+        (evaluation,) = await evaluate_suites(prepared, console=False)
+    (body,) = (request["body"] for request in server.requests)
     assert (body["messages"][0]["role"], body["messages"][0]["content"]) == ("system", "Look first.")
     assert [tool["function"]["description"] for tool in body["tools"] if tool["function"]["name"] == "submit"] == ["Hand in."]
-    assert done.results.attempts[0].task_key == suite.cases[0].key, "the same case, to be compared"
+    assert evaluation.results.attempts[0].task_key == suite.cases[0].key, "the case stays comparable"
 
 
 async def test_request_options_change_the_requests(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,17 +101,17 @@ async def test_request_options_change_the_requests(suite: Suite, monkeypatch: py
     )
     with ChatServer([SUBMIT]) as server:
         policy = find_policy(server.url, model_name="m", requests=requests)
-        with prepare_evaluation(policy, [suite], overrides=QUICK) as given:
-            (done,) = await evaluate_suites(given, console=False)
+        with prepare_evaluation(policy, [suite], overrides=QUICK) as prepared:
+            (run,) = await evaluate_suites(prepared, console=False)
         plain = find_policy(server.url, model_name="m")
-    (one,) = server.requests
-    assert one["headers"]["api-key"] == "k-456-very-secret" and (one["body"]["reasoning_effort"], one["body"]["extra"]) == (
+    (request,) = server.requests
+    assert request["headers"]["api-key"] == "k-456-very-secret" and (request["body"]["reasoning_effort"], request["body"]["extra"]) == (
         "low",
         {"a": [1]},
     )
-    assert one["body"]["max_completion_tokens"] == 256 and not {"max_tokens", "temperature"} & one["body"].keys()
-    assert done.outcomes[0].status == "passed" and policy.name == plain.name + ' (reasoning_effort="low", extra={"a": [1]}, no temperature)'
-    assert "very-secret" not in "".join(path.read_text() for path in done.folder.parent.rglob("*.json"))
+    assert request["body"]["max_completion_tokens"] == 256 and not {"max_tokens", "temperature"} & request["body"].keys()
+    assert run.outcomes[0].status == "passed" and policy.name == plain.name + ' (reasoning_effort="low", extra={"a": [1]}, no temperature)'
+    assert "very-secret" not in "".join(path.read_text() for path in run.folder.parent.rglob("*.json"))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_invalid_request_options_raise(requested: list[str], headers: list[str],
 
 
 @pytest.mark.parametrize("headers", [{"api-key": "sk-by-value"}, {"host": "env:A"}, {"a b": "env:A"}, {"authorization": "env:A"}])
-def test_headers_are_set_by_reference(headers: dict[str, str]) -> None:
+def test_header_values_must_be_references(headers: dict[str, str]) -> None:
     with pytest.raises(UserError, match="is not an additional header with a reference as its value"):
         Endpoint(url="http://127.0.0.1:1/v1", model="m", headers=headers)
 
@@ -151,8 +151,8 @@ def test_headers_are_set_by_reference(headers: dict[str, str]) -> None:
 )
 async def test_faults_of_the_model_are_scored(suite: Suite, answer: ScriptedAnswer, limits: dict[str, Any], ended: str) -> None:
     with ChatServer([answer]) as server:
-        done = await asked(suite, server, limits=limits)
-    assert (done.outcomes[0].status, done.results.attempts[0].ended) == ("failed", ended)
+        evaluation = await evaluate(suite, server, limits=limits)
+    assert (evaluation.outcomes[0].status, evaluation.results.attempts[0].ended) == ("failed", ended)
 
 
 @pytest.mark.sampled(9)
@@ -171,16 +171,16 @@ async def test_faults_of_the_model_are_scored(suite: Suite, answer: ScriptedAnsw
 )
 async def test_faults_of_the_server_are_never_scored(suite: Suite, answer: ScriptedAnswer) -> None:
     with ChatServer([answer]) as server:
-        done = await asked(suite, server)
-    assert (done.outcomes[0].status, done.outcomes[0].scores) == ("unscored", (None,))
-    assert "ServingError" in done.results.attempts[0].reason, done.results.attempts
+        evaluation = await evaluate(suite, server)
+    assert (evaluation.outcomes[0].status, evaluation.outcomes[0].scores) == ("unscored", (None,))
+    assert "ServingError" in evaluation.results.attempts[0].reason, evaluation.results.attempts
 
 
 async def test_a_missing_key_is_reported_before_any_request(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("THEIR_KEY", raising=False)
     with ChatServer([SUBMIT]) as server:
-        done = await asked(suite, server, key_env="THEIR_KEY")
-    assert not server.requests and "THEIR_KEY does not contain a valid key" in done.results.attempts[0].reason
+        evaluation = await evaluate(suite, server, key_env="THEIR_KEY")
+    assert not server.requests and "THEIR_KEY does not contain a valid key" in evaluation.results.attempts[0].reason
 
 
 async def test_invalid_calls_are_answered_with_an_error(suite: Suite) -> None:
@@ -188,32 +188,32 @@ async def test_invalid_calls_are_answered_with_an_error(suite: Suite) -> None:
         "content": None,
         "tool_calls": [None, {"id": "x" * 999, "function": {"name": "python", "arguments": {"code": "1"}}}, {"id": 3}],
     }
-    odd = ScriptedAnswer(raw=json.dumps({"choices": [{"message": message}]}).encode())
-    with ChatServer([odd, SUBMIT]) as server:
-        done = await asked(suite, server)
-    assert done.outcomes[0].status == "passed"
-    shown = [one for one in server.requests[1]["body"]["messages"] if one["role"] == "tool"]
-    assert [one["tool_call_id"] for one in shown] == ["call_0", "call_1", "call_2"]
-    assert [one["content"] == "97" for one in shown] == [False, True, False] and "needs a function" in shown[0]["content"]
+    invalid_calls = ScriptedAnswer(raw=json.dumps({"choices": [{"message": message}]}).encode())
+    with ChatServer([invalid_calls, SUBMIT]) as server:
+        evaluation = await evaluate(suite, server)
+    assert evaluation.outcomes[0].status == "passed"
+    replies = [item for item in server.requests[1]["body"]["messages"] if item["role"] == "tool"]
+    assert [item["tool_call_id"] for item in replies] == ["call_0", "call_1", "call_2"]
+    assert [item["content"] == "97" for item in replies] == [False, True, False] and "needs a function" in replies[0]["content"]
 
 
-async def test_a_server_that_rejects_the_models_text_leaves_it_scored(suite: Suite) -> None:
-    """The first request is accepted, the one with the model's own text is not: the policy's failure, not an infrastructure fault."""
+async def test_an_attempt_is_scored_if_the_server_rejects_the_models_text(suite: Suite) -> None:
+    """The server accepts the first request and rejects the one with the model's text: the policy's failure, not an infrastructure fault."""
     with ChatServer([says("x", ("python", '{"code": "print(97)"}')), ScriptedAnswer(text="", status=400)]) as server:
-        done = await asked(suite, server)
-    (outcome,) = done.outcomes
+        evaluation = await evaluate(suite, server)
+    (outcome,) = evaluation.outcomes
     assert (outcome.status, outcome.scores) == ("failed", (0.0,))
     with ChatServer([ScriptedAnswer(text="", status=400)]) as server:
-        done = await asked(replace(suite, folder=suite.folder), server)
-    assert done.outcomes[0].scores == (None,), "the model has not answered yet"
+        evaluation = await evaluate(replace(suite, folder=suite.folder), server)
+    assert evaluation.outcomes[0].scores == (None,), "the model has not answered yet"
 
 
-async def test_an_unreadable_call_is_repeated_as_a_readable_one(suite: Suite) -> None:
+async def test_invalid_arguments_of_a_call_are_sent_back_as_empty_ones(suite: Suite) -> None:
     """Servers fail with status 500 for arguments that are not JSON."""
     with ChatServer([says(None, ("python", "{oops"), ("python", "[1]"), ("python", " ")), SUBMIT]) as server:
-        await asked(suite, server)
-    (said,) = [message for message in server.requests[1]["body"]["messages"] if message["role"] == "assistant"]
-    assert [call["function"]["arguments"] for call in said["tool_calls"]] == ["{}", "{}", "{}"]
+        await evaluate(suite, server)
+    (answer,) = [message for message in server.requests[1]["body"]["messages"] if message["role"] == "assistant"]
+    assert [call["function"]["arguments"] for call in answer["tool_calls"]] == ["{}", "{}", "{}"]
 
 
 # Time limits with a chat completions server: an endless model is cut off and scored, a stalled server is not the model's fault.
@@ -235,7 +235,7 @@ class PacedEndpoint:
         return ChatAnswer(text="x" * tokens, prompt_tokens=5, completion_tokens=tokens, cut=not first)
 
 
-async def played(endpoint: Any) -> list[Episode]:
+async def run_two_episodes(endpoint: Any) -> list[Episode]:
     runner = EpisodeRunner(
         agent=ChatAgent(endpoint=endpoint),
         policy=NoPolicy(),
@@ -249,9 +249,9 @@ async def played(endpoint: Any) -> list[Episode]:
     return [first, await runner.run(TIMED_TASK, episode_id="second")]
 
 
-@pytest.mark.parametrize(("stalls", "left_out"), [(10**6, False), (15.0, True)])
-def test_a_model_that_never_ends_is_scored_and_a_stalled_server_is_not(stalls: float, left_out: bool) -> None:
-    first, second = run_virtually(played(PacedEndpoint(stalls)))
+@pytest.mark.parametrize(("stalls", "excluded"), [(10**6, False), (15.0, True)])
+def test_a_model_that_never_ends_is_scored_and_a_stalled_server_is_not(stalls: float, excluded: bool) -> None:
+    first, second = run_virtually(run_two_episodes(PacedEndpoint(stalls)))
     assert first.trajectories[0].stop_reason == "answered" and not first.left_out
-    assert second.left_out is left_out and second.wall_s <= TIMED_TASK.limits.wall_s + 1
-    assert second.trajectories[0].stop_reason == ("wall_limit" if left_out else "token_limit")
+    assert second.left_out is excluded and second.wall_s <= TIMED_TASK.limits.wall_s + 1
+    assert second.trajectories[0].stop_reason == ("wall_limit" if excluded else "token_limit")

@@ -14,10 +14,10 @@ tables = st.integers(1, 5).flatmap(lambda k: st.lists(st.lists(attempts, min_siz
 
 
 def test_attempt_counts_end_with_all_attempts() -> None:
-    assert [attempt_counts(most) for most in (1, 2, 3, 6, 8)] == [(1,), (1, 2), (1, 2, 3), (1, 2, 4, 6), (1, 2, 4, 8)]
+    assert [attempt_counts(count) for count in (1, 2, 3, 6, 8)] == [(1,), (1, 2), (1, 2, 3), (1, 2, 4, 6), (1, 2, 4, 8)]
 
 
-def test_a_table_with_known_answers() -> None:
+def test_curves_of_a_table_with_known_answers() -> None:
     tasks = [
         [CountedAttempt(passed=True, tokens=10), CountedAttempt(passed=False, tokens=30)],
         [CountedAttempt(passed=True, tokens=20)] * 2,
@@ -30,18 +30,18 @@ def test_a_table_with_known_answers() -> None:
 
 @given(tables)
 def test_every_point_equals_a_direct_count(tasks: list[list[CountedAttempt]]) -> None:
-    longest = max(one.tokens for tries in tasks for one in tries)
-    for line in compute_curves(tasks):
+    longest = max(attempt.tokens for tries in tasks for attempt in tries)
+    for curve in compute_curves(tasks):
         shares = []
         for tries in tasks:
-            chosen = list(combinations(tries, line.attempts))
-            shares.append(sum(any(one.passed for one in some) for some in chosen) / len(chosen))
-        spent, solved = line.points[-1]
-        assert abs(solved - sum(shares) / len(shares)) < 1e-9, "with the largest budget nothing is stopped"
-        assert abs(solved - pass_at_attempt_counts(tasks)[line.attempts]) < 1e-9
-        assert spent <= line.attempts * longest
-        assert list(line.points) == sorted(line.points) and len(line.points) <= MAX_POINTS
-        assert all(low <= high for (_, low), (_, high) in zip(line.points, line.points[1:], strict=False)), "more tokens solve no less"
+            choices = list(combinations(tries, curve.attempts))
+            shares.append(sum(any(attempt.passed for attempt in choice) for choice in choices) / len(choices))
+        spent, solved = curve.points[-1]
+        assert abs(solved - sum(shares) / len(shares)) < 1e-9, "with the largest budget no attempt is cut off"
+        assert abs(solved - pass_at_attempt_counts(tasks)[curve.attempts]) < 1e-9
+        assert spent <= curve.attempts * longest
+        assert list(curve.points) == sorted(curve.points) and len(curve.points) <= MAX_POINTS
+        assert all(low <= high for (_, low), (_, high) in zip(curve.points, curve.points[1:], strict=False)), "more tokens solve no less"
 
 
 def test_tasks_without_attempts_have_no_curve() -> None:

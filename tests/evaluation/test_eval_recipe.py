@@ -53,8 +53,8 @@ def call(name, arguments):
     return '<tool_call>{"name": "%s", "arguments": %s}</tool_call>' % (name, arguments)
 
 def policy() -> ScriptedPolicy:
-    said = [call("colour_of", "{}"), call("submit", '{"answer": "pass"}')]
-    return ScriptedPolicy(byte_tokenizer(), lambda turn, episode: said[turn])
+    turns = [call("colour_of", "{}"), call("submit", '{"answer": "pass"}')]
+    return ScriptedPolicy(byte_tokenizer(), lambda turn, episode: turns[turn])
 
 def wrong() -> ScriptedPolicy:
     return ScriptedPolicy(byte_tokenizer(), lambda turn, episode: call("submit", '{"answer": "fail"}'))
@@ -70,44 +70,44 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def asked(*arguments: str) -> tuple[int, str, BaseException | None]:
-    done = CliRunner().invoke(app, ["eval", "own.py", *OVERRIDES, *arguments])
-    return done.exit_code, done.stdout, done.exception
+def run_eval(*arguments: str) -> tuple[int, str, BaseException | None]:
+    result = CliRunner().invoke(app, ["eval", "own.py", *OVERRIDES, *arguments])
+    return result.exit_code, result.stdout, result.exception
 
 
 def test_a_scripted_policy_is_evaluated_on_a_recipes_tasks(project: Path) -> None:
-    code, printed, error = asked("--policy", "./own_policy.py:policy", "evaluation.heldout=3", "--run-dir", "r", "--json")
-    assert code == 0, (printed, error)
-    told = json.loads(printed.splitlines()[-1])
-    assert [one["case"] for one in told["cases"]] == ["heldout-0000", "heldout-0001", "heldout-0002", "heldout_real-0000"]
-    assert told["suites"][0]["figures"]["pass_at_1"] == 1.0 and told["passed"]
-    found = results.load_results(project / "r" / "suite")
-    assert (found.about.suite, found.about.recipe, found.about.cases) == ("own", "own", 4)
+    code, output, error = run_eval("--policy", "./own_policy.py:policy", "evaluation.heldout=3", "--run-dir", "r", "--json")
+    assert code == 0, (output, error)
+    report = json.loads(output.splitlines()[-1])
+    assert [case["case"] for case in report["cases"]] == ["heldout-0000", "heldout-0001", "heldout-0002", "heldout_real-0000"]
+    assert report["suites"][0]["figures"]["pass_at_1"] == 1.0 and report["passed"]
+    stored = results.load_results(project / "r" / "suite")
+    assert (stored.about.suite, stored.about.recipe, stored.about.cases) == ("own", "own", 4)
     assert "blue" in (project / "r" / "suite" / "episodes.jsonl").read_text(), "a tool of the family was called with its task"
 
 
 def test_a_failed_case_is_a_result_and_not_an_error(project: Path) -> None:
-    code, printed, error = asked("--policy", "./own_policy.py:wrong", "--run-dir", "r")
-    assert code == 0 and "0 of 5 cases passed, 5 failed" in printed, (printed, error)
+    code, output, error = run_eval("--policy", "./own_policy.py:wrong", "--run-dir", "r")
+    assert code == 0 and "0 of 5 cases passed, 5 failed" in output, (output, error)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--policy", "./own_policy.py:policy", "--pin"], "cannot be combined with the recipe"),
         (["--policy", "./own_policy.py:policy", "evaluation.heldout=0", "evaluation.heldout_real=0"], "no held-out task"),
         (["--policy", "./own_policy.py:nothing"], "nothing"),
     ],
 )
-def test_wrong_use_is_reported(arguments: list[str], said: str, project: Path) -> None:
-    code, printed, error = asked(*arguments)
-    assert code != 0 and isinstance(error, UserError) and said in str(error), (printed, error)
+def test_invalid_arguments_are_reported(arguments: list[str], message: str, project: Path) -> None:
+    code, output, error = run_eval(*arguments)
+    assert code != 0 and isinstance(error, UserError) and message in str(error), (output, error)
 
 
-def test_a_model_is_served_whichever_option_names_it(project: Path) -> None:
+def test_policy_and_model_options_serve_the_same_model(project: Path) -> None:
     (project / "m").mkdir()
     (project / "m" / "config.json").write_text("{}")
-    (_, _, first), (_, _, second) = (asked(option, "m") for option in ("--policy", "--model"))
+    (_, _, first), (_, _, second) = (run_eval(option, "m") for option in ("--policy", "--model"))
     assert isinstance(first, UserError) and str(first) == str(second) and f"{project / 'm'}" in str(first)
 
 
@@ -116,7 +116,7 @@ PLUGIN = ("--policy", "./own_policy.py:policy")
 
 
 @pytest.mark.parametrize(
-    ("ref", "policy", "said"),
+    ("ref", "policy", "message"),
     [
         ("inspect:mine.py@task", URL, r"inspect:mine.*gets only.*\n  fix: .*--model FOLDER, or set tasks.family.options.solver=agentrl"),
         ("verifiers:mine", URL, r"verifiers:mine.*gets only.*\n  fix: .*--model FOLDER$"),
@@ -124,8 +124,8 @@ PLUGIN = ("--policy", "./own_policy.py:policy")
         ("verifiers:mine", PLUGIN, "the program of 'verifiers:mine' drives the model, so turns cannot play it"),
     ],
 )
-def test_an_environment_that_the_policy_cannot_play_is_an_error(ref: str, policy: tuple[str, ...], said: str, project: Path) -> None:
+def test_an_environment_that_the_policy_cannot_play_is_an_error(ref: str, policy: tuple[str, ...], message: str, project: Path) -> None:
     with_environment = FAMILY.replace("split=split,", f"split=split, environment=EnvironmentSpec(ref={ref!r}),")
     (project / "own_family.py").write_text(with_environment.replace("import Limits", "import EnvironmentSpec, Limits"))
-    code, printed, error = asked(*policy)
-    assert code != 0 and isinstance(error, UserError) and re.search(said, str(error)), (printed, error)
+    code, output, error = run_eval(*policy)
+    assert code != 0 and isinstance(error, UserError) and re.search(message, str(error)), (output, error)

@@ -69,23 +69,23 @@ def runner(policy: ScriptedPolicy | None = None) -> GroupRunner:
 
 
 async def test_a_score_that_is_not_finite_counts_in_no_rate() -> None:
-    done = await evaluate_split(runner(), Family("1", "inf", "0", "-inf"), Split.HELDOUT, 4, phase="before", step=0)
-    assert done.rate is not None
-    assert (done.rate.value, done.rate.n, done.excluded) == (0.5, 2, 2) and len(done.transcripts) == 4
+    evaluation = await evaluate_split(runner(), Family("1", "inf", "0", "-inf"), Split.HELDOUT, 4, phase="before", step=0)
+    assert evaluation.rate is not None
+    assert (evaluation.rate.value, evaluation.rate.n, evaluation.excluded) == (0.5, 2, 2) and len(evaluation.transcripts) == 4
 
 
 async def test_an_evaluation_without_a_finite_score_has_no_rate() -> None:
-    done = await evaluate_split(runner(), Family("inf", "inf"), Split.HELDOUT, 2, phase="before", step=0)
-    assert done.rate is None and done.excluded == 2
+    evaluation = await evaluate_split(runner(), Family("inf", "inf"), Split.HELDOUT, 2, phase="before", step=0)
+    assert evaluation.rate is None and evaluation.excluded == 2
 
 
-async def test_attempts_at_a_task_are_one_figure_of_it() -> None:
+async def test_the_attempts_at_a_task_count_as_one_mean() -> None:
     family = Family("1 0 0 0", "1 1 inf 1", "0 0 0 0")
-    done = await evaluate_split(runner(), family, Split.HELDOUT, 3, phase="before", step=0, attempts=4)
-    assert done.rate is not None
-    assert (done.rate.value, done.rate.n, done.attempts, done.episodes, done.excluded) == (pytest.approx(1.25 / 3), 3, 4, 12, 1)
-    assert done.pass_at == {1: pytest.approx(1.25 / 3), 2: pytest.approx(1.5 / 3), 4: 0.5}, "pass@4 covers the tasks with four scores"
-    assert done.tokens_mean == len(byte_tokenizer().encode("4")) + 1 and [line.attempts for line in done.compute] == [1, 2, 4]
+    split = await evaluate_split(runner(), family, Split.HELDOUT, 3, phase="before", step=0, attempts=4)
+    assert split.rate is not None
+    assert (split.rate.value, split.rate.n, split.attempts, split.episodes, split.excluded) == (pytest.approx(1.25 / 3), 3, 4, 12, 1)
+    assert split.pass_at == {1: pytest.approx(1.25 / 3), 2: pytest.approx(1.5 / 3), 4: 0.5}, "pass@4 covers the tasks with four scores"
+    assert split.tokens_mean == len(byte_tokenizer().encode("4")) + 1 and [line.attempts for line in split.compute] == [1, 2, 4]
 
 
 def test_pass_at_k_uses_the_threshold_of_the_task() -> None:
@@ -93,12 +93,12 @@ def test_pass_at_k_uses_the_threshold_of_the_task() -> None:
     for threshold, shares in ((475.0, {1: pytest.approx(1 / 3), 2: pytest.approx(2 / 3), 3: 1.0}), (None, {})):
         totals = AttemptTotals()
         totals.add("t", attempts, threshold=threshold)
-        done = totals.evaluation({}, attempts=3)
-        assert done.pass_at == shares and bool(done.compute) == bool(shares)
-        assert done.rate is not None and done.rate.value == pytest.approx(781 / 3)
+        evaluation = totals.evaluation({}, attempts=3)
+        assert evaluation.pass_at == shares and bool(evaluation.compute) == bool(shares)
+        assert evaluation.rate is not None and evaluation.rate.value == pytest.approx(781 / 3)
 
 
-async def solved_when_thought_out(task: Task, episode: Episode) -> Score:
+async def score_finished_thinking(task: Task, episode: Episode) -> Score:
     return Score(value=float("so 4" in episode.trajectories[0].turns[0].message.content))
 
 
@@ -108,23 +108,23 @@ async def test_success_against_thinking_is_measured_written_and_drawn(tmp_path: 
     tokenizer.chat_template = tokenizer.chat_template.replace(
         "{{ m.content }}{% for", "{{ m.reasoning_content }}</think>{{ m.content }}{% for"
     )
-    thought = "<think>\n" + "hm " * 10 + "so 4\n</think>\n\n4"
-    policy = ScriptedPolicy(tokenizer, lambda turn, name: "4" if name.endswith(".answer") else thought)
-    play = runner(policy)
+    long_answer = "<think>\n" + "hm " * 10 + "so 4\n</think>\n\n4"
+    policy = ScriptedPolicy(tokenizer, lambda turn, name: "4" if name.endswith(".answer") else long_answer)
+    group_runner = runner(policy)
     family, chat = Family("0", "0"), ChatFormat(tokenizer)
-    object.__setattr__(play, "scorer", solved_when_thought_out)
-    free = await evaluate_split(play, family, Split.HELDOUT, 2, phase="eval", step=0, attempts=2)
-    cut = await evaluate_split(play, family, Split.HELDOUT, 2, phase="eval_think20", step=0, attempts=2, thinking_tokens=20)
-    assert free.rate is not None and cut.rate is not None and (free.rate.value, cut.rate.value) == (1.0, 0.0)
-    assert cut.tokens_mean == 20 + len("4") + 1, "the mark is not a sampled token"
-    measure.save_evaluation(tmp_path, "eval", {Split.HELDOUT: free}, {Split.HELDOUT: {20: cut}})
-    (told,) = json.loads((tmp_path / "evaluations.json").read_text())["eval"]["heldout"]["thinking"]
-    assert (told["thinking_tokens"], told["value"], told["pass_at"]) == (20, 0.0, {"1": 0.0, "2": 0.0})
-    assert measure.read_evaluation(tmp_path, "eval")["heldout"]["thinking"] == [told]
-    assert free.tokens_mean is not None
+    object.__setattr__(group_runner, "scorer", score_finished_thinking)
+    unbounded = await evaluate_split(group_runner, family, Split.HELDOUT, 2, phase="eval", step=0, attempts=2)
+    bounded = await evaluate_split(group_runner, family, Split.HELDOUT, 2, phase="eval_think20", step=0, attempts=2, thinking_tokens=20)
+    assert unbounded.rate is not None and bounded.rate is not None and (unbounded.rate.value, bounded.rate.value) == (1.0, 0.0)
+    assert bounded.tokens_mean == 20 + len("4") + 1, "the mark is not a sampled token"
+    measure.save_evaluation(tmp_path, "eval", {Split.HELDOUT: unbounded}, {Split.HELDOUT: {20: bounded}})
+    (thinking,) = json.loads((tmp_path / "evaluations.json").read_text())["eval"]["heldout"]["thinking"]
+    assert (thinking["thinking_tokens"], thinking["value"], thinking["pass_at"]) == (20, 0.0, {"1": 0.0, "2": 0.0})
+    assert measure.read_evaluation(tmp_path, "eval")["heldout"]["thinking"] == [thinking]
+    assert unbounded.tokens_mean is not None
     assert read_run(tmp_path).thinking == (
-        ("heldout", 1, ((22.0, 0.0), (free.tokens_mean, 1.0))),
-        ("heldout", 2, ((44.0, 0.0), (2 * free.tokens_mean, 1.0))),
+        ("heldout", 1, ((22.0, 0.0), (unbounded.tokens_mean, 1.0))),
+        ("heldout", 2, ((44.0, 0.0), (2 * unbounded.tokens_mean, 1.0))),
     )
     check_thinking(chat, family, EvalConfig(thinking_tokens=(20,)))
     with pytest.raises(RecipeError, match="leaves no tokens for an answer"):

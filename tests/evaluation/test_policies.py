@@ -28,62 +28,62 @@ def model_of(folder: Path, **more: str) -> Path:
     return folder
 
 
-def asked(folder: Path, tmp_path: Path, *overrides: str) -> SamplingConfig:
+def sampling_of(folder: Path, tmp_path: Path, *overrides: str) -> SamplingConfig:
     suite = make_suite(tmp_path / "suite", make_case("a"))
     return recipe_for(find_policy(str(folder)), [suite], overrides).evaluation.sampling
 
 
-def test_the_exported_model_carries_its_sampling_wherever_it_is_moved(tmp_path: Path) -> None:
+def test_the_exported_model_keeps_its_sampling_when_it_is_moved(tmp_path: Path) -> None:
     base = model_of(tmp_path / "run" / "versions" / "000000", agentrl_sampling_json='{"temperature": 1.0}')
     export_model(base, tmp_path / "run" / "model", base=base, sampling=SamplingConfig(temperature=0.0))
     moved = (tmp_path / "run" / "model").rename(tmp_path / "elsewhere")
-    assert asked(moved, tmp_path) == SamplingConfig(temperature=0.0)
-    assert asked(moved, tmp_path, "evaluation.sampling.temperature=0.5").temperature == 0.5, "the user's override wins"
+    assert sampling_of(moved, tmp_path) == SamplingConfig(temperature=0.0)
+    assert sampling_of(moved, tmp_path, "evaluation.sampling.temperature=0.5").temperature == 0.5, "the user's override wins"
     assert json.loads((base / SAMPLING_FILE).read_text()) == {"temperature": 1.0}, "the version is unchanged"
     (moved / "config.json").unlink()
 
 
-def test_a_version_named_by_its_folder_is_sampled_as_by_its_number(tmp_path: Path) -> None:
+def test_a_version_has_the_same_sampling_by_folder_and_by_number(tmp_path: Path) -> None:
     version = model_of(tmp_path / "run" / "versions" / "000003")
     recipe = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F")).but(
         {"evaluation.sampling.temperature": 0.7, "evaluation.sampling.top_k": 20}
     )
     (tmp_path / "run" / "recipe.json").write_text(recipe.model_dump_json())
     suite = make_suite(tmp_path / "suite", make_case("a"))
-    both = [recipe_for(find_policy(name), [suite]).evaluation.sampling for name in (str(version), f"{tmp_path / 'run'}@3")]
-    assert both == [SamplingConfig(temperature=0.7, top_k=20)] * 2
+    samplings = [recipe_for(find_policy(name), [suite]).evaluation.sampling for name in (str(version), f"{tmp_path / 'run'}@3")]
+    assert samplings == [SamplingConfig(temperature=0.7, top_k=20)] * 2
 
 
 def test_a_model_of_another_origin_has_the_defaults(tmp_path: Path) -> None:
-    assert asked(model_of(tmp_path / "m"), tmp_path) == SamplingConfig()
+    assert sampling_of(model_of(tmp_path / "m"), tmp_path) == SamplingConfig()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "7", "{}", '{"temperature": "hot", "top_k": 0, "top_p": 1, "min_p": 0}', "[" * 100_000])
 def test_an_invalid_sampling_record_raises(text: str, tmp_path: Path) -> None:
     with pytest.raises((UserError, ValueError)):
-        asked(model_of(tmp_path / "m", agentrl_sampling_json=text), tmp_path)
+        sampling_of(model_of(tmp_path / "m", agentrl_sampling_json=text), tmp_path)
 
 
 def test_different_sampling_gives_no_verdict_unless_forced(tmp_path: Path) -> None:
-    def evaluated(name: str, score: float, **sampling: Any) -> str:
+    def save_evaluation(name: str, score: float, **sampling: Any) -> str:
         settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "supports": False} | sampling
         about = results.EvaluationInfo(
             suite="s", suite_sha256="a", cases=40, repeats=1, model="m", version=0, sha256=name, recipe="r", recipe_sha256="",
             sampling=settings, seed=0, threshold=1.0, agentrl="0", at="2026-11-25T00:00:00+00:00",
         )  # fmt: skip
-        one = results.CaseAttempt(case="c", task_key="k", number=0, episode="e", score=score)
+        attempt = results.CaseAttempt(case="c", task_key="k", number=0, episode="e", score=score)
         results.save_results(
-            tmp_path / name, results.SuiteResults(about=about, attempts=tuple(replace(one, case=f"c{n}") for n in range(40))), []
+            tmp_path / name, results.SuiteResults(about=about, attempts=tuple(replace(attempt, case=f"c{n}") for n in range(40))), []
         )
         return str(tmp_path / name)
 
-    def told(*arguments: str) -> tuple[str, Any]:
-        shown, found = (CliRunner().invoke(app, ["compare", *arguments, *more]) for more in ((), ("--json",)))
-        assert shown.exception is None and found.exception is None, shown.exception
-        return next(line for line in shown.output.splitlines() if line.startswith("verdict")), json.loads(found.output)["verdict"]
+    def verdict_of(*arguments: str) -> tuple[str, Any]:
+        printed, report = (CliRunner().invoke(app, ["compare", *arguments, *more]) for more in ((), ("--json",)))
+        assert printed.exception is None and report.exception is None, printed.exception
+        return next(line for line in printed.output.splitlines() if line.startswith("verdict")), json.loads(report.output)["verdict"]
 
-    sampled, greedy, again = evaluated("sampled", 0.0), evaluated("greedy", 1.0, temperature=0.0), evaluated("again", 1.0)
-    line, verdict = told(sampled, greedy)
+    sampled, greedy, again = save_evaluation("sampled", 0.0), save_evaluation("greedy", 1.0, temperature=0.0), save_evaluation("again", 1.0)
+    line, verdict = verdict_of(sampled, greedy)
     assert verdict is None and "none: sampled with temperature 1.0" in line and "temperature 0.0" in line and "better" not in line
-    assert told(sampled, greedy, "--across-sampling")[1] == "better" and told(sampled, again)[1] == "better"
-    assert told(evaluated("cut", 1.0, top_k=20), again)[1] is None
+    assert verdict_of(sampled, greedy, "--across-sampling")[1] == "better" and verdict_of(sampled, again)[1] == "better"
+    assert verdict_of(save_evaluation("cut", 1.0, top_k=20), again)[1] is None

@@ -40,12 +40,12 @@ def policy() -> ScriptedPolicy:
 
 
 def better() -> ScriptedPolicy:
-    """Submits the right answer at the second attempt. Records its prompts in `asked.jsonl`."""
+    """Submits the right answer at the second attempt. Records its turns in `turns.jsonl`."""
 
     def say(turn: int, episode: str) -> str:
-        with Path("asked.jsonl").open("a") as file:
+        with Path("turns.jsonl").open("a") as file:
             file.write(f"{turn}\n")
-        if len(Path("asked.jsonl").read_text().split()) == 1:
+        if len(Path("turns.jsonl").read_text().split()) == 1:
             raise ServingError("the server is gone")
         return call("submit", answer="pass")
 
@@ -53,21 +53,21 @@ def better() -> ScriptedPolicy:
 
 
 def foreign() -> ScriptedPolicy:
-    made = better()
-    made.tokenizer.chat_template = "{{ ' ' }}" + made.tokenizer.chat_template
-    return made
+    policy = better()
+    policy.tokenizer.chat_template = "{{ ' ' }}" + policy.tokenizer.chat_template
+    return policy
 
 
 def talker() -> ScriptedPolicy:
     """Calls a server's tool twice, and submits a wrong answer."""
-    said = [call("echo", text="a"), call("echo", text="b"), call("submit", answer="fail")]
-    return ScriptedPolicy(byte_tokenizer(), lambda turn, episode: said[turn])
+    turns = [call("echo", text="a"), call("echo", text="b"), call("submit", answer="fail")]
+    return ScriptedPolicy(byte_tokenizer(), lambda turn, episode: turns[turn])
 
 
 def agentrl(*arguments: object) -> tuple[str, str]:
-    """The error and the output."""
-    done = CliRunner().invoke(app, [*map(str, arguments)])
-    return "" if done.exit_code in (0, 1) and not isinstance(done.exception, UserError) else str(done.exception), done.output
+    """Returns the error and the output."""
+    result = CliRunner().invoke(app, [*map(str, arguments)])
+    return "" if result.exit_code in (0, 1) and not isinstance(result.exception, UserError) else str(result.exception), result.output
 
 
 @pytest.fixture
@@ -101,31 +101,31 @@ def test_a_case_starts_at_the_failing_turn_and_samples_only_from_there(run: Path
     assert [turn.completion_ids for turn in case.start.trajectories[0].turns] == [turn.completion_ids for turn in turns[:2]]
     assert case.start.prompt_ids == (turns[2].prompt_ids,) and case.start.snapshot is not None
 
-    refused, out = agentrl("eval", "late", "--policy", f"{HERE}:better", BACKEND, "--run-dir", "again")
-    assert refused == "", out
-    assert Path("asked.jsonl").read_text().split() == ["2", "2"], "earlier turns are not sampled, even after a server failure"
+    error, out = agentrl("eval", "late", "--policy", f"{HERE}:better", BACKEND, "--run-dir", "again")
+    assert error == "", out
+    assert Path("turns.jsonl").read_text().split() == ["2", "2"], "earlier turns are not sampled, even after a server failure"
     (attempt,) = results.load_results(tmp_path / "again" / "suite").attempts
     assert (attempt.score, attempt.turns, attempt.task_key) == (1.0, 1, case.key) and attempt.tokens < 100
 
     assert "its task is that of case" in promote(3)[1]
     assert promote(2)[0] == "" and len(load_suite(tmp_path / "late").cases) == 2, "another turn is another case"
-    assert promote(1)[0] == "" and [one.start is None for one in load_suite(tmp_path / "late").cases].count(True) == 1
+    assert promote(1)[0] == "" and [late_case.start is None for late_case in load_suite(tmp_path / "late").cases].count(True) == 1
 
 
 @pytest.mark.slow
 def test_tokens_of_another_tokenizer_raise_before_anything_runs(run: Path, tmp_path: Path) -> None:
     promote("failing")
     code = CliRunner().invoke(app, ["eval", "late", "--policy", f"{HERE}:foreign", BACKEND, "--run-dir", "again"]).exit_code
-    assert code == 2 and not Path("asked.jsonl").exists()
+    assert code == 2 and not Path("turns.jsonl").exists()
     (case,) = load_suite(tmp_path / "late").cases
     chat = replay.ChatFormat(better().tokenizer)
     replay.check_start_tokens([load_suite(tmp_path / "late")], chat, None, RolloutConfig())
     assert case.start is not None
-    line = case.start.trajectories[0]
-    first = line.turns[0]
+    trajectory = case.start.trajectories[0]
+    first = trajectory.turns[0]
     unknown = replace(first, completion_ids=(*first.completion_ids[:-1], 10**9))
     for other in (unknown, replace(first, prompt_ids=(1, 2))):
-        changed = replace(case.start, trajectories=(replace(line, turns=(other, *line.turns[1:])),))
+        changed = replace(case.start, trajectories=(replace(trajectory, turns=(other, *trajectory.turns[1:])),))
         save_case(tmp_path / "late", replace(case, start=changed))
         with pytest.raises(UserError, match="another tokenizer, template or wording"):
             replay.check_start_tokens([load_suite(tmp_path / "late")], chat, None, RolloutConfig())
@@ -137,8 +137,8 @@ def test_tokens_of_another_tokenizer_raise_before_anything_runs(run: Path, tmp_p
 
 
 def test_an_episode_that_cannot_be_replayed_raises_with_the_reason(run: Path, tmp_path: Path) -> None:
-    for turn, said in (("9", "has no turn 9"), ("0", "has no turn 0"), ("x", "'x' is not a turn")):
-        assert said in promote(turn)[0]
+    for turn, message in (("9", "has no turn 9"), ("0", "has no turn 0"), ("x", "'x' is not a turn")):
+        assert message in promote(turn)[0]
     (tmp_path / "prints.json").write_text('"98"')
     assert "up to turn 3: turn 2 starts with other tokens" in promote("3")[0]
     assert not (tmp_path / "late").exists(), "nothing is written"
@@ -151,7 +151,7 @@ def test_an_episode_that_cannot_be_replayed_raises_with_the_reason(run: Path, tm
 
 @pytest.mark.slow
 def test_a_case_of_a_recipe_with_servers_and_bounds_can_start_mid_episode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their tools are in its prompt and answer again in the replay; a bound cuts their output as before."""
+    """The servers' tools are in the prompt and are called in the replay; a limit on calls applies as in the first episode."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pyproject.toml").write_text("")
     (tmp_path / "prints.json").write_text('""')
@@ -161,17 +161,17 @@ def test_a_case_of_a_recipe_with_servers_and_bounds_can_start_mid_episode(tmp_pa
     servers = "mcp=" + json.dumps({"it": {"host_command": program}})
     recipe = (BACKEND, servers, 'tools={"echo": {"calls": 1}}')
 
-    refused, out = agentrl("eval", "s", "--policy", f"{HERE}:talker", *recipe, "--run-dir", "r")
-    assert refused == "", out
+    error, out = agentrl("eval", "s", "--policy", f"{HERE}:talker", *recipe, "--run-dir", "r")
+    assert error == "", out
     assert agentrl("failures", "promote", "r", "eval-x-r0-a0", "--into", "late", "--from-turn", "3")[0] == ""
     (late,) = load_suite(tmp_path / "late").cases
     assert late.start is not None
     first, second = late.start.trajectories[0].turns
     assert first.tool_results[0].output == "a" and "may be called 1 times" in second.tool_results[0].output
 
-    refused, out = agentrl("eval", "late", "--policy", f"{HERE}:talker", *recipe, "--run-dir", "again")
+    error, out = agentrl("eval", "late", "--policy", f"{HERE}:talker", *recipe, "--run-dir", "again")
     (attempt,) = results.load_results(tmp_path / "again" / "suite").attempts
-    assert refused == "" and (attempt.score, attempt.turns) == (0.0, 1), out
+    assert error == "" and (attempt.score, attempt.turns) == (0.0, 1), out
     without = agentrl("eval", "late", "--policy", f"{HERE}:talker", BACKEND, "--run-dir", "without")[0]
     assert "declare it in the recipe, as mcp.it" in without
 
@@ -181,6 +181,6 @@ def test_wording_of_a_tool_that_the_task_lacks_does_not_prevent_promotion(run: P
     recipe = json.loads((run / "recipe.json").read_text())
     recipe["tools"] = {"search": {"description": "Search the archive.", "arguments": {}}}
     (run / "recipe.json").write_text(json.dumps(recipe))
-    refused, out = promote("failing")
-    assert refused == "", out
+    error, out = promote("failing")
+    assert error == "", out
     assert load_suite(tmp_path / "late").cases[0].start is not None

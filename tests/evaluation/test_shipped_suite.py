@@ -1,4 +1,4 @@
-"""The suite in `evals/regressions`: which exists right after the quickstart. A suite records the policy that is evaluated by default."""
+"""The suite in `evals/regressions`, whose policy exists after the quickstart: a suite records the policy that is evaluated by default."""
 
 from __future__ import annotations
 
@@ -47,24 +47,24 @@ def record(project: Path, policy: str, *, name: str = "s") -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("named", "source"), [("runs/q@3", PolicySource.VERSION), ("model", PolicySource.FOLDER)])
-def test_the_recorded_policy_equals_the_named_one(named: str, source: PolicySource, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    suite = load_suite(record(project, named))
-    assert recorded_policy([suite]) == find_policy(named) and find_policy(named).source is source
+@pytest.mark.parametrize(("ref", "source"), [("runs/q@3", PolicySource.VERSION), ("model", PolicySource.FOLDER)])
+def test_the_recorded_policy_equals_the_named_one(ref: str, source: PolicySource, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    suite = load_suite(record(project, ref))
+    assert recorded_policy([suite]) == find_policy(ref) and find_policy(ref).source is source
     monkeypatch.chdir(project / "sub")
-    assert recorded_policy([suite]).model == str(project / ("runs/q/versions/000003" if "@" in named else "model")), "from any directory"
+    assert recorded_policy([suite]).model == str(project / ("runs/q/versions/000003" if "@" in ref else "model")), "from any directory"
 
 
 def test_a_missing_policy_is_an_error_with_a_fix(project: Path) -> None:
     record(project, "runs/gone@24")
-    done = CliRunner().invoke(app, ["eval", "s"])
-    assert isinstance(done.exception, UserError) and "policy = 'runs/gone@24' does not exist (train it: agentrl train r.py)" in str(
-        done.exception
+    result = CliRunner().invoke(app, ["eval", "s"])
+    assert isinstance(result.exception, UserError) and "policy = 'runs/gone@24' does not exist (train it: agentrl train r.py)" in str(
+        result.exception
     )
-    assert "--policy FOLDER or RUN@VERSION" in done.exception.fix
+    assert "--policy FOLDER or RUN@VERSION" in result.exception.fix
     record(project, "runs/q@4")
-    done = CliRunner().invoke(app, ["eval", "s"])
-    assert isinstance(done.exception, UserError) and "no complete model of version 4" in str(done.exception)
+    result = CliRunner().invoke(app, ["eval", "s"])
+    assert isinstance(result.exception, UserError) and "no complete model of version 4" in str(result.exception)
 
 
 def test_suites_that_disagree_or_record_none_need_the_option(project: Path) -> None:
@@ -75,12 +75,12 @@ def test_suites_that_disagree_or_record_none_need_the_option(project: Path) -> N
         (["none"], "names no policy"),
         (["one", "--key-env", "K"], "need --policy"),
     ):
-        done = CliRunner().invoke(app, ["eval", *arguments])
-        assert isinstance(done.exception, UserError) and why in str(done.exception), (arguments, done.exception)
+        result = CliRunner().invoke(app, ["eval", *arguments])
+        assert isinstance(result.exception, UserError) and why in str(result.exception), (arguments, result.exception)
 
 
 @pytest.mark.parametrize(
-    ("named", "why"),
+    ("policy", "why"),
     [
         ("link", "outside the project"),
         ("link@3", "outside the project"),
@@ -93,9 +93,9 @@ def test_suites_that_disagree_or_record_none_need_the_option(project: Path) -> N
     ],
 )
 def test_a_recorded_policy_outside_the_project_raises(
-    named: str, why: str, project: Path, tmp_path_factory: pytest.TempPathFactory
+    policy: str, why: str, project: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """A run's recipe refers to code."""
+    """A run's recipe may refer to code."""
     outside = tmp_path_factory.mktemp("outside")
     for run in (outside, project / "s" / "theirs"):
         (run / "versions" / "000003").mkdir(parents=True)
@@ -107,4 +107,4 @@ def test_a_recorded_policy_outside_the_project_raises(
         (run / "versions").mkdir(parents=True)
         (run / "versions" / "000003").symlink_to(project / "model")
     with pytest.raises(UserError, match=why):
-        recorded_policy([load_suite(record(project, named))])
+        recorded_policy([load_suite(record(project, policy))])

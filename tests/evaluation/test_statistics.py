@@ -43,74 +43,74 @@ def power_of_mcnemar(cases: int, difference: float, discordance: float, *, alpha
 
 @pytest.mark.parametrize(("lost", "gained"), [(0, 0), (0, 5), (1, 9), (7, 7), (30, 14), (120, 160)])
 def test_flipping_signs_of_single_attempts_is_the_binomial_test_of_the_flips(lost: int, gained: int) -> None:
-    known = scipy.stats.binomtest(lost, lost + gained).pvalue if lost + gained else 1.0
+    expected = scipy.stats.binomtest(lost, lost + gained).pvalue if lost + gained else 1.0
     flips = [Fraction(-1)] * lost + [Fraction(1)] * gained + [Fraction(0)] * 11
-    assert sign_flip_test(flips).both == pytest.approx(known, rel=1e-9)
+    assert sign_flip_test(flips).both == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.slow
 @given(st.lists(st.fractions(-1, 1, max_denominator=4), max_size=9))
-def test_flipping_signs_counts_every_choice_of_them(differences: list[Fraction]) -> None:
-    sums = [sum((sign * one for sign, one in zip(signs, differences, strict=True)), Fraction())
+def test_flipping_signs_counts_every_choice_of_signs(differences: list[Fraction]) -> None:
+    sums = [sum((sign * difference for sign, difference in zip(signs, differences, strict=True)), Fraction())
             for signs in itertools.product((-1, 1), repeat=len(differences))]  # fmt: skip
-    seen, observed = sign_flip_test(differences), sum(differences, Fraction())
-    assert seen.exact
-    assert seen.low == pytest.approx(sum(one <= observed for one in sums) / len(sums))
-    assert seen.high == pytest.approx(sum(one >= observed for one in sums) / len(sums))
+    result, observed = sign_flip_test(differences), sum(differences, Fraction())
+    assert result.exact
+    assert result.low == pytest.approx(sum(total <= observed for total in sums) / len(sums))
+    assert result.high == pytest.approx(sum(total >= observed for total in sums) / len(sums))
 
 
 def test_random_flips_are_seeded() -> None:
     rng = random.Random(3)
     graded = [Fraction(rng.uniform(-0.2, 0.1)) for _ in range(40)]
-    seen = sign_flip_test(graded)
-    assert not seen.exact and seen == sign_flip_test(graded)
-    rounded = sign_flip_test([one.limit_denominator(50) for one in graded])
-    assert rounded.exact is (rounded == sign_flip_test([one.limit_denominator(50) for one in graded], seed=9))
-    coarse = sign_flip_test([Fraction(round(one * 100), 100) for one in graded])
-    assert coarse.exact and seen.low == pytest.approx(coarse.low, abs=0.01)
-    assert seen == sign_flip_test(graded, seed=0) != sign_flip_test(graded, seed=1)
+    result = sign_flip_test(graded)
+    assert not result.exact and result == sign_flip_test(graded)
+    rounded = sign_flip_test([difference.limit_denominator(50) for difference in graded])
+    assert rounded.exact is (rounded == sign_flip_test([difference.limit_denominator(50) for difference in graded], seed=9))
+    coarse = sign_flip_test([Fraction(round(difference * 100), 100) for difference in graded])
+    assert coarse.exact and result.low == pytest.approx(coarse.low, abs=0.01)
+    assert result == sign_flip_test(graded, seed=0) != sign_flip_test(graded, seed=1)
 
 
 def test_a_distribution_is_exact_up_to_its_stated_size() -> None:
     """2^26 bits; one difference of 2^25 units takes (1 + 1) * 2^25."""
     largest = sign_flip_test([Fraction(-(2**25), 5)])
     assert (largest.low, largest.high, largest.exact) == (0.5, 1.0, True)
-    for sign in (1, -1):  # of the two choices of signs, one ties with what was observed
+    for sign in (1, -1):  # one of the two choices of signs equals the observed one
         beyond = sign_flip_test([Fraction(sign * (2**25 + 1), 5)])
         assert not beyond.exact and max(beyond.low, beyond.high) == 1.0
         assert min(beyond.low, beyond.high) == pytest.approx(0.5, abs=0.02)
 
 
 def test_random_flips_estimate_the_exact_distribution() -> None:
-    """Sizes that differ by orders of magnitude."""
+    """The differences vary by orders of magnitude."""
     rng = random.Random(4)
     for signs in ((-1, -1, 1, -1, 1, -1), (1, -1, -1, 1, -1, 1), (1, 1, -1, -1, 1, -1), (-1, 1, 1, 1, -1, -1)):
-        graded = [Fraction(sign * rng.randint(10**9, 2 * 10**9), 10 ** (9 + place)) for place, sign in enumerate(signs)]
+        graded = [Fraction(sign * rng.randint(10**9, 2 * 10**9), 10 ** (9 + exponent)) for exponent, sign in enumerate(signs)]
         for differences in (graded, graded[::-1]):
             sums = [sum(map(operator.mul, flips, differences)) for flips in itertools.product((-1, 1), repeat=len(differences))]
-            seen, observed = sign_flip_test(differences), sum(differences)
-            assert not seen.exact
-            assert seen.low == pytest.approx(sum(one <= observed for one in sums) / len(sums), abs=0.02)
-            assert seen.high == pytest.approx(sum(one >= observed for one in sums) / len(sums), abs=0.02)
+            result, observed = sign_flip_test(differences), sum(differences)
+            assert not result.exact
+            assert result.low == pytest.approx(sum(total <= observed for total in sums) / len(sums), abs=0.02)
+            assert result.high == pytest.approx(sum(total >= observed for total in sums) / len(sums), abs=0.02)
 
 
-def test_the_observed_signs_are_one_of_10000_so_that_no_estimate_is_0() -> None:
+def test_the_observed_signs_count_as_a_sample_so_no_estimate_is_0() -> None:
     rng = random.Random(5)
     graded = [Fraction(rng.uniform(0.1, 1.0)) for _ in range(40)]  # no random flip has all 40 signs alike
-    risen, fallen = sign_flip_test(graded), sign_flip_test([-one for one in graded])
+    risen, fallen = sign_flip_test(graded), sign_flip_test([-difference for difference in graded])
     assert (risen.low, risen.high) == (1.0, 1 / 10_000) and (fallen.low, fallen.high) == (1 / 10_000, 1.0)
     assert not risen.exact and risen.both == 2 / 10_000
 
 
 @given(st.integers(0, 30), st.integers(0, 30), st.integers(0, 30), st.integers(0, 30))
 def test_the_p_value_of_fewer_passes_is_fishers(passed: int, failed: int, before_passed: int, before_failed: int) -> None:
-    known = scipy.stats.fisher_exact([[passed, failed], [before_passed, before_failed]], alternative="less").pvalue
+    expected = scipy.stats.fisher_exact([[passed, failed], [before_passed, before_failed]], alternative="less").pvalue
     assert fisher_p_value(passed, passed + failed, before_passed, before_passed + before_failed) == pytest.approx(
-        known, rel=1e-6, abs=1e-12
+        expected, rel=1e-6, abs=1e-12
     )
 
 
-def test_holm_stops_at_the_first_that_is_not_significant() -> None:
+def test_holm_stops_at_the_first_p_value_that_is_not_significant() -> None:
     assert holm_rejections([0.04, 0.001, 0.02], 0.05, hypotheses=3) == (True, True, True)
     assert holm_rejections([0.02, 0.018, 0.03], 0.05, hypotheses=3) == (False, False, False), "the smallest must be below a third of alpha"
     assert holm_rejections([0.012, 0.04, 0.9, 0.001], 0.05, hypotheses=4) == (True, False, False, True)
@@ -128,25 +128,25 @@ def test_impossible_counts_raise() -> None:
 
 @given(st.lists(st.sampled_from([-1.0, -0.5, -0.125, 0.0, 0.25, 0.75, 1.0]), max_size=12))
 def test_the_e_value_is_the_mean_over_stakes_of_the_product_over_cases(differences: list[float]) -> None:
-    """In fractions, with the stakes 0.05, 0.15, ..., 0.95."""
+    """Computed in fractions, with the stakes 0.05, 0.15, ..., 0.95."""
     stakes = [Fraction(odd, 20) for odd in range(1, 20, 2)]
-    known = sum(math.prod(1 - stake * Fraction(one) for one in differences) for stake in stakes) / len(stakes)
-    assert e_value(differences) == pytest.approx(float(known), rel=1e-9)
+    expected = sum(math.prod(1 - stake * Fraction(difference) for difference in differences) for stake in stakes) / len(stakes)
+    assert e_value(differences) == pytest.approx(float(expected), rel=1e-9)
 
 
 @given(st.lists(st.sampled_from([-1.0, -0.5, 0.0, 0.25, 1.0]), max_size=30), st.floats(-0.99, 0.99), st.floats(-0.99, 0.99))
-def test_the_anytime_interval_is_what_the_evidence_does_not_exclude(differences: list[float], one: float, other: float) -> None:
-    assert e_value(differences, null=min(one, other)) <= e_value(differences, null=max(one, other)) * (1 + 1e-9)
+def test_the_anytime_interval_agrees_with_the_evidence(differences: list[float], mean: float, other_mean: float) -> None:
+    assert e_value(differences, null=min(mean, other_mean)) <= e_value(differences, null=max(mean, other_mean)) * (1 + 1e-9)
     interval = anytime_interval(differences, level=0.9)
     assert -1 <= interval.low <= interval.value <= interval.high <= 1
     assert (interval.high <= 0) == (e_value(differences) >= 20) and (interval.low >= 0) == (e_value([-d for d in differences]) >= 20)
-    if abs(one - interval.high) > 1e-6 and one > interval.value:
-        assert (one > interval.high) == (e_value(differences, null=one) >= 20)
+    if abs(mean - interval.high) > 1e-6 and mean > interval.value:
+        assert (mean > interval.high) == (e_value(differences, null=mean) >= 20)
 
 
 @pytest.mark.slow
 def test_the_anytime_interval_holds_at_all_numbers_of_cases_at_once() -> None:
-    """300 sequences of 100 differences with mean 0.1: at most 10% of them are ever missed."""
+    """300 sequences of 100 differences with mean 0.1: the interval misses the mean of at most 10% of them at any length."""
     rng, missed = random.Random(3), 0
     for _ in range(300):
         sequence = [float(rng.choices((-1, 0, 1), (0.2, 0.5, 0.3))[0]) for _ in range(100)]
@@ -190,16 +190,16 @@ def test_cases_planned_from_one_policy_reach_the_power(repeats: int, everywhere:
         smallest_detectable(n, 0.18, repeats=repeats) == pytest.approx(0.2)
         and (smallest_detectable(n // 2, 0.18, repeats=repeats) or 1.0) > 0.2
     )
-    rng, seen = random.Random(5), 0
+    rng, detected = random.Random(5), 0
 
     def passed(chance: float) -> Fraction:
         return Fraction(sum(rng.random() < chance for _ in range(repeats)), repeats)
 
     for _ in range(200):
-        after = [0.7] * n if everywhere else [0.0 if place < 0.2 / 0.9 * n else 0.9 for place in range(n)]
+        after = [0.7] * n if everywhere else [0.0 if index < 0.2 / 0.9 * n else 0.9 for index in range(n)]
         tails = sign_flip_test([passed(chance) - passed(0.9) for chance in after])
-        seen += tails.both <= 0.05
-    assert seen / 200 >= 0.75, "80%, but for the chance in 200 evaluations"
+        detected += tails.both <= 0.05
+    assert detected / 200 >= 0.75, "80%, but for the chance in 200 evaluations"
 
 
 @pytest.mark.slow
@@ -208,12 +208,12 @@ def test_noise_is_the_variance_of_attempts_at_the_same_case() -> None:
     chances = [0.2, 0.5, 1.0] * 4_000
     by_case = [[float(rng.random() < chance) for _ in range(3)] for chance in chances]
     assert attempt_noise(by_case) == pytest.approx((2 * 0.16 + 2 * 0.25) / 3, abs=0.01)
-    alone = attempt_noise([scores[:1] for scores in by_case])
-    assert alone == pytest.approx(2 * (1.7 / 3) * (1.3 / 3), abs=0.01), "of single attempts the most that they can have"
+    single = attempt_noise([scores[:1] for scores in by_case])
+    assert single == pytest.approx(2 * (1.7 / 3) * (1.3 / 3), abs=0.01), "single attempts give the largest possible variance"
     assert attempt_noise([[1.0], [], [1.0, 1.0]]) == 0.0
     with pytest.raises(ValueError, match="nothing was scored"):
         attempt_noise([[], []])
-    assert smallest_detectable(5, 0.0) is None, "no number of flips is significant there"
+    assert smallest_detectable(5, 0.0) is None, "no number of flips is significant in 5 cases"
 
 
 def test_impossible_plans_raise() -> None:
@@ -223,14 +223,14 @@ def test_impossible_plans_raise() -> None:
 
 @pytest.mark.slow
 def test_inspecting_after_every_case_keeps_the_false_alarm_rate() -> None:
-    rng, alarms, caught = random.Random(8), 0, 0
+    rng, alarms, detected = random.Random(8), 0, 0
     for _ in range(200):
-        seen: list[float] = []
+        worse: list[float] = []
         unchanged = [float(rng.randint(-1, 1)) for _ in range(60)]
         alarms += any(e_value(unchanged[:n]) >= 20 for n in range(1, 61))
-        seen += [-1.0 if rng.random() < 0.3 else 0.0 if rng.random() < 0.9 else 1.0 for _ in range(60)]
-        caught += e_value(seen) >= 20
-    assert alarms / 200 <= 0.05 and caught / 200 > 0.5
+        worse += [-1.0 if rng.random() < 0.3 else 0.0 if rng.random() < 0.9 else 1.0 for _ in range(60)]
+        detected += e_value(worse) >= 20
+    assert alarms / 200 <= 0.05 and detected / 200 > 0.5
     assert e_value([]) == pytest.approx(1.0) and e_value([0.0] * 9) == pytest.approx(1.0)
     with pytest.raises(ValueError, match="within"):
         e_value([1.5])

@@ -34,7 +34,7 @@ def suite_of(project: Path, case: Case) -> Suite:
     return make_suite(project / "evals" / "theirs", case)
 
 
-def naming(*, image: str = "none", **changes: tuple[str, ...]) -> Case:
+def a_case(*, image: str = "none", **changes: tuple[str, ...]) -> Case:
     case = make_case("a")
     return replace(case, task=replace(case.task, sandbox=SandboxSpec(image=image), **changes))
 
@@ -64,19 +64,19 @@ def naming(*, image: str = "none", **changes: tuple[str, ...]) -> Case:
 @pytest.mark.parametrize("kind", ["verifiers", "tools"])
 def test_foreign_code_raises_before_it_is_imported(kind: str, reference: str, why: str, project: Path, tmp_path: Path) -> None:
     (project / "link.py").symlink_to(tmp_path / "evil.py")
-    wrong = suite_of(project, naming(**{kind: (reference.format(outside=tmp_path),)}))
+    foreign = suite_of(project, a_case(**{kind: (reference.format(outside=tmp_path),)}))
     with pytest.raises(UserError, match=why):
-        check_suite_code(wrong, project)
+        check_suite_code(foreign, project)
     arguments = ["eval", "evals/theirs", *OVERRIDES, "--policy", f"{HERE}:policy", "--run-dir", "r"]
-    done = CliRunner().invoke(app, arguments)
-    assert isinstance(done.exception, UserError) and why in str(done.exception), done.output
+    result = CliRunner().invoke(app, arguments)
+    assert isinstance(result.exception, UserError) and why in str(result.exception), result.output
     assert not list(tmp_path.rglob("ran"))
 
 
 @pytest.mark.parametrize("reference", ["evil:v", "package.part:v", "package.evil.part:v"])
 @pytest.mark.parametrize("entry", ["", "{suite}"])
 def test_code_found_in_the_current_directory_raises(reference: str, entry: str, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Like `python -m agentrl eval .` in the suite's folder."""
+    """As with `python -m agentrl eval .` in the suite's folder."""
     suite = project / "evals" / "theirs"
     (project / "evil.py").unlink()
     (suite / "package").mkdir()
@@ -84,13 +84,13 @@ def test_code_found_in_the_current_directory_raises(reference: str, entry: str, 
     monkeypatch.chdir(suite)
     monkeypatch.syspath_prepend(entry.format(suite=suite))
     with pytest.raises(UserError, match="came with the suite"):
-        check_suite_code(suite_of(project, naming(verifiers=(reference,))), project)
+        check_suite_code(suite_of(project, a_case(verifiers=(reference,))), project)
 
 
 def test_the_project_precedes_the_current_directory(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(project / "evals" / "theirs")
     monkeypatch.syspath_prepend("")
-    check_suite_code(suite_of(project, naming(verifiers=("evil:v", "json:loads", "agentrl.records:Score"))), project)
+    check_suite_code(suite_of(project, a_case(verifiers=("evil:v", "json:loads", "agentrl.records:Score"))), project)
 
 
 FOREIGN = ("/etc", "../image", "sandboxes/../../image")
@@ -100,7 +100,7 @@ IMPOSSIBLE = ("a\0b", "a\x1b[31m", "a\n", "\x7f", "x" * 256, "é" * 128, "x/" * 
 @pytest.mark.parametrize("image", [*FOREIGN, *IMPOSSIBLE])
 def test_a_foreign_image_or_an_impossible_folder_name_raises(image: str, project: Path) -> None:
     with pytest.raises(UserError, match="an image outside" if image in FOREIGN else "name is not a path"):
-        check_suite_code(suite_of(project, naming(image=image)), project)
+        check_suite_code(suite_of(project, a_case(image=image)), project)
 
 
 def test_surrogates_are_not_a_path(project: Path) -> None:
@@ -110,18 +110,18 @@ def test_surrogates_are_not_a_path(project: Path) -> None:
 
 def test_code_of_the_project_and_its_packages_is_allowed(project: Path) -> None:
     names = ("rewards.tables:exact_answer", "rewards/mine.py:exact", f"{project}/rewards/mine.py:exact", "an_entry_point")
-    check_suite_code(suite_of(project, naming(image="sandboxes/tables", verifiers=names, tools=("python", "submit", "mcp:files"))), project)
+    check_suite_code(suite_of(project, a_case(image="sandboxes/tables", verifiers=names, tools=("python", "submit", "mcp:files"))), project)
 
 
-def test_a_suite_of_another_project_is_evaluated_there(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = tmp_path / "download"
-    theirs.mkdir()
-    (theirs / "pyproject.toml").write_text("")
-    suite = make_suite(theirs / "evals", make_case("a"))
+def test_a_suite_of_another_project_is_evaluated_in_it(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = tmp_path / "download"
+    other.mkdir()
+    (other / "pyproject.toml").write_text("")
+    suite = make_suite(other / "evals", make_case("a"))
     with pytest.raises(UserError, match="belongs to another project") as error:
-        check_project([suite], theirs)
-    assert f"cd {theirs}" in error.value.fix
-    done = CliRunner().invoke(app, ["eval", str(theirs / "evals"), *OVERRIDES, "--policy", f"{HERE}:policy", "--run-dir", "r"])
-    assert isinstance(done.exception, UserError) and "another project" in str(done.exception)
-    monkeypatch.chdir(theirs / "evals")
-    check_project([suite], theirs)
+        check_project([suite], other)
+    assert f"cd {other}" in error.value.fix
+    result = CliRunner().invoke(app, ["eval", str(other / "evals"), *OVERRIDES, "--policy", f"{HERE}:policy", "--run-dir", "r"])
+    assert isinstance(result.exception, UserError) and "another project" in str(result.exception)
+    monkeypatch.chdir(other / "evals")
+    check_project([suite], other)

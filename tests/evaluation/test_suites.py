@@ -42,10 +42,10 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def asked(*arguments: object) -> tuple[int, str]:
-    done = CliRunner().invoke(app, ["eval", *map(str, arguments), *OVERRIDES, "--policy", POLICY])
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    return done.exit_code, done.stdout
+def run_eval(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["eval", *map(str, arguments), *OVERRIDES, "--policy", POLICY])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout
 
 
 def test_every_case_has_a_status_that_decides_the_exit_code(project: Path) -> None:
@@ -58,10 +58,10 @@ def test_every_case_has_a_status_that_decides_the_exit_code(project: Path) -> No
         make_case("flaky_strict", threshold=0.75, repeats=4),
     )
     second = make_suite(project / "evals" / "two", make_case("broken"), make_case("good"))
-    code, printed = asked(project / "evals", "--junit", project / "out.xml", "--run-dir", project / "r", "--json")
-    told = json.loads(printed.splitlines()[-1])
-    assert code == 1 and not told["passed"]
-    verdicts = {(one["suite"], one["case"]): (one["verdict"], one["scores"], one["threshold"]) for one in told["cases"]}
+    code, output = run_eval(project / "evals", "--junit", project / "out.xml", "--run-dir", project / "r", "--json")
+    report = json.loads(output.splitlines()[-1])
+    assert code == 1 and not report["passed"]
+    verdicts = {(case["suite"], case["case"]): (case["verdict"], case["scores"], case["threshold"]) for case in report["cases"]}
     assert verdicts == {
         ("one", "bad"): ("failed", [0.0], 1.0),
         ("one", "flaky_strict"): ("failed", [1.0, 0.0, 1.0, 0.0], 0.75),
@@ -70,10 +70,10 @@ def test_every_case_has_a_status_that_decides_the_exit_code(project: Path) -> No
         ("two", "broken"): ("unscored", [None], 1.0),
         ("two", "good"): ("passed", [1.0], 1.0),
     }
-    assert [one["case"] for one in told["cases"]][:3] == ["bad", "flaky_strict", "broken"], "failed first, then unscored"
-    bad = told["cases"][0]
+    assert [case["case"] for case in report["cases"]][:3] == ["bad", "flaky_strict", "broken"], "failed first, then unscored"
+    bad = report["cases"][0]
     assert (bad["shown"]["tag"], bad["shown"]["turn"]) == ("wrong_answer", None), bad["shown"]
-    assert told["suites"][0]["figures"]["pass_at_1"] == 0.5, "an attempt passes at its case's threshold"
+    assert report["suites"][0]["figures"]["pass_at_1"] == 0.5, "an attempt passes at its case's threshold"
     assert bad["shown"]["answer"].startswith("fail") and "wanted pass" in bad["shown"]["evidence"] and bad["baseline"]["version"] == 3
 
     document = xml.fromstring((project / "out.xml").read_bytes())
@@ -82,34 +82,34 @@ def test_every_case_has_a_status_that_decides_the_exit_code(project: Path) -> No
         {"name": "one", "tests": "4", "failures": "2", "errors": "0"},
         {"name": "two", "tests": "2", "failures": "0", "errors": "1"},
     ]
-    words = "".join(document.itertext())
-    assert "agentrl failures show" in words and "What is case bad?" in words and "no judge" in words
-    assert not any(c in words for c in "\x1b\x00\u202e\ufffe")
+    texts = "".join(document.itertext())
+    assert "agentrl failures show" in texts and "What is case bad?" in texts and "no judge" in texts
+    assert not any(c in texts for c in "\x1b\x00\u202e\ufffe")
 
-    kept = results.load_results(project / "r" / "suites" / "one")
-    assert len(kept.attempts) == 10 and kept.scores()["flaky"] == [1.0, 0.0, 1.0, 0.0]
+    stored = results.load_results(project / "r" / "suites" / "one")
+    assert len(stored.attempts) == 10 and stored.scores()["flaky"] == [1.0, 0.0, 1.0, 0.0]
     assert results.load_results(project / "r" / "suites" / "two").scores() == {"broken": [None], "good": [1.0]}
     assert load(project / "r" / "recipe.json").policy.model == POLICY, "the run folder records its command"
     assert load_suite(first.folder) == first and load_suite(second.folder) == second, "cases are unchanged"
 
-    shown = CliRunner().invoke(app, ["failures", "show", str(project / "r"), bad["shown"]["episode"]])
-    assert shown.exit_code == 0 and "What is case bad?" in shown.stdout
+    details = CliRunner().invoke(app, ["failures", "show", str(project / "r"), bad["shown"]["episode"]])
+    assert details.exit_code == 0 and "What is case bad?" in details.stdout
 
 
 def test_a_passing_policy_exits_with_0_and_can_be_pinned(project: Path) -> None:
     suite = make_suite(project / "s", make_case("good"), make_case("flaky", threshold=0.5))
-    code, printed = asked(suite.folder, "--repeats", "2", "--pin", "--run-dir", project / "r")
-    assert code == 0 and "s: 2 of 2 cases passed, 0 failed" in printed and "pass@1  0.750" in printed
-    pinned = {case.id: case.baseline for case in load_suite(suite.folder).cases}
-    assert [one is not None and one.scores for one in pinned.values()] == [(1.0, 0.0), (1.0, 1.0)]
-    assert (project / "r" / "suite" / "about.json").is_file(), "agentrl compare reads it there"
+    code, output = run_eval(suite.folder, "--repeats", "2", "--pin", "--run-dir", project / "r")
+    assert code == 0 and "s: 2 of 2 cases passed, 0 failed" in output and "pass@1  0.750" in output
+    baselines = {case.id: case.baseline for case in load_suite(suite.folder).cases}
+    assert [baseline is not None and baseline.scores for baseline in baselines.values()] == [(1.0, 0.0), (1.0, 1.0)]
+    assert (project / "r" / "suite" / "about.json").is_file(), "agentrl compare reads this path"
 
 
 def test_a_failed_case_is_printed_readably_without_escape_sequences(project: Path) -> None:
     suite = make_suite(project / "s", make_case("bad"), make_case("good"))
-    code, printed = asked(suite.folder, "--run-dir", project / "r")
-    assert code == 1 and "\x1b" not in printed and "\u202e" not in printed
-    lines = [text.strip() for text in printed.splitlines()]
+    code, output = run_eval(suite.folder, "--run-dir", project / "r")
+    assert code == 1 and "\x1b" not in output and "\u202e" not in output
+    lines = [text.strip() for text in output.splitlines()]
     at = next(number for number, text in enumerate(lines) if text.startswith("failed"))
     assert lines[at] == "failed    bad  0.00 of 1 in 1 attempt" and lines[at + 1] == "question  What is case bad?"
     assert lines[at + 2].startswith("answer    fail") and lines[at + 3].startswith("evidence  wanted pass")
@@ -118,49 +118,49 @@ def test_a_failed_case_is_printed_readably_without_escape_sequences(project: Pat
 
 def test_a_case_without_its_image_is_unscored_and_the_others_run(project: Path) -> None:
     suite = make_suite(project / "s", make_case("good"), make_case("good_too", image="gone"))
-    code, printed = asked(suite.folder, "--run-dir", project / "r", "--junit", project / "out.xml")
-    assert code == 1 and "s: 1 of 2 cases passed, 0 failed, 1 unscored" in printed and "no sandbox image at gone" in printed, printed
-    assert "\x1b" not in printed and 'errors="1"' in (project / "out.xml").read_text()
+    code, output = run_eval(suite.folder, "--run-dir", project / "r", "--junit", project / "out.xml")
+    assert code == 1 and "s: 1 of 2 cases passed, 0 failed, 1 unscored" in output and "no sandbox image at gone" in output, output
+    assert "\x1b" not in output and 'errors="1"' in (project / "out.xml").read_text()
 
 
 def test_code_that_raises_system_exit_costs_only_its_case(project: Path) -> None:
     names = ("good", "good_leaves", "leaves", "exits")
     suite = make_suite(project / "s", *map(make_case, names))
-    code, printed = asked(suite.folder, "--run-dir", project / "r")
-    assert code == 1 and "s: 1 of 4 cases passed, 0 failed, 3 unscored" in printed, printed
-    said = {name: attempt.reason for name, attempt in zip(sorted(names), _attempts(project / "r"), strict=True)}
-    assert "verifier raised RuntimeError: verifier" in said["good_leaves"] and "suite_parts.py:" in said["good_leaves"], said
-    assert "the agent raised KeyboardInterrupt" in said["leaves"] and "suite_parts.py:" in said["leaves"], said
-    assert "SystemExit: 0" in said["exits"], said
+    code, output = run_eval(suite.folder, "--run-dir", project / "r")
+    assert code == 1 and "s: 1 of 4 cases passed, 0 failed, 3 unscored" in output, output
+    reasons = {name: attempt.reason for name, attempt in zip(sorted(names), _attempts(project / "r"), strict=True)}
+    assert "verifier raised RuntimeError: verifier" in reasons["good_leaves"] and "suite_parts.py:" in reasons["good_leaves"], reasons
+    assert "the agent raised KeyboardInterrupt" in reasons["leaves"] and "suite_parts.py:" in reasons["leaves"], reasons
+    assert "SystemExit: 0" in reasons["exits"], reasons
 
 
 def _attempts(run: Path) -> list[results.CaseAttempt]:
-    return sorted(results.load_results(run / "suite").attempts, key=lambda one: one.case)
+    return sorted(results.load_results(run / "suite").attempts, key=lambda attempt: attempt.case)
 
 
 def test_unusable_suites_are_reported_before_anything_runs(project: Path) -> None:
     suite = make_suite(project / "s", make_case("good"))
-    for wrong, said in ((["--threshold", "nan"], "--threshold nan"), (["--policy", f"{HERE}:make_case"], "'make_case|policy")):
-        done = CliRunner().invoke(app, ["eval", str(suite.folder), *OVERRIDES, "--policy", POLICY, *wrong, "--run-dir", str(project / "r")])
-        assert isinstance(done.exception, UserError), done.output
-        assert any(one in str(done.exception) for one in said.split("|")), done.exception
+    for more, messages in ((["--threshold", "nan"], "--threshold nan"), (["--policy", f"{HERE}:make_case"], "'make_case|policy")):
+        run = CliRunner().invoke(app, ["eval", str(suite.folder), *OVERRIDES, "--policy", POLICY, *more, "--run-dir", str(project / "r")])
+        assert isinstance(run.exception, UserError), run.output
+        assert any(message in str(run.exception) for message in messages.split("|")), run.exception
         assert not (project / "r" / "recipe.json").exists(), "the folder contains no run"
 
 
 def test_pinning_keeps_cases_changed_in_the_meantime(project: Path) -> None:
     suite = make_suite(project / "s", make_case("good"), make_case("flaky"), make_case("bad"))
-    given = cast(
+    evaluation = cast(
         Any, SimpleNamespace(suite=suite, results=SimpleNamespace(about=SimpleNamespace(model="m", version=1, sha256="", at="now")))
     )
-    given.outcomes = [SimpleNamespace(case=case, mean=1.0, scores=(1.0,)) for case in suite.cases]
+    evaluation.outcomes = [SimpleNamespace(case=case, mean=1.0, scores=(1.0,)) for case in suite.cases]
     good, other = load_suite(suite.folder).cases[2], make_case("flaky")
     save_case(suite.folder, replace(good, note="edited"))
     save_case(suite.folder, replace(other, task=replace(other.task, data={"answer": "x"})))
     (suite.folder / "cases" / "bad.json").unlink()
-    assert suites.pin_baselines([given]) == 1
-    now = {case.id: case for case in load_suite(suite.folder).cases}
-    assert sorted(now) == ["flaky", "good"] and now["good"].note == "edited"
-    assert now["good"].baseline is not None and now["flaky"].baseline is None
+    assert suites.pin_baselines([evaluation]) == 1
+    current = {case.id: case for case in load_suite(suite.folder).cases}
+    assert sorted(current) == ["flaky", "good"] and current["good"].note == "edited"
+    assert current["good"].baseline is not None and current["flaky"].baseline is None
 
 
 @pytest.mark.parametrize(
@@ -179,37 +179,37 @@ def test_a_fault_is_never_a_score(scores: tuple[float | None, ...], threshold: f
 
 
 def test_only_text_that_xml_cannot_contain_is_replaced() -> None:
-    every = "".join(chr(code) for code in range(0x3000)) + "\ud800\udfff\ufffe\uffff\U0001f600"
-    element = xml.Element("a", b=xml_text(every))
-    element.text = xml_text(every)
-    back = xml.fromstring(xml.tostring(element))
-    assert back.text == xml_text(every)
+    characters = "".join(chr(code) for code in range(0x3000)) + "\ud800\udfff\ufffe\uffff\U0001f600"
+    element = xml.Element("a", b=xml_text(characters))
+    element.text = xml_text(characters)
+    parsed = xml.fromstring(xml.tostring(element))
+    assert parsed.text == xml_text(characters)
     assert xml_text("a\tb\nc é 漢 😀 <&>") == "a\tb\nc é 漢 😀 <&>"
 
 
 @pytest.mark.usefixtures("scripted")
 async def test_a_model_folder_is_served_and_only_its_version_counts(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server is scripted; `agentrl eval` opens the other parts of a run."""
-    run = await test_gate.opened(project / "r")
+    run = await test_gate.open_run(project / "r")
     run.learner, tokenizer = SimpleNamespace(kill=None), byte_tokenizer()
     script = load_policy_plugin(find_policy(POLICY)).script
     watched: list[str] = []
 
     @asynccontextmanager
-    async def opened(*_: object, **__: object) -> AsyncIterator[Any]:
+    async def open_scripted_run(*_: object, **__: object) -> AsyncIterator[Any]:
         yield run
 
     async def watch(*, on_loss: object) -> None:
         watched.append("begun")
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(open_policy, "open_run", opened)
+    monkeypatch.setattr(open_policy, "open_run", open_scripted_run)
     monkeypatch.setattr(run.served, "watch", watch)
-    found: list[suites.SuiteEvaluation] = []
+    evaluations: list[suites.SuiteEvaluation] = []
     for version in (0, 1):
         policy = ScriptedPolicy(tokenizer, script, version=version)
         run.groups = replace(run.groups, runner=replace(run.groups.runner, policy=policy))
-        given = open_policy.PreparedEvaluation(
+        prepared = open_policy.PreparedEvaluation(
             policy=NamedPolicy(source=PolicySource.VERSION, name="runs/x@12", model="/home/me/runs/x/versions/000012"),
             suites=(make_suite(project / f"s{version}", make_case("good"), make_case("bad")),),
             recipe=test_gate.RECIPE,
@@ -220,18 +220,18 @@ async def test_a_model_folder_is_served_and_only_its_version_counts(project: Pat
             checked=cast(PreflightResult, object()),
             scorer=TaskScorer(),
         )
-        found += await suites.evaluate_suites(given, console=False)
+        evaluations += await suites.evaluate_suites(prepared, console=False)
         with EpisodeIndex(run.folder) as index:
             rows = index.search(EpisodeQuery(phase="eval")).rows
-        assert {row.task_id for row in rows} == {case.task.id for case in given.suites[0].cases}, "and no row of an earlier evaluation"
-    right, another = ({one.case.id: one for one in each.outcomes} for each in found)
-    assert (right["good"].status, right["bad"].status) == ("passed", "failed") and watched == ["begun", "begun"]
-    about = found[0].results.about
+        assert {row.task_id for row in rows} == {case.task.id for case in prepared.suites[0].cases}, "no row of an earlier evaluation"
+    same_version, other_version = ({outcome.case.id: outcome for outcome in evaluation.outcomes} for evaluation in evaluations)
+    assert (same_version["good"].status, same_version["bad"].status) == ("passed", "failed") and watched == ["begun", "begun"]
+    about = evaluations[0].results.about
     assert (about.sha256, about.model, about.version) == (run.registry.get(0).sha256, "runs/x@12", 12)
-    assert suites.pin_baselines(found[:1]) == 2
-    pinned = load_suite(found[0].suite.folder).cases[0].baseline
+    assert suites.pin_baselines(evaluations[:1]) == 2
+    pinned = load_suite(evaluations[0].suite.folder).cases[0].baseline
     assert pinned is not None and (pinned.model, pinned.version) == ("runs/x@12", 12), "not a local folder"
-    assert {one.status for one in another.values()} == {"unscored"}, "tokens of another version do not count"
+    assert {outcome.status for outcome in other_version.values()} == {"unscored"}, "tokens of another version do not count"
     await test_gate.plain.close(run)
 
 
@@ -242,16 +242,16 @@ def test_a_version_uses_its_runs_settings_and_a_folder_the_defaults(project: Pat
     model = run / "versions" / "000012"
     model.mkdir(parents=True)
     (model / "config.json").write_text('{"max_position_embeddings": 512}')
-    of_folder = recipe_for(find_policy(str(model)), [suite], ["rollout.concurrency=3"])
-    assert (of_folder.policy.model, of_folder.policy.max_model_len, of_folder.rollout.concurrency) == (str(model), 512, 3)
-    whole = of_folder.model_dump(mode="json")
-    whole["policy"] |= {"max_model_len": 333, "chat_template": "chatml"}
-    whole["evaluation"] |= {"sampling": {"temperature": 0.5}, "heldout": 7, "attempts": 4, "every": 2, "thinking_tokens": [64]}
-    whole["gate"], whole["name"] = {"suite": "s"}, "theirs"
-    (run / "recipe.json").write_text(json.dumps(whole))
-    found = find_policy("runs/x@12")
-    assert (found.source, found.model, found.served, found.version) == (PolicySource.VERSION, str(model.resolve()), True, 12)
-    recipe = recipe_for(found, [suite])
+    folder_recipe = recipe_for(find_policy(str(model)), [suite], ["rollout.concurrency=3"])
+    assert (folder_recipe.policy.model, folder_recipe.policy.max_model_len, folder_recipe.rollout.concurrency) == (str(model), 512, 3)
+    settings = folder_recipe.model_dump(mode="json")
+    settings["policy"] |= {"max_model_len": 333, "chat_template": "chatml"}
+    settings["evaluation"] |= {"sampling": {"temperature": 0.5}, "heldout": 7, "attempts": 4, "every": 2, "thinking_tokens": [64]}
+    settings["gate"], settings["name"] = {"suite": "s"}, "theirs"
+    (run / "recipe.json").write_text(json.dumps(settings))
+    policy = find_policy("runs/x@12")
+    assert (policy.source, policy.model, policy.served, policy.version) == (PolicySource.VERSION, str(model.resolve()), True, 12)
+    recipe = recipe_for(policy, [suite])
     assert find_policy(str(model)).version == 0 and recipe_policy(recipe).version == 12
     assert (recipe.policy.max_model_len, recipe.policy.chat_template, recipe.evaluation.sampling.temperature) == (333, None, 0.5)
     assert (recipe.gate, recipe.evaluation.heldout, recipe.name, recipe.trackers) == (None, 0, "s", (Part("terminal"),))
@@ -259,7 +259,7 @@ def test_a_version_uses_its_runs_settings_and_a_folder_the_defaults(project: Pat
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["s", "--policy", "nowhere"], "no such folder or version"),
         (["s", "--policy", "runs/x@9"], "has no complete model of version 9"),
@@ -277,14 +277,14 @@ def test_a_version_uses_its_runs_settings_and_a_folder_the_defaults(project: Pat
         (["recipes/x.py", "--junit", "x.xml"], "need --policy"),
     ],
 )
-def test_wrong_use_is_reported_with_a_fix(project: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str) -> None:
+def test_misuse_is_reported_with_a_fix(project: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str) -> None:
     monkeypatch.chdir(project)
     make_suite(project / "s", make_case("good"))
     make_suite(project / "same" / "s", make_case("good"))
     (project / "runs" / "x" / "versions").mkdir(parents=True)
-    done = CliRunner().invoke(app, ["eval", *arguments])
-    assert isinstance(done.exception, UserError) and said in str(done.exception), done.exception
-    assert any(word in str(done.exception) for word in ("fix:", "known here:")), "what to do"
+    result = CliRunner().invoke(app, ["eval", *arguments])
+    assert isinstance(result.exception, UserError) and message in str(result.exception), result.exception
+    assert any(word in str(result.exception) for word in ("fix:", "known here:")), "the error has a fix"
 
 
 def test_a_plugin_that_returns_no_policy_is_reported() -> None:

@@ -2,7 +2,7 @@
 
 python -m tests.experience.redis_parts worker URL GROUPS      appends groups in batches
 python -m tests.experience.redis_parts unanswered URL GROUPS  dies when the server has a batch and before it reads the answer
-python -m tests.experience.redis_parts driver URL FILE        stores what arrives in a SQLite file
+python -m tests.experience.redis_parts driver URL FILE        stores the groups in a SQLite file
 python -m tests.experience.redis_parts unacknowledged URL FILE  the same, and acknowledges nothing
 """
 
@@ -28,7 +28,7 @@ from agentrl.testing.store_contract import make_group
 
 
 def padded_group(index: int) -> Group:
-    """A group of 20 KiB, compressed."""
+    """Returns a group of 20 KiB after compression."""
     return make_group(index, random.Random(index).randbytes(20 << 10).hex())
 
 
@@ -40,7 +40,7 @@ def work(transport: RedisTransport, groups: int) -> None:
 
 
 def die_unanswered(url: str) -> None:
-    """Has this process killed once the server has a batch and before its answer is read."""
+    """Kills this process after the server has received a batch and before its answer is read."""
     execute = redis.client.Pipeline._execute_transaction
 
     def die(pipeline: Any, connection: Any, commands: Any, raise_on_error: bool) -> Any:
@@ -68,14 +68,14 @@ async def drive(transport: RedisTransport, path: Path) -> None:
     await receive_groups(transport, store, deliver)
 
 
-def main(what: str, url: str, rest: str) -> None:
+def main(role: str, url: str, rest: str) -> None:
     redis_transport._CALL_S = 1.0
     transport = RedisTransport(url, give_up_s=60)
-    if what == "unanswered":
+    if role == "unanswered":
         die_unanswered(url)
-    if what == "unacknowledged":
+    if role == "unacknowledged":
         transport.acknowledge = lambda ids: time.sleep(60) if ids else None  # type: ignore[method-assign]
-    if what in ("worker", "unanswered"):
+    if role in ("worker", "unanswered"):
         work(transport, int(rest))
     else:
         asyncio.run(drive(transport, Path(rest)))

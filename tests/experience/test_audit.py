@@ -1,4 +1,4 @@
-"""The ledger adds up at any moment, and a difference from episodes, checkpoint or metrics is reported."""
+"""The ledger adds up at any time, and differences from episodes, checkpoint or metrics are reported."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from tests.driving import make_recipe
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[tuple[Path, SqliteStore]]:
-    """A run folder after two steps: group 0 was trained, group 1 was not, 2 is assigned, 3 is ready."""
+    """A run folder after two steps: group 0 is trained, 1 is excluded, 2 is assigned and 3 is ready."""
     store = SqliteStore(tmp_path / "experience.sqlite")
     (tmp_path / "recipe.json").write_text(make_recipe().model_dump_json())
     for index in range(4):
         store.put(make_group(index))
     uses = {0: {0: GroupUse(tokens_trained=2)}, 1: {1: GroupUse(reason="all_equal")}}
-    for step, used in uses.items():
-        store.commit(step, used, f"checkpoints/{step + 1:06d}")
+    for step, step_uses in uses.items():
+        store.commit(step, step_uses, f"checkpoints/{step + 1:06d}")
     store.assign(2, [2])
     _write_checkpoint(tmp_path, uses)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens_trained": 2.0}\n{"step": 2, "tokens_trained": 0.0}\n')
@@ -63,9 +63,9 @@ def test_sampled_tokens_are_trained_excluded_or_open(groups: list[tuple[int, int
 
 def test_a_sound_ledger_has_no_problems_and_is_counted(run: tuple[Path, SqliteStore]) -> None:
     folder, store = run
-    seen: list[tuple[int, int]] = []
-    assert list(verify(folder, store, progress=lambda done, total: seen.append((done, total)))) == []
-    assert seen[0] == (0, 4) and seen[-1] == (4, 4)
+    progress: list[tuple[int, int]] = []
+    assert list(verify(folder, store, progress=lambda checked, total: progress.append((checked, total)))) == []
+    assert progress[0] == (0, 4) and progress[-1] == (4, 4)
     counts = count(store.entries())
     assert counts.groups == {"parked": 0, "ready": 1, "assigned": 1, "trained": 1, "excluded": 1} and counts.unused == {"all_equal": 1}
     assert token_balance(counts.tokens) == "8 tokens sampled = 2 trained + 2 excluded + 4 open"
@@ -95,7 +95,7 @@ def test_deleted_episodes_are_not_compared_and_the_rest_adds_up(run: tuple[Path,
         ("UPDATE taken SET tokens_trained = 1 WHERE idx = 0", "step 1: the ledger has 1 trained tokens, but metrics.jsonl has 2"),
     ],
 )
-def test_a_difference_is_found(run: tuple[Path, SqliteStore], change: str, problem: str) -> None:
+def test_a_difference_is_reported(run: tuple[Path, SqliteStore], change: str, problem: str) -> None:
     folder, store = run
     store._connection.execute(change)
     assert any(reported.startswith(problem) for reported in verify(folder, store)), list(verify(folder, store))
@@ -135,7 +135,7 @@ def _write_checkpoint(folder: Path, uses: dict[int, dict[int, GroupUse]]) -> Non
 USES = {0: {0: GroupUse(tokens_trained=2)}, 1: {1: GroupUse(reason="all_equal")}, 2: {2: GroupUse(tokens_trained=1)}}
 
 
-def test_a_checkpoint_that_the_ledger_does_not_know_yet_is_not_a_problem(run: tuple[Path, SqliteStore]) -> None:
+def test_a_checkpoint_that_is_newer_than_the_ledger_is_not_a_problem(run: tuple[Path, SqliteStore]) -> None:
     """The learner was killed between checkpoint and commit, or is about to commit."""
     folder, store = run
     _write_checkpoint(folder, USES)
@@ -149,8 +149,8 @@ def test_a_checkpoint_that_the_ledger_does_not_know_yet_is_not_a_problem(run: tu
 def test_checkpoints_whose_steps_are_repeated_are_skipped_if_they_are_damaged(run: tuple[Path, SqliteStore]) -> None:
     folder, store = run
     _write_checkpoint(folder, USES)
-    done = [USES[0], USES[1]]
-    rewrite_steps(folder / "checkpoints", done)  # the learner has resumed from 000002
+    remaining = [USES[0], USES[1]]
+    rewrite_steps(folder / "checkpoints", remaining)  # the learner has resumed from 000002
     assert list(verify(folder, store)) == []
     newest = folder / "checkpoints" / "000003"
     (newest / "manifest.json").write_text(json.dumps(folder_manifest(newest)))
@@ -160,8 +160,8 @@ def test_checkpoints_whose_steps_are_repeated_are_skipped_if_they_are_damaged(ru
 def test_steps_that_complete_during_the_check_are_not_a_problem(run: tuple[Path, SqliteStore]) -> None:
     folder, store = run
 
-    def complete_a_step(done: int, total: int) -> None:
-        if done == 1:
+    def complete_a_step(checked: int, total: int) -> None:
+        if checked == 1:
             store.put(make_group(4))
             uses = USES | {3: {3: GroupUse(tokens_trained=1), 4: GroupUse(tokens_trained=1)}}
             for step in (2, 3):
@@ -179,8 +179,8 @@ def test_scores_that_arrive_during_the_check_are_not_a_problem(run: tuple[Path, 
     parts = tuple(PendingPart(name=name) for name in ("first", "second"))
     store.put(replace(group, episodes=(replace(scored, score=Score(value=None, pending=parts)),)))
 
-    def send(done: int, total: int) -> None:
-        if part := {1: "first", 4: "second"}.get(done):
+    def send(checked: int, total: int) -> None:
+        if part := {1: "first", 4: "second"}.get(checked):
             store.add_score(LateScore(episode_id=scored.episode.id, part=part, value=1.0, scored_by="ann", key=part), now=time.time())
 
     assert list(verify(folder, store, progress=send)) == []
@@ -188,7 +188,7 @@ def test_scores_that_arrive_during_the_check_are_not_a_problem(run: tuple[Path, 
 
 
 @pytest.mark.parametrize("tokens", ["1" + "0" * 400, "Infinity", "NaN", "true", "-1" + "0" * 400])
-def test_metrics_with_numbers_that_no_learner_reports_are_not_a_crash(run: tuple[Path, SqliteStore], tokens: str) -> None:
+def test_metrics_with_invalid_numbers_do_not_crash_the_check(run: tuple[Path, SqliteStore], tokens: str) -> None:
     folder, store = run
     (folder / "metrics.jsonl").write_text(f'{{"step": 1, "tokens_trained": {tokens}}}\n')
     assert all(problem.startswith("step 1: the ledger has 2") for problem in verify(folder, store))
@@ -205,13 +205,13 @@ def test_metrics_that_are_a_link_or_too_large_are_a_problem(run: tuple[Path, Sql
     assert [problem.partition(": ")[0] for problem in verify(folder, store)] == ["metrics.jsonl cannot be read"]
 
 
-def test_the_command_lists_counts_and_verifies(run: tuple[Path, SqliteStore]) -> None:
+def test_the_command_prints_counts_and_verifies_the_ledger(run: tuple[Path, SqliteStore]) -> None:
     folder, store = run
-    done = CliRunner().invoke(app, ["store", str(folder), "--verify"])
-    assert done.exit_code == 0, done.output
-    assert "0 issued, 0 running, 0 parked, 1 ready, 1 assigned, 1 trained, 1 excluded of 4 groups" in done.stdout
-    assert "8 tokens sampled = 2 trained + 2 excluded + 4 open" in done.stdout
-    assert "ok    the ledger agrees with groups, checkpoint and metrics" in done.stdout
+    result = CliRunner().invoke(app, ["store", str(folder), "--verify"])
+    assert result.exit_code == 0, result.output
+    assert "0 issued, 0 running, 0 parked, 1 ready, 1 assigned, 1 trained, 1 excluded of 4 groups" in result.stdout
+    assert "8 tokens sampled = 2 trained + 2 excluded + 4 open" in result.stdout
+    assert "ok    the ledger agrees with groups, checkpoint and metrics" in result.stdout
     listed = json.loads(CliRunner().invoke(app, ["store", str(folder), "--state", "trained", "--json"]).stdout)
     assert [group["index"] for group in listed["groups"]] == [0] and listed["counts"]["tokens_open"] == 4
     assert listed["groups"][0] == json.loads(codec.to_json(store.entries()[0])) | {"state": "trained", "step": 1}
@@ -233,10 +233,10 @@ def test_the_command_lists_parked_groups_with_their_next_expiry(run: tuple[Path,
     score = Score(value=None, pending=(PendingPart(name="human"),))
     store.put(replace(make_group(7), episodes=tuple(ScoredEpisode(episode=episode, score=score) for episode in episodes)))
     store.add_score(partly, now=time.time())
-    done = CliRunner().invoke(app, ["store", str(folder), "--state", "parked", "--verify"])
-    assert done.exit_code == 0 and "3 parked, 2 ready," in done.output, "the part that had expired is recorded"
-    assert f"4 parts of late scores have not arrived; the next expires at {datetime.fromtimestamp(soon):%Y-%m-%d %H:%M:%S}" in done.output
-    assert [line.split()[:2] for line in done.output.splitlines() if " parked " in line and line.startswith(" ")] == [
+    result = CliRunner().invoke(app, ["store", str(folder), "--state", "parked", "--verify"])
+    assert result.exit_code == 0 and "3 parked, 2 ready," in result.output, "the expired part is recorded"
+    assert f"4 parts of late scores have not arrived; the next expires at {datetime.fromtimestamp(soon):%Y-%m-%d %H:%M:%S}" in result.output
+    assert [line.split()[:2] for line in result.output.splitlines() if " parked " in line and line.startswith(" ")] == [
         [number, "parked"] for number in "457"
     ]
     listed = json.loads(CliRunner().invoke(app, ["store", str(folder), "--json"]).stdout)
@@ -244,18 +244,18 @@ def test_the_command_lists_parked_groups_with_their_next_expiry(run: tuple[Path,
     assert count(store.entries()).tokens["open"] == 2 * 7, "parked groups are open"
     store._connection.execute("UPDATE late_parts SET closed_at = 1 WHERE episode_id = 'e5'")
     broken = CliRunner().invoke(app, ["store", str(folder), "--verify"])
-    assert broken.exit_code == 0, "an expired part"
+    assert broken.exit_code == 0, "an expired part is not a problem"
     store._connection.execute("DELETE FROM late_parts WHERE episode_id = 'e4' AND part = 'style'")
     broken = CliRunner().invoke(app, ["store", str(folder), "--verify"])
     assert broken.exit_code == 1 and "FAIL  group 4: the ledger has pending=1, but its episodes have 2" in broken.output
 
 
 def test_a_folder_without_a_run_is_an_error_with_the_fix(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["store", str(tmp_path)])
-    assert done.exit_code != 0 and isinstance(done.exception, UserError) and "is not a run folder" in str(done.exception)
+    result = CliRunner().invoke(app, ["store", str(tmp_path)])
+    assert result.exit_code != 0 and isinstance(result.exception, UserError) and "is not a run folder" in str(result.exception)
     (tmp_path / "recipe.json").write_text(make_recipe().model_dump_json())
-    done = CliRunner().invoke(app, ["store", str(tmp_path)])
-    assert isinstance(done.exception, UserError) and "has no stored groups yet" in str(done.exception)
+    result = CliRunner().invoke(app, ["store", str(tmp_path)])
+    assert isinstance(result.exception, UserError) and "has no stored groups yet" in str(result.exception)
     assert not (tmp_path / "experience.sqlite").exists(), "nothing is created"
 
 
@@ -271,7 +271,7 @@ async def test_groups_that_are_not_stored_are_issued_or_running(run: tuple[Path,
     expected = {index: "running" if index == 5 else "issued" for index in range(4, max(6, blocks * per_step))}
     data = json.loads(CliRunner().invoke(app, ["store", str(folder), "--json"]).stdout)
     assert data["unstored"] == {str(index): state for index, state in sorted(expected.items())}
-    assert len(data["groups"]) == 4 and sum(data["counts"]["groups"].values()) == 4, "they are no entries of the ledger"
+    assert len(data["groups"]) == 4 and sum(data["counts"]["groups"].values()) == 4, "they are not entries of the ledger"
     listed = CliRunner().invoke(app, ["store", str(folder), "--state", "running"]).stdout
     assert f"{len(expected) - 1} issued, 1 running, 0 parked, 1 ready" in listed and listed.splitlines()[-1].split() == ["5", "running"]
     assert "running" not in CliRunner().invoke(app, ["store", str(folder), "--step", "1"]).stdout.partition("\n")[2]

@@ -1,4 +1,4 @@
-"""Checkpoints of running episodes: the newest wins, damaged files are renamed, and nothing outlives its group."""
+"""Checkpoints of running episodes: the newest one counts, damaged files are renamed, and files are removed with their group."""
 
 from __future__ import annotations
 
@@ -55,17 +55,17 @@ def keeper(tmp_path: Path) -> FolderCheckpoints:
     return FolderCheckpoints(tmp_path / "running")
 
 
-async def test_the_newest_state_comes_back_equal_and_the_outcome_replaces_it(keeper: FolderCheckpoints, tmp_path: Path) -> None:
-    face: EpisodeCheckpoints = keeper
-    assert await face.load(0, 0) is None and keeper.groups() == ()
-    await face.save_state(0, 0, STATE)
+async def test_the_newest_state_is_read_back_unchanged_and_the_outcome_replaces_it(keeper: FolderCheckpoints, tmp_path: Path) -> None:
+    interface: EpisodeCheckpoints = keeper
+    assert await interface.load(0, 0) is None and keeper.groups() == ()
+    await interface.save_state(0, 0, STATE)
     later = replace(STATE, trajectories=(replace(STATE.trajectories[0], turns=(TURN, TURN)),), prompt_ids=((7,),))
-    await face.save_state(0, 0, later)
-    await face.save_state(0, 1, STATE)
-    again = FolderCheckpoints(tmp_path / "running")
-    assert (await again.load(0, 0), await again.load(0, 1), await again.load(1, 0)) == (later, STATE, None)
-    await face.save_scored(0, 0, SCORED)
-    assert await again.load(0, 0) == SCORED
+    await interface.save_state(0, 0, later)
+    await interface.save_state(0, 1, STATE)
+    reopened = FolderCheckpoints(tmp_path / "running")
+    assert (await reopened.load(0, 0), await reopened.load(0, 1), await reopened.load(1, 0)) == (later, STATE, None)
+    await interface.save_scored(0, 0, SCORED)
+    assert await reopened.load(0, 0) == SCORED
     assert sorted(path.name for path in (tmp_path / "running" / "000000").iterdir()) == ["0.scored", "1.state"]
     assert STATE.oldest_version == 2
 
@@ -73,7 +73,7 @@ async def test_the_newest_state_comes_back_equal_and_the_outcome_replaces_it(kee
 async def test_a_write_that_ends_after_its_group_was_removed_leaves_nothing(
     keeper: FolderCheckpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Like the write of a cancelled attempt, whose thread continues."""
+    """For example the write of a cancelled attempt, whose thread continues."""
     write = checkpoints.files.write_atomically
 
     def late(path: Path, body: bytes, *, tag: str) -> None:
@@ -90,7 +90,7 @@ async def test_a_write_that_ends_after_its_group_was_removed_leaves_nothing(
     assert keeper.groups() == (4,)
 
 
-async def test_nothing_is_left_of_a_removed_group(keeper: FolderCheckpoints, tmp_path: Path) -> None:
+async def test_a_removed_group_leaves_no_files(keeper: FolderCheckpoints, tmp_path: Path) -> None:
     for group in (0, 1_000_000):
         await keeper.save_state(group, 0, STATE)
     assert keeper.groups() == (0, 1_000_000)
@@ -121,17 +121,17 @@ async def test_a_damaged_file_is_renamed_with_a_warning(
     await keeper.save_state(3, 2, STATE)
     assert await keeper.load(3, 2) == STATE
     keeper.remove_group(3)
-    assert [entry.name for entry in (tmp_path / "running").iterdir()] == ["damaged-000003-2.state"], "kept for inspection"
+    assert [entry.name for entry in (tmp_path / "running").iterdir()] == ["damaged-000003-2.state"], "it stays for inspection"
 
 
 async def test_any_changed_byte_is_detected(keeper: FolderCheckpoints, tmp_path: Path) -> None:
-    """Also letters of a text, which would decode to another text."""
+    """They include letters of a text, which would decode to another text."""
     await keeper.save_state(0, 0, STATE)
     path = tmp_path / "running" / "000000" / "0.state"
     body = path.read_bytes()
-    for at in range(0, len(body), 3):
-        path.write_bytes(body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :])
-        assert await keeper.load(0, 0) in (None, STATE), f"byte {at} of {len(body)}"
+    for position in range(0, len(body), 3):
+        path.write_bytes(body[:position] + bytes([body[position] ^ 1]) + body[position + 1 :])
+        assert await keeper.load(0, 0) in (None, STATE), f"byte {position} of {len(body)}"
     assert zstandard.get_frame_parameters(body).has_checksum
 
 
@@ -166,7 +166,7 @@ async def test_only_folders_of_groups_count_as_groups(keeper: FolderCheckpoints,
 
 
 async def test_an_attempt_without_a_stored_state_can_finish(keeper: FolderCheckpoints) -> None:
-    """It ended in its first turn, or its states could not be stored."""
+    """The attempt ended in its first turn, or its states could not be stored."""
     await keeper.save_scored(5, 0, SCORED)
     assert await keeper.load(5, 0) == SCORED
 
@@ -177,25 +177,25 @@ async def test_a_state_that_cannot_be_written_is_logged_and_stops_nothing(tmp_pa
     assert [record.levelno for record in caplog.records] == [logging.WARNING] and "could not be written" in caplog.text
 
 
-async def test_many_at_once(keeper: FolderCheckpoints) -> None:
+async def test_many_concurrent_writes_are_read_back_unchanged(keeper: FolderCheckpoints) -> None:
     await asyncio.gather(*(keeper.save_state(group, member, replace(STATE, attempt=member)) for group in range(3) for member in range(20)))
-    found = await asyncio.gather(*(keeper.load(group, member) for group in range(3) for member in range(20)))
-    assert found == [replace(STATE, attempt=member) for _ in range(3) for member in range(20)]
+    loaded = await asyncio.gather(*(keeper.load(group, member) for group in range(3) for member in range(20)))
+    assert loaded == [replace(STATE, attempt=member) for _ in range(3) for member in range(20)]
 
 
 async def test_images_that_no_episode_shows_are_deleted(keeper: FolderCheckpoints, tmp_path: Path) -> None:
-    """Those of stored groups stay, and those of episodes in progress: in their turns and before the next one."""
+    """Images of stored groups and of episodes in progress stay, in their turns and before the next turn."""
     with closing(SqliteStore(tmp_path / "experience.sqlite")) as store:
         assert drop_unused_images(tmp_path, store, keeper) == 0
         media = MediaFolder(tmp_path)
-        shown = [media.put(bytes([number])) for number in range(5)]
-        ids = [image_ids((7, 8), sha256) for sha256 in shown]
-        line = Trajectory(agent="main", turns=(replace(TURN, prompt_ids=(1, *ids[0], 2)),))
-        stored = ScoredEpisode(episode=replace(EPISODE, trajectories=(line,)), score=Score(value=0.5))
+        hashes = [media.put(bytes([number])) for number in range(5)]
+        ids = [image_ids((7, 8), sha256) for sha256 in hashes]
+        trajectory = Trajectory(agent="main", turns=(replace(TURN, prompt_ids=(1, *ids[0], 2)),))
+        stored = ScoredEpisode(episode=replace(EPISODE, trajectories=(trajectory,)), score=Score(value=0.5))
         store.put(Group(index=0, task_id="t", task_key="k", episodes=(stored,)))
         await keeper.save_state(
-            1, 0, replace(STATE, trajectories=(replace(line, turns=(replace(TURN, prompt_ids=ids[1]),)),), prompt_ids=(ids[2],))
+            1, 0, replace(STATE, trajectories=(replace(trajectory, turns=(replace(TURN, prompt_ids=ids[1]),)),), prompt_ids=(ids[2],))
         )
-        await keeper.save_scored(1, 1, replace(stored, episode=replace(EPISODE, trajectories=(replace(line, last_state=ids[3]),))))
+        await keeper.save_scored(1, 1, replace(stored, episode=replace(EPISODE, trajectories=(replace(trajectory, last_state=ids[3]),))))
         assert drop_unused_images(tmp_path, store, keeper) == 1
-    assert {path.stem for path in media.folder.iterdir()} == {sha256[:10] for sha256 in shown[:4]}
+    assert {path.stem for path in media.folder.iterdir()} == {sha256[:10] for sha256 in hashes[:4]}

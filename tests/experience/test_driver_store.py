@@ -24,7 +24,7 @@ from tests.ledgers import indices
 
 
 class HeldStore(SqliteStore):
-    """A SQLite store whose commits wait while `free` is not set, and are counted."""
+    """A SQLite store whose commits are recorded, and wait while `free` is not set."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -40,36 +40,36 @@ class HeldStore(SqliteStore):
 
 
 @pytest.fixture
-def held(tmp_path: Path) -> Iterator[HeldStore]:
+def held_store(tmp_path: Path) -> Iterator[HeldStore]:
     store = HeldStore(tmp_path / "experience.sqlite")
     yield store
     store.free.set()
     store.close()
 
 
-async def first_commit(store: DriverStore, held: HeldStore) -> asyncio.Task[bool]:
-    """A put whose commit runs until `held.free` is set."""
+async def first_commit(store: DriverStore, held_store: HeldStore) -> asyncio.Task[bool]:
+    """Returns a put whose commit waits until `held_store.free` is set."""
     task = asyncio.create_task(store.put(make_group(0)))
-    await asyncio.to_thread(held.started.wait, 60)
+    await asyncio.to_thread(held_store.started.wait, 60)
     return task
 
 
-async def test_groups_that_arrive_during_a_commit_share_the_next_one(held: HeldStore) -> None:
-    store = DriverStore(lambda: held)
-    first = await first_commit(store, held)
+async def test_groups_that_arrive_during_a_commit_share_the_next_one(held_store: HeldStore) -> None:
+    store = DriverStore(lambda: held_store)
+    first = await first_commit(store, held_store)
     puts = [asyncio.create_task(store.put(make_group(index))) for index in (1, 2, 2, 3)]
     read = asyncio.create_task(store.entries())
     last = asyncio.create_task(store.put(make_group(4)))
     await asyncio.sleep(0.01)
     assert not any(put.done() for put in (first, *puts)), "nothing is acknowledged before its commit"
-    held.free.set()
+    held_store.free.set()
     assert [await first, *[await put for put in puts], await last] == [True, True, True, False, True, True]
-    assert [entry.index for entry in await read] == [0, 1, 2, 3], "a read sees what was stored before it, and nothing later"
-    assert held.commits == [[0], [1, 2, 2, 3], [4]]
+    assert [entry.index for entry in await read] == [0, 1, 2, 3], "a read sees only the groups stored before it"
+    assert held_store.commits == [[0], [1, 2, 2, 3], [4]]
     await store.close()
 
 
-async def test_the_thread_that_opens_a_store_makes_every_call(tmp_path: Path) -> None:
+async def test_all_calls_run_on_the_thread_that_opened_the_store(tmp_path: Path) -> None:
     threads: list[threading.Thread] = []
 
     class Watched(SqliteStore):
@@ -85,7 +85,7 @@ async def test_the_thread_that_opens_a_store_makes_every_call(tmp_path: Path) ->
     assert len(set(threads)) == 1 and threads[0] is not threading.main_thread()
 
 
-async def test_an_error_reaches_the_callers_that_it_concerns(held: HeldStore, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_error_is_raised_only_for_the_calls_that_it_concerns(held_store: HeldStore, monkeypatch: pytest.MonkeyPatch) -> None:
     to_json = store_module.codec.to_json
 
     def encode(group: Group) -> bytes:
@@ -94,31 +94,31 @@ async def test_an_error_reaches_the_callers_that_it_concerns(held: HeldStore, mo
         return to_json(group)
 
     monkeypatch.setattr(store_module.codec, "to_json", encode)
-    store = DriverStore(lambda: held)
-    first = await first_commit(store, held)
+    store = DriverStore(lambda: held_store)
+    first = await first_commit(store, held_store)
     puts = [asyncio.create_task(store.put(make_group(index))) for index in (1, 2, 3)]
     await asyncio.sleep(0.01)
-    held.free.set()
+    held_store.free.set()
     stored, failed, other = await asyncio.gather(*puts, return_exceptions=True)
     assert await first and stored is True and other is True and isinstance(failed, ValueError)
 
-    held._connection.execute("PRAGMA query_only = ON")
-    held.free.clear()
-    held.started.clear()
+    held_store._connection.execute("PRAGMA query_only = ON")
+    held_store.free.clear()
+    held_store.started.clear()
     waiting = asyncio.create_task(store.has(0))
     puts = [asyncio.create_task(store.put(make_group(index))) for index in (4, 5)]
     await asyncio.sleep(0.01)
-    held.free.set()
+    held_store.free.set()
     errors = await asyncio.gather(*puts, return_exceptions=True)
     assert all(isinstance(error, StoreError) for error in errors) and errors[0] is not errors[1] and await waiting
-    held._connection.execute("PRAGMA query_only = OFF")
+    held_store._connection.execute("PRAGMA query_only = OFF")
     assert await store.put(make_group(4)), "the store still works"
     await store.close()
 
 
-async def test_an_accepted_put_is_stored_although_its_caller_is_cancelled(held: HeldStore) -> None:
-    store = DriverStore(lambda: held)
-    first = await first_commit(store, held)
+async def test_an_accepted_put_is_stored_even_if_its_caller_is_cancelled(held_store: HeldStore) -> None:
+    store = DriverStore(lambda: held_store)
+    first = await first_commit(store, held_store)
     second = asyncio.create_task(store.put(make_group(1)))
     await asyncio.sleep(0.01)
     first.cancel()
@@ -129,23 +129,23 @@ async def test_an_accepted_put_is_stored_although_its_caller_is_cancelled(held: 
     await asyncio.sleep(0.01)
     with pytest.raises(StoreError, match="is closed"):
         await store.put(make_group(2))
-    held.free.set()
+    held_store.free.set()
     await closing
-    again = SqliteStore(held.path)
-    assert indices(again) == (0, 1)
-    again.close()
+    reopened = SqliteStore(held_store.path)
+    assert indices(reopened) == (0, 1)
+    reopened.close()
 
 
-async def test_callers_wait_while_too_many_calls_do(held: HeldStore, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_callers_wait_while_too_many_calls_are_queued(held_store: HeldStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver_store, "MAX_WAITING", 3)
-    store = DriverStore(lambda: held)
+    store = DriverStore(lambda: held_store)
     puts = [asyncio.create_task(store.put(make_group(index))) for index in range(8)]
-    await asyncio.to_thread(held.started.wait, 60)
+    await asyncio.to_thread(held_store.started.wait, 60)
     assert store._calls.qsize() <= 3
     puts[-1].cancel()  # it was not accepted
-    held.free.set()
+    held_store.free.set()
     assert await asyncio.gather(*puts[:-1]) == [True] * 7
-    assert [entry.index for entry in await store.entries()] == list(range(7)) and max(map(len, held.commits)) <= 3
+    assert [entry.index for entry in await store.entries()] == list(range(7)) and max(map(len, held_store.commits)) <= 3
     await store.close()
 
 
@@ -180,7 +180,7 @@ asyncio.run(main())
 
 
 @pytest.mark.slow
-def test_kill_9_during_commits_of_many_groups_loses_none_that_was_acknowledged(tmp_path: Path) -> None:
+def test_kill_9_during_commits_of_many_groups_loses_no_acknowledged_group(tmp_path: Path) -> None:
     path = tmp_path / "experience.sqlite"
     writer = subprocess.Popen([sys.executable, "-c", _WRITER, str(path)], stdout=subprocess.PIPE, text=True)
     assert writer.stdout is not None

@@ -1,4 +1,4 @@
-"""Exported files read back equal, and a damaged one is a clear error."""
+"""Exported files are read back unchanged, and a damaged file is a clear error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Write = Callable[[Iterable[ExportedEpisode], Path], int]
 
 
 def stored(folder: Path, groups: list[Group]) -> list[ExportedEpisode]:
-    """The episodes of a store in which a step has used the first group."""
+    """Returns the episodes of a store in which a step has used the first group."""
     with closing(SqliteStore(folder / "experience.sqlite")) as store:
         store.put_all(groups)
         if groups and groups[0].index >= 0 and not any(groups[0].pending):
@@ -39,18 +39,18 @@ def stored(folder: Path, groups: list[Group]) -> list[ExportedEpisode]:
 @pytest.mark.parametrize("kind", FILES)
 @given(groups=st.lists(records(Group), max_size=3))
 @settings(max_examples=examples(40))
-def test_any_episode_is_read_back_equal(kind: str, groups: list[Group]) -> None:
+def test_any_episode_is_read_back_unchanged(kind: str, groups: list[Group]) -> None:
     if kind == "parquet":
         pytest.importorskip("pyarrow")
     with tempfile.TemporaryDirectory() as folder:
         episodes = stored(Path(folder), numbered(groups))
         path = Path(folder) / f"episodes.{kind}"
         assert FILES[kind](episodes, path) == len(episodes)
-        # Through JSON, in which NaN does not differ from itself.
-        assert [codec.to_json(one) for one in load_export(path)] == [codec.to_json(one) for one in episodes]
+        # Compared as JSON, because NaN differs from itself.
+        assert [codec.to_json(loaded) for loaded in load_export(path)] == [codec.to_json(episode) for episode in episodes]
 
 
-def test_the_columns_are_those_that_are_documented(tmp_path: Path) -> None:
+def test_the_columns_match_the_documentation(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     episodes = stored(tmp_path, [make_group(index) for index in range(3)])
     write_parquet(episodes, tmp_path / "a.parquet")
@@ -81,7 +81,7 @@ def test_few_episodes_are_in_memory_at_a_time_and_a_failed_export_leaves_nothing
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", "{", '{"episode": {}}', "[" * 100_000, "\xff"])
-def test_a_row_that_is_no_episode_is_named(tmp_path: Path, content: str) -> None:
+def test_an_error_names_the_row_that_is_not_an_episode(tmp_path: Path, content: str) -> None:
     path = tmp_path / "episodes.jsonl"
     write_lines(stored(tmp_path, [make_group(0)]), path)
     with path.open("a", encoding="latin-1") as file:
@@ -92,7 +92,7 @@ def test_a_row_that_is_no_episode_is_named(tmp_path: Path, content: str) -> None
         list(rows)
 
 
-def test_files_that_are_no_export_are_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_an_export_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not an exported file"):
         list(load_export(tmp_path / "a.csv"))
     pytest.importorskip("pyarrow")

@@ -1,4 +1,4 @@
-"""The index of episodes agrees with the stored groups, for any filter, order and page, and is safe to read during a run."""
+"""The index of episodes agrees with the stored groups for any filter, order and page, and can be read safely during a run."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def episode(
     )
     failures = () if blame is None else (Failure(stage="tool", blame=blame, kind=f"{blame}_kind", message="broke"),)
     trajectory = Trajectory(agent="main", turns=(turn,), stop_reason="submitted" if blame is None else "failed")
-    held = Episode(id=name, task_id="t", task_key="k", trajectories=(trajectory,), failures=failures, wall_s=tokens / 4)
-    return ScoredEpisode(episode=held, score=score)
+    record = Episode(id=name, task_id="t", task_key="k", trajectories=(trajectory,), failures=failures, wall_s=tokens / 4)
+    return ScoredEpisode(episode=record, score=score)
 
 
 @st.composite
 def groups(draw: st.DrawFn) -> list[Group]:
-    some = []
+    drawn = []
     for index in range(draw(st.integers(1, 6))):
         attempts = []
         for attempt in range(draw(st.integers(1, 4))):
@@ -81,8 +81,8 @@ def groups(draw: st.DrawFn) -> list[Group]:
                 )
             )
         kind = draw(st.sampled_from(["join", "count"]))
-        some.append(Group(index=index, task_id=f"t{index}", task_key="k", episodes=tuple(attempts), kind=kind))
-    return some
+        drawn.append(Group(index=index, task_id=f"t{index}", task_key="k", episodes=tuple(attempts), kind=kind))
+    return drawn
 
 
 queries = st.builds(
@@ -104,18 +104,18 @@ queries = st.builds(
 )
 
 
-def expected(some: list[Group], query: EpisodeQuery) -> list[str]:
-    """The ids of the matching episodes in order, from the groups themselves."""
+def expected(stored: list[Group], query: EpisodeQuery) -> list[str]:
+    """Returns the ids of the matching episodes in order, computed from the groups."""
     results = []
-    for number, (group, scored) in enumerate((each, one) for each in some for one in each.episodes):
+    for number, (group, scored) in enumerate((owner, attempt) for owner in stored for attempt in owner.episodes):
         (turn,) = scored.episode.trajectories[0].turns
-        out = scored.episode.left_out or scored.score.value is None
-        value = None if out else scored.score.value
+        excluded = scored.episode.left_out or scored.score.value is None
+        value = None if excluded else scored.score.value
         outcome = "excluded" if value is None else "solved" if value >= 1 else "failed" if value <= 0 else "partial"
         words = turn.message.content.split()
         step = 1 + group.index // 2
-        failure = next((one.kind for one in scored.episode.failures if one.blame is not Blame.POLICY), "")
-        exclusion = failure or ("unscored" if out else "")
+        failure = next((fault.kind for fault in scored.episode.failures if fault.blame is not Blame.POLICY), "")
+        exclusion = failure or ("unscored" if excluded else "")
         matches = (
             all(any(word.startswith(part[:-1]) if part[-1] == "*" else word == part for word in words) for part in query.text.split())
             and query.kind in ("", group.kind)
@@ -135,12 +135,12 @@ def expected(some: list[Group], query: EpisodeQuery) -> list[str]:
     return [name for _, _, name in sorted(results, reverse=query.descending)]
 
 
-def store_in(folder: Path, some: list[Group]) -> SqliteStore:
-    """A store whose groups belong to steps of two."""
+def store_in(folder: Path, stored: list[Group]) -> SqliteStore:
+    """Returns a store whose steps have two groups each."""
     store = SqliteStore(folder / "experience.sqlite")
-    store.put_all(some)
-    for step in range(-(-len(some) // 2)):
-        store.assign(step, [group.index for group in some[2 * step : 2 * step + 2]])
+    store.put_all(stored)
+    for step in range(-(-len(stored) // 2)):
+        store.assign(step, [group.index for group in stored[2 * step : 2 * step + 2]])
     return store
 
 
@@ -156,38 +156,38 @@ def pages(index: EpisodeIndex, query: EpisodeQuery) -> Iterator[episode_index.Ep
 @pytest.mark.slow
 @given(groups(), st.lists(queries, min_size=8, max_size=8), st.sampled_from([3, 10_000]), st.sampled_from([0, 10_000]))
 @settings(max_examples=15)
-def test_any_query_returns_what_the_groups_say_in_pages(some: list[Group], asked: list[EpisodeQuery], most: int, rare: int) -> None:
-    """`most`: with few, the order of an index decides, with many the list of matches. `rare`: the same for a tool and its calls."""
-    with tempfile.TemporaryDirectory() as folder, closing(store_in(Path(folder), some)), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(episode_index, "MAX_TOTAL", most)
+def test_any_query_returns_its_matches_in_pages(stored: list[Group], several: list[EpisodeQuery], max_total: int, rare: int) -> None:
+    """A low `max_total` uses the order of an index, a high one the list of matches. `rare` does the same for calls of a tool."""
+    with tempfile.TemporaryDirectory() as folder, closing(store_in(Path(folder), stored)), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(episode_index, "MAX_TOTAL", max_total)
         patch.setattr(episode_query, "_RARE", rare)
         with EpisodeIndex(Path(folder)) as index:
-            for query in asked:
+            for query in several:
                 results = list(pages(index, query))
                 rows = [row for page in results for row in page.rows]
-                names = expected(some, query)
+                names = expected(stored, query)
                 assert [row.id for row in rows] == names, query
                 assert all(0 < len(page.rows) <= query.limit for page in results[:-1])
-                exact = query.is_all or len(names) <= most
-                assert {(page.total, page.is_exact) for page in results} == {(len(names) if exact else most, exact)}
+                exact = query.is_all or len(names) <= max_total
+                assert {(page.total, page.is_exact) for page in results} == {(len(names) if exact else max_total, exact)}
                 assert sorted(row.number for row in rows) == index.numbers(query)
             everything = index.numbers(EpisodeQuery())
-            held = [(group, scored) for group in some for scored in group.episodes]
-            assert [(record.group, record.scored) for record in index.records(everything)] == held
+            episodes = [(group, scored) for group in stored for scored in group.episodes]
+            assert [(record.group, record.scored) for record in index.records(everything)] == episodes
             facets = index.facets()
-            assert facets.episodes == len(held) and facets.kinds == Counter(group.kind for group, _ in held)
+            assert facets.episodes == len(episodes) and facets.kinds == Counter(group.kind for group, _ in episodes)
             assert facets.tools.get("python", 0) == len(index.numbers(EpisodeQuery(tool="python")))
 
 
 @pytest.mark.slow
 @given(st.lists(records(Group), max_size=3))
-def test_any_group_can_be_indexed(some: list[Group]) -> None:
-    """Names, texts and numbers that a model, a sandbox or a worker has chosen do not keep a group from being stored."""
+def test_any_group_can_be_indexed(drawn: list[Group]) -> None:
+    """Names, texts and numbers chosen by a model, a sandbox or a worker never prevent a group from being stored."""
     with tempfile.TemporaryDirectory() as folder, closing(SqliteStore(Path(folder) / "experience.sqlite")) as store:
-        stored = store.put_all(numbered(some))
+        stored = store.put_all(numbered(drawn))
         with EpisodeIndex(Path(folder)) as index:
             page = index.search(EpisodeQuery(limit=1000))
-            assert all(stored) and len(page.rows) == sum(len(group.episodes) for group in some)
+            assert all(stored) and len(page.rows) == sum(len(group.episodes) for group in drawn)
             assert len(list(index.records(index.numbers(EpisodeQuery())))) == len(page.rows)
             index.facets()
 
@@ -201,9 +201,9 @@ def test_a_row_has_the_figures_of_its_episode_and_the_state_of_its_group(tmp_pat
         )
         for version, tools in ((3, ["submit", "python"]), (5, ["python"]))
     )
-    held = Episode(id="e", task_id="t7", task_key="k", trajectories=(Trajectory(agent="main", turns=turns),), wall_s=2.5)
+    played = Episode(id="e", task_id="t7", task_key="k", trajectories=(Trajectory(agent="main", turns=turns),), wall_s=2.5)
     score = Score(value=0.5, parts={"format": 1.0, "odd": float("inf")})
-    group = Group(index=7, task_id="t7", task_key="k", episodes=(ScoredEpisode(episode=held, score=score),), kind="join", split="train")
+    group = Group(index=7, task_id="t7", task_key="k", episodes=(ScoredEpisode(episode=played, score=score),), kind="join", split="train")
     store.put(group)
     store.commit(2, {7: GroupUse(tokens_trained=4)}, "c")
     with EpisodeIndex(tmp_path) as index:
@@ -255,14 +255,14 @@ def test_a_late_score_updates_the_row(tmp_path: Path) -> None:
     store.close()
 
 
-def test_episodes_of_an_evaluation_are_replaced_by_those_of_a_repeated_one(tmp_path: Path) -> None:
+def test_a_repeated_evaluation_replaces_the_episodes_of_the_first(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "experience.sqlite")
     store.put(Group(index=0, task_id="t", task_key="k", episodes=(episode("g000000-0-a0", score=Score(value=1.0)),)))
 
     def evaluate(value: float, text: str) -> None:
         store.delete_evaluated("step8")
-        some = (episode("step8-heldout-00000-a0", score=Score(value=value), text=text, tools=["python"]),)
-        store.put_evaluated("step8", 8, Group(index=0, task_id="h", task_key="k", episodes=some, split="heldout", kind="join"))
+        scored = (episode("step8-heldout-00000-a0", score=Score(value=value), text=text, tools=["python"]),)
+        store.put_evaluated("step8", 8, Group(index=0, task_id="h", task_key="k", episodes=scored, split="heldout", kind="join"))
 
     evaluate(0.0, "alpha")
     evaluate(1.0, "beta")
@@ -273,7 +273,7 @@ def test_episodes_of_an_evaluation_are_replaced_by_those_of_a_repeated_one(tmp_p
         assert record is not None and record.scored.score.value == 1.0 and record.group.kind == "join"
         assert [len(index.numbers(EpisodeQuery(text=text))) for text in ("alpha", "beta")] == [0, 1]
         assert len(index.numbers(EpisodeQuery(tool="python"))) == 1 and index.facets().episodes == 2
-    assert store.entries()[0].index == 0 and len(store.entries()) == 1, "they are no groups of the ledger"
+    assert store.entries()[0].index == 0 and len(store.entries()) == 1, "evaluations are not groups of the ledger"
     store.close()
 
 
@@ -285,7 +285,7 @@ def test_a_residual_adds_no_episode(tmp_path: Path) -> None:
     store.add_score(LateScore(episode_id="e", part="review", value=1.0, scored_by="ann", key="1"), now=10.0)
     with EpisodeIndex(tmp_path) as index:
         (row,) = index.search(EpisodeQuery()).rows
-        assert (row.group, row.score, row.outcome) == (0, 0.25, "partial"), "the score with which it was trained first"
+        assert (row.group, row.score, row.outcome) == (0, 0.25, "partial"), "the score of its first training step"
     store.close()
 
 
@@ -311,7 +311,7 @@ def test_the_syntax_of_the_full_text_search_is_only_text(tmp_path: Path, text: s
             assert results == (text in ("alpha\0", "-alpha", "^alpha"))
 
 
-def test_a_run_without_episodes_or_index_says_what_to_do(tmp_path: Path) -> None:
+def test_a_run_without_episodes_or_index_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a run folder"):
         EpisodeIndex(tmp_path)
     (tmp_path / "recipe.json").write_text("{}")
@@ -319,9 +319,9 @@ def test_a_run_without_episodes_or_index_says_what_to_do(tmp_path: Path) -> None
         EpisodeIndex(tmp_path)
 
 
-def older_store(folder: Path, some: list[Group]) -> None:
+def older_store(folder: Path, groups_to_store: list[Group]) -> None:
     """A store of schema 4, which has no table of episodes."""
-    store_in(folder, some).close()
+    store_in(folder, groups_to_store).close()
     with closing(sqlite3.connect(folder / "experience.sqlite")) as db:
         for name in ("episodes", "labels", "evaluated", "episode_tools", "episode_text"):
             db.execute(f"DROP TABLE {name}")
@@ -329,19 +329,19 @@ def older_store(folder: Path, some: list[Group]) -> None:
         db.commit()
 
 
-def test_the_episodes_of_an_older_store_are_copied_and_the_store_stays_as_it_is(tmp_path: Path) -> None:
-    some = [Group(index=index, task_id="t", task_key="k", episodes=(episode(f"e{index}", score=Score(value=1.0)),)) for index in range(40)]
-    older_store(tmp_path, some)
+def test_the_episodes_of_an_older_store_are_copied_and_the_store_does_not_change(tmp_path: Path) -> None:
+    stored = [Group(index=n, task_id="t", task_key="k", episodes=(episode(f"e{n}", score=Score(value=1.0)),)) for n in range(40)]
+    older_store(tmp_path, stored)
     before = (tmp_path / "experience.sqlite").read_bytes()
     with pytest.raises(UserError, match="no index"):
         EpisodeIndex(tmp_path)
     with closing(OlderStore(tmp_path / "experience.sqlite")) as older:
         assert not older.has_index and copy_episodes(tmp_path, older) == 40
         with pytest.raises(StoreError):
-            older.put(some[0])
+            older.put(stored[0])
         assert copy_episodes(tmp_path, older) == 40, "a copy is replaced"
     with EpisodeIndex(tmp_path) as index:
-        assert [record.group for record in index.records(index.numbers(EpisodeQuery()))] == some
+        assert [record.group for record in index.records(index.numbers(EpisodeQuery()))] == stored
         assert {row.step for row in index.search(EpisodeQuery(limit=100)).rows} == set(range(1, 21))
     assert (tmp_path / "experience.sqlite").read_bytes() == before
     assert {path.name.removesuffix("-shm").removesuffix("-wal") for path in tmp_path.iterdir()} == {"experience.sqlite", "episodes.sqlite"}
@@ -375,13 +375,13 @@ def test_a_damaged_store_is_a_clear_error(tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module")
 def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("intact")
-    some = [
+    stored = [
         Group(
             index=index, task_id="t", task_key="k", episodes=(episode(f"e{index}", score=Score(value=1.0), tools=["python"], text="alpha"),)
         )
         for index in range(60)
     ]
-    store_in(folder, some).close()
+    store_in(folder, stored).close()
     return folder / "experience.sqlite"
 
 

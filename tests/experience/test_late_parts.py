@@ -1,4 +1,4 @@
-"""Scores that arrive late: what the store accepts, from any process and whatever the clock shows, and what a group is then."""
+"""Scores that arrive late: which ones the store accepts, from any process and at any clock, and the resulting group."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Experience
 
 
 def test_a_parked_group_becomes_ready_with_the_last_part(store: ExperienceStore) -> None:
-    half = waiting(pending(weight=0.5), partial=0.25)
-    store.put(group(0, half, Score(value=1.0), waiting(pending("style"), pending("human", low=-1.0))))
+    partly_scored = waiting(pending(weight=0.5), partial=0.25)
+    store.put(group(0, partly_scored, Score(value=1.0), waiting(pending("style"), pending("human", low=-1.0))))
     store.put(group(1, Score(value=1.0), Score(value=0.0)))
     parked, ready = store.entries()
     assert (parked.state, parked.pending, parked.late_parts, parked.counted, parked.has_spread) == ("parked", 3, 3, 1, False)
     assert (ready.state, ready.late_parts, store.parked()) == ("ready", 0, (0,))
-    for step, take in enumerate((store.assign, lambda step, some: store.commit(step, dict.fromkeys(some, GroupUse()), "c"))):
+    for step, take in enumerate((store.assign, lambda step, indices: store.commit(step, dict.fromkeys(indices, GroupUse()), "c"))):
         with pytest.raises(StoreError):
             take(step, [0])
     assert store.add_score(late("g0-0", 0.5), now=NOW) == ScoreReceipt(group=0, attempt=0, remaining=2, repeated=False)
@@ -76,10 +76,10 @@ def test_a_parked_group_becomes_ready_with_the_last_part(store: ExperienceStore)
     assert store.entries()[0].state == "parked"
     assert store.add_score(late("g0-2", 1.0, part="style"), now=NOW) == ScoreReceipt(group=0, attempt=2, remaining=0, repeated=False)
     (complete,) = store.groups([0])
-    assert [one.score.value for one in complete.episodes] == [0.5, 1.0, 0.0]
+    assert [scored.score.value for scored in complete.episodes] == [0.5, 1.0, 0.0]
     assert complete.episodes[2].score == Score(value=0.0, parts={"human": -1.0, "style": 1.0})
     assert store.entries()[0] == replace(new_entry(complete), late_parts=3) and store.parked() == ()
-    assert store.entries()[0].has_spread and store.entries(first=1) == (store.entries()[0], ready), "late groups are never passed over"
+    assert store.entries()[0].has_spread and store.entries(first=1) == (store.entries()[0], ready), "late groups are always returned"
     store.commit(0, {0: GroupUse()}, "c")
     assert store.entries(first=1) == (ready,)
 
@@ -113,9 +113,9 @@ def test_a_score_that_does_not_fit_is_rejected_and_changes_nothing(
         store.add_score(score, now=now)
     assert error.value.cause == cause and repr(score.key if "key" in error.value.message else score.episode_id) in error.value.message
     assert (store.entries(), store.groups([0, 1]), store.pending_scores(limit=9)) == before
-    # The same message again, and another one with the same value, count once.
-    for again in (late("g0-2", 1.0), late("g0-2", 1.0, key="other"), late("g1-0", 1.0)):
-        assert store.add_score(again, now=now + 9 * HOUR).repeated
+    # A repeated message, and another one with the same value, count once.
+    for repeated in (late("g0-2", 1.0), late("g0-2", 1.0, key="other"), late("g1-0", 1.0)):
+        assert store.add_score(repeated, now=now + 9 * HOUR).repeated
 
 
 def test_a_score_is_replaced_only_on_request_and_while_its_group_waits(store: ExperienceStore) -> None:
@@ -155,8 +155,8 @@ def test_an_expired_part_leaves_its_episode_unscored_and_is_final(store: Experie
     assert store.expire_scores(now=NOW + HOUR - 1) == () and store.parked() == (3,)
     assert store.expire_scores(now=NOW + HOUR) == (3,) and store.expire_scores(now=NOW + HOUR) == ()
     (expired,) = store.groups([3])
-    assert expired.episodes[0].score == Score(value=None, reason="late score expired: human"), "never 0, not even the part that was known"
-    assert [one.score.value for one in expired.scored] == [0.5, 1.0]
+    assert expired.episodes[0].score == Score(value=None, reason="late score expired: human"), "never 0, and not the known part"
+    assert [scored.score.value for scored in expired.scored] == [0.5, 1.0]
     (entry,) = store.entries()
     assert (entry.state, entry.counted, entry.has_spread) == ("ready", 2, True)
     for part in ("human", "style"):
@@ -164,13 +164,13 @@ def test_an_expired_part_leaves_its_episode_unscored_and_is_final(store: Experie
             store.add_score(late("g3-0", 1.0, part=part), now=NOW - 1000 * HOUR)  # the clock was set back
 
 
-def test_pending_scores_are_read_in_pages_of_whole_episodes(store: ExperienceStore) -> None:
+def test_pending_scores_are_read_in_pages_of_complete_episodes(store: ExperienceStore) -> None:
     for index in range(3):
         store.put(group(index, waiting(pending("b", high=5.0), pending("a", expires_at=NOW)), waiting(pending("c"))))
     store.add_score(late("g1-0", 1.0, part="a"), now=NOW - 1)
     pages, after = [], ""
     while page := store.pending_scores(limit=2, after=after):
-        pages.append([(one.episode_id, one.part) for one in page])
+        pages.append([(part.episode_id, part.part) for part in page])
         after = page[-1].episode_id
     assert pages == [
         [("g0-0", "a"), ("g0-0", "b"), ("g0-1", "c")],
@@ -212,7 +212,7 @@ def test_numbers_and_names_are_bounded(build: Callable[[], object]) -> None:
         build()
 
 
-def test_a_sum_that_is_not_finite_is_no_score() -> None:
+def test_a_sum_that_is_not_finite_gives_no_score() -> None:
     part = pending(high=1e308, weight=1e10)
     assert waiting(part).with_part("human", 1e308) == Score(
         value=None, parts={"human": 1e308}, reason="the sum of the score's parts is not finite"
@@ -222,7 +222,7 @@ def test_a_sum_that_is_not_finite_is_no_score() -> None:
 @given(data=st.data())
 @settings(max_examples=examples(25), deadline=None)
 def test_the_ledger_always_has_the_counts_of_the_group(data: st.DataObject) -> None:
-    """Whatever arrives or expires, in any order, also twice."""
+    """Scores arrive or expire in any order, some of them twice."""
     with tempfile.TemporaryDirectory() as folder:
         store = SqliteStore(Path(folder) / "experience.sqlite")
         store._connection.execute("PRAGMA synchronous = OFF")
@@ -241,7 +241,7 @@ def test_the_ledger_always_has_the_counts_of_the_group(data: st.DataObject) -> N
             (entry,), (stored,) = store.entries(), store.groups([0])
             assert entry.pending == len([*stored.pending]) == len(store.pending_scores(limit=9)) and entry.late_parts == 6
             assert entry.pending or entry == replace(new_entry(stored), late_parts=6)
-            assert all(one.score.is_absent or one.score.pending or 0 <= (one.score.value or 0.0) <= 2 for one in stored.episodes)
+            assert all(s.is_absent or s.pending or 0 <= (s.value or 0.0) <= 2 for s in (scored.score for scored in stored.episodes))
         store.close()
 
 

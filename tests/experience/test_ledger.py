@@ -1,4 +1,4 @@
-"""Which groups a learner step takes, whatever finishes first and whichever process dies, and how their tokens are counted."""
+"""The groups that a learner step takes, for any order of completion and any process that dies, and the counts of their tokens."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def group(index: int, *scores: float | None) -> Group:
 
 
 class Ledger:
-    """A run in small: groups start when they are admitted, end in any order, perhaps parked, and steps take them."""
+    """A model of a run: groups start when admitted, end in any order, may be parked, and are taken by steps."""
 
     def __init__(self, order: GroupOrder, draw: Any, *, steps: int) -> None:
         self.order, self.draw, self.steps = order, draw, steps
         self.entries: dict[int, LedgerEntry] = {}
-        self.started: dict[int, int] = {}  # index -> version that served then
+        self.started: dict[int, int] = {}  # index -> version that served at its start
         self.blocks: dict[int, int] = {}
         self.read: dict[int, int] = {}  # block -> version whose notes its groups read
         self.version = 0
@@ -57,7 +57,7 @@ class Ledger:
         self.resume()
 
     def resume(self) -> None:
-        """A driver that starts: what was running is lost, as in `agentrl.run.loop._roll_out`."""
+        """Starts a driver: running groups are lost, as in `agentrl.run.loop._roll_out`."""
         self.starts = BlockStarts(self.order, self.blocks)
         self.slot = self.order.per_step * self.order.first_incomplete_block(self.entries.values())
         self.running: list[int] = []
@@ -69,12 +69,12 @@ class Ledger:
             self.slot, version=self.version, parked=self.parked
         ):
             self.blocks |= dict(self.starts.take_unsaved())
-            block, place = divmod(self.slot, self.order.per_step)
+            block, position = divmod(self.slot, self.order.per_step)
             if block not in self.extra:
                 self.extra[block] = iter(self.order.block(block)[self.order.per_step :])
                 version = self.read.setdefault(block, self.starts.version_of(block))
                 assert self.read.get(block - 1, 0) <= version == self.starts.version_of(block) <= self.version, "also after a restart"
-            self.start(self.order.block(block)[place])
+            self.start(self.order.block(block)[position])
             self.slot += 1
 
     def start(self, index: int) -> None:
@@ -107,19 +107,19 @@ class Ledger:
         self.replace(index)
 
     def score_one(self) -> None:
-        """The late scores of a group arrive, or expire."""
+        """Lets the late scores of a group arrive or expire."""
         index = self.draw(st.sampled_from([index for index, entry in self.entries.items() if entry.pending]))
         scores = self.draw(st.sampled_from(((0.0, 1.0), (1.0, 1.0), (None, None))))
         version = self.entries[index].oldest_version
         self.entries[index] = replace(new_entry(group(index, *scores)), oldest_version=version, late_parts=1)
 
     def learn(self) -> tuple[int, ...] | None:
-        """The next step, as `agentrl.learner.worker` runs it."""
+        """Runs the next step like `agentrl.learner.worker`."""
         in_order = [self.entries[index] for index in sorted(self.entries)]
         first = self.order.block(self.first_block).start
-        seen = [entry for entry in in_order if entry.index >= first or (entry.late_parts and entry.step is None)]
-        self.first_block = self.order.first_open_block(seen, before=self.version, start=self.first_block)
-        chosen = self.order.select(self.version, seen)
+        readable = [entry for entry in in_order if entry.index >= first or (entry.late_parts and entry.step is None)]
+        self.first_block = self.order.first_open_block(readable, before=self.version, start=self.first_block)
+        chosen = self.order.select(self.version, readable)
         if chosen is not None:
             for index in chosen:
                 assert self.entries[index].step is None and not self.entries[index].pending
@@ -128,7 +128,7 @@ class Ledger:
         return chosen
 
     def check_bound(self) -> None:
-        """Not more are in flight than the depth allows, except groups whose late scores have arrived in the meantime."""
+        """Checks that the depth bounds the groups in flight, except those whose late scores have arrived in the meantime."""
         order, returned = self.order, sum(1 for entry in self.open if entry.late_parts)
         blocks = len({order.block_of(index) for index in [*self.running, *(entry.index for entry in self.open)]})
         assert len(self.running) + len(self.open) - returned <= order.per_step * order.depth + order.extra * blocks
@@ -154,7 +154,7 @@ ORDERS = st.builds(
 @settings(max_examples=examples(200))
 @given(data=st.data(), order=ORDERS)
 def test_a_run_never_gets_stuck_and_takes_every_group_once(data: st.DataObject, order: GroupOrder) -> None:
-    """Late scores arrive at any time, or not while the run lasts: no step waits for them. The driver may die at any time."""
+    """Late scores arrive at any time or not during the run, and no step waits for them. The driver may die at any time."""
     run, per_step = Ledger(order, data.draw, steps=4), order.per_step
     while run.version < run.steps:
         run.check_bound()
@@ -173,10 +173,10 @@ def test_a_run_never_gets_stuck_and_takes_every_group_once(data: st.DataObject, 
                 run.score_one()
             run.start_groups()
             continue
-        left = [version for index, version in ready.items() if index not in chosen and version is not None]
+        remaining = [version for index, version in ready.items() if index not in chosen and version is not None]
         useful = [ready[index] for index in chosen if not order.is_replaceable(run.entries[index]) and ready[index] is not None]
         if order.oldest_first:
-            assert all(version <= min(left, default=version) for version in useful if version is not None), "the oldest first"
+            assert all(version <= min(remaining, default=version) for version in useful if version is not None), "the oldest first"
         else:
             assert {order.block_of(index) for index in chosen} == {run.version - 1}
         if not order.accepts_late and order.depth == 1:
@@ -222,7 +222,7 @@ def test_on_policy_both_orders_take_the_same_groups(data: st.DataObject, per_ste
         run.start_groups()
 
 
-def test_a_slow_group_does_not_hold_up_the_steps_and_is_trained_as_soon_as_it_ends() -> None:
+def test_a_slow_group_delays_no_step_and_is_trained_as_soon_as_it_ends() -> None:
     order = GroupOrder(per_step=2)
     stored = [replace(new_entry(group(index, 0.0, 1.0)), oldest_version=version) for index, version in ((1, 0), (2, 0))]
     assert replace(order, oldest_first=False).select(0, stored) is None, "group 0 still runs"
@@ -250,7 +250,7 @@ def test_groups_of_quarantined_tasks_do_not_make_the_others_older(extra: int) ->
     end(0, 0, sampled=False)
     for step in range(6):
         end(step + 1, max(0, step), sampled=False)
-        assert order.select(step, sorted(entries.values(), key=lambda entry: entry.index)) is None, "a step needs groups that were sampled"
+        assert order.select(step, sorted(entries.values(), key=lambda entry: entry.index)) is None, "a step needs sampled groups"
         end(step, max(0, step - 1), sampled=True)
         chosen = order.select(step, sorted(entries.values(), key=lambda entry: entry.index))
         assert chosen is not None
@@ -266,7 +266,7 @@ def test_a_step_that_was_interrupted_selects_its_groups_again() -> None:
     assert order.select(1, [replace(first, step=0), second]) == (1,)
 
 
-def test_a_group_without_a_preference_gets_another() -> None:
+def test_a_group_without_a_preference_is_replaced() -> None:
     broken = Failure(stage="s", blame=Blame.TASK, kind="k", message="")
     for order in (GroupOrder(per_step=2, extra=3), GroupOrder(per_step=2, extra=3, oldest_first=False)):
         stored = [new_entry(group(0, 1.0, 0.0)), new_entry(excluded_group(1, "t", "k", broken, size=2))]  # no attempt of 1 counts
@@ -277,7 +277,7 @@ def test_a_group_without_a_preference_gets_another() -> None:
 
 
 @given(per_step=st.integers(1, 6), extra=st.integers(0, 6))
-def test_tasks_are_those_of_a_run_without_extra_groups_and_each_index_has_its_own(per_step: int, extra: int) -> None:
+def test_tasks_are_those_of_a_run_without_extra_groups_and_differ_for_each_index(per_step: int, extra: int) -> None:
     order = GroupOrder(per_step=per_step, extra=extra)
     indices = [index for block in range(4) for index in order.block(block)]
     assert indices == list(range(len(indices)))
@@ -297,7 +297,7 @@ def test_a_group_has_a_preference_if_enough_attempts_were_scored_differently(
     assert GroupOrder(per_step=1, min_group_size=smallest).has_preference(new_entry(group(0, *scores))) is teaches
 
 
-def test_a_policy_that_does_not_learn_has_one_block_without_end() -> None:
+def test_a_policy_that_does_not_learn_has_one_endless_block() -> None:
     order = GroupOrder.single_block(RolloutConfig(groups_per_step=2, extra_groups=3, group=GroupConfig(size=1)))
     assert [order.block_of(index) for index in (0, 5, 10_000_000)] == [0, 0, 0]
     assert [order.position(index) for index in (0, 5, 10_000_000)] == [0, 5, 10_000_000]
@@ -318,10 +318,10 @@ def turn(tokens: int, *, version: int = 3, forced: tuple[int, ...] = ()) -> Turn
 
 @pytest.mark.parametrize("others", [(-1, -2), (0, 2**61 - 1)])
 def test_turns_of_a_third_party_have_different_hashes(others: tuple[int, int]) -> None:
-    """Python's hashes of these integers are equal, so that many such turns would take hours to count."""
-    lines = [Trajectory(agent="main", turns=(replace(turn(1), completion_ids=(token,)),)) for token in others]
+    """Python's hashes of these integers are equal, so counting many such turns would take hours."""
+    trajectories = [Trajectory(agent="main", turns=(replace(turn(1), completion_ids=(token,)),)) for token in others]
     assert hash(others[0]) == hash(others[1])
-    assert len({hash(turn_key("e", 0, line, 0)) for line in lines}) == 2
+    assert len({hash(turn_key("e", 0, trajectory, 0)) for trajectory in trajectories}) == 2
 
 
 def test_tokens_are_those_that_the_policy_sampled_and_a_shared_turn_counts_once() -> None:
@@ -350,10 +350,8 @@ def test_tokens_are_those_that_the_policy_sampled_and_a_shared_turn_counts_once(
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["ready", "assigned", "trained", "excluded"])), max_size=20), st.integers(1, 4)
 )
-def test_a_step_replays_only_groups_that_the_step_before_trained_and_at_most_as_many_as_are_new(
-    groups: list[tuple[int, str]], per_step: int
-) -> None:
-    """So each group is replayed at most once, by the step after its own, and a group without a preference never. Residuals displace no
+def test_a_step_replays_only_groups_of_the_step_before_and_at_most_as_many_as_are_new(groups: list[tuple[int, str]], per_step: int) -> None:
+    """Each group is replayed at most once, by the step after its own, and a group without a preference never. Residuals displace no
     sampled group."""
     uses = {"trained": GroupUse(tokens_trained=3), "excluded": GroupUse(reason="all_equal")}
     entries = [

@@ -1,4 +1,4 @@
-"""The reader of any run's store: the counts of the audit, and no change to the files."""
+"""The reader of a run's store: it returns the counts of the audit, and changes no file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REASONS = ("", "all_equal", "too_few: 1 scored episodes, 2 needed", "too_long in
 
 
 def waiting(group: Group, *, residual: bool) -> Group:
-    """The group with a score that waits for a part."""
+    """Returns the group with a score that waits for a part."""
     (scored,) = group.episodes
     part = PendingPart(name="review", residual=residual)
     return replace(group, episodes=(replace(scored, score=Score(value=None, pending=(part,), partial=0.5)),))
@@ -33,7 +33,7 @@ def waiting(group: Group, *, residual: bool) -> Group:
         max_size=7,
     )
 )
-def test_its_counts_are_those_of_the_audit(
+def test_the_counts_of_the_reader_are_those_of_the_audit(
     tmp_path_factory: pytest.TempPathFactory, groups: list[tuple[str, int | None, bool, str]]
 ) -> None:
     """In every state, with and without late parts and residuals, and for every reason."""
@@ -44,15 +44,15 @@ def test_its_counts_are_those_of_the_audit(
         store.put(group if form == "plain" else waiting(group, residual=form == "residual"))
     free = {entry.index for entry in store.entries() if not entry.pending}
     for step in (0, 1):
-        own = [index for index, (_, wanted, _, _) in enumerate(groups) if wanted == step and index in free]
+        own = [index for index, (_, used_by, _, _) in enumerate(groups) if used_by == step and index in free]
         store.assign(step, own)
-        done = {
+        uses = {
             index: GroupUse(tokens_trained=0 if groups[index][3] else 2, reason=groups[index][3])
             for index in own
             if step == 0 or groups[index][2]
         }
-        if own and len(done) == len(own):
-            store.commit(step, done, "c")
+        if own and len(uses) == len(own):
+            store.commit(step, uses, "c")
     reader = StoreReader(path)
     assert reader.counts() == count(store.entries())
     assert [reader.entry(entry.index) for entry in store.entries()] == list(store.entries())
@@ -63,7 +63,7 @@ def test_its_counts_are_those_of_the_audit(
     store.close()
 
 
-def test_it_changes_no_file_and_sees_what_another_process_writes(tmp_path: Path) -> None:
+def test_the_reader_changes_no_file_and_sees_the_writes_of_another_process(tmp_path: Path) -> None:
     path = tmp_path / "experience.sqlite"
     with pytest.raises(StoreError, match="no group was stored yet"):
         StoreReader(path)
@@ -79,7 +79,7 @@ def test_it_changes_no_file_and_sees_what_another_process_writes(tmp_path: Path)
     reader.close()
     store.close()
     content = path.read_bytes()
-    with_reader = StoreReader(path)
-    assert with_reader.entry(1) is not None and with_reader.entry(7) is None
-    with_reader.close()
+    reader_after = StoreReader(path)
+    assert reader_after.entry(1) is not None and reader_after.entry(7) is None
+    reader_after.close()
     assert path.read_bytes() == content

@@ -1,4 +1,4 @@
-"""The path from a rollout worker through a real Redis server to the ledger. Each test kills or stops a part of it."""
+"""The path from a rollout worker through a real Redis server to the ledger. Tests kill or stop parts of it."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def _running(folder: Path) -> Iterator[RedisServer]:
 
 
 @contextmanager
-def started(*what: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "tests.experience.redis_parts", *what]
+def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "tests.experience.redis_parts", *arguments]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         yield process
@@ -81,10 +81,10 @@ def read_line(process: subprocess.Popen[str]) -> str:
 
 
 def assert_stored_once(path: Path, groups: int) -> None:
-    with_all = SqliteStore(path)
-    assert indices(with_all) == tuple(range(groups))
-    assert with_all.groups([0, groups - 1]) == (padded_group(0), padded_group(groups - 1))
-    with_all.close()
+    store = SqliteStore(path)
+    assert indices(store) == tuple(range(groups))
+    assert store.groups([0, groups - 1]) == (padded_group(0), padded_group(groups - 1))
+    store.close()
 
 
 def stored(path: Path) -> int:
@@ -98,20 +98,20 @@ def stored(path: Path) -> int:
 
 
 @pytest.mark.parametrize("fault", ["worker", "server", "driver", "silence"])
-def test_a_part_that_dies_loses_and_doubles_nothing(server: RedisServer, tmp_path: Path, fault: str) -> None:
-    """Each part is killed twice while groups pass; `silence` stops the server for longer than a call may take."""
+def test_a_part_that_dies_loses_and_duplicates_nothing(server: RedisServer, tmp_path: Path, fault: str) -> None:
+    """Each part is killed twice while groups are delivered. `silence` stops the server for longer than a call may take."""
     path, groups, client = tmp_path / "experience.sqlite", 16 * BATCH, redis.Redis.from_url(server.url)
     with ExitStack() as stack:
 
-        def start(*what: str) -> subprocess.Popen[str]:
-            return stack.enter_context(started(*what))
+        def start(*arguments: str) -> subprocess.Popen[str]:
+            return stack.enter_context(started(*arguments))
 
         driver = start("driver", server.url, str(path))
         assert read_line(driver) == "driving\n"
         worker = start("worker", server.url, str(groups))
         for batches in (2, 3):
             assert [read_line(worker) for _ in range(batches)] == ["appended\n"] * batches
-            assert worker.poll() is None and driver.poll() is None, "groups are passing"
+            assert worker.poll() is None and driver.poll() is None, "groups are being delivered"
             if fault == "worker":
                 worker.kill()
                 worker = start("worker", server.url, str(groups))
@@ -190,13 +190,13 @@ async def test_a_full_server_makes_workers_wait_and_loses_nothing(server: RedisS
 
 def test_damaged_entries_are_moved_with_the_reason(server: RedisServer) -> None:
     client, transport = redis.Redis.from_url(server.url), RedisTransport(server.url)
-    good = redis_transport.compress(redis_transport.codec.to_json(make_group(7)))
-    torn = good[:-1]
+    valid = redis_transport.compress(redis_transport.codec.to_json(make_group(7)))
+    torn = valid[:-1]
     bodies: list[dict[Any, Any]] = [
         {"x": "y"},
         {"group": 0, "body": os.urandom(500)},
         {"group": 7, "body": torn},
-        {"group": 8, "body": good},
+        {"group": 8, "body": valid},
         {"group": -2, "body": redis_transport.compress(redis_transport.codec.to_json(make_group(-2)))},
     ]
     for body in bodies:
@@ -207,26 +207,26 @@ def test_damaged_entries_are_moved_with_the_reason(server: RedisServer) -> None:
     assert delivery.group == make_group(1) and transport.damaged == 6
     reasons = [fields[b"reason"].decode() for _, fields in client.xrange("damaged")]
     assert len(reasons) == 6 and "the entry is not for group 7" in reasons[3] and "task_id" in reasons[5]
-    assert "no group -2" in reasons[4], "it would pass for a residual, or be held for ever"
+    assert "no group -2" in reasons[4], "it would count as a residual, or be held forever"
     transport.acknowledge([delivery.id])
     assert client.xlen("groups") == 0
-    with pytest.raises(redis.RedisError):  # an entry that no driver could hold
+    with pytest.raises(redis.RedisError):  # an entry that is too large for any driver
         client.xadd("groups", {"group": 1, "body": bytes(redis_transport.MAX_ENTRY_BYTES + 1)})
 
 
 def test_entries_of_a_reader_that_died_are_delivered_to_the_next(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = RedisTransport(server.url), RedisTransport(server.url)
     first.append([make_group(index) for index in range(3)])
-    assert [one.group.index for one in first.claim(limit=2)] == [0, 1]
-    assert [one.group.index for one in second.claim()] == [0, 1], "a new driver takes over"
-    assert [one.group.index for one in second.claim()] == [2]
+    assert [delivery.group.index for delivery in first.claim(limit=2)] == [0, 1]
+    assert [delivery.group.index for delivery in second.claim()] == [0, 1], "a new driver takes over"
+    assert [delivery.group.index for delivery in second.claim()] == [2]
     assert second.claim(wait_s=0.01) == ()
     monkeypatch.setattr(redis_transport, "IDLE_S", 0.0)
-    assert [one.group.index for one in second.claim(wait_s=0.01)] == [0, 1, 2], "what stays unacknowledged comes again"
+    assert [delivery.group.index for delivery in second.claim(wait_s=0.01)] == [0, 1, 2], "unacknowledged entries are delivered again"
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "why"),
+    ("name", "value", "message"),
     [
         ("appendonly", "no", "would not survive a restart"),
         ("appendfsync", "everysec", "would be lost if the machine fails within a second"),
@@ -234,15 +234,15 @@ def test_entries_of_a_reader_that_died_are_delivered_to_the_next(server: RedisSe
         ("proto-max-bulk-len", str(512 << 20), "fills? the driver's memory|could fill the driver's memory"),
     ],
 )
-def test_a_server_that_may_lose_groups_is_rejected_with_the_fix(server: RedisServer, name: str, value: str, why: str) -> None:
+def test_a_server_that_may_lose_groups_is_rejected_with_the_fix(server: RedisServer, name: str, value: str, message: str) -> None:
     transport, client = RedisTransport(server.url), redis.Redis.from_url(server.url)
     transport.check_server()
     before = client.config_get(name)[name]
     client.config_set(name, value)
     try:
-        with pytest.raises(UserError, match=why) as rejected:
+        with pytest.raises(UserError, match=message) as error:
             transport.check_server()
-        command = rejected.value.fix.removeprefix("redis-cli: ").partition(";")[0].split()
+        command = error.value.fix.removeprefix("redis-cli: ").partition(";")[0].split()
         client.execute_command(*command)
         transport.check_server()
     finally:
@@ -253,9 +253,9 @@ def test_a_wrong_password_and_an_old_server_are_errors_at_once(server: RedisServ
     with pytest.raises(UserError, match="the Redis server rejects the password"):
         RedisTransport(server.url.replace("unix://:", "unix://:x")).claim()
     monkeypatch.setattr(redis_transport, "_OLDEST", (99, 0))
-    with pytest.raises(UserError, match=r"the Redis server has version 7\.") as rejected:
+    with pytest.raises(UserError, match=r"the Redis server has version 7\.") as error:
         RedisTransport(server.url).check_server()
-    assert "install Redis" in rejected.value.fix
+    assert "install Redis" in error.value.fix
 
 
 def test_the_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Late parts that are applied after their group was trained."""
+"""Late score parts that are applied after their group was trained."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ values = st.floats(-4, 4, allow_nan=False)
 
 
 def waiting(index: int, *partial: float) -> Group:
-    """A group whose attempts have these parts, and wait for another one."""
+    """Returns a group whose attempts have these partial scores and wait for another part."""
     group = late_group(index, PART, size=len(partial))
-    episodes = tuple(replace(one, score=replace(one.score, partial=value)) for one, value in zip(group.episodes, partial, strict=True))
+    episodes = tuple(replace(each, score=replace(each.score, partial=value)) for each, value in zip(group.episodes, partial, strict=True))
     return replace(group, episodes=episodes)
 
 
@@ -56,7 +56,7 @@ def send(store: ExperienceStore, episode: str, value: float) -> int:
 def test_the_advantages_of_both_parts_add_up_to_those_of_the_complete_score(parts: list[tuple[float, float]], estimator: str) -> None:
     objective = build(LINEAR | {"objective": {"advantage": estimator, "normalize_std": False}}).objective
     early, residual = split_group(waiting(0, *(first for first, _ in parts)))
-    arrived = {(one.episode.id, "human"): late for one, (_, late) in zip(residual.episodes, parts, strict=True)}
+    arrived = {(scored.episode.id, "human"): late for scored, (_, late) in zip(residual.episodes, parts, strict=True)}
     complete = waiting(0, *(first for first, _ in parts)).with_parts(arrived)
     groups = (early, residual.with_parts(arrived), complete)
     first, later, total = ([value or 0.0 for value in batch_advantages([group], objective, min_group_size=2)[0].values] for group in groups)
@@ -68,11 +68,11 @@ def test_a_group_is_ready_at_once_and_its_residual_waits(store: ExperienceStore)
     residual, early = store.entries()
     assert (early.index, early.state, early.late_parts, early.has_spread) == (0, "ready", 0, True)
     assert (residual.index, residual.state, residual.pending, store.parked()) == (-1, "parked", 2, (-1,))
-    assert [one.score.value for one in store.groups([0])[0].episodes] == [0.25, 0.75]
+    assert [scored.score.value for scored in store.groups([0])[0].episodes] == [0.25, 0.75]
     assert [entry.index for entry in store.entries(first=1)] == [-1], "an open residual is always returned"
     assert send(store, "g0-0", 1.0) == 1 and send(store, "g0-1", -1.0) == 0
-    assert [one.score.value for one in store.groups([0])[0].episodes] == [0.25, 0.75], "the group itself never changes"
-    assert [one.score.value for one in store.groups([-1])[0].episodes] == [0.5, -0.5]
+    assert [scored.score.value for scored in store.groups([0])[0].episodes] == [0.25, 0.75], "the group never changes"
+    assert [scored.score.value for scored in store.groups([-1])[0].episodes] == [0.5, -0.5]
     assert [entry.state for entry in store.entries()] == ["ready", "ready"]
 
 
@@ -101,13 +101,13 @@ def test_an_attempt_whose_part_has_expired_counts_in_no_mean(store: ExperienceSt
         store.add_score(LateScore(episode_id=episode, part="human", value=value, scored_by="ann", key=episode), now=1.0)
     assert store.expire_scores(now=100.0) == (-1,)
     (residual,) = store.groups([-1])
-    assert [one.score.value for one in residual.episodes] == [2.0, 1.0, None]
+    assert [scored.score.value for scored in residual.episodes] == [2.0, 1.0, None]
     (advantages,) = batch_advantages([residual], build(LINEAR).objective, min_group_size=2)
     assert advantages.values == (0.5, -0.5, None)
-    assert [one.score.value for one in store.groups([0])[0].episodes] == [0.0, 0.0, 0.0], "the early part stays"
+    assert [scored.score.value for scored in store.groups([0])[0].episodes] == [0.0, 0.0, 0.0], "the early part stays"
 
 
-def test_a_step_selects_residuals_of_trained_groups_in_addition_and_again_after_a_crash(tmp_path: Path) -> None:
+def test_a_step_also_selects_residuals_of_trained_groups_and_repeats_them_after_a_crash(tmp_path: Path) -> None:
     order, store = GroupOrder(per_step=2), SqliteStore(tmp_path / "experience.sqlite")
     for index in range(6):
         store.put(waiting(index, 0.0, 1.0))
@@ -126,7 +126,7 @@ def test_a_step_selects_residuals_of_trained_groups_in_addition_and_again_after_
     assert step(0) == (0, 1), "the first step has no trained group"
     complete(0, (0, 1))
     assert step(1) == (-2, -1, 2, 3)
-    store.put(waiting(9, 0.0, 1.0))  # the learner dies, and more arrives
+    store.put(waiting(9, 0.0, 1.0))  # the learner dies, and another group arrives
     assert step(1) == (-2, -1, 2, 3)
     complete(1, (-2, -1, 2, 3))
     assert step(2) == (-4, -3, 4, 5) and order.first_open_block(store.entries(), before=2) == 2
@@ -142,20 +142,20 @@ def test_a_group_waits_if_one_of_its_parts_is_not_residual(tmp_path: Path) -> No
 def test_residuals_do_not_dilute_the_other_groups_of_their_step(aggregation: str) -> None:
     recipe = build(LINEAR).but({"objective.aggregation": aggregation})
     residual = split_group(waiting(0, 0.0, 1.0))[1]
-    late = residual.with_parts({(one.episode.id, "human"): float(n) for n, one in enumerate(residual.episodes)})
+    late = residual.with_parts({(scored.episode.id, "human"): float(n) for n, scored in enumerate(residual.episodes)})
     others = [split_group(waiting(index, 0.0, 1.0))[0] for index in (1, 2)]
 
     def weights(*groups: Group, minibatches: int = 1) -> dict[int, float]:
         largest = dict[int, float]()
         for part in split_minibatches(assemble(1, groups, recipe).batch, minibatches):
             samples = scale_beside_residuals(part, recipe).samples
-            whole = loss_denominator(samples, recipe.objective.aggregation, length=recipe.policy.max_model_len)
-            largest |= {sample.group_index: max(sample.advantages) / whole for sample in samples}
+            denominator = loss_denominator(samples, recipe.objective.aggregation, length=recipe.policy.max_model_len)
+            largest |= {sample.group_index: max(sample.advantages) / denominator for sample in samples}
         return largest
 
-    assert weights(others[0], late) == pytest.approx(weights(others[0]) | weights(late)), "each as much as in a step of its own"
+    assert weights(others[0], late) == pytest.approx(weights(others[0]) | weights(late)), "each has the same weight as in a separate step"
     expected = weights(others[0]) | weights(late) | weights(others[1])
-    assert weights(late, others[1], others[0], minibatches=2) == pytest.approx(expected), "also without a residual in a minibatch"
+    assert weights(late, others[1], others[0], minibatches=2) == pytest.approx(expected), "also if a minibatch has no residual"
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_residuals_do_not_dilute_the_other_groups_of_their_step(aggregation: str
     ids=str,
 )
 def test_settings_under_which_the_parts_do_not_add_up_are_reported(changes: dict[str, object]) -> None:
-    """Also those that choose groups or tasks by their scores: they would see the early part only."""
+    """They include settings that choose groups or tasks by score, which would see only the early part."""
     assert not why_no_residuals(build(LINEAR))
     recipe = build(LINEAR).but(changes)
     assert next(iter(changes)).rpartition(".")[2] in why_no_residuals(recipe)
@@ -186,5 +186,5 @@ def test_a_complete_score_has_no_residual() -> None:
     group = waiting(0, 0.0, 0.0)
     mixed = replace(group, episodes=(replace(group.episodes[0], score=Score(value=1.0)), group.episodes[1]))
     early, residual = split_group(mixed)
-    assert [one.score.value for one in early.episodes] == [1.0, 0.0]
+    assert [scored.score.value for scored in early.episodes] == [1.0, 0.0]
     assert residual.episodes[0].score.is_absent and residual.episodes[1].score.pending

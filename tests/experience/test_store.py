@@ -1,4 +1,4 @@
-"""The store under races, crashes and damage, with real processes on a real file."""
+"""The store with races, crashes and damage, tested with real processes on a real file."""
 
 from __future__ import annotations
 
@@ -41,34 +41,34 @@ class TestFolderStore(StoreContract):
 
 @pytest.fixture
 def store(tmp_path: Path):
-    with_path = SqliteStore(tmp_path / "runs" / "run" / "experience.sqlite")
-    yield with_path
-    with_path.close()
+    opened = SqliteStore(tmp_path / "runs" / "run" / "experience.sqlite")
+    yield opened
+    opened.close()
 
 
-def _put_all(path: str, name: str, count: int, barrier, won) -> None:
+def _put_all(path: str, name: str, count: int, barrier, claims) -> None:
     barrier.wait(300)
     store = SqliteStore(path)  # opened by all at once, so that creating the file races too
-    mine = [index for index in range(count) if store.put(make_group(index, name))]
-    won.put((name, mine))
+    stored = [index for index in range(count) if store.put(make_group(index, name))]
+    claims.put((name, stored))
     store.close()
 
 
 @pytest.mark.slow
 def test_of_several_processes_that_put_the_same_index_one_wins(tmp_path: Path) -> None:
     path, count, writers = tmp_path / "experience.sqlite", 25, 4
-    barrier, won = FORKS.Barrier(writers), FORKS.Queue()
-    processes = [FORKS.Process(target=_put_all, args=(str(path), f"writer{n}", count, barrier, won)) for n in range(writers)]
+    barrier, claim_queue = FORKS.Barrier(writers), FORKS.Queue()
+    processes = [FORKS.Process(target=_put_all, args=(str(path), f"writer{n}", count, barrier, claim_queue)) for n in range(writers)]
     for process in processes:
         process.start()
-    claims = dict(won.get(timeout=300) for _ in processes)
+    claims = dict(claim_queue.get(timeout=300) for _ in processes)
     for process in processes:
         process.join(300)
     assert [process.exitcode for process in processes] == [0] * writers
-    assert sorted(index for mine in claims.values() for index in mine) == list(range(count))
+    assert sorted(index for stored in claims.values() for index in stored) == list(range(count))
     store = SqliteStore(path)
-    for name, mine in claims.items():  # the winner's bytes are the ones stored
-        assert store.groups(mine) == tuple(make_group(index, name) for index in mine)
+    for name, stored in claims.items():  # the winner's bytes are the ones stored
+        assert store.groups(stored) == tuple(make_group(index, name) for index in stored)
     store.close()
 
 
@@ -84,12 +84,12 @@ def test_stored_groups_survive_a_power_cut(tmp_path: Path, monkeypatch: pytest.M
     """SQLite builds differ in their defaults."""
     connect = sqlite3.connect
 
-    def of_such_a_build(*path: Any, **options: Any) -> sqlite3.Connection:
+    def connect_with_default(*path: Any, **options: Any) -> sqlite3.Connection:
         connection = connect(*path, **options)
         connection.execute(f"PRAGMA synchronous = {default}")
         return connection
 
-    monkeypatch.setattr(sqlite3, "connect", of_such_a_build)
+    monkeypatch.setattr(sqlite3, "connect", connect_with_default)
     store = SqliteStore(tmp_path / "experience.sqlite")
     (synchronous,) = store._connection.execute("PRAGMA synchronous").fetchone()
     (journal,) = store._connection.execute("PRAGMA journal_mode").fetchone()
@@ -100,7 +100,7 @@ def test_stored_groups_survive_a_power_cut(tmp_path: Path, monkeypatch: pytest.M
     )
 
 
-def test_the_file_is_locked_for_longer_than_the_death_of_a_stopped_process_takes(store: SqliteStore) -> None:
+def test_the_file_lock_timeout_exceeds_the_time_to_kill_a_stopped_process(store: SqliteStore) -> None:
     assert store._connection.execute("PRAGMA busy_timeout").fetchone() == (1000 * LOCK_WAIT_S,)
 
 
@@ -115,8 +115,8 @@ def test_no_file_stays_open(tmp_path: Path, ending: str) -> None:
         path.write_bytes(b"no database" * 1000)
         with pytest.raises(StoreError) as alive:
             SqliteStore(path)
-    held = [os.readlink(f"/proc/self/fd/{entry}") for entry in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{entry}")]
-    assert not [name for name in held if name.startswith(str(path))]
+    files = [os.readlink(f"/proc/self/fd/{entry}") for entry in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{entry}")]
+    assert not [name for name in files if name.startswith(str(path))]
     del alive
 
 
@@ -132,8 +132,8 @@ def test_a_store_is_used_by_any_thread_and_waits_for_another_process_that_writes
     assert stored == [True] and store.has(0)
 
 
-def test_a_file_system_without_shared_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write-ahead logging needs it. Otherwise SQLite returns another journal mode, as here for an in-memory store."""
+def test_a_file_system_without_shared_memory_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write-ahead logging needs it. Without it SQLite returns another journal mode, as here for an in-memory store."""
     monkeypatch.setattr(store_module.sqlite3, "connect", lambda path, **options: sqlite3.Connection(":memory:", isolation_level=None))
     with pytest.raises(StoreError, match=r"without shared memory for SQLite \(memory\)\n  fix: use a local disk for --run-dir"):
         SqliteStore(tmp_path / "experience.sqlite")
@@ -235,7 +235,7 @@ def test_damage_is_a_store_error_not_wrong_data(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_file_that_is_not_a_store_of_this_version_is_left_alone(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_store_of_this_version_is_an_error(tmp_path: Path) -> None:
     foreign = tmp_path / "foreign.sqlite"
     with sqlite3.connect(foreign) as raw:
         raw.execute("CREATE TABLE groups (x)")
@@ -271,7 +271,7 @@ def test_a_file_that_is_not_a_store_of_this_version_is_left_alone(tmp_path: Path
         "CREATE TABLE t (idx INTEGER PRIMARY KEY)",
     ],
 )
-def test_a_file_with_content_that_no_store_writes_is_not_opened(store: SqliteStore, statement: str) -> None:
+def test_a_file_with_foreign_content_is_not_opened(store: SqliteStore, statement: str) -> None:
     """A run folder may come from a third party: a trigger in its file would run with every stored group."""
     store.put(make_group(0))
     with sqlite3.connect(store.path) as raw:
@@ -282,9 +282,9 @@ def test_a_file_with_content_that_no_store_writes_is_not_opened(store: SqliteSto
 
 
 @pytest.mark.parametrize(("seconds", "error"), [(300.0, "groups are not in"), (300.5, "a query took longer than 300 s")])
-def test_a_query_has_five_minutes(store: SqliteStore, monkeypatch: pytest.MonkeyPatch, seconds: float, error: str) -> None:
-    looks = itertools.chain([1000.0], itertools.repeat(1000.0 + seconds))
-    monkeypatch.setattr(time, "monotonic", lambda: next(looks))
+def test_a_query_times_out_after_five_minutes(store: SqliteStore, monkeypatch: pytest.MonkeyPatch, seconds: float, error: str) -> None:
+    readings = itertools.chain([1000.0], itertools.repeat(1000.0 + seconds))
+    monkeypatch.setattr(time, "monotonic", lambda: next(readings))
     with pytest.raises(StoreError, match=error):
         store.groups(range(50_000))
 
@@ -303,16 +303,16 @@ def test_a_lock_held_too_long_ends_the_wait(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_old_episodes_are_deleted_and_the_ledger_and_its_hashes_stay(tmp_path: Path) -> None:
-    """After more steps the file is not larger. A group that no step has used, or a step of another process, keeps its episodes."""
+def test_old_episodes_are_deleted_and_the_ledger_and_its_hashes_remain(tmp_path: Path) -> None:
+    """The file stops growing. A group that no step has used, or a step of another process, keeps its episodes."""
     store, everything = SqliteStore(tmp_path / "bounded.sqlite", keep_steps=4), SqliteStore(tmp_path / "all.sqlite")
     sizes = []
     for step in range(30):
         text = random.Random(step).randbytes(20_000).hex()
-        for one in (store, everything):
-            one.put_all([make_group(2 * step, text), make_group(2 * step + 1, text)])
-            one.commit(step, {2 * step: GroupUse(tokens_trained=2)} | ({2 * step + 1: GroupUse(reason="x")} if step else {}), "c")
-        sizes.append([one._connection.execute("PRAGMA page_count").fetchone()[0] for one in (store, everything)])
+        for each_store in (store, everything):
+            each_store.put_all([make_group(2 * step, text), make_group(2 * step + 1, text)])
+            each_store.commit(step, {2 * step: GroupUse(tokens_trained=2)} | ({2 * step + 1: GroupUse(reason="x")} if step else {}), "c")
+        sizes.append([each_store._connection.execute("PRAGMA page_count").fetchone()[0] for each_store in (store, everything)])
     (early, early_all), (last, last_all) = sizes[10], sizes[-1]
     assert last - early < 0.05 * (last_all - early_all), "only the ledger grows"
     entries = store.entries()
@@ -325,12 +325,12 @@ def test_old_episodes_are_deleted_and_the_ledger_and_its_hashes_stay(tmp_path: P
     assert indexed == [(index,) for index in (1, *range(2 * 26, 60))]
     word = random.Random(2).randbytes(20_000).hex()[:492]
     hits = [one._connection.execute("SELECT count(*) FROM episode_text WHERE text MATCH ?", (f'"{word}"',)) for one in (store, everything)]
-    assert [hit.fetchone()[0] > 0 for hit in hits] == [False, True], "the searchable text is deleted, too"
+    assert [hit.fetchone()[0] > 0 for hit in hits] == [False, True], "the searchable text is also deleted"
     query = "SELECT idx, body FROM groups WHERE idx = 4"
-    (_, kept), (_, body) = (one._connection.execute(query).fetchone() for one in (store, everything))
-    assert kept == b"sha256:" + sha256(body).digest()
-    again = SqliteStore(tmp_path / "all.sqlite", keep_steps=4)  # a run that continues with the option
-    again.commit(30, {1: GroupUse()}, "c")
-    assert [entry.index for entry in again.entries() if entry.has_episodes] == [1, *range(2 * 27, 60)]
-    for one in (store, everything, again):
-        one.close()
+    (_, stored_hash), (_, body) = (each_store._connection.execute(query).fetchone() for each_store in (store, everything))
+    assert stored_hash == b"sha256:" + sha256(body).digest()
+    reopened = SqliteStore(tmp_path / "all.sqlite", keep_steps=4)  # a run that continues with the option
+    reopened.commit(30, {1: GroupUse()}, "c")
+    assert [entry.index for entry in reopened.entries() if entry.has_episodes] == [1, *range(2 * 27, 60)]
+    for each_store in (store, everything, reopened):
+        each_store.close()

@@ -18,25 +18,25 @@ number = st.floats(width=32, allow_nan=False)
 def records(draw: st.DrawFn) -> list[TokenRecord]:
     """Samples of several groups and episodes, some without a token."""
     keys = draw(st.lists(st.tuples(st.integers(-3, 3), st.text(max_size=5), st.integers(0, 3)), unique=True, max_size=6))
-    made = []
+    drawn = []
     for group, episode, part in keys:
         size = draw(st.integers(0, 5))
         columns = [draw(st.lists(number, min_size=size, max_size=size)) for _ in range(3)]
         flags = draw(st.lists(st.booleans(), min_size=size, max_size=size))
         fields = dict(zip(("logprobs", "entropies", "weights"), (array("f", column) for column in columns), strict=True))
-        made.append(TokenRecord(group=group, episode_id=episode, part=part, clipped=flags, **fields))
-    return made
+        drawn.append(TokenRecord(group=group, episode_id=episode, part=part, clipped=flags, **fields))
+    return drawn
 
 
 @given(records(), records())
-def test_the_records_of_all_ranks_are_read_equal(
+def test_the_records_of_all_ranks_are_read_back_unchanged(
     tmp_path_factory: pytest.TempPathFactory, first: list[TokenRecord], second: list[TokenRecord]
 ) -> None:
     run = tmp_path_factory.mktemp("run")
     write_records(run, 14, 0, first)
     write_records(run, 14, 1, second)
     for group in range(-4, 5):
-        assert read_records(run, 14, group) == [one for one in (*first, *second) if one.group == group]
+        assert read_records(run, 14, group) == [record for record in (*first, *second) if record.group == group]
     assert read_records(run, 13, 0) == []
 
 
@@ -58,7 +58,7 @@ def test_the_oldest_records_are_removed_beyond_the_limit(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("damage", ["cut", "header", "counts", "garbage", "link"])
-def test_a_damaged_record_is_an_error_and_not_a_wrong_number(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_record_is_an_error(tmp_path: Path, damage: str) -> None:
     write_records(tmp_path, 1, 0, [record()])
     path = tmp_path / "updates" / "000001.0.tokens"
     content = token_records.decompress(path.read_bytes())

@@ -29,20 +29,20 @@ from .traces import fault, heard, python, said, scored, submit, task, trace, tur
 STEPS = (turn(python("print(97)", "97")), turn(submit("97")))
 
 
-def episode(number: int = 0, *, group: int = 0, value: float | None = 0.0, answer: str = "97", **more: object) -> ScoredEpisode:
-    return scored(*STEPS, name=f"g{group:06d}-{number}-a0", value=value, answer=answer, **more)  # type: ignore[arg-type]
+def episode(number: int = 0, *, group: int = 0, value: float | None = 0.0, answer: str = "97", **options: object) -> ScoredEpisode:
+    return scored(*STEPS, name=f"g{group:06d}-{number}-a0", value=value, answer=answer, **options)  # type: ignore[arg-type]
 
 
 def group(index: int, *episodes: ScoredEpisode) -> Group:
     return Group(index=index, task_id="t-1", task_key=task().key, episodes=episodes)
 
 
-def opened(folder: Path, **config: object) -> Capture:
+def open_capture(folder: Path, **config: object) -> Capture:
     return Capture(folder, CaptureConfig(**config), origin={"run": folder.name})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("given", "found"),
+    ("scored_episode", "reason"),
     [
         (episode(value=1.0), None),
         (episode(value=0.9), CaptureReason.FAILED),
@@ -57,8 +57,8 @@ def opened(folder: Path, **config: object) -> Capture:
         (episode(failures=(fault(Blame.POLICY),)), CaptureReason.FAILED),
     ],
 )
-def test_reason_for_capturing_an_episode(given: ScoredEpisode, found: CaptureReason | None) -> None:
-    assert capture_reason(given, threshold=1.0) is found
+def test_reason_for_capturing_an_episode(scored_episode: ScoredEpisode, reason: CaptureReason | None) -> None:
+    assert capture_reason(scored_episode, threshold=1.0) is reason
 
 
 def test_an_audit_or_earlier_success_overrides_the_score() -> None:
@@ -68,11 +68,11 @@ def test_an_audit_or_earlier_success_overrides_the_score() -> None:
 
 
 def test_capture_uses_the_threshold_of_the_environment(tmp_path: Path) -> None:
-    capture = opened(tmp_path)
+    capture = open_capture(tmp_path)
     for number, threshold in enumerate((0.5, 0.6, None)):
         spec = EnvironmentSpec(ref="gymnasium:CartPole-v1", pass_threshold=threshold)
-        of = replace(task(), environment=spec, verifiers=(RETURN,))
-        capture.capture_group(of, group(number, episode(group=number, value=0.5), episode(1, group=number, value=None)), step=0)
+        acting = replace(task(), environment=spec, verifiers=(RETURN,))
+        capture.capture_group(acting, group(number, episode(group=number, value=0.5), episode(1, group=number, value=None)), step=0)
     capture.close()
     with Collection(tmp_path) as collection:
         assert [row.id for row in collection.rows() if row.why == "failed"] == ["g000001-0-a0"]
@@ -80,30 +80,30 @@ def test_capture_uses_the_threshold_of_the_environment(tmp_path: Path) -> None:
 
 
 def test_a_trace_is_read_back_unchanged(tmp_path: Path) -> None:
-    one = trace(*STEPS, of=task("\x1b[31m wide ütf \ufffd", files={"b.txt": "x" * 9000}), answer="97")
-    assert one.episode is not None
-    last = replace(STEPS[0], supports=Supports.from_rows([(3, 9), (4, 8), ()]))
-    whole = replace(
-        one.episode, outputs={"out.bin": bytes(range(256))}, trajectories=(replace(one.episode.trajectories[0], turns=(last,)),)
+    base = trace(*STEPS, of=task("\x1b[31m wide ütf \ufffd", files={"b.txt": "x" * 9000}), answer="97")
+    assert base.episode is not None
+    sampled = replace(STEPS[0], supports=Supports.from_rows([(3, 9), (4, 8), ()]))
+    full = replace(
+        base.episode, outputs={"out.bin": bytes(range(256))}, trajectories=(replace(base.episode.trajectories[0], turns=(sampled,)),)
     )
-    kept = replace(one, episode=whole, tags=(Tag(name="looped", by="rules", note='"by":"person:me"'),), missing=("a",), origin={"é": "ü"})
-    foreign = replace(heard(said("assistant", "I said \ud83d\ude00", call_ids=("c",))), phase="imported")
+    edited = replace(base, episode=full, tags=(Tag(name="looped", by="rules", note='"by":"person:me"'),), missing=("a",), origin={"é": "ü"})
+    imported = replace(heard(said("assistant", "I said \ud83d\ude00", call_ids=("c",))), phase="imported")
     with Collection(tmp_path, make=True) as collection:
-        assert collection.add([kept, foreign]) == 2
+        assert collection.add([edited, imported]) == 2
     with Collection(tmp_path) as collection:
-        assert collection.get(kept.id) == kept and collection.get(foreign.id) == foreign and collection.get("x") is None
-        assert list(collection.traces()) == [kept, foreign]
+        assert collection.get(edited.id) == edited and collection.get(imported.id) == imported and collection.get("x") is None
+        assert list(collection.traces()) == [edited, imported]
         assert [row.tag for row in collection.rows(TraceFilter(kind="sum"))] == ["looped"]
         assert collection.counts("why") == {("failed",): 1, ("imported",): 1}
 
 
 def test_all_episodes_of_a_group_are_counted_and_its_failures_stored(tmp_path: Path) -> None:
-    capture = opened(tmp_path)
+    capture = open_capture(tmp_path)
     capture.capture_group(task(), group(0, episode(0), episode(1, value=1.0, answer="412"), episode(2, value=None)), step=4)
     broken = replace(episode(3, group=1), episode=replace(episode(3, group=1).episode, failures=(fault(Blame.TASK, "TaskError"),)))
     capture.capture_group(task(), group(1, broken, broken), step=4)
-    known = replace(broken, episode=replace(broken.episode, failures=(fault(Blame.TASK, "quarantined"),)))
-    capture.capture_group(task(), group(2, known, known), step=4)
+    quarantined = replace(broken, episode=replace(broken.episode, failures=(fault(Blame.TASK, "quarantined"),)))
+    capture.capture_group(task(), group(2, quarantined, quarantined), step=4)
     capture.capture_group(None, group(3, broken, broken), step=4)
     capture.close()
     with Collection(tmp_path) as collection:
@@ -118,25 +118,25 @@ def test_all_episodes_of_a_group_are_counted_and_its_failures_stored(tmp_path: P
             ("fault", "infrastructure"): 1,
             ("fault", "task_fault"): 2,
         }
-        told = build_digest(collection)
-    assert (told["episodes"], told["failures"]) == (5, 4)
-    assert told["steps"] == [{"step": 4, "episodes": 5, "tags": {"task_fault": 2, "wrong_answer": 1, "infrastructure": 1}}]
+        digest = build_digest(collection)
+    assert (digest["episodes"], digest["failures"]) == (5, 4)
+    assert digest["steps"] == [{"step": 4, "episodes": 5, "tags": {"task_fault": 2, "wrong_answer": 1, "infrastructure": 1}}]
     assert capture.lost == 0
 
 
 def test_a_resumed_run_continues_and_a_repeated_evaluation_replaces_the_first(tmp_path: Path) -> None:
-    first = opened(tmp_path)
+    first = open_capture(tmp_path)
     first.capture_group(task(), group(0, episode(0)), step=0)
     first.reset_phase("before")
     first.capture_episode(task(), episode(7, value=1.0), phase="before", step=0)
     first.capture_episode(task(), episode(8, of=task(id="other")), phase="before", step=0)
     del first  # killed: nothing was closed
-    again = opened(tmp_path)
-    again.capture_group(task(), group(1, episode(0, group=1)), step=0)
-    again.reset_phase("before")
-    again.capture_episode(task(), episode(7, value=1.0), phase="before", step=0)
-    again.capture_episode(task(), replace(episode(7), episode=replace(episode(7).episode, id="after-7")), phase="after", step=9)
-    again.close()
+    resumed = open_capture(tmp_path)
+    resumed.capture_group(task(), group(1, episode(0, group=1)), step=0)
+    resumed.reset_phase("before")
+    resumed.capture_episode(task(), episode(7, value=1.0), phase="before", step=0)
+    resumed.capture_episode(task(), replace(episode(7), episode=replace(episode(7).episode, id="after-7")), phase="after", step=9)
+    resumed.close()
     with Collection(tmp_path) as collection:
         assert [(row.id, row.phase, row.why) for row in collection.rows()] == [
             ("g000000-0-a0", "train", "failed"),
@@ -144,18 +144,18 @@ def test_a_resumed_run_continues_and_a_repeated_evaluation_replaces_the_first(tm
             ("after-7", "after", "regressed"),
         ]
         assert collection.counts("phase") == {("after",): 1, ("before",): 1, ("train",): 2}
-        found = collection.get("after-7")
-    assert found is not None and found.origin["passed_in"] == "before"
+        regressed = collection.get("after-7")
+    assert regressed is not None and regressed.origin["passed_in"] == "before"
 
 
 def test_a_repeated_gate_evaluation_replaces_only_its_own_step(tmp_path: Path) -> None:
-    capture = opened(tmp_path)
+    capture = open_capture(tmp_path)
     for version, value in ((0, 1.0), (1, 0.0), (1, 0.0)):  # the driver died after the first judgement of version 1
         capture.reset_phase("gate", step=version, place=f"gate{version}")
         for attempt in range(2):
-            one = episode(value=value)
-            named = replace(one, episode=replace(one.episode, id=f"gate{version}-r{attempt}"))
-            capture.capture_episode(task(), named, phase="gate", step=version, place=f"gate{version}")
+            attempted = episode(value=value)
+            renamed = replace(attempted, episode=replace(attempted.episode, id=f"gate{version}-r{attempt}"))
+            capture.capture_episode(task(), renamed, phase="gate", step=version, place=f"gate{version}")
     capture.close()
     with Collection(tmp_path) as collection:
         assert [(row.id, row.why) for row in collection.rows()] == [("gate1-r0", "regressed"), ("gate1-r1", "regressed")]
@@ -168,15 +168,15 @@ def test_frequent_failures_are_deleted_before_rare_or_tagged_ones(tmp_path: Path
     with Collection(tmp_path, keep=5, make=True) as collection:
         collection.add([rare, *common[:2]])
         collection.tag("c001", (Tag(name="budget", by="person:me"),))
-        for one in common[2:]:
-            collection.add([one])
+        for frequent in common[2:]:
+            collection.add([frequent])
         assert [row.id for row in collection.rows()] == ["rare", "c001", "c027", "c028", "c029"]
         assert collection.dropped() == {"train": 26} and collection.counts("tag") == {("budget",): 30, ("looped",): 1}
     tasks = sqlite3.connect(tmp_path / FILE).execute("SELECT COUNT(*) FROM tasks").fetchone()
-    assert tasks == (5,), "a task goes with its last trace"
+    assert tasks == (5,), "a task is deleted with its last trace"
     with Collection(tmp_path, keep=5, make=True) as collection:
         collection.add([replace(rare, id="more")])
-        assert len(collection) == 5, "the bound holds over a restart"
+        assert len(collection) == 5, "the limit applies after a restart"
 
 
 def test_bytes_are_bounded_and_a_huge_trace_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,21 +190,21 @@ def test_bytes_are_bounded_and_a_huge_trace_is_not_stored(tmp_path: Path, monkey
 
 
 def test_a_truncated_file_loses_its_traces_and_does_not_stop_the_run(tmp_path: Path) -> None:
-    capture = opened(tmp_path)
+    capture = open_capture(tmp_path)
     for index in range(12):
         capture.capture_group(task(), group(index, *(episode(n, group=index) for n in range(3))), step=0)
     capture.close()
-    whole = (tmp_path / FILE).read_bytes()
-    for size in (0, 1, 100, 5000, len(whole) // 2, len(whole) - 1):
+    content = (tmp_path / FILE).read_bytes()
+    for size in (0, 1, 100, 5000, len(content) // 2, len(content) - 1):
         folder = tmp_path / f"cut{size}"
         (folder / FILE).parent.mkdir(parents=True)
-        (folder / FILE).write_bytes(whole[:size])
-        again = opened(folder)
-        again.reset_phase("before")
+        (folder / FILE).write_bytes(content[:size])
+        reopened = open_capture(folder)
+        reopened.reset_phase("before")
         for index in (20, 21):
-            again.capture_group(task(), group(index, episode(0, group=index)), step=1)
-        again.close()
-        assert again.lost == 0, size
+            reopened.capture_group(task(), group(index, episode(0, group=index)), step=1)
+        reopened.close()
+        assert reopened.lost == 0, size
         with Collection(folder) as collection:
             ids = [row.id for row in collection.rows()]
         assert {"g000020-0-a0", "g000021-0-a0"} <= set(ids), size
@@ -221,7 +221,7 @@ def test_the_error_for_a_damaged_trace_has_its_id(tmp_path: Path) -> None:
         collection.get("g000000-0-a0")
 
 
-def test_another_file_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_or_foreign_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no captured failures"):
         Collection(tmp_path)
     (tmp_path / FILE).parent.mkdir()
@@ -232,7 +232,7 @@ def test_another_file_is_an_error(tmp_path: Path) -> None:
 
 def test_a_full_disk_loses_the_trace_and_does_not_stop_the_run(tmp_path: Path) -> None:
     (tmp_path / "failures").write_text("no folder")
-    capture = opened(tmp_path)
+    capture = open_capture(tmp_path)
     capture.capture_group(task(), group(0, episode(0)), step=0)
     assert capture.lost == 1
 
@@ -251,14 +251,14 @@ def test_counts_include_traces_that_are_not_stored(
                 collection.tag(name, (Tag(name="z", by="rules"),))
         assert sum(collection.counts("tag").values()) == len(failures)
         assert len(collection) == min(keep, len(failures)) == len(failures) - sum(collection.dropped().values())
-        kept = [row.tag for row in collection.rows()]
-        assert all(collection.counts("tag")[(tag,)] >= kept.count(tag) for tag in set(kept))
+        stored_tags = [row.tag for row in collection.rows()]
+        assert all(collection.counts("tag")[(tag,)] >= stored_tags.count(tag) for tag in set(stored_tags))
 
 
 def test_a_locked_file_delays_the_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("agentrl.failure.capture._BUSY_S", 0.3)
-    opened(tmp_path).capture_group(task(), group(0, episode(0)), step=0)
-    capture, other = opened(tmp_path), sqlite3.connect(tmp_path / FILE, isolation_level=None)
+    open_capture(tmp_path).capture_group(task(), group(0, episode(0)), step=0)
+    capture, other = open_capture(tmp_path), sqlite3.connect(tmp_path / FILE, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     began = time.monotonic()
     for index in range(1, 11):
@@ -276,7 +276,7 @@ def test_a_locked_file_delays_the_run_once(tmp_path: Path, monkeypatch: pytest.M
 def test_the_traces_of_a_read_only_run_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Collection(tmp_path, make=True) as collection:
         collection.add([trace(*STEPS)])
-    monkeypatch.setattr("agentrl.base.database.os.access", lambda path, mode: False)  # an archive, mounted to be read
+    monkeypatch.setattr("agentrl.base.database.os.access", lambda path, mode: False)  # an archive that is mounted read-only
     with Collection(tmp_path) as collection:
         assert len(collection) == 1 and [path.name for path in (tmp_path / "failures").iterdir()] == ["traces.sqlite"]
         with pytest.raises(StoreError, match="readonly"):

@@ -26,7 +26,7 @@ def make_task() -> Task:
     )
 
 
-def test_a_suite_is_read_back_as_it_was_saved(tmp_path: Path) -> None:
+def test_a_saved_suite_is_read_back_unchanged(tmp_path: Path) -> None:
     cases = [Case(id=name, task=make_task(), tags=(Tag(name="wrong_tool", by="rules", turn=0),), note="é") for name in ("b", "a")]
     for case in cases:
         save_case(tmp_path / "s", case)
@@ -36,7 +36,7 @@ def test_a_suite_is_read_back_as_it_was_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ("repeats = 0", "repeats = 0"),
         ("repeats = true", "not a valid setting"),
@@ -44,10 +44,10 @@ def test_a_suite_is_read_back_as_it_was_saved(tmp_path: Path) -> None:
         ("x", "is not TOML"),
     ],
 )
-def test_the_error_names_an_invalid_setting(tmp_path: Path, settings: str, said: str) -> None:
+def test_the_error_names_an_invalid_setting(tmp_path: Path, settings: str, message: str) -> None:
     save_case(tmp_path, Case(id="a", task=make_task()))
     (tmp_path / "suite.toml").write_text(settings)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         load_suite(tmp_path)
 
 

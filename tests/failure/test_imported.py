@@ -1,4 +1,4 @@
-"""A folder of production traces becomes a suite: from `import` over `promote` to `eval`, and errors for missing parts."""
+"""A folder of production traces becomes a suite with `import`, `promote` and `eval`; errors for missing parts."""
 
 from __future__ import annotations
 
@@ -56,34 +56,34 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def agentrl(*arguments: str, code: int = 0) -> str:
-    done = CliRunner().invoke(app, list(arguments))
-    assert done.exit_code == code and (code or done.exception is None), (done.output, done.exception)
-    return done.output if not isinstance(done.exception, AgentRLError) else str(done.exception)
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == code and (code or result.exception is None), (result.output, result.exception)
+    return result.output if not isinstance(result.exception, AgentRLError) else str(result.exception)
 
 
 def test_a_folder_of_traces_becomes_a_suite_that_distinguishes_policies(project: Path) -> None:
     agentrl("failures", "import", "support", "traces")
     (row,) = json.loads(agentrl("failures", "list", "support", "--json"))["traces"]
     (project / "truths.jsonl").write_text(json.dumps({"trace": row["id"], "truth": "It is on its way."}) + "\n")
-    told = agentrl("failures", "promote", "support", "--phase", "imported", "--into", "evals/support", code=1)
-    assert "can become a case: 1 have no task" in told and "--verifier" in told
-    made = ("failures", "promote", "support", "--phase", "imported", "--into", "evals/support", "--verifier", "./judge.py:exact")
-    told = agentrl(*made, code=1)
-    assert "the right answer: give --truths FILE" in told and row["id"] in told and "keys of its origin: " in told
-    told = agentrl(*made, "--truths", "truths.jsonl")
-    assert "1 new cases in evals/support" in told and "1 later messages of the user are excluded" in told
+    output = agentrl("failures", "promote", "support", "--phase", "imported", "--into", "evals/support", code=1)
+    assert "can become a case: 1 have no task" in output and "--verifier" in output
+    promote = ("failures", "promote", "support", "--phase", "imported", "--into", "evals/support", "--verifier", "./judge.py:exact")
+    output = agentrl(*promote, code=1)
+    assert "the right answer: give --truths FILE" in output and row["id"] in output and "keys of its origin: " in output
+    output = agentrl(*promote, "--truths", "truths.jsonl")
+    assert "1 new cases in evals/support" in output and "1 later messages of the user are excluded" in output
     (case,) = load_suite(project / "evals" / "support").cases
-    assert [one.content for one in case.task.prompt] == ["You help customers.", "Where is order 4711?"]
+    assert [message.content for message in case.task.prompt] == ["You help customers.", "Where is order 4711?"]
     assert case.task.tools == (RECORDED_TOOLS,) and case.task.data["answer"] == "It is on its way."
-    assert "exist already" in agentrl(*made, "--truths", "truths.jsonl"), "once"
+    assert "exist already" in agentrl(*promote, "--truths", "truths.jsonl"), "once"
     for policy, code in (("right", 0), ("wrong", 1)):
-        found = agentrl(
+        evaluation = agentrl(
             "eval", "evals/support", *OVERRIDES, "--policy", f"./policies.py:{policy}", "--run-dir", policy, "--json", code=code
         )
-        assert json.loads(found.splitlines()[-1])["passed"] is (policy == "right")
-    words = (project / "wrong" / "suite" / "episodes.jsonl").read_text()
+        assert json.loads(evaluation.splitlines()[-1])["passed"] is (policy == "right")
+    wrong_episodes = (project / "wrong" / "suite" / "episodes.jsonl").read_text()
     assert (
-        "look_up has no recorded answer to this call" in words
+        "look_up has no recorded answer to this call" in wrong_episodes
         and "shipped on Monday" in (project / "right/suite/episodes.jsonl").read_text()
     )
 
@@ -96,32 +96,32 @@ def said(role: str, content: str = "", *calls: ToolCall, **more: Any) -> Importe
     return ImportedMessage(message=Message(role=role, content=content, tool_calls=calls), **more)
 
 
-WHOLE = UserParts(verifiers=("rewards.exact:exact",), truths={"t1": "4"})
+ALL_PARTS = UserParts(verifiers=("rewards.exact:exact",), truths={"t1": "4"})
 
 
 def test_one_error_lists_everything_that_is_missing() -> None:
     with pytest.raises(UserError) as error:
         task_from_trace(trace(said("assistant", "hello", ToolCall(name="f", arguments={})), origin={"service": "shop"}), UserParts())
-    for lack in ("a user message before", "--verifier", "--truths FILE", "--tools module:attr", "keys of its origin: service"):
-        assert lack in str(error.value), lack
+    for part in ("a user message before", "--verifier", "--truths FILE", "--tools module:attr", "keys of its origin: service"):
+        assert part in str(error.value), part
 
 
 def test_truth_may_come_from_the_origin_and_tools_from_stubs() -> None:
-    one = trace(said("user", "2 + 2?"), said("assistant", "", ToolCall(name="f", arguments={})), origin={"expected": "4"})
-    stubs = replace(WHOLE, truths={}, truth_from="expected", tools=("stubs:f",), image="sandboxes/mine")
-    task = task_from_trace(one, stubs)
+    imported = trace(said("user", "2 + 2?"), said("assistant", "", ToolCall(name="f", arguments={})), origin={"expected": "4"})
+    stubs = replace(ALL_PARTS, truths={}, truth_from="expected", tools=("stubs:f",), image="sandboxes/mine")
+    task = task_from_trace(imported, stubs)
     assert (task.data["answer"], task.tools, task.sandbox.image) == (
         "4",
         ("stubs:f",),
         "sandboxes/mine",
     ) and RECORDED_TOOLS not in task.data
-    assert describe_excluded_messages(one) == ""
+    assert describe_excluded_messages(imported) == ""
 
 
 async def test_results_belong_to_calls_by_id_or_else_in_order() -> None:
     calls = [ToolCall(name="f", arguments={"x": number, "y": "a"}) for number in range(4)]
     schema = {"type": "function", "function": {"name": "g", "description": "G.", "parameters": {"type": "object", "properties": {}}}}
-    one = trace(
+    imported = trace(
         said("user", "go"),
         said("assistant", "", calls[0], calls[1], call_ids=("a", "b")),
         said("tool", "of b", answers="b"),
@@ -130,27 +130,27 @@ async def test_results_belong_to_calls_by_id_or_else_in_order() -> None:
         said("tool", "third"),
         tools=(schema,),
     )
-    task = task_from_trace(one, WHOLE)
+    task = task_from_trace(imported, ALL_PARTS)
     assert [(call.arguments["x"], call.output, call.failed) for call in Recording.of(task).calls] == [
         (0, "of a", True),
         (1, "of b", False),
         (2, "third", False),
-    ], "what was not answered then is not answered now"
+    ], "calls without a recorded result are excluded"
     tools = load_tools(task.tools, task=task)
     assert list(tools) == ["g", "f"] and tools["g"].schema == schema
     properties = tools["f"].schema["function"]["parameters"]["properties"]
-    assert list(properties) == ["x", "y"], "without a schema, what its calls show"
-    done = await tools["f"]({"y": "a", "x": 1}, None, Limits())
-    assert (done.output, done.ok) == ("of b", True), "whatever the order of the arguments"
-    done = await tools["f"]({"x": 3, "y": "a"}, None, Limits())
-    assert not done.ok and "no recorded answer to this call; 3 calls are recorded, with the arguments x, y" in done.output
-    assert list(load_tools(task.tools)) == [], "where only names are looked at"
+    assert list(properties) == ["x", "y"], "without a schema, the arguments of its calls"
+    outcome = await tools["f"]({"y": "a", "x": 1}, None, Limits())
+    assert (outcome.output, outcome.ok) == ("of b", True), "the order of the arguments does not matter"
+    outcome = await tools["f"]({"x": 3, "y": "a"}, None, Limits())
+    assert not outcome.ok and "no recorded answer to this call; 3 calls are recorded, with the arguments x, y" in outcome.output
+    assert list(load_tools(task.tools)) == [], "without a task only names are checked"
     with pytest.raises(TaskError, match="no valid recording"):
         load_tools(task.tools, task=replace(task, data={}))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"trace": "a"}', "7", '"a"', "[" * 100_000])
-def test_an_invalid_file_of_truths_is_an_error_with_its_line(text: str, tmp_path: Path) -> None:
+def test_an_invalid_truths_file_is_an_error_with_its_line(text: str, tmp_path: Path) -> None:
     (tmp_path / "truths").write_text('{"trace": "a", "truth": 4}\n\n' + text + "\n")
     with pytest.raises(UserError, match="truths:3 is not a truth"):
         read_truths(tmp_path / "truths")

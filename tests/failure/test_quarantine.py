@@ -25,11 +25,11 @@ def test_a_broken_task_stays_quarantined_after_a_restart(tmp_path: Path) -> None
     assert (len(first), count_quarantined(tmp_path)) == (1, 1)
     with (tmp_path / "quarantine.jsonl").open("a") as file:
         file.write('{"task_id": "ba')  # the process died here
-    again = Quarantine(tmp_path)
-    fault = again.known_fault("key of bad")
+    reopened = Quarantine(tmp_path)
+    fault = reopened.known_fault("key of bad")
     assert fault is not None and (fault.blame, fault.message) == (Blame.TASK, "bad has no tool\n  fix: name one")
-    assert again.known_fault("key of good") is None and again.known_fault("key of bad, repaired") is None
-    again.add(group(3, "worse"))
+    assert reopened.known_fault("key of good") is None and reopened.known_fault("key of bad, repaired") is None
+    reopened.add(group(3, "worse"))
     assert count_quarantined(tmp_path) == 2 and count_quarantined(tmp_path / "none") == 0
 
 
@@ -40,7 +40,7 @@ def test_too_many_broken_tasks_stop_the_run_with_a_list(tmp_path: Path, monkeypa
     tasks.add(group(1, "b"))
     with pytest.raises(TaskError, match=r"3 tasks are broken, 2 are allowed[^$]*a: a has no tool\n  b: b has no tool\n  c: c"):
         tasks.add(group(2, "c"))
-    assert count_quarantined(tmp_path) == 3, "it is on the list"
+    assert count_quarantined(tmp_path) == 3, "the third is recorded as well"
     Quarantine(tmp_path).add(group(3, "d"))
 
 

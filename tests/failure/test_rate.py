@@ -14,12 +14,12 @@ from agentrl.failure import FaultRate
 from agentrl.records import Blame, Failure
 
 
-def failed(kind: str = "SandboxTimeout", message: str = "no sandbox opened in 60.0 s", stage: str = "sandbox") -> Failure:
+def sandbox_failure(kind: str = "SandboxTimeout", message: str = "no sandbox opened in 60.0 s", stage: str = "sandbox") -> Failure:
     return Failure(stage=stage, blame=Blame.INFRASTRUCTURE, kind=kind, message=message)
 
 
-async def paused(rate: FaultRate) -> str:
-    """The message when the run pauses; empty while it continues."""
+async def pause_message(rate: FaultRate) -> str:
+    """Returns the message when the run pauses, or an empty text while it continues."""
     watching = asyncio.create_task(rate.watch())
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -33,10 +33,10 @@ async def paused(rate: FaultRate) -> str:
 async def test_the_run_pauses_and_reports_the_faults_with_counts() -> None:
     rate = FaultRate(0.5, concurrency=4)
     for number in range(40):
-        rate.record_attempt(failed(message=f"no sandbox opened in {number} s\x1b[2J") if number % 4 >= 2 else None)
-    assert rate.share == 0.5 and await paused(rate) == "", "as much as is allowed"
-    rate.record_attempt(failed("ServingError", "connection\nrefused", "generate"))
-    text = await paused(rate)
+        rate.record_attempt(sandbox_failure(message=f"no sandbox opened in {number} s\x1b[2J") if number % 4 >= 2 else None)
+    assert rate.share == 0.5 and await pause_message(rate) == "", "a share at the limit is allowed"
+    rate.record_attempt(sandbox_failure("ServingError", "connection\nrefused", "generate"))
+    text = await pause_message(rate)
     assert "21 of the newest 41 attempts failed" in text and "the limit is 50%" in text
     assert (
         "20 x sandbox SandboxTimeout: no sandbox opened in 39 s\ufffd[2J\n" in text
@@ -48,34 +48,34 @@ async def test_the_run_pauses_and_reports_the_faults_with_counts() -> None:
 async def test_a_limit_of_1_never_pauses_a_run() -> None:
     rate = FaultRate(1.0, concurrency=1)
     for _ in range(1000):
-        rate.record_attempt(failed())
-    assert rate.share == 1.0 and await paused(rate) == ""
+        rate.record_attempt(sandbox_failure())
+    assert rate.share == 1.0 and await pause_message(rate) == ""
 
 
 @pytest.mark.parametrize("sound", [0, 63, 64, 500])
 async def test_the_death_of_a_server_does_not_pause_the_run(sound: int) -> None:
     """All attempts in flight fail at once, and their retries succeed."""
     rate = FaultRate(0.5, concurrency=64)
-    for failure in [*[None] * sound, *[failed("ServingError")] * 64, *[None] * 64]:
+    for failure in [*[None] * sound, *[sandbox_failure("ServingError")] * 64, *[None] * 64]:
         rate.record_attempt(failure)
-    assert await paused(rate) == ""
+    assert await pause_message(rate) == ""
 
 
 async def test_counts_and_messages_are_bounded() -> None:
     rate = FaultRate(0.1, concurrency=1000)
     for number in range(5000):
-        rate.record_attempt(failed(kind=f"Kind{number}" + "x" * 10_000, message="m" * 10_000))
-    text = await paused(rate)
+        rate.record_attempt(sandbox_failure(kind=f"Kind{number}" + "x" * 10_000, message="m" * 10_000))
+    text = await pause_message(rate)
     assert len(rate.kinds) <= 33 and rate.kinds.total() == 4000
-    assert len(text) < 5000 and "4000 of the newest 4000" in text and "x of 25 other kinds" not in text.split("x others")[0]
+    assert len(text) < 5000 and "4000 of the newest 4000" in text and "\n  4000 x others: " in text and "other kinds" not in text
 
 
 async def test_metrics_count_attempts_since_the_last_call() -> None:
     rate = FaultRate(0.5, concurrency=1)
-    for failure in (None, failed(), None):
+    for failure in (None, sandbox_failure(), None):
         rate.record_attempt(failure)
     assert rate.attempt_metrics() == {"attempts_ended": 3, "attempts_failed": 1, "excluded_policy_reachable": 0.0}
-    rate.record_attempt(failed())
+    rate.record_attempt(sandbox_failure())
     assert rate.attempt_metrics() == {"attempts_ended": 1, "attempts_failed": 1, "excluded_policy_reachable": 0.0}
 
 
@@ -84,40 +84,40 @@ def test_it_pauses_exactly_if_the_share_of_the_newest_exceeds_the_limit(faults: 
     async def run() -> tuple[bool, bool]:
         rate, expected = FaultRate(limit, concurrency=concurrency), False
         for number, fault in enumerate(faults, start=1):
-            rate.record_attempt(failed() if fault else None)
+            rate.record_attempt(sandbox_failure() if fault else None)
             newest = faults[max(0, number - max(64, 4 * concurrency)) : number]
             expected |= len(newest) >= max(32, 2 * concurrency) and sum(newest) / len(newest) > limit
-        return bool(await paused(rate)), expected
+        return bool(await pause_message(rate)), expected
 
-    told, expected = asyncio.run(run())
-    assert told == expected
+    paused, expected = asyncio.run(run())
+    assert paused == expected
 
 
 def test_exclusions_that_the_policy_could_have_caused_alert_once() -> None:
     rate = FaultRate(0.5, concurrency=4)
-    early = Failure(stage="generate", blame=Blame.INFRASTRUCTURE, kind="ServingError", message="down", turn=0)
-    late = Failure(stage="sandbox", blame=Blame.INFRASTRUCTURE, kind="SandboxTimeout", message="no answer", turn=2)
+    unprovoked = Failure(stage="generate", blame=Blame.INFRASTRUCTURE, kind="ServingError", message="down", turn=0)
+    provoked = Failure(stage="sandbox", blame=Blame.INFRASTRUCTURE, kind="SandboxTimeout", message="no answer", turn=2)
     for _ in range(40):
         rate.record_attempt(None)
-        rate.record_attempt(early)
-    assert rate.attempt_metrics()["excluded_policy_reachable"] == 0.0 and rate.suspect_alert() == "", "nothing was said in any of them"
+        rate.record_attempt(unprovoked)
+    assert rate.attempt_metrics()["excluded_policy_reachable"] == 0.0 and rate.suspect_alert() == "", "all failed in the first turn"
     for _ in range(10):
-        rate.record_attempt(late)
-    told = rate.suspect_alert()
-    assert "10 of the newest 64" in told and "agentrl" in told and rate.suspect_alert() == ""
+        rate.record_attempt(provoked)
+    alert = rate.suspect_alert()
+    assert "10 of the newest 64" in alert and "agentrl" in alert and rate.suspect_alert() == ""
     assert rate.attempt_metrics()["excluded_policy_reachable"] == 1.0
-    assert rate.attempt_metrics() == {"attempts_ended": 0, "attempts_failed": 0}, "no attempt, no share"
+    assert rate.attempt_metrics() == {"attempts_ended": 0, "attempts_failed": 0}, "without attempts there is no share"
     for _ in range(64):
         rate.record_attempt(None)
     assert rate.suspect_alert() == ""
     for _ in range(10):
-        rate.record_attempt(late)
-    assert rate.suspect_alert(), "once more, when it happens again"
+        rate.record_attempt(provoked)
+    assert rate.suspect_alert(), "a second alert after the share fell and rose again"
 
 
 @pytest.mark.parametrize("kind", ["ServerDied", "SlowServer", "slow_server"])
 def test_a_lost_or_slow_server_gives_no_alert(kind: str) -> None:
-    """It fails all attempts in flight, at any turn."""
+    """The failure ends all attempts in flight, at any turn."""
     rate = FaultRate(1.0, concurrency=64)
     for _ in range(4):
         for failure in [*[None] * 64, *[Failure(stage="generate", blame=Blame.INFRASTRUCTURE, kind=kind, message="gone", turn=3)] * 64]:
@@ -132,9 +132,9 @@ def test_an_alert_names_the_fault_after_the_first_turn() -> None:
     tool = Failure(stage="tool", blame=Blame.INFRASTRUCTURE, kind="ToolUnavailable", message="tool search: refused", turn=2)
     for failure in [*[None] * 20, *[died] * 30, *[tool] * 14]:
         rate.record_attempt(failure)
-    told = rate.suspect_alert()
-    assert told.startswith("14 of the newest 64 attempts failed after the policy's first turn")
-    assert "most often with tool ToolUnavailable (14): tool search: refused\n  fix: repair the part that fails. If it works" in told
+    alert = rate.suspect_alert()
+    assert alert.startswith("14 of the newest 64 attempts failed after the policy's first turn")
+    assert "most often with tool ToolUnavailable (14): tool search: refused\n  fix: repair the part that fails. If it works" in alert
 
 
 def late(kind: str = "SandboxTimeout", *, turn: int | None = 2, stage: str = "sandbox") -> Failure:
@@ -145,17 +145,17 @@ async def test_the_limit_applies_from_32_attempts_on() -> None:
     rate = FaultRate(0.5, concurrency=1)
     assert rate.share == 0.0
     for _ in range(31):
-        rate.record_attempt(failed())
-    assert await paused(rate) == ""
-    rate.record_attempt(failed())
-    assert "32 of the newest 32" in await paused(rate)
+        rate.record_attempt(sandbox_failure())
+    assert await pause_message(rate) == ""
+    rate.record_attempt(sandbox_failure())
+    assert "32 of the newest 32" in await pause_message(rate)
 
 
 def test_the_oldest_attempt_leaves_the_rate() -> None:
     for faults in ([0], [1]):
         rate = FaultRate(0.5, concurrency=1)
         for number in range(65):
-            rate.record_attempt(failed() if number in faults else None)
+            rate.record_attempt(sandbox_failure() if number in faults else None)
         assert rate.share == (0 if faults == [0] else 1 / 64)
 
 
@@ -165,7 +165,7 @@ def test_a_share_of_a_tenth_gives_no_alert() -> None:
         rate.record_attempt(late() if number < 10 else None)
     assert rate.suspect_alert() == ""
     rate.record_attempt(late())
-    assert rate.suspect_alert() == "", "the oldest is forgotten"
+    assert rate.suspect_alert() == "", "the oldest attempt is no longer counted"
     rate = FaultRate(1.0, concurrency=25)
     for number in range(100):
         rate.record_attempt(late() if number < 11 else None)
@@ -191,7 +191,7 @@ def test_an_alert_needs_32_attempts() -> None:
         (late("ServerDied", turn=3, stage="score"), 0),
     ],
 )
-def test_which_faults_the_policy_could_have_provoked(failure: Failure, counts: int) -> None:
+def test_faults_that_the_policy_could_have_caused_are_counted(failure: Failure, counts: int) -> None:
     rate = FaultRate(1.0, concurrency=1)
     rate.record_attempt(failure)
     assert rate.attempt_metrics()["excluded_policy_reachable"] == counts
@@ -201,26 +201,26 @@ async def test_32_kinds_are_counted_separately_and_8_are_shown() -> None:
     rate = FaultRate(0.1, concurrency=25)
     for number in range(40):
         for _ in range(2 if number < 8 else 1):
-            rate.record_attempt(failed(kind=f"Kind{number}"))
+            rate.record_attempt(sandbox_failure(kind=f"Kind{number}"))
     assert len(rate.kinds) == 33 and rate.kinds["others"] == 8
     rate = FaultRate(0.1, concurrency=25)
     for number in range(10):
         for _ in range(10 - number):
-            rate.record_attempt(failed(kind=f"Kind{number}", message="gone"))
-    text = await paused(rate)
+            rate.record_attempt(sandbox_failure(kind=f"Kind{number}", message="gone"))
+    text = await pause_message(rate)
     assert "3 x sandbox Kind7: gone\n  3 x of 2 other kinds\n  fix" in text and "Kind8" not in text
     few = FaultRate(0.1, concurrency=25)
     for number in range(80):
-        few.record_attempt(failed(kind=f"Kind{number % 8}"))
-    assert "other kinds" not in await paused(few)
+        few.record_attempt(sandbox_failure(kind=f"Kind{number % 8}"))
+    assert "other kinds" not in await pause_message(few)
 
 
 async def test_the_message_of_a_kind_is_truncated() -> None:
     rate = FaultRate(0.1, concurrency=1)
     for _ in range(32):
-        rate.record_attempt(failed(kind="k" * 200, message="m" * 1000))
+        rate.record_attempt(sandbox_failure(kind="k" * 200, message="m" * 1000))
     (kind,) = rate.kinds
-    assert kind == "sandbox " + "k" * 92 and f": {'m' * 600}\n" in await paused(rate)
+    assert kind == "sandbox " + "k" * 92 and f": {'m' * 600}\n" in await pause_message(rate)
 
 
 def test_attempts_that_another_one_ended_do_not_pause_the_run() -> None:

@@ -1,4 +1,4 @@
-"""Each rule on a failure of its kind, and on a near miss."""
+"""Each rule with a failure that it tags, and with a near miss."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ POSITIVE: dict[str, tuple[str, Trace, int | None]] = {
     "wrong_answer": ("wrong_answer", trace(turn(python("print(97)", "97")), WRONG, answer="97"), None),
 }
 
-NEAR: dict[str, tuple[str, Trace]] = {
+NEAR_MISSES: dict[str, tuple[str, Trace]] = {
     "infrastructure: a program says it": (
         "infrastructure",
         heard(
@@ -155,54 +155,54 @@ NEAR: dict[str, tuple[str, Trace]] = {
 
 @pytest.mark.parametrize("case", POSITIVE)
 def test_a_failure_is_tagged_with_its_turn(case: str) -> None:
-    name, given, where = POSITIVE[case]
-    first = tag_by_rules(given, rules.RULES)[0]
-    assert (first.name, first.turn) == (name, where)
+    name, failed_trace, turn_index = POSITIVE[case]
+    first = tag_by_rules(failed_trace, rules.RULES)[0]
+    assert (first.name, first.turn) == (name, turn_index)
 
 
-@pytest.mark.parametrize("case", NEAR)
+@pytest.mark.parametrize("case", NEAR_MISSES)
 def test_a_near_miss_is_not_tagged(case: str) -> None:
-    name, given = NEAR[case]
-    assert name not in {tag.name for tag in tag_by_rules(given, rules.RULES)}
+    name, near_miss = NEAR_MISSES[case]
+    assert name not in {tag.name for tag in tag_by_rules(near_miss, rules.RULES)}
 
 
 def test_every_rule_has_a_positive_case_and_a_near_miss() -> None:
-    named = {rule.__name__ for rule in rules.RULES}
+    rule_names = {rule.__name__ for rule in rules.RULES}
     aliases = {"format_of_calls": "format", "format_of_answer": "format", "forbidden_tool": "ignored_instruction"}
-    for name in named:
+    for name in rule_names:
         tag = aliases.get(name, name)
-        assert any(case.startswith(tag) for case in POSITIVE) and any(case.startswith(tag) for case in NEAR), name
+        assert any(case.startswith(tag) for case in POSITIVE) and any(case.startswith(tag) for case in NEAR_MISSES), name
 
 
-async def test_what_the_shipped_tools_reject_is_bad_arguments() -> None:
+async def test_arguments_that_shipped_tools_reject_are_tagged_bad_arguments() -> None:
     for arguments in ({}, {"code": "print(1)\0"}):
         outcome = await SHIPPED_TOOLS["python"](arguments, None, Limits())
         assert not outcome.ok and patterns.BAD_ARGUMENTS.search(outcome.output), outcome.output
 
 
-def test_the_earliest_failure_wins() -> None:
+def test_the_earliest_failure_is_the_first_tag() -> None:
     """The agent called a missing tool first, then ran out of turns and gave up."""
-    later = trace(turn(NO_TOOL), turn(NO_TOOL), turn(said="I cannot do it."), ended="turn_limit", why=CaptureReason.LIMIT)
-    tags = tag_by_rules(later, rules.RULES)
+    mixed = trace(turn(NO_TOOL), turn(NO_TOOL), turn(said="I cannot do it."), ended="turn_limit", why=CaptureReason.LIMIT)
+    tags = tag_by_rules(mixed, rules.RULES)
     assert (tags[0].name, tags[0].turn) == ("wrong_tool", 0) and "budget" in {tag.name for tag in tags[1:]}
 
 
 def test_a_sub_agents_failure_precedes_its_parents_next_turn() -> None:
     main = Trajectory(agent="main", turns=(turn(python("ask()", "no")), turn(said="I give up.")), stop_reason="answered")
     helper = Trajectory(agent="helper", turns=(turn(NO_TOOL),), parent=Parent(trajectory=0, turn=0, call=0), stop_reason="answered")
-    given = trace(trajectories=(main, helper))
-    first = tag_by_rules(given, rules.RULES)[0]
+    delegated = trace(trajectories=(main, helper))
+    first = tag_by_rules(delegated, rules.RULES)[0]
     assert (first.name, first.trajectory, first.turn) == ("wrong_tool", 1, 0)
 
 
 @pytest.mark.slow
 def test_rules_take_linear_time() -> None:
     """On texts that would take a backtracking expression exponential time."""
-    nasty = ["1" * 15_000 + "x", "1," * 8_000 + "x", "-" * 15_000, "a-" * 7_000, '"' * 15_000, "tool " * 3_000, "(" * 15_000, "\n" * 15_000]
-    for text in nasty:
-        given = trace(*[turn(python(text, text, False), said=text) for _ in range(4)], answer=text, of=task(text, truth=text[:300]))
+    texts = ["1" * 15_000 + "x", "1," * 8_000 + "x", "-" * 15_000, "a-" * 7_000, '"' * 15_000, "tool " * 3_000, "(" * 15_000, "\n" * 15_000]
+    for text in texts:
+        repeated = trace(*[turn(python(text, text, False), said=text) for _ in range(4)], answer=text, of=task(text, truth=text[:300]))
         started = time.process_time()
-        tag_by_rules(given, rules.RULES)
+        tag_by_rules(repeated, rules.RULES)
         assert time.process_time() - started < 1.0, text[:5]
 
 
@@ -217,19 +217,19 @@ def test_a_timeline_is_bounded_and_rules_never_raise() -> None:
         trace(turn(*[python("1", "1")] * 200), ended=""),
         replace(trace(GOOD), score=None),
     ]
-    for given in odd:
-        assert tag_by_rules(given, rules.RULES)
+    for odd_trace in odd:
+        assert tag_by_rules(odd_trace, rules.RULES)
         for rule in rules.RULES:
-            rule(given)
+            rule(odd_trace)
 
 
 def test_a_legal_action_of_an_environment_is_not_tagged() -> None:
     world = task(prompt=(), tools=(), files={}, sandbox=None, environment=EnvironmentSpec(ref="mine:Guess", seed=1))
-    moved = replace(turn(said="3"), tool_results=(ToolResult(name="user", output="Wrong.", ok=True, reward=0.0),))
-    line = Trajectory(agent="main", turns=(moved,), stop_reason="terminated", prompt=(Message(role="user", content="Which number?"),))
-    played = trace(of=world, trajectories=(line,), ended="terminated")
+    move = replace(turn(said="3"), tool_results=(ToolResult(name="user", output="Wrong.", ok=True, reward=0.0),))
+    trajectory = Trajectory(agent="main", turns=(move,), stop_reason="terminated", prompt=(Message(role="user", content="Which number?"),))
+    played = trace(of=world, trajectories=(trajectory,), ended="terminated")
     assert [tag.name for tag in tag_by_rules(played, rules.RULES)] == ["wrong_answer"], "no rule is confident"
     text = render_trace(played)
     assert "Which number?" in text and "Wrong." in text and "could not be read" not in text
-    forfeited = trace(of=world, trajectories=(replace(line, stop_reason="forfeited"),))
+    forfeited = trace(of=world, trajectories=(replace(trajectory, stop_reason="forfeited"),))
     assert [tag.name for tag in tag_by_rules(forfeited, rules.RULES)] == ["wrong_answer"]

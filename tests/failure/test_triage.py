@@ -1,4 +1,4 @@
-"""User-supplied rules, judges that fail or abstain, and which tag counts."""
+"""User-supplied rules, judges that fail or abstain, and the tag that decides."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .traces import python, submit, trace, turn
 from .transcripts import labelled
 
 UNCLEAR = trace(turn(python("print(97)", "97")), turn(submit("97")), answer="97")
-CLEAR = trace(turn(said="I cannot."), ended="answered")
+GAVE_UP = trace(turn(said="I cannot."), ended="answered")
 
 RULE = """
 from agentrl.failure.trace import Tag, Trace
@@ -47,28 +47,28 @@ number = 3
 
 
 @pytest.fixture
-def mine(tmp_path: Path) -> str:
+def rule_file(tmp_path: Path) -> str:
     path = tmp_path / "mine.py"
     path.write_text(RULE)
     return str(path)
 
 
-def test_a_user_supplied_rule_may_give_a_new_tag(mine: str) -> None:
-    rules = load_rules([f"{mine}:wrong_unit"])
+def test_a_user_supplied_rule_may_give_a_new_tag(rule_file: str) -> None:
+    rules = load_rules([f"{rule_file}:wrong_unit"])
     tags = tag_by_rules(UNCLEAR, rules)
     assert (tags[0].name, tags[0].by, tags[0].turn) == ("wrong_unit", "rules", 1)
-    assert tag_by_rules(CLEAR, rules)[0].name == "gave_up"
+    assert tag_by_rules(GAVE_UP, rules)[0].name == "gave_up"
 
 
-def test_rules_that_raise_or_return_no_tag_are_ignored(mine: str) -> None:
-    assert [tag.name for tag in tag_by_rules(UNCLEAR, load_rules([f"{mine}:RULES"]))] == ["wrong_unit"]
+def test_rules_that_raise_or_return_no_tag_are_ignored(rule_file: str) -> None:
+    assert [tag.name for tag in tag_by_rules(UNCLEAR, load_rules([f"{rule_file}:RULES"]))] == ["wrong_unit"]
 
 
-def test_an_invalid_rule_is_an_error(mine: str) -> None:
+def test_an_invalid_rule_is_an_error(rule_file: str) -> None:
     with pytest.raises(PluginError, match="is not a plain function"):
-        load_rules([f"{mine}:number"])
+        load_rules([f"{rule_file}:number"])
     with pytest.raises(PluginError, match="has no attribute"):
-        load_rules([f"{mine}:nothing"])
+        load_rules([f"{rule_file}:nothing"])
 
 
 def test_shipped_tags_are_in_the_taxonomy_and_each_has_a_confident_rule() -> None:
@@ -91,12 +91,12 @@ class Judge:
         return self.answer  # type: ignore[no-any-return]
 
 
-async def test_a_judge_is_asked_if_no_rule_is_confident() -> None:
+async def test_the_judge_runs_only_if_no_rule_is_confident() -> None:
     judge = Judge(Tag(name="misread_output", by="", confidence=0.7, turn=1))
     tags = await tag_by_judge(UNCLEAR, RULES, judge)
     assert (tags[0].name, tags[0].by) == ("misread_output", "judge:reader") and "97" in judge.read
     judge.read = ""
-    assert (await tag_by_judge(CLEAR, RULES, judge))[0].name == "gave_up" and not judge.read, "a sure rule is not asked about"
+    assert (await tag_by_judge(GAVE_UP, RULES, judge))[0].name == "gave_up" and not judge.read, "not run after a confident rule"
 
 
 @pytest.mark.parametrize("answer", [None, "late", "a tag", RuntimeError("503"), Tag(name="No Tag", by="x")])
@@ -114,18 +114,18 @@ def test_a_persons_tag_overrides_all_others() -> None:
     ]
 
 
-def test_a_rule_gets_the_trace_itself(mine: str) -> None:
-    got: list[Trace] = []
+def test_a_rule_gets_the_trace_itself(rule_file: str) -> None:
+    received: list[Trace] = []
 
-    def look(given: Trace) -> None:
-        got.append(given)
+    def record(trace: Trace) -> None:
+        received.append(trace)
 
-    tag_by_rules(UNCLEAR, [look])
-    assert got == [UNCLEAR]
+    tag_by_rules(UNCLEAR, [record])
+    assert received == [UNCLEAR]
 
 
-def test_transcripts_get_the_tag_and_turn_that_people_give() -> None:
-    some, rules = labelled(), load_rules()
-    first = [(name, turn, tag_by_rules(trace, rules)[0]) for name, turn, trace in some]
-    wrong = [f"{name} {turn}: {tag.name} {tag.turn} {tag.note}" for name, turn, tag in first if (tag.name, tag.turn) != (name, turn)]
-    assert len(some) == 110 and len(wrong) <= 2, "\n".join(wrong)
+def test_transcripts_get_the_labelled_tag_and_turn() -> None:
+    transcripts, rules = labelled(), load_rules()
+    tagged = [(name, turn, tag_by_rules(trace, rules)[0]) for name, turn, trace in transcripts]
+    mismatches = [f"{name} {turn}: {tag.name} {tag.turn} {tag.note}" for name, turn, tag in tagged if (tag.name, tag.turn) != (name, turn)]
+    assert len(transcripts) == 110 and len(mismatches) <= 2, "\n".join(mismatches)

@@ -1,4 +1,4 @@
-"""Traces for tests: of own episodes, built turn by turn, and of third-party agents."""
+"""Traces for tests: from this project's episodes, built turn by turn, and from third-party agents."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Call = tuple[str, dict[str, Any], str, bool]  # tool, arguments, output, ok
 
 
 def task(question: str = "What is the total of `amount`?", truth: Any = "412", **changes: Any) -> Task:
-    made = Task(
+    default = Task(
         id="t-1",
         family="tables",
         prompt=(Message(role="system", content="Use the tools, then submit."), Message(role="user", content=question)),
@@ -40,19 +40,19 @@ def task(question: str = "What is the total of `amount`?", truth: Any = "412", *
         files={"a.csv": "amount\n400\n12\n"},
         limits=Limits(turns=6),
     )
-    return replace(made, **changes)
+    return replace(default, **changes)
 
 
 def turn(*calls: Call, said: str = "", malformed: tuple[str, ...] = (), cut: bool = False, version: int = 3) -> Turn:
     results = [ToolResult(name=name[:64], output=output, ok=ok) for name, _, output, ok in calls]
     results += [ToolResult(name="", output=error, ok=False) for error in malformed]
-    made = tuple(ToolCall(name=name, arguments=arguments) for name, arguments, _, _ in calls)
+    tool_calls = tuple(ToolCall(name=name, arguments=arguments) for name, arguments, _, _ in calls)
     return Turn(
         prompt_ids=(1, 2),
         completion_ids=(3, 4, 5),
         logprobs=(-0.5, -0.25, -1.0),
         versions=(VersionSpan(version=version, start=0, end=3),),
-        message=Message(role="assistant", content=said, tool_calls=made),
+        message=Message(role="assistant", content=said, tool_calls=tool_calls),
         finish_reason="length" if cut else "stop",
         tool_results=tuple(results),
     )
@@ -76,9 +76,9 @@ def scored(
     failures: tuple[Failure, ...] = (),
     trajectories: tuple[Trajectory, ...] | None = None,
 ) -> ScoredEpisode:
-    asked = of or task()
+    of_task = of or task()
     lines = trajectories if trajectories is not None else (Trajectory(agent="main", turns=turns, stop_reason=ended),)
-    episode = Episode(id=name, task_id=asked.id, task_key=asked.key, trajectories=lines, answer=answer, failures=failures)
+    episode = Episode(id=name, task_id=of_task.id, task_key=of_task.key, trajectories=lines, answer=answer, failures=failures)
     score = Score(value=value, evidence=f"answer {answer!r}") if value is not None else Score(value=None, reason="the verifier raised")
     return ScoredEpisode(episode=episode, score=score)
 
@@ -86,10 +86,10 @@ def scored(
 def trace(
     *turns: Turn, of: Task | None = None, why: CaptureReason = CaptureReason.FAILED, origin: dict[str, str] | None = None, **episode: Any
 ) -> Trace:
-    asked = of or task()
-    one = scored(*turns, of=asked, **episode)
+    base = of or task()
+    own = scored(*turns, of=base, **episode)
     return Trace(
-        id=one.episode.id, why=why, task=asked, episode=one.episode, score=one.score, phase="train", step=2, origin=origin or {"run": "r"}
+        id=own.episode.id, why=why, task=base, episode=own.episode, score=own.score, phase="train", step=2, origin=origin or {"run": "r"}
     )
 
 
@@ -98,8 +98,8 @@ def fault(blame: Blame, kind: str = "SandboxError") -> Failure:
 
 
 def heard(*messages: ImportedMessage, tools: tuple[dict[str, Any], ...] = ()) -> Trace:
-    asked = (said("system", "You are an agent."), said("user", "How many rows has a.csv?"))
-    return Trace(id="x-1", why=CaptureReason.IMPORTED, source="openai", spoken=(*asked, *messages), tools=tools)
+    opening = (said("system", "You are an agent."), said("user", "How many rows has a.csv?"))
+    return Trace(id="x-1", why=CaptureReason.IMPORTED, source="openai", spoken=(*opening, *messages), tools=tools)
 
 
 def said(role: str, content: str = "", *calls: ToolCall, **more: Any) -> ImportedMessage:

@@ -1,4 +1,4 @@
-"""Transcripts as models write them, each with the first failure that a person sees in it: (tag, turn, trace).
+"""Transcripts as models write them, each with the first failure that a reader labelled: (tag, turn, trace).
 
 `data/transcripts.jsonl` has one episode per line. The episodes after line 72 and those of third-party agents were written after the rules.
 Loops start at the first repetition, and an exceeded budget at the turn that exceeds it.
@@ -34,11 +34,11 @@ def labelled() -> list[Labelled]:
 def _episode(line: str) -> Labelled:
     fields: dict[str, Any] = json.loads(line)
     tag, at, turns = (fields.pop(name) for name in ("tag", "at", "turns"))
-    if (given := fields.pop("task", None)) is not None:
-        fields["of"] = task(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
+    if (task_fields := fields.pop("task", None)) is not None:
+        fields["of"] = task(**{key: tuple(value) if isinstance(value, list) else value for key, value in task_fields.items()})
     if failures := fields.pop("failures", ()):
         fields["failures"] = tuple(Failure(**{**failure, "blame": Blame(failure["blame"])}) for failure in failures)
-    return tag, at, trace(*(_turn(**one) for one in turns), **fields)
+    return tag, at, trace(*(_turn(**turn_fields) for turn_fields in turns), **fields)
 
 
 def _turn(calls: list[list[Any]] | None = None, malformed: tuple[str, ...] = (), **fields: Any) -> Any:
@@ -46,19 +46,19 @@ def _turn(calls: list[list[Any]] | None = None, malformed: tuple[str, ...] = (),
 
 
 def _imported() -> list[Labelled]:
-    def searched(output: str, last: str, call: ToolCall = SEARCH, **result: Any) -> tuple[ImportedMessage, ...]:
+    def search_exchange(output: str, last: str, call: ToolCall = SEARCH, **result: Any) -> tuple[ImportedMessage, ...]:
         answer = said("tool", output, answers="c1", **result)
         return said("assistant", "", call, call_ids=("c1",)), answer, said("assistant", last)
 
     read_file = ToolCall(name="read_file", arguments={"path": "a.csv"})
     without_q = ToolCall(name="search", arguments={"query": "a.csv"})
-    again = [(said("assistant", "", SEARCH, call_ids=(f"c{n}",)), said("tool", "no results", answers=f"c{n}")) for n in range(6)]
+    repeats = [(said("assistant", "", SEARCH, call_ids=(f"c{n}",)), said("tool", "no results", answers=f"c{n}")) for n in range(6)]
     transcripts: list[tuple[str, int, tuple[ImportedMessage, ...]]] = [
-        ("wrong_tool", 0, searched("Error: tool read_file not found", "I cannot read it.", read_file, failed=True)),
-        ("bad_arguments", 0, searched("Missing required parameter: q", "It has 3 rows.", without_q, failed=True)),
+        ("wrong_tool", 0, search_exchange("Error: tool read_file not found", "I cannot read it.", read_file, failed=True)),
+        ("bad_arguments", 0, search_exchange("Missing required parameter: q", "It has 3 rows.", without_q, failed=True)),
         ("gave_up", 0, (said("assistant", "I'm unable to access that file."),)),
-        ("looped", 1, tuple(message for pair in again for message in pair)),
-        ("bad_arguments", 0, searched('{"error": "invalid query syntax"}', "It has 3 rows.")),
-        ("infrastructure", 0, searched("503 Service Unavailable", "The search service is down, sorry.", failed=True)),
+        ("looped", 1, tuple(message for pair in repeats for message in pair)),
+        ("bad_arguments", 0, search_exchange('{"error": "invalid query syntax"}', "It has 3 rows.")),
+        ("infrastructure", 0, search_exchange("503 Service Unavailable", "The search service is down, sorry.", failed=True)),
     ]
     return [(tag, at, heard(*messages, tools=(SEARCH_TOOL,))) for tag, at, messages in transcripts]

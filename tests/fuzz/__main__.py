@@ -26,32 +26,32 @@ def fuzz(
     ] = None,
     minutes: Annotated[float | None, typer.Option(min=0.02, help="Time for each target. Default: 1, without --inputs.")] = None,
     inputs: Annotated[int | None, typer.Option(min=1, help="Inputs for each target, instead of a time.")] = None,
-    brief: Annotated[bool, typer.Option("--brief", help="Seconds for each: as many inputs as soon reach what many do.")] = False,
-    jobs: Annotated[int, typer.Option(min=1, max=256, help="Targets at a time.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Repeats a run of the same code. 0: other inputs each time.")] = 0,
-    corpus: Annotated[Path, typer.Option(help="Folder that keeps what reached new code, and findings.")] = Path(".fuzz"),
-    again: Annotated[Path | None, typer.Option("--replay", help="Feed this one file to the target, and say what happens.")] = None,
-    listed: Annotated[bool, typer.Option("--list", help="Name the targets.")] = False,
+    brief: Annotated[bool, typer.Option("--brief", help="Run each target for seconds, with its brief number of inputs.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, max=256, help="Targets that run at the same time.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the inputs. 0: different inputs in each run.")] = 0,
+    corpus: Annotated[Path, typer.Option(help="Folder for the inputs that reached new code, and for findings.")] = Path(".fuzz"),
+    replayed_file: Annotated[Path | None, typer.Option("--replay", help="Feed this file to the target and report the result.")] = None,
+    list_targets: Annotated[bool, typer.Option("--list", help="List the targets.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Feeds hostile inputs to every boundary that reads untrusted bytes. Exit code 1 if an input breaks a guarantee of its target."""
     add_project_root(Path.cwd())
-    if listed:
+    if list_targets:
         print(json.dumps(dict(NAMES)) if as_json else "\n".join(f"{name:12} {about}" for name, about in NAMES.items()))
-    elif again is not None:
-        raise typer.Exit(_replay(targets or [], again))
+    elif replayed_file is not None:
+        raise typer.Exit(_replay(targets or [], replayed_file))
     elif (minutes is not None) + (inputs is not None) + brief > 1:
         raise UserError("--minutes, --inputs and --brief exclude each other", fix="give one of them")
     else:
         names = list(dict.fromkeys(targets or NAMES))
         seconds = 0 if brief or inputs is not None else round(60 * (minutes or 1.0))
         with _progress(seconds, quiet=as_json) as report:
-            found = run(names, inputs=None if brief else inputs or 0, seconds=seconds, jobs=jobs, folder=corpus, report=report, seed=seed)
+            runs = run(names, inputs=None if brief else inputs or 0, seconds=seconds, jobs=jobs, folder=corpus, report=report, seed=seed)
         if as_json:
-            print(json.dumps([_data(status) for status in found]))
+            print(json.dumps([_data(status) for status in runs]))
         else:
-            print(describe(found))
-        raise typer.Exit(0 if all(status.ok for status in found) else 1)
+            print(describe(runs))
+        raise typer.Exit(0 if all(status.ok for status in runs) else 1)
 
 
 def _replay(targets: Sequence[str], file: Path) -> int:
@@ -61,17 +61,17 @@ def _replay(targets: Sequence[str], file: Path) -> int:
         data = file.read_bytes()
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}", fix="give a file from the folder of findings") from None
-    found = replay(targets[0], data)
-    if found is None:
-        print(f"{targets[0]}: {len(data)} bytes are taken as they should be")
+    finding = replay(targets[0], data)
+    if finding is None:
+        print(f"{targets[0]}: {len(data)} bytes are handled correctly")
         return 0
-    print(f"{targets[0]}: {len(data)} bytes break what must hold:\n{_printable(''.join(traceback.format_exception(found)).rstrip())}")
+    print(f"{targets[0]}: {len(data)} bytes break a guarantee:\n{_printable(''.join(traceback.format_exception(finding)).rstrip())}")
     return 1
 
 
 @contextmanager
 def _progress(seconds: int, *, quiet: bool) -> Iterator[Report]:
-    """A line for each target: inputs, how many a second, branches reached, time left; without a terminal, once it has ended."""
+    """Shows a line for each target: inputs, inputs per second, branches, remaining time. Without a terminal, prints it at the end."""
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
         yield lambda status: print(_row(status), flush=True) if status.ended and not quiet else None
@@ -87,8 +87,8 @@ def _progress(seconds: int, *, quiet: bool) -> Iterator[Report]:
         def report(status: Status) -> None:
             if status.target not in rows:
                 rows[status.target] = progress.add_task(status.target, inputs=0, rate=0.0, coverage=0, left="")
-            left = _left(status, seconds)
-            progress.update(rows[status.target], inputs=status.inputs, rate=status.inputs_per_s, coverage=status.coverage, left=left)
+            remaining = _left(status, seconds)
+            progress.update(rows[status.target], inputs=status.inputs, rate=status.inputs_per_s, coverage=status.coverage, left=remaining)
 
         yield report
 
@@ -96,27 +96,27 @@ def _progress(seconds: int, *, quiet: bool) -> Iterator[Report]:
 def _left(status: Status, seconds: int) -> str:
     if status.ended:
         return "ok" if status.ok else "FOUND" if status.finding else "FAILED"
-    left = (status.most - status.inputs) / max(status.inputs_per_s, 1.0) if status.most else seconds - status.seconds
-    return f"{max(0.0, left):.0f} s left"
+    remaining = (status.most - status.inputs) / max(status.inputs_per_s, 1.0) if status.most else seconds - status.seconds
+    return f"{max(0.0, remaining):.0f} s left"
 
 
-def describe(found: Sequence[Status]) -> str:
-    """What each finding is and how it is fed again, and what all came to."""
+def describe(results: Sequence[Status]) -> str:
+    """Describes each finding with the command that replays it, and the totals."""
     rows: list[str] = []
-    for status in found:
+    for status in results:
         if not status.ok:
             rows += ["", f"{status.target}: {_printable(status.error)}", _printable(status.trace.rstrip())]
             rows += [f"again with: python -m tests.fuzz {status.target} --replay {status.finding}"] if status.finding else []
-    bad = sum(not status.ok for status in found)
+    bad = sum(not status.ok for status in results)
     rows += [""] if bad else []
     rows.append(
-        f"{sum(status.inputs for status in found):,} inputs at {len(found)} targets: {f'{bad} of them failed' if bad else 'no finding'}"
+        f"{sum(status.inputs for status in results):,} inputs at {len(results)} targets: {f'{bad} of them failed' if bad else 'no finding'}"
     )
     return "\n".join(rows)
 
 
 def _printable(text: str) -> str:
-    """Text for a terminal: what provoked an error may stand in its message."""
+    """Makes text safe for a terminal, because an error message may contain the hostile input."""
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 

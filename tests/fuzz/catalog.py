@@ -1,4 +1,4 @@
-"""The shipped targets, and those that a project names by reference."""
+"""The shipped targets, and targets of projects, which are given by reference."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from agentrl.plugins.references import resolve
 from tests.fuzz.target import Target
 
 NAMES: Mapping[str, str] = {
-    "frames": "what an exec server sends",
-    "server": "what the host asks of an exec server: names, sizes, files",
-    "archive": "the tar archive that a sandbox goes on from",
-    "calls": "a completion: its tool calls, their arguments, what is shown and stored of them",
-    "egress": "what a program asks the proxy for; entries of an allow-list",
-    "gateway": "what an outside program asks the gateway",
+    "frames": "responses of an exec server",
+    "server": "requests of the host to an exec server: names, sizes, files",
+    "archive": "the tar archive that a sandbox is restored from",
+    "calls": "a completion: its tool calls, their arguments, outputs and records",
+    "egress": "requests of a program to the proxy; entries of an allow-list",
+    "gateway": "requests of an outside program to the gateway",
     "tasks": "a task folder: task.toml, runs.toml, image.toml, Dockerfile, tests",
     "grading": "answers, reports of tests and rewards, from judging to the score",
     "records": "records read back from JSON",
     "weights": "deltas and safetensors files of a version; the files of a model folder; the header of a GGUF file",
-    "completions": "what the inference server answers",
-    "judges": "what a judge's endpoint answers, its headers, and the agent's words that it is shown",
-    "traces": "files of somebody else's agents: chat messages, spans, trajectories",
+    "completions": "responses of the inference server",
+    "judges": "responses of a judge's endpoint, their headers, and the agent's text in its prompt",
+    "traces": "files of third-party agents: chat messages, spans, trajectories",
 }
-"""Name -> what is fed; each is `target` of the module of that name in `tests.fuzz.targets`."""
+"""Name -> input. Each target is `target` in the module of that name in `tests.fuzz.targets`."""
 
 
 def find(name: str) -> Target:
-    """The target of that name or reference (see `agentrl.plugins.references.resolve`). Raises `UserError`."""
+    """Returns the target with this name or reference (see `agentrl.plugins.references.resolve`). Raises `UserError`."""
     if name in NAMES:
         try:
             target = importlib.import_module(f"tests.fuzz.targets.{name}").target

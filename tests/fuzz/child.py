@@ -30,12 +30,12 @@ with atheris.instrument_imports(include=json.loads(sys.argv[2])):
     from tests.fuzz.child import main
     main(sys.argv[1])
 """
-"""The process's program: modules imported from here on report which branches an input takes."""
+"""The program of the process. Modules imported by it report which branches an input takes."""
 READERS = ("agentrl", "tomllib")
 
 FOUND = 77  # exit status
 SLOW_S = 1.0
-"""CPU seconds that one input may take where `_fixed_work` takes `PACE_S` or less, and in proportion where it takes more.
+"""CPU seconds that one input may take if `_fixed_work` takes at most `PACE_S`, and proportionally more if it takes longer.
 
 Linear work on `mutators.LARGEST` bytes takes a hundredth of that, Python's own parser a quarter.
 """
@@ -45,7 +45,7 @@ HANG_S = 60
 """Seconds after which an input that has not ended is a finding, unless the job says otherwise."""
 MEMORY_MB = 4096
 USUAL_BYTES = 4096  # size up to which libFuzzer's own mutations grow inputs
-TELL_S = 0.5
+REPORT_EVERY_S = 0.5
 SHRINK_S = 5.0
 
 
@@ -82,7 +82,7 @@ def main(text: str) -> None:
 
     # atheris.Mutate is looked up at each call, since it is replaced when fuzzing begins
     atheris.Setup(
-        [target.name, *options, job.corpus], feeding, custom_mutator=mutator(target, lambda data, most: atheris.Mutate(data, most))
+        [target.name, *options, job.corpus], feeding, custom_mutator=mutator(target, lambda data, max_size: atheris.Mutate(data, max_size))
     )
     atheris.Fuzz()
 
@@ -100,18 +100,18 @@ def _options(job: Job, target: Target) -> list[str]:
 
 
 def mutator(target: Target, native: Callable[[bytes, int], bytes]) -> Callable[[bytes, int, int], bytes]:
-    """libFuzzer's custom mutator: half of the time the target's own, rarely one that makes inputs large, else libFuzzer's."""
+    """The custom mutator for libFuzzer: half of the time that of the target, rarely one that grows inputs, else libFuzzer's."""
 
-    def mutate(data: bytes, most: int, seed: int) -> bytes:
+    def mutate(data: bytes, max_size: int, seed: int) -> bytes:
         chance = Random(seed)
-        what = chance.random()
+        draw = chance.random()
         if len(data) > 2 * USUAL_BYTES:
             data = data[: chance.randrange(USUAL_BYTES)]
-        if what < 0.01:
-            return mutators.swell(data, chance)[:most]
-        if target.mutate is None or what < 0.5:
-            return native(data, min(most, USUAL_BYTES))
-        return target.mutate(data, chance)[:most]
+        if draw < 0.01:
+            return mutators.swell(data, chance)[:max_size]
+        if target.mutate is None or draw < 0.5:
+            return native(data, min(max_size, USUAL_BYTES))
+        return target.mutate(data, chance)[:max_size]
 
     return mutate
 
@@ -122,29 +122,29 @@ class Feeding:
     def __init__(self, target: Target, check: Check, findings: Path) -> None:
         self.target, self.check, self.findings = target, check, findings
         self.inputs = 0
-        self.told = time.monotonic()
+        self.last_report = time.monotonic()
 
     def __call__(self, data: bytes) -> None:
         self.inputs += 1
         if (error := attempt(self.check, data)) is not None:
-            self._found(data, error)
-        if not self.inputs & 63 and time.monotonic() - self.told > TELL_S:
-            self.told = time.monotonic()
-            tell(inputs=self.inputs)
+            self._end_with(data, error)
+        if not self.inputs & 63 and time.monotonic() - self.last_report > REPORT_EVERY_S:
+            self.last_report = time.monotonic()
+            report(inputs=self.inputs)
 
-    def _found(self, data: bytes, error: BaseException) -> None:
+    def _end_with(self, data: bytes, error: BaseException) -> None:
         small, error = shrunk(self.check, data, error)
         path = self.findings / f"{self.target.name}-{hashlib.sha256(small).hexdigest()[:12]}"
         path.write_bytes(small)
         trace = "".join(traceback.format_exception(error))
-        tell(inputs=self.inputs, finding=str(path), error=f"{type(error).__name__}: {error}"[:500], trace=trace[-6000:])
+        report(inputs=self.inputs, finding=str(path), error=f"{type(error).__name__}: {error}"[:500], trace=trace[-6000:])
         os._exit(FOUND)
 
 
 def attempt(check: Check, data: bytes) -> BaseException | None:
-    """Feeds one input; returns what makes it a finding, if anything: the check's exception, or `Slow`.
+    """Feeds one input. Returns the exception of the check, `Slow`, or None if the input is no finding.
 
-    An input that takes long is fed again, each time beside a fixed piece of work: neither a busy nor a slow machine makes an input slow.
+    A slow input is fed again and compared with a fixed amount of work, so that a busy or slow machine does not cause a finding.
     """
     took = pace = math.inf
     for _ in range(TRIES):
@@ -176,7 +176,7 @@ def _fixed_work() -> float:
 
 
 def shrunk(check: Check, data: bytes, error: BaseException) -> tuple[bytes, BaseException]:
-    """A smaller input that fails in the same way, if one is found within `SHRINK_S`."""
+    """Returns the smallest input found within `SHRINK_S` that fails in the same way."""
     deadline = time.monotonic() + SHRINK_S
     size = len(data) // 2
     while size:
@@ -194,15 +194,15 @@ def shrunk(check: Check, data: bytes, error: BaseException) -> tuple[bytes, Base
     return data, error
 
 
-def _alike(one: BaseException, other: BaseException) -> bool:
-    locations = [[(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)[-1:]] for error in (one, other)]
-    return type(one) is type(other) and locations[0] == locations[1]
+def _alike(first: BaseException, second: BaseException) -> bool:
+    locations = [[(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)[-1:]] for error in (first, second)]
+    return type(first) is type(second) and locations[0] == locations[1]
 
 
-def tell(**said: object) -> None:
-    """Sends a line to the parent; ends this process when the parent is gone."""
+def report(**fields: object) -> None:
+    """Sends a line to the parent. Ends this process if the parent has ended."""
     try:
-        os.write(2, f"{MARK}{json.dumps(said)}\n".encode())
+        os.write(2, f"{MARK}{json.dumps(fields)}\n".encode())
     except OSError:
         os._exit(1)
 

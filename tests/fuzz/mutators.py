@@ -1,4 +1,4 @@
-"""Mutations that keep inputs well-formed: what a hostile sender would try, unlike random noise.
+"""Mutations that keep inputs well-formed, like the inputs of a hostile sender and unlike random noise.
 
 A mutator takes any bytes and a source of randomness, and returns other bytes. It never fails: it returns inputs of an unknown form
 unchanged.
@@ -47,7 +47,7 @@ ODD_JSON: Sequence[str] = (
         '{"a":' * 300 + "1" + "}" * 300,
         '{"a":' * 2000 + "1" + "}" * 2000,
     ),
-    *("[" * depth + "]" * depth for depth in range(900, 1000, 5)),  # what Python can just read, and perhaps not show
+    *("[" * depth + "]" * depth for depth in range(900, 1000, 5)),  # which Python can just read, but perhaps not print
 )
 """JSON values at the limits of what readers accept."""
 _ODD_TOML = (
@@ -68,21 +68,21 @@ def json_text(data: bytes, chance: Random) -> bytes:
     _walk(value, slots, 0)
     if not slots:
         return chance.choice(ODD_JSON).encode()
-    within, key = chance.choice(slots)
+    container, key = chance.choice(slots)
     raw = chance.choice(ODD_JSON)
-    what = chance.randrange(6)
-    if what == 0:
-        del within[key]
-    elif what == 1:
-        other, there = chance.choice(slots)
-        raw = _dump(other[there]) if _has(other, there) else raw
-        within[key] = _HOLE
-    elif what == 2 and isinstance(within, list):
-        within[key:key] = [within[key]] * chance.choice((1, 1, 2, 50))
-    elif what == 2 and isinstance(within, dict):
-        within[chance.choice((key + "x", "", "\ud800", "id", "__class__"))] = within.pop(key)
+    kind = chance.randrange(6)
+    if kind == 0:
+        del container[key]
+    elif kind == 1:
+        other, other_key = chance.choice(slots)
+        raw = _dump(other[other_key]) if _has(other, other_key) else raw
+        container[key] = _HOLE
+    elif kind == 2 and isinstance(container, list):
+        container[key:key] = [container[key]] * chance.choice((1, 1, 2, 50))
+    elif kind == 2 and isinstance(container, dict):
+        container[chance.choice((key + "x", "", "\ud800", "id", "__class__"))] = container.pop(key)
     else:
-        within[key] = _HOLE
+        container[key] = _HOLE
     return _dump(value).replace(json.dumps(_HOLE), raw, 1).encode("utf-8", "surrogatepass")
 
 
@@ -93,8 +93,8 @@ def _walk(value: Any, slots: list[tuple[Any, Any]], depth: int) -> None:
             _walk(value[key], slots, depth + 1)
 
 
-def _has(within: Any, key: Any) -> bool:
-    return key in within if isinstance(within, dict) else key < len(within)
+def _has(container: Any, key: Any) -> bool:
+    return key in container if isinstance(container, dict) else key < len(container)
 
 
 def _dump(value: Any) -> str:
@@ -135,12 +135,12 @@ def lines(data: bytes, chance: Random, end: bytes = b"\n") -> bytes:
     """Text with one line doubled, dropped, moved or joined to the next."""
     rows = data.split(end)
     at, to = chance.randrange(len(rows)), chance.randrange(len(rows))
-    what = chance.randrange(4)
-    if what == 0:
+    kind = chance.randrange(4)
+    if kind == 0:
         rows[at:at] = [rows[at]] * chance.choice((1, 1, 2, 100))
-    elif what == 1:
+    elif kind == 1:
         del rows[at]
-    elif what == 2:
+    elif kind == 2:
         rows.insert(to, rows.pop(at))
     else:
         rows[at : at + 2] = [b" ".join(rows[at : at + 2])]
@@ -148,7 +148,7 @@ def lines(data: bytes, chance: Random, end: bytes = b"\n") -> bytes:
 
 
 def head_lines(data: bytes, chance: Random) -> bytes:
-    """The same of lines as HTTP ends them."""
+    """As `lines`, with the line ends of HTTP."""
     return lines(data, chance, b"\r\n")
 
 
@@ -161,12 +161,12 @@ def tar(data: bytes, chance: Random) -> bytes:
     at = chance.choice(heads)
     size = 1 + (_octal(blocks[at][124:136]) + 511) // 512
     member = blocks[at : at + size]
-    what = chance.randrange(6)
-    if what == 0:
+    kind = chance.randrange(6)
+    if kind == 0:
         blocks[at:at] = member
-    elif what == 1:
+    elif kind == 1:
         del blocks[at : at + size]
-    elif what == 2:
+    elif kind == 2:
         del blocks[at : at + size]
         to = chance.choice(heads)
         blocks[to:to] = member
@@ -215,20 +215,20 @@ def frames(data: bytes, chance: Random) -> bytes:
         at += 8 + header + body
     if not parsed:
         return data
-    one, what = chance.randrange(len(parsed)), chance.randrange(5)
-    if what == 0:
-        parsed.insert(one, parsed[one])
-    elif what == 1:
-        del parsed[one]
-    elif what == 2:
-        parsed[one] = (parsed[one][0], parsed[one][1][: chance.choice((0, 1, 100))])
+    index, kind = chance.randrange(len(parsed)), chance.randrange(5)
+    if kind == 0:
+        parsed.insert(index, parsed[index])
+    elif kind == 1:
+        del parsed[index]
+    elif kind == 2:
+        parsed[index] = (parsed[index][0], parsed[index][1][: chance.choice((0, 1, 100))])
     else:
-        parsed[one] = (json_text(parsed[one][0], chance), parsed[one][1])
-    made = b"".join(struct.pack("!II", len(header), len(body)) + header + body for header, body in parsed)
+        parsed[index] = (json_text(parsed[index][0], chance), parsed[index][1])
+    packed = b"".join(struct.pack("!II", len(header), len(body)) + header + body for header, body in parsed)
     if chance.random() < 0.1:
         field = chance.randrange(2) * 4
-        made = made[:field] + struct.pack("!I", chance.choice((0, 1, 16384, 16385, 0x7FFFFFFF, 0xFFFFFFFF))) + made[field + 4 :]
-    return made + data[at:]
+        packed = packed[:field] + struct.pack("!I", chance.choice((0, 1, 16384, 16385, 0x7FFFFFFF, 0xFFFFFFFF))) + packed[field + 4 :]
+    return packed + data[at:]
 
 
 def safetensors(data: bytes, chance: Random) -> bytes:
@@ -281,22 +281,22 @@ def swell(data: bytes, chance: Random) -> bytes:
     if not data:
         return data
     start = chance.randrange(len(data))
-    piece = data[start : start + chance.choice((1, 2, 3, 7, 11, 12, 24, 64))]
-    count = (LARGEST - len(data)) // len(piece)
-    return data[:start] + piece * max(1, count) + data[start + len(piece) * chance.randrange(2) :]
+    chunk = data[start : start + chance.choice((1, 2, 3, 7, 11, 12, 24, 64))]
+    count = (LARGEST - len(data)) // len(chunk)
+    return data[:start] + chunk * max(1, count) + data[start + len(chunk) * chance.randrange(2) :]
 
 
 def archive(members: Sequence[tuple[str, bytes, bytes]]) -> bytes:
     """A tar archive of (name, type, content or link target)."""
     out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as made:
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar_file:
         for name, kind, content in members:
             member = tarfile.TarInfo(name)
             member.type = kind
             if kind in (tarfile.SYMTYPE, tarfile.LNKTYPE):
                 member.linkname = content.decode("utf-8", "surrogateescape")
-                made.addfile(member)
+                tar_file.addfile(member)
             else:
                 member.size = len(content)
-                made.addfile(member, io.BytesIO(content))
+                tar_file.addfile(member, io.BytesIO(content))
     return out.getvalue().rstrip(b"\0") + bytes(1024)  # two empty blocks end an archive; tarfile's padding would only make inputs large

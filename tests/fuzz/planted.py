@@ -9,7 +9,7 @@ from tests.fuzz.target import Check, Target
 
 def raises(scratch: Path) -> Check:
     def check(data: bytes) -> None:
-        """A word that chance alone would not spell: each branch must be seen to be a step forward."""
+        """Raises for a word that random inputs would not contain. Each branch must count as progress."""
         if data[:1] == b"b" and data[1:2] == b"u" and data[2:3] == b"g":
             raise KeyError("planted")
 

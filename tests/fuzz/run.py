@@ -23,7 +23,7 @@ from tests.fuzz.catalog import find
 from tests.fuzz.child import HANG_S, MARK, Job, attempt, command
 
 GRACE_S = 300.0
-"""How long a process may overrun: for its start, its last input, and shrinking a finding."""
+"""Extra seconds of a process, for its start, its last input, and shrinking a finding."""
 MEMORY = Path("/dev/shm")
 _COVERAGE = re.compile(r"\bcov: (\d+)")
 _EXECUTED = re.compile(r"stat::number_of_executed_units: +(\d+)")
@@ -32,11 +32,11 @@ _FILE = re.compile(r"Test unit written to (.+)$")
 
 @dataclass(slots=True, kw_only=True)
 class Status:
-    """Progress of one target, and in the end its result."""
+    """The progress of one target, and its result once it has ended."""
 
     target: str
     inputs: int = 0
-    most: int = 0  # inputs it is to be fed; 0: no limit
+    most: int = 0  # inputs to feed; 0: no limit
     seconds: float = 0.0
     coverage: int = 0  # branches reached, as libFuzzer counts them
     finding: str = ""  # file with the input
@@ -76,7 +76,7 @@ def run(
 ) -> list[Status]:
     """Feeds every target `inputs` inputs or for `seconds` seconds (0: no limit), `jobs` at a time; a finding ends a target.
 
-    With `inputs` None each target is fed as many as its `Target.brief` says.
+    If `inputs` is None, each target is fed `Target.brief` inputs.
 
     `folder` keeps inputs that reached new code (`corpus/TARGET`) and findings (`findings`) for the next run. `report` is called from
     other threads. With a `seed` and an empty `folder`, the same code gets the same inputs in the same order, as far as time allows; with
@@ -88,8 +88,8 @@ def run(
     running = _Running(inputs=inputs, seconds=seconds, hang_s=hang_s, seed=seed)
     with ThreadPoolExecutor(jobs) as pool:
         try:
-            waiting = [pool.submit(running.feed, name, folder, report) for name in targets]
-            return [one.result() for one in waiting]
+            futures = [pool.submit(running.feed, name, folder, report) for name in targets]
+            return [future.result() for future in futures]
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             running.stop()
@@ -97,7 +97,7 @@ def run(
 
 
 def replay(name: str, data: bytes) -> BaseException | None:
-    """Feeds one input to a target in this process; returns what it provokes, None when everything holds."""
+    """Feeds one input to a target in this process; returns the exception, or None if every guarantee holds."""
     target = find(name)
     with tempfile.TemporaryDirectory(prefix="agentrl-fuzz-") as scratch:
         return attempt(target.prepare(Path(scratch)), data)
@@ -125,8 +125,8 @@ class _Running:
         for path in (corpus, findings):
             path.mkdir(parents=True, exist_ok=True)
         parent = MEMORY if os.access(MEMORY, os.W_OK) else None
-        with tempfile.TemporaryDirectory(prefix="agentrl-fuzz-", dir=parent) as around:
-            scratch = Path(around) / "scratch"
+        with tempfile.TemporaryDirectory(prefix="agentrl-fuzz-", dir=parent) as parent_folder:
+            scratch = Path(parent_folder) / "scratch"
             scratch.mkdir()
             job = Job(
                 target=name,
@@ -177,7 +177,7 @@ def _follow(process: subprocess.Popen[str], status: Status, report: Report, *, d
         if not line.startswith("INFO:"):
             tail.append(line.rstrip())
         before = status.inputs, status.coverage
-        _take(line, status)
+        _read_line(line, status)
         status.seconds = time.monotonic() - started
         if (status.inputs, status.coverage) != before:
             report(status)
@@ -186,16 +186,16 @@ def _follow(process: subprocess.Popen[str], status: Status, report: Report, *, d
         timer.cancel()
     code = process.wait()
     if code != 0 and not status.error:
-        why = next((line.partition("ERROR: ")[2] for line in tail if "ERROR: libFuzzer: " in line), f"the process ended with status {code}")
-        status.error, status.trace = why, "\n".join(tail)
+        cause = next((line.partition("ERROR: ")[2] for line in tail if "ERROR: libFuzzer: " in line), f"ended with exit status {code}")
+        status.error, status.trace = cause, "\n".join(tail)
 
 
-def _take(line: str, status: Status) -> None:
-    """Takes over one line of a process's stderr."""
+def _read_line(line: str, status: Status) -> None:
+    """Updates the status from one line of a process's stderr."""
     if line.startswith(MARK):
-        said = json.loads(line.removeprefix(MARK))
-        status.inputs = max(status.inputs, said["inputs"])
-        status.finding, status.error, status.trace = said.get("finding", ""), said.get("error", ""), said.get("trace", "")
+        report = json.loads(line.removeprefix(MARK))
+        status.inputs = max(status.inputs, report["inputs"])
+        status.finding, status.error, status.trace = report.get("finding", ""), report.get("error", ""), report.get("trace", "")
     elif match := _COVERAGE.search(line):
         status.coverage = int(match[1])
     elif match := _EXECUTED.search(line):

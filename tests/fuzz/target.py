@@ -1,4 +1,4 @@
-"""Fuzz targets: one boundary each, how it is fed, and what must hold for every input."""
+"""Fuzz targets: one boundary each, how it gets inputs, and the guarantees for every input."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.fuzz.mutators import Mutator
 
 Check = Callable[[bytes], None]
-"""Feeds one input to a boundary. It swallows the errors that the boundary documents; anything else it raises is a finding."""
+"""Feeds one input to a boundary. It catches the errors that the boundary documents; any other exception is a finding."""
 
 
 class Broken(AssertionError):
@@ -21,30 +21,30 @@ class Broken(AssertionError):
 class Target:
     """One boundary. `python -m tests.fuzz` takes its name, or a reference (`module:attr`).
 
-    An input is what would cross the boundary, byte for byte, so that a finding can be read. Where a boundary has several entry points,
+    An input is what would cross the boundary, byte for byte, so that a finding is readable. If a boundary has several entry points,
     its first line names one (see `tests.fuzz.mutators.labelled`).
     """
 
     name: str
     about: str
     prepare: Callable[[Path], Check]
-    """Makes the check, once a process. It is given an empty folder of its own, which somebody else removes."""
+    """Builds the check, once per process, with an empty folder that the caller removes."""
     seeds: Callable[[], Sequence[bytes]]
-    """Inputs to start from; each is one that the boundary takes, or nearly."""
+    """Inputs to start from, which the boundary accepts or almost accepts."""
     mutate: Mutator | None = None
-    """Changes an input without taking it apart; half of all mutations, the other half are libFuzzer's own."""
+    """Changes an input and keeps its format. Half of all mutations use it, the other half are those of libFuzzer."""
     words: tuple[bytes, ...] = ()
-    """What libFuzzer puts into inputs besides: names and marks that chance would not spell."""
+    """Texts that libFuzzer also inserts into inputs: names and marks that random changes would not produce."""
     brief: int = 10_000
     """Inputs of a brief run. It reaches about 98% of the branches that twice as many inputs reach."""
 
 
 def one_in(count: int, data: bytes) -> bool:
-    """Whether `data` is one of the inputs that also go the slow way: the same ones each time."""
+    """Whether `data` also gets the slow checks. The choice depends only on `data`."""
     return zlib.crc32(data) % count == 0
 
 
-def must(holds: bool, what: str) -> None:
-    """Raises `Broken` when it does not hold."""
+def must(holds: bool, message: str) -> None:
+    """Raises `Broken` with `message` if the condition is false."""
     if not holds:
-        raise Broken(what)
+        raise Broken(message)

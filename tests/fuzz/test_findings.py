@@ -1,4 +1,4 @@
-"""Every input that once broke a target is taken now. `python -m tests.fuzz TARGET --replay FILE` shows what one provokes."""
+"""Every input that once broke a target is handled now. `python -m tests.fuzz TARGET --replay FILE` shows the error of an input."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ ANSWER: dict[str, object] = {
 
 def far_future() -> bytes:
     """An archive whose one file was changed in a year that takes twelve octal digits."""
-    made = bytearray(mutators.archive([("a", b"0", b"x")]))
-    made[136:148] = b"7" * 12
-    made[148:156] = b" " * 8
-    made[148:156] = b"%06o\0 " % sum(made[:512])
-    return bytes(made)
+    archive = bytearray(mutators.archive([("a", b"0", b"x")]))
+    archive[136:148] = b"7" * 12
+    archive[148:156] = b" " * 8
+    archive[148:156] = b"%06o\0 " % sum(archive[:512])
+    return bytes(archive)
 
 
 ENDLESS = {"version": "1" * 4301, "start": 0, "end": 1}
@@ -78,22 +78,22 @@ FINDINGS = {
 
 
 @pytest.fixture(scope="module")
-def nothing_old() -> None:
-    """What other tests have left is collected, and what they keep, imports above all, is set aside: a collection below looks at little."""
+def collected_garbage() -> None:
+    """Collects the garbage of other tests and freezes their live objects, so that collections in these tests are fast."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("what", FINDINGS)
-def test_a_finding_is_taken_now(what: str, tmp_path: Path, nothing_old: None) -> None:
-    name, data = FINDINGS[what]
-    gc.collect()  # what the last one has left: a finalizer that runs where the stack is used up says so, and pytest cannot take it
+@pytest.mark.parametrize("finding", FINDINGS)
+def test_an_earlier_finding_is_handled(finding: str, tmp_path: Path, collected_garbage: None) -> None:
+    name, data = FINDINGS[finding]
+    gc.collect()  # a finalizer that runs while the stack is exhausted reports it, and pytest cannot handle that
     assert attempt(find(name).prepare(tmp_path), data) is None
 
 
 @pytest.mark.parametrize("value", ["9" * 5000, "[" * 3000, "{a=" * 3000])
-def test_toml_that_python_does_not_read_is_reported_as_the_authors_mistake(value: str, tmp_path: Path) -> None:
+def test_toml_that_python_cannot_read_is_a_user_error(value: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"is (not TOML|nested too deep)"):
         parse_toml(TaskDescription, f"version = {value}")
     (tmp_path / "image.toml").write_text(f"suite = {value}")
@@ -103,7 +103,7 @@ def test_toml_that_python_does_not_read_is_reported_as_the_authors_mistake(value
 
 
 @pytest.mark.parametrize("shape", ["[1.5]", "[-1]", '"ab"', "[true]", "{}", "null"])
-def test_a_shape_that_is_none_is_refused(shape: str, tmp_path: Path) -> None:
+def test_an_invalid_shape_raises(shape: str, tmp_path: Path) -> None:
     text = f'{{"a": {{"dtype": "F32", "shape": {shape}, "data_offsets": [0, 4]}}}}'.encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
     with pytest.raises(ValueError, match="is not a safetensors file"):
@@ -111,7 +111,7 @@ def test_a_shape_that_is_none_is_refused(shape: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "odd",
+    "fields",
     [
         {"weight_versions": [ENDLESS]},
         {"weight_versions": [FAR]},
@@ -119,33 +119,33 @@ def test_a_shape_that_is_none_is_refused(shape: str, tmp_path: Path) -> None:
         {"token_ids": [1 << 64], "logprobs": {"content": [{"token_id": 1 << 64, "logprob": -0.5}]}},
     ],
 )
-def test_a_number_that_no_record_holds_is_the_servers_fault(odd: dict[str, object]) -> None:
+def test_a_number_out_of_range_is_a_serving_error(fields: dict[str, object]) -> None:
     params = SamplingParams(max_tokens=4)
     assert parse_completion({"choices": [ANSWER]}, params).versions[0].version == 12
     with pytest.raises(ServingError):
-        parse_completion({"choices": [ANSWER | odd]}, params)
+        parse_completion({"choices": [ANSWER | fields]}, params)
 
 
 @pytest.mark.parametrize("answer", [None, [], "3", {}, {"weight_version": 3}])
-def test_an_answer_that_names_no_version_is_the_servers_fault(answer: object) -> None:
+def test_an_answer_without_a_version_is_a_serving_error(answer: object) -> None:
     with pytest.raises(ServingError, match="returned no version"):
         parse_weight_version(answer)
     assert parse_weight_version({"weight_version": "default"}) == "default"
 
 
-async def test_a_grader_that_was_taken_over_cannot_make_an_episode_vanish() -> None:
-    """Where tests and code under test share a sandbox, code that gets hold of the report must lose by it: 0, not a fault."""
+async def test_a_compromised_grader_cannot_leave_an_episode_unscored() -> None:
+    """If tests and code under test share a sandbox, code that forges the report must score 0 and cause no fault."""
     plan = Grading(mode="shell", tests=encode_files({"test.sh": b"true\n"}), timeout_s=5.0)
     task = sample_task(sandbox=SandboxSpec(image="-"), data={GRADING_KEY: plan.model_dump(mode="json")}, outputs=("a",))
     episode = Episode(id="e", task_id="t", task_key=task.key, trajectories=(), outputs={"a": b"x"})
     for report in ("1", "[]", "{}", '{"tests": 3}', '{"tests": {"test.sh": null}}', '{"tests": {"test.sh": ""}, "x": ' + "[" * 3000):
-        score = await CleanRoom()(task, episode, Saying(report))
+        score = await CleanRoom()(task, episode, ReportingSandboxes(report))
         assert score.value == 0.0, report
-    assert (await CleanRoom()(task, episode, Saying('{"tests": {"test.sh": ""}}'))).value == 1.0
+    assert (await CleanRoom()(task, episode, ReportingSandboxes('{"tests": {"test.sh": ""}}'))).value == 1.0
 
 
-class Saying(ScriptedSandboxes):
-    """Sandboxes whose programs report `text`, with the secret they were given."""
+class ReportingSandboxes(ScriptedSandboxes):
+    """Sandboxes whose programs report `text` with the secret of the grader."""
 
     def __init__(self, text: str) -> None:
         super().__init__(lambda code: ExecResult(exit_code=0, stdout="", stderr="", wall_s=0.0))

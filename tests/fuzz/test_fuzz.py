@@ -1,4 +1,4 @@
-"""The fuzzer itself: it finds planted bugs, keeps what provoked them, and says how to do it again."""
+"""The fuzzer finds planted bugs, stores the inputs, and prints the command that replays them."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ def fuzz(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def fuzzed(target: str, corpus: Path, *options: object) -> tuple[int, dict[str, Any], str]:
-    done = fuzz(f"{PLANTED}:{target}", "--corpus", corpus, "--json", *options)
-    assert done.stdout, done.stderr
-    return done.returncode, json.loads(done.stdout)[0], done.stderr
+    completed = fuzz(f"{PLANTED}:{target}", "--corpus", corpus, "--json", *options)
+    assert completed.stdout, completed.stderr
+    return completed.returncode, json.loads(completed.stdout)[0], completed.stderr
 
 
 @pytest.mark.slow
-def test_a_planted_bug_is_found_kept_and_replayed(tmp_path: Path) -> None:
+def test_a_planted_bug_is_found_stored_and_replayed(tmp_path: Path) -> None:
     code, result, _ = fuzzed("raising", tmp_path, "--inputs", 2_000_000)
     assert code == 1 and not result["ok"] and result["error"] == "KeyError: 'planted'"
     finding = Path(result["finding"])
-    assert finding.parent == tmp_path / "findings" and finding.read_bytes() == b"bug"  # made as small as it gets
+    assert finding.parent == tmp_path / "findings" and finding.read_bytes() == b"bug"  # shrunk to the minimum
     assert "planted" in result["trace"] and 0 < result["inputs"] < 2_000_000
 
-    again = fuzz(f"{PLANTED}:raising", "--replay", finding)
-    assert again.returncode == 1 and "KeyError: 'planted'" in again.stdout
+    replayed = fuzz(f"{PLANTED}:raising", "--replay", finding)
+    assert replayed.returncode == 1 and "KeyError: 'planted'" in replayed.stdout
     finding.write_bytes(b"harmless")
     assert fuzz(f"{PLANTED}:raising", "--replay", finding).returncode == 0
 
@@ -51,19 +51,19 @@ def test_a_sound_target_is_fed_all_inputs_and_leaves_nothing(tmp_path: Path) -> 
     code, result, _ = fuzzed("sound", tmp_path, "--brief")  # 5000 of them
     assert code == 0 and result["ok"] and 5000 <= result["inputs"] < 10_000 and not result["finding"]
     assert list((tmp_path / "findings").iterdir()) == []
-    shown = fuzz(f"{PLANTED}:sound", "--corpus", tmp_path, "--minutes", 0.03)
-    assert shown.returncode == 0 and "ok" in shown.stdout and "inputs" in shown.stdout
+    completed = fuzz(f"{PLANTED}:sound", "--corpus", tmp_path, "--minutes", 0.03)
+    assert completed.returncode == 0 and "ok" in completed.stdout and "inputs" in completed.stdout
 
 
 @pytest.mark.slow
-def test_what_is_not_linear_is_found(tmp_path: Path) -> None:
+def test_superlinear_work_is_a_finding(tmp_path: Path) -> None:
     code, result, _ = fuzzed("slow", tmp_path, "--minutes", 1)
     assert code == 1 and result["error"].startswith("Slow: ")
     assert Path(result["finding"]).stat().st_size > 5000
 
 
 @pytest.mark.parametrize(("pace", "is_slow"), [(0.01, True), (0.08, True), (0.12, True), (0.2, False)])
-def test_a_slow_machine_makes_no_input_slow(monkeypatch: pytest.MonkeyPatch, pace: float, is_slow: bool) -> None:
+def test_a_slow_machine_does_not_cause_a_finding(monkeypatch: pytest.MonkeyPatch, pace: float, is_slow: bool) -> None:
     clock = itertools.count(0, 2)  # each input takes two seconds
     monkeypatch.setattr(child.time, "process_time", lambda: float(next(clock)))
     monkeypatch.setattr(child, "_fixed_work", lambda: pace)
@@ -71,7 +71,7 @@ def test_a_slow_machine_makes_no_input_slow(monkeypatch: pytest.MonkeyPatch, pac
 
 
 @pytest.mark.slow
-def test_an_input_that_never_ends_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_input_that_never_ends_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     (status,) = run([f"{PLANTED}:endless"], inputs=0, seconds=60, jobs=1, folder=tmp_path, report=lambda status: None, hang_s=2)
     assert not status.ok and "timeout" in status.error
@@ -79,13 +79,13 @@ def test_an_input_that_never_ends_is_found(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_leaving_the_process_is_a_finding_too(tmp_path: Path) -> None:
+def test_ending_the_process_is_a_finding(tmp_path: Path) -> None:
     code, result, _ = fuzzed("ending", tmp_path, "--inputs", 100)
     assert code == 1 and result["error"] == "SystemExit: 0"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("nothing",), "no fuzz target 'nothing'"),
         ((f"{PLANTED}:raises",), "not a fuzz target"),
@@ -95,23 +95,23 @@ def test_leaving_the_process_is_a_finding_too(tmp_path: Path) -> None:
         (("frames", "--replay", "missing"), "cannot be read"),
     ],
 )
-def test_wrong_use_names_the_fix(arguments: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_invalid_usage_raises(arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(ROOT)
     app = typer.Typer()
     app.command()(fuzz_command)
-    with pytest.raises(UserError, match=said) as raised:
+    with pytest.raises(UserError, match=message) as raised:
         app(args=["--corpus", str(tmp_path), *arguments], standalone_mode=False)
     assert raised.value.fix
 
 
-def test_without_the_engine_the_fix_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_atheris_raises_with_a_fix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "atheris", None)
     with pytest.raises(UserError, match="atheris") as raised:
         run(["frames"], inputs=1, seconds=0, jobs=1, folder=tmp_path, report=lambda status: None)
     assert "pip install atheris" in raised.value.fix
 
 
-def test_a_finding_is_made_smaller_and_stays_the_same_finding() -> None:
+def test_a_finding_is_shrunk_to_an_input_with_the_same_error() -> None:
     def check(data: bytes) -> None:
         if b"x" in data and len(data) < 3:
             raise ValueError("another one")
@@ -124,5 +124,5 @@ def test_a_finding_is_made_smaller_and_stays_the_same_finding() -> None:
     assert small == b"abc" and isinstance(same, KeyError)
 
 
-def test_inputs_per_second_of_nothing() -> None:
+def test_inputs_per_second_without_inputs_are_0() -> None:
     assert Status(target="a").inputs_per_s == 0.0 and Status(target="a", inputs=10, seconds=2.0).inputs_per_s == 5.0

@@ -1,4 +1,4 @@
-"""Every target takes its own seeds and changes of them; every input that once broke one is taken now."""
+"""Every target handles its seeds and mutations of them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.fuzz.child import attempt, mutator
 CHANGES = 60
 
 
-def noise(data: bytes, most: int) -> bytes:
-    """In place of libFuzzer's own mutations, which only run inside of it."""
+def noise(data: bytes, max_size: int) -> bytes:
+    """Replaces the mutations of libFuzzer, which only run inside libFuzzer."""
     chance = Random(data)
-    return bytes(byte ^ (1 << chance.randrange(8)) if chance.random() < 0.02 else byte for byte in data)[:most]
+    return bytes(byte ^ (1 << chance.randrange(8)) if chance.random() < 0.02 else byte for byte in data)[:max_size]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_target_takes_its_seeds_and_changes_of_them(name: str, tmp_path: Path) -> None:
+def test_a_target_handles_its_seeds_and_mutations_of_them(name: str, tmp_path: Path) -> None:
     target = find(name)
     assert target.name == name
     check, change, seeds = target.prepare(tmp_path), mutator(target, noise), target.seeds()
@@ -36,7 +36,7 @@ def test_a_target_takes_its_seeds_and_changes_of_them(name: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_changes_are_of_the_size_allowed(name: str) -> None:
+def test_mutations_respect_the_maximum_size(name: str) -> None:
     target = find(name)
     change = mutator(target, noise)
     for number, seed in enumerate(target.seeds()):
@@ -46,19 +46,19 @@ def test_changes_are_of_the_size_allowed(name: str) -> None:
 ANY = [mutators.json_text, mutators.toml, mutators.lines, mutators.tar, mutators.frames, mutators.safetensors, mutators.swell]
 
 
-@given(data=st.binary(max_size=600), seed=st.integers(0, 1 << 32), which=st.sampled_from([*ANY, mutators.json_in(b"<", b">")]))
-def test_a_mutator_takes_anything(data: bytes, seed: int, which: mutators.Mutator) -> None:
-    assert isinstance(which(data, Random(seed)), bytes)
+@given(data=st.binary(max_size=600), seed=st.integers(0, 1 << 32), mutate=st.sampled_from([*ANY, mutators.json_in(b"<", b">")]))
+def test_a_mutator_accepts_any_bytes(data: bytes, seed: int, mutate: mutators.Mutator) -> None:
+    assert isinstance(mutate(data, Random(seed)), bytes)
 
 
 @given(st.integers(0, 1 << 32))
-def test_a_changed_header_of_an_archive_has_its_checksum(seed: int) -> None:
-    """Else no archive would get past the first check of it."""
+def test_a_mutated_archive_header_has_a_valid_checksum(seed: int) -> None:
+    """Otherwise every archive would fail the first check."""
     import tarfile
 
-    made = mutators.tar(mutators.archive([("a", b"0", b"x")]), Random(seed))
-    if made[257:262] == b"ustar" and made[:512] != bytes(512):
-        assert int(made[148:156].rstrip(b"\0 "), 8) in tarfile.calc_chksums(made[:512])  # type: ignore[attr-defined]
+    mutated = mutators.tar(mutators.archive([("a", b"0", b"x")]), Random(seed))
+    if mutated[257:262] == b"ustar" and mutated[:512] != bytes(512):
+        assert int(mutated[148:156].rstrip(b"\0 "), 8) in tarfile.calc_chksums(mutated[:512])  # type: ignore[attr-defined]
 
 
 def test_a_labelled_input_keeps_its_label() -> None:

@@ -57,10 +57,10 @@ class RecordingChannel(ScriptedChannel):
 class Alerts(RunTracker):
     def __init__(self, run_dir: Path) -> None:
         super().__init__(run_dir)
-        self.said: list[str] = []
+        self.alerts: list[str] = []
 
     def alert(self, text: str) -> None:
-        self.said.append(text)
+        self.alerts.append(text)
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def publish(registry: FolderRegistry, number: int, parent: int | None, weights: 
     return version
 
 
-async def opened(run_dir: Path) -> Any:
+async def open_run(run_dir: Path) -> Any:
     registry, store = FolderRegistry(run_dir / "versions"), SqliteStore(run_dir / "experience.sqlite")
     for index in range(6):
         episode = Episode(id=f"e{index}", task_id="t", task_key="k", trajectories=())
@@ -124,23 +124,23 @@ async def close(run: Any) -> None:
 
 @pytest.mark.usefixtures("scripted")
 async def test_a_rolled_back_version_is_skipped_and_its_step_recorded(tmp_path: Path) -> None:
-    run = await opened(tmp_path)
+    run = await open_run(tmp_path)
     publish(run.registry, 1, 0, b"good")
     publish(run.registry, 2, 1, b"bad")
     publish(run.registry, 3, 1, b"good")
     run.registry.set_state(2, VersionState.ROLLED_BACK)
     publish(run.registry, 4, 3, b"better")
     limit = "kl_behaviour 3 is above its limit 1 (learner.limits)"
-    lost = UpdateFailure(step=2, action="rollback", what="policy", reasons=(limit,), groups=(2,), episodes=("e2",), metrics={})
-    UpdateFailureLog(tmp_path).append((lost,))
+    failure = UpdateFailure(step=2, action="rollback", what="policy", reasons=(limit,), groups=(2,), episodes=("e2",), metrics={})
+    UpdateFailureLog(tmp_path).append((failure,))
     async with asyncio.timeout(120):
         await loop._swap_versions(run)
     assert [number for number, _ in RecordingChannel.swapped] == [1, 3, 4]
     assert run.registry.get(2).state is VersionState.ROLLED_BACK
-    assert run.tracker.said == [f"step 3: rolled back, and excluded groups 2 (1 episodes): {limit}"]
+    assert run.tracker.alerts == [f"step 3: rolled back, and excluded groups 2 (1 episodes): {limit}"]
     await close(run)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4], "its update and its groups still count"
+    assert [line["step"] for line in lines] == [1, 2, 3, 4], "the update and groups of step 2 still count"
     assert "swap_stall_ms" not in lines[1] and "swap_stall_ms" in lines[2]
     (tmp_path / "recipe.json").write_text(RECIPE.model_dump_json())
     summary = measure.summarize(tmp_path, RECIPE, {}, backend="docker", interrupted=False)
@@ -151,16 +151,16 @@ async def test_a_rolled_back_version_is_skipped_and_its_step_recorded(tmp_path: 
 
 @pytest.mark.usefixtures("scripted")
 async def test_serving_advances_from_a_version_rolled_back_while_serving(tmp_path: Path) -> None:
-    run = await opened(tmp_path)
+    run = await open_run(tmp_path)
     for number, weights in ((1, b"good"), (2, b"bad")):
         publish(run.registry, number, number - 1, weights)
 
-    def strike(version: PolicyVersion) -> None:
+    def roll_back_mid_swap(version: PolicyVersion) -> None:
         if version.number == 2:  # in the middle of its swap, as soon as its successor exists
             publish(run.registry, 3, 1, b"good")
             run.registry.set_state(2, VersionState.ROLLED_BACK)
 
-    RecordingChannel.during = strike
+    RecordingChannel.during = roll_back_mid_swap
     run.progress.stop_at = 3
     async with asyncio.timeout(120):
         await loop._swap_versions(run)
@@ -175,15 +175,15 @@ async def test_serving_advances_from_a_version_rolled_back_while_serving(tmp_pat
 @pytest.mark.usefixtures("scripted")
 @pytest.mark.parametrize("back_to", [1, 0])
 async def test_serving_falls_back_with_a_learner_whose_newest_checkpoint_was_damaged(tmp_path: Path, back_to: int) -> None:
-    run = await opened(tmp_path)
+    run = await open_run(tmp_path)
     for number in (1, 2):
         publish(run.registry, number, number - 1, b"lost %d" % number)
     swapping = asyncio.create_task(loop._swap_versions(run))
     await until(lambda: run.served.version == 2)
     run.registry.reconcile(back_to)
     await until(lambda: run.served.version == back_to)
-    found = run.registry.latest(VersionState.SERVING)
-    assert found.number == back_to and run.served.sha256 == found.sha256
+    serving = run.registry.latest(VersionState.SERVING)
+    assert serving.number == back_to and run.served.sha256 == serving.sha256
     for number in range(back_to + 1, 5):
         publish(run.registry, number, number - 1, b"again %d" % number)
     async with asyncio.timeout(120):
@@ -191,13 +191,13 @@ async def test_serving_falls_back_with_a_learner_whose_newest_checkpoint_was_dam
     assert [number for number, _ in RecordingChannel.swapped] == [1, 2, *([1] if back_to else []), *range(back_to + 1, 5)]
     assert [server.version for server in ScriptedServer.started] == ([0] if back_to else [0, 0]), "version 0 has no probe to swap with"
     assert run.served.sha256 == run.registry.get(4).sha256
-    assert run.tracker.said == [f"version 2 was retracted by the learner; serving version {back_to}"]
+    assert run.tracker.alerts == [f"version 2 was retracted by the learner; serving version {back_to}"]
     await close(run)
 
 
 @pytest.mark.usefixtures("scripted")
 async def test_a_version_that_cannot_be_loaded_and_was_not_retracted_still_ends_the_run(tmp_path: Path) -> None:
-    run = await opened(tmp_path)
+    run = await open_run(tmp_path)
     version = publish(run.registry, 1, 0, b"good")
     (run.registry.path(version) / "model.safetensors").unlink()
     with pytest.raises(SwapError, match="is gone"):
@@ -209,7 +209,7 @@ HALTED = "step 3: entropy 0.01 is below its limit 0.1 (learner.limits)"
 
 
 @pytest.mark.parametrize(
-    ("error", "starts", "said"),
+    ("error", "starts", "alerts"),
     [
         (LearnerHalted(HALTED), 1, [f"halted: {HALTED}"]),
         (UserError("this kind of model cannot be trained", fix="take another"), 1, []),
@@ -221,7 +221,7 @@ HALTED = "step 3: entropy 0.01 is below its limit 0.1 (learner.limits)"
         ),
     ],
 )
-async def test_a_learner_is_restarted_only_if_that_may_help(error: Exception, starts: int, said: list[str], tmp_path: Path) -> None:
+async def test_a_learner_is_restarted_only_if_that_may_help(error: Exception, starts: int, alerts: list[str], tmp_path: Path) -> None:
     class Learner:
         starts = 0
 
@@ -234,13 +234,13 @@ async def test_a_learner_is_restarted_only_if_that_may_help(error: Exception, st
     run = SimpleNamespace(learner=Learner(), tracker=Alerts(tmp_path), registry=SimpleNamespace(latest=lambda: None))
     with pytest.raises(type(error), match=re.escape(str(error).splitlines()[0])):
         await supervise.watch_learner(run.learner, run.registry, run.tracker.alert)  # type: ignore[arg-type]
-    assert (run.learner.starts, run.tracker.said) == (starts, said)
+    assert (run.learner.starts, run.tracker.alerts) == (starts, alerts)
     run.tracker.close()
 
 
 def test_every_kind_of_update_failure_has_an_alert(tmp_path: Path) -> None:
-    one = UpdateFailure(step=0, action="skip", what="group", reasons=("non_finite_score",), groups=(3,), episodes=("a", "b"), metrics={})
-    UpdateFailureLog(tmp_path).append((one, replace(one, action="halt", what="critic", reasons=("x", "y"), groups=(1, 2))))
+    skip = UpdateFailure(step=0, action="skip", what="group", reasons=("non_finite_score",), groups=(3,), episodes=("a", "b"), metrics={})
+    UpdateFailureLog(tmp_path).append((skip, replace(skip, action="halt", what="critic", reasons=("x", "y"), groups=(1, 2))))
     assert measure.step_alerts(tmp_path, 0) == [
         "step 1: excluded groups 3 (2 episodes): non_finite_score",
         "step 1: halted at groups 1, 2 (2 episodes): x; y",

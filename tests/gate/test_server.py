@@ -1,4 +1,4 @@
-"""The gate's own server: it keeps the version that it is given, over deaths, and nobody else hears of it."""
+"""The gate's own server: it keeps its version across restarts, and changes neither the registry nor the announced server."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ RECIPE = RECIPE.but({"serving.replicas": 1})
 
 
 @asynccontextmanager
-async def started(run: Path, registry: FolderRegistry) -> AsyncIterator[tuple[VersionServer, PolicyVersion, PolicyVersion]]:
-    """The server with version 0, watched; versions 0 and 1."""
+async def start_server(run: Path, registry: FolderRegistry) -> AsyncIterator[tuple[VersionServer, PolicyVersion, PolicyVersion]]:
+    """Yields a watched server that serves version 0, and versions 0 and 1."""
     server, (base, first) = VersionServer(RECIPE, run, registry), registry.versions()
     await server.start(base)
     watcher = asyncio.create_task(server.policy.watch(on_loss=server.policy.close))
@@ -38,9 +38,9 @@ async def started(run: Path, registry: FolderRegistry) -> AsyncIterator[tuple[Ve
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_it_loads_versions_without_registry_changes(tmp_path: Path) -> None:
+async def test_the_server_loads_versions_without_changing_the_registry(tmp_path: Path) -> None:
     registry = open_registry(tmp_path)
-    async with started(tmp_path, registry) as (server, base, first):
+    async with start_server(tmp_path, registry) as (server, base, first):
         await server.serve(first)
         await server.serve(base)
         await server.serve(first)
@@ -51,51 +51,51 @@ async def test_it_loads_versions_without_registry_changes(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_death_during_a_swap_restarts_with_that_version(tmp_path: Path) -> None:
+async def test_a_server_that_dies_during_a_swap_restarts_with_the_new_version(tmp_path: Path) -> None:
     registry = open_registry(tmp_path)
-    async with started(tmp_path, registry) as (server, _, first):
+    async with start_server(tmp_path, registry) as (server, _, first):
         ScriptedChannel.deaths = 1
         async with asyncio.timeout(30):
             await server.serve(first)
         assert server.policy.version == 1 and server.policy.restarts == 1
-        assert [one.version for one in ScriptedServer.started] == [0, 1]
+        assert [server.version for server in ScriptedServer.started] == [0, 1]
 
 
 @pytest.mark.usefixtures("scripted")
-async def test_a_later_death_restarts_with_the_evaluated_version(tmp_path: Path) -> None:
+async def test_a_server_that_dies_later_restarts_with_the_evaluated_version(tmp_path: Path) -> None:
     registry = open_registry(tmp_path)
-    async with started(tmp_path, registry) as (server, base, first):
-        registry.set_state(first.number, VersionState.SERVING)  # the policy's server has gone on
+    async with start_server(tmp_path, registry) as (server, base, first):
+        registry.set_state(first.number, VersionState.SERVING)  # the policy's server has advanced
         ScriptedServer.started[0].dead = True
         await until(lambda: server.policy.restarts == 1 and server.policy.accepts_requests)
         await server.serve(base)
-        assert server.policy.version == 0 and [one.version for one in ScriptedServer.started] == [0, 0]
+        assert server.policy.version == 0 and [server.version for server in ScriptedServer.started] == [0, 0]
 
 
 @pytest.mark.usefixtures("scripted")
-@pytest.mark.parametrize("gone", ["retracted", "pruned", "made anew"])
-async def test_a_death_without_weights_restarts_with_version_0(tmp_path: Path, gone: str) -> None:
-    """Nobody judges those any more, and the run goes on: the next version that is judged is taken in as ever."""
+@pytest.mark.parametrize("cause", ["retracted", "pruned", "rebuilt"])
+async def test_a_server_whose_weights_are_missing_restarts_with_version_0(tmp_path: Path, cause: str) -> None:
+    """Those weights are no longer evaluated, and the run continues: the next due version is loaded as usual."""
     registry = open_registry(tmp_path)
-    async with started(tmp_path, registry) as (server, _, first):
+    async with start_server(tmp_path, registry) as (server, _, first):
         await server.serve(first)
-        if gone == "pruned":
+        if cause == "pruned":
             for name in ("model.safetensors", "probe.json"):
                 (tmp_path / "versions/000001" / name).unlink()
         else:
             registry.reconcile(0)
-        if gone == "made anew":
+        if cause == "rebuilt":
             registry.add(replace(first, sha256=64 * "a"))
             (tmp_path / "versions/000001/probe.json").write_text("not for these")
         ScriptedServer.started[0].dead = True
         await until(lambda: server.policy.restarts == 1 and server.policy.accepts_requests)
-        assert server.policy.version == 0 and [one.version for one in ScriptedServer.started] == [0, 0]
+        assert server.policy.version == 0 and [server.version for server in ScriptedServer.started] == [0, 0]
 
 
 @pytest.mark.usefixtures("scripted")
 async def test_a_rejected_version_raises(tmp_path: Path) -> None:
     registry = open_registry(tmp_path)
-    async with started(tmp_path, registry) as (server, _, first):
+    async with start_server(tmp_path, registry) as (server, _, first):
         ScriptedChannel.refusals = 3
         with pytest.raises(SwapError, match="the probe disagrees"):
             await server.serve(first)

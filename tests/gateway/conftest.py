@@ -25,7 +25,7 @@ Program = Callable[[str, str], Awaitable[Any]]
 
 
 @dataclass(slots=True)
-class Led:
+class ProgramAgent:
     """An agent that passes the address and key to a program."""
 
     tokens: ConversationTokens
@@ -59,30 +59,30 @@ class Outcome:
         group = Group(index=0, task_id="t", task_key="k", episodes=(ScoredEpisode(episode=self.episode, score=Score(value=1.0)),))
         trained: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         for sample in counted_samples([group]):
-            edges = [at for at in range(1, len(sample.token_ids)) if sample.loss_mask[at] and not sample.loss_mask[at - 1]]
+            edges = [index for index in range(1, len(sample.token_ids)) if sample.loss_mask[index] and not sample.loss_mask[index - 1]]
             for edge in edges:
-                end = next((at for at in range(edge, len(sample.token_ids)) if not sample.loss_mask[at]), len(sample.token_ids))
+                end = next((index for index in range(edge, len(sample.token_ids)) if not sample.loss_mask[index]), len(sample.token_ids))
                 trained.append((sample.token_ids[:edge], sample.token_ids[edge:end]))
-        turns = [turn.completion_ids for line in self.episode.trajectories for turn in line.turns]
-        return sorted(one for one, _ in trained) == sorted(self.policy.prompts) and sorted(ids for _, ids in trained) == sorted(turns)
+        turns = [turn.completion_ids for trajectory in self.episode.trajectories for turn in trajectory.turns]
+        return sorted(prefix for prefix, _ in trained) == sorted(self.policy.prompts) and sorted(ids for _, ids in trained) == sorted(turns)
 
 
 @pytest.fixture
-def lead(tokenizer: Any, task: Task) -> Callable[..., Awaitable[Outcome]]:
+def run_episode(tokenizer: Any, task: Task) -> Callable[..., Awaitable[Outcome]]:
     """Runs one episode; `script` returns the completion of the n-th request."""
     chat = chat_of(tokenizer)
-    roomy = replace(task, tools=(), limits=Limits(turns=40, turn_tokens=400, episode_tokens=20000, wall_s=30.0))
+    roomy_task = replace(task, tools=(), limits=Limits(turns=40, turn_tokens=400, episode_tokens=20000, wall_s=30.0))
 
-    async def led(
+    async def run(
         program: Program,
-        *said: str,
+        *completions: str,
         script: Callable[[int, str], str] | None = None,
         gateway: Gateway | None = None,
         kind: type[ScriptedPolicy] = ScriptedPolicy,
         **limits: Any,
     ) -> Outcome:
-        policy = kind(tokenizer, script or (lambda turn, _: said[turn]))
-        agent = Led(ConversationTokens(chat), program, gateway or Gateway())
+        policy = kind(tokenizer, script or (lambda turn, _: completions[turn]))
+        agent = ProgramAgent(ConversationTokens(chat), program, gateway or Gateway())
         runner = EpisodeRunner(
             agent=agent,
             policy=policy,
@@ -91,7 +91,7 @@ def lead(tokenizer: Any, task: Task) -> Callable[..., Awaitable[Outcome]]:
             max_model_len=20000,
             request_timeout_s=60.0,
         )
-        episode = await runner.run(replace(roomy, limits=replace(roomy.limits, **limits)), episode_id="e")
+        episode = await runner.run(replace(roomy_task, limits=replace(roomy_task.limits, **limits)), episode_id="e")
         return Outcome(episode, agent.sessions[0], policy)
 
-    return led
+    return run

@@ -51,7 +51,7 @@ def chat_in(form: str) -> ChatFormat:
 CHATS = {form: chat_in(form) for form in ("hermes", "qwen3_coder", "glm45")}
 
 
-class Asks:
+class OneRequest:
     """An agent whose program sends one request."""
 
     def __init__(self, protocol: Any, body: Any, form: str) -> None:
@@ -62,10 +62,10 @@ class Asks:
     async def act(self, episode: LiveEpisode) -> str:
         session = Session(episode=episode, tokens=ConversationTokens(CHATS[self.form]), models=("policy",))
         try:
-            asked = self.protocol.read(self.body)
-            answer, delivered = await session.complete(asked)
+            request = self.protocol.read(self.body)
+            answer, delivered = await session.complete(request)
             delivered()
-            self.written = [self.protocol.write(answer, asked), *self.protocol.events(answer, asked)]
+            self.written = [self.protocol.write(answer, request), *self.protocol.events(answer, request)]
         except RequestError as refused:
             self.refused = refused
             self.written = self.protocol.error(refused)
@@ -74,8 +74,8 @@ class Asks:
         return "answered"
 
 
-def asked(label: str, body: Any, form: str) -> tuple[Asks, Episode]:
-    agent = Asks(PROTOCOLS[label], body, form)
+def run_request(label: str, body: Any, form: str) -> tuple[OneRequest, Episode]:
+    agent = OneRequest(PROTOCOLS[label], body, form)
     runner = EpisodeRunner(
         agent=agent,
         policy=ScriptedPolicy.saying(shared_tokenizer(), TEXTS[form]),
@@ -89,31 +89,31 @@ def asked(label: str, body: Any, form: str) -> tuple[Asks, Episode]:
 
 def check(label: str, body: Any, form: str) -> int:
     """The status of the answer."""
-    agent, episode = asked(label, body, form)
+    agent, episode = run_request(label, body, form)
     assert not episode.left_out and episode.failures == (), episode.failures
     assert json.loads(json.dumps(agent.written)) is not None
     assert agent.refused is None or 400 <= agent.refused.status < 500, agent.refused
     return 200 if agent.refused is None else agent.refused.status
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def paths_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The path of every value in a JSON document."""
     yield path
     items: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
-        yield from places(item, (*path, key))
+        yield from paths_of(item, (*path, key))
 
 
-def with_other(body: Any, path: tuple[Any, ...], value: Any) -> Any:
+def replaced_at(body: Any, path: tuple[Any, ...], value: Any) -> Any:
     """The document with another value at a path."""
     if not path:
         return value
-    made = copy.deepcopy(body)
-    inner = made
+    copied = copy.deepcopy(body)
+    inner = copied
     for key in path[:-1]:
         inner = inner[key]
     inner[path[-1]] = value
-    return made
+    return copied
 
 
 @pytest.mark.sampled(3)
@@ -135,19 +135,19 @@ def test_a_schema_with_unusual_properties_is_answered(form: str, value: Any) -> 
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("number", range(len(BODIES)))
 @pytest.mark.parametrize("value", [None, [], {}, 3, -1.5, True, "", "x", "\ud800", [[]], [None], {"type": "text", "text": 1}])
-def test_any_value_in_any_place_of_a_request(number: int, value: Any) -> None:
+def test_any_value_at_any_path_of_a_request(number: int, value: Any) -> None:
     label, body = BODIES[number]
     assert check(label, body, "qwen3_coder") == 200
-    for path in places(body):
-        check(label, with_other(body, path, value), "qwen3_coder")
+    for path in paths_of(body):
+        check(label, replaced_at(body, path, value), "qwen3_coder")
 
 
 @pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=examples(200))
-def test_any_json_in_any_places_of_a_request(data: st.DataObject) -> None:
+def test_any_json_at_several_paths_of_a_request(data: st.DataObject) -> None:
     label, body = data.draw(st.sampled_from(BODIES))
     for _ in range(data.draw(st.integers(1, 3))):
-        path = data.draw(st.sampled_from(list(places(body))))
-        body = with_other(body, path, data.draw(SCHEMAS | json_values))
+        path = data.draw(st.sampled_from(list(paths_of(body))))
+        body = replaced_at(body, path, data.draw(SCHEMAS | json_values))
     check(label, body, data.draw(st.sampled_from(list(CHATS))))

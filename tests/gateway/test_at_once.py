@@ -22,7 +22,7 @@ LIMITS = Limits(turns=40, turn_tokens=100, episode_tokens=4000, all_tokens=800, 
 
 
 @dataclass(slots=True)
-class AtOnce:
+class ConcurrentRequests:
     """Sends requests in rounds; those of a round are concurrent."""
 
     tokens: ConversationTokens
@@ -32,8 +32,8 @@ class AtOnce:
     async def act(self, episode: LiveEpisode) -> str:
         session = Session(episode=episode, tokens=self.tokens, models=("policy",))
         for texts in self.rounds:
-            asked = [chat_completions.read({"model": "policy", "messages": [{"role": "user", "content": text}]}) for text in texts]
-            self.outcomes.append(await asyncio.gather(*map(session.complete, asked), return_exceptions=True))
+            requests = [chat_completions.read({"model": "policy", "messages": [{"role": "user", "content": text}]}) for text in texts]
+            self.outcomes.append(await asyncio.gather(*map(session.complete, requests), return_exceptions=True))
         await session.close()
         if session.fault is not None:
             raise session.fault
@@ -41,13 +41,13 @@ class AtOnce:
 
 
 @pytest.mark.parametrize("before", [[], [["first"]]], ids=["the first requests", "after a turn"])
-@pytest.mark.parametrize("long_one_first", [False, True])
+@pytest.mark.parametrize("long_first", [False, True])
 async def test_a_request_that_does_not_fit_next_to_another_is_refused_alone(
-    tokenizer: Any, task: Task, before: list[list[str]], long_one_first: bool
+    tokenizer: Any, task: Task, before: list[list[str]], long_first: bool
 ) -> None:
     long, short = "x" * 600, "y" * 200
-    both = [long, short] if long_one_first else [short, long]
-    agent = AtOnce(ConversationTokens(chat_of(tokenizer)), [*before, both, ["z"]])
+    both = [long, short] if long_first else [short, long]
+    agent = ConcurrentRequests(ConversationTokens(chat_of(tokenizer)), [*before, both, ["z"]])
     runner = EpisodeRunner(
         agent=agent,
         policy=ScriptedPolicy(tokenizer, lambda turn, _: "hi"),
@@ -57,11 +57,11 @@ async def test_a_request_that_does_not_fit_next_to_another_is_refused_alone(
         request_timeout_s=5.0,
     )
     episode = await runner.run(replace(task, tools=(), limits=LIMITS), episode_id="e")
-    taken, refused = agent.outcomes[-2]
-    assert isinstance(taken[0], Answer) and isinstance(refused, RequestError) and refused.kind == "context_length"
+    accepted, refused = agent.outcomes[-2]
+    assert isinstance(accepted[0], Answer) and isinstance(refused, RequestError) and refused.kind == "context_length"
     assert not episode.left_out and not episode.failures and episode.stop_reason == "answered"
-    spent = sum(len(turn.prompt_ids) + len(turn.completion_ids) for line in episode.trajectories for turn in line.turns)
+    spent = sum(len(turn.prompt_ids) + len(turn.completion_ids) for trajectory in episode.trajectories for turn in trajectory.turns)
     assert spent <= 800
-    assert all(line.turns or not line.prompt for line in episode.trajectories), "what was refused is not kept"
+    assert all(trajectory.turns or not trajectory.prompt for trajectory in episode.trajectories), "the refused request is not recorded"
     ((last, _),) = agent.outcomes[-1]
-    assert isinstance(last, Answer), "what was refused takes nothing from what comes after it"
+    assert isinstance(last, Answer), "the refused request does not reduce the room of later requests"

@@ -1,4 +1,4 @@
-"""The OpenAI SDK, unchanged, against the gateway: its conversations become episodes of exact tokens."""
+"""The unmodified OpenAI SDK against the gateway: its conversations become episodes of exact tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentrl.gateway import Session
 from agentrl.records import Parent
 from agentrl.testing import ScriptedPolicy
 
-if TYPE_CHECKING:  # a second of imports for each worker; they are made where the SDK is used
+if TYPE_CHECKING:  # importing the SDK takes each worker a second; tests import it on use
     import openai
 
 LOOK = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}}}
@@ -38,58 +38,58 @@ def user(text: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-async def test_a_conversation_with_tools_is_one_trajectory_of_exact_tokens(lead: Any, tokenizer: Any) -> None:
-    seen: list[Any] = []
+async def test_a_conversation_with_tools_is_one_trajectory_of_exact_tokens(run_episode: Any, tokenizer: Any) -> None:
+    completions: list[Any] = []
 
     async def program(url: str, key: str) -> None:
         async with client(url, key) as sdk:
-            assert [one.id async for one in sdk.models.list()] == ["policy"]
+            assert [model.id async for model in sdk.models.list()] == ["policy"]
             messages: list[Any] = [{"role": "system", "content": "Be brief. It is 10:00."}, user("How many?")]
             for clock in ("10:00", "10:01", "10:02"):
                 messages[0] = {"role": "system", "content": f"Be brief.\nUse tools.\nIt is {clock}."}
-                made = await sdk.chat.completions.create(model="policy", messages=messages, tools=[LOOK], temperature=0.3)
-                said = made.choices[0].message
-                seen.append(made)
-                if not said.tool_calls:
+                completion = await sdk.chat.completions.create(model="policy", messages=messages, tools=[LOOK], temperature=0.3)
+                message = completion.choices[0].message
+                completions.append(completion)
+                if not message.tool_calls:
                     return
-                arguments = json.dumps(dict(reversed(json.loads(said.tool_calls[0].function.arguments).items())))
-                echo = {"id": said.tool_calls[0].id, "type": "function", "function": {"name": "look", "arguments": arguments}}
-                messages += [{"role": "assistant", "content": said.content, "tool_calls": [echo]}]
+                arguments = json.dumps(dict(reversed(json.loads(message.tool_calls[0].function.arguments).items())))
+                echo = {"id": message.tool_calls[0].id, "type": "function", "function": {"name": "look", "arguments": arguments}}
+                messages += [{"role": "assistant", "content": message.content, "tool_calls": [echo]}]
                 messages += [{"role": "tool", "tool_call_id": echo["id"], "content": f"seen at {clock}"}]
 
     first = "<think>hm</think>I look." + calls("look", at="there", z=True)
-    outcome = await lead(program, first, calls("look"), "There are 3.")
-    [line] = outcome.episode.trajectories
+    outcome = await run_episode(program, first, calls("look"), "There are 3.")
+    [trajectory] = outcome.episode.trajectories
     assert outcome.trained_once() and not outcome.episode.failures
-    assert [turn.message.content for turn in line.turns] == ["<think>hm</think>I look.", "", "There are 3."]
-    assert [result.output for turn in line.turns for result in turn.tool_results] == ["seen at 10:00", "seen at 10:01"]
-    assert outcome.episode.answer == "There are 3." and line.prompt[0].content.endswith("10:00.")
+    assert [turn.message.content for turn in trajectory.turns] == ["<think>hm</think>I look.", "", "There are 3."]
+    assert [result.output for turn in trajectory.turns for result in turn.tool_results] == ["seen at 10:00", "seen at 10:01"]
+    assert outcome.episode.answer == "There are 3." and trajectory.prompt[0].content.endswith("10:00.")
     assert outcome.counts == {"answered": 3, "system_kept": 2}
-    assert seen[0].choices[0].message.content == "I look." and seen[0].choices[0].message.reasoning_content == "hm"
-    assert [made.choices[0].finish_reason for made in seen] == ["tool_calls", "tool_calls", "stop"]
+    assert completions[0].choices[0].message.content == "I look." and completions[0].choices[0].message.reasoning_content == "hm"
+    assert [completion.choices[0].finish_reason for completion in completions] == ["tool_calls", "tool_calls", "stop"]
     contexts = [len(prompt) for prompt in outcome.policy.prompts]
-    assert [made.usage.prompt_tokens for made in seen] == contexts
+    assert [completion.usage.prompt_tokens for completion in completions] == contexts
     assert tokenizer.decode(outcome.policy.prompts[2]).count("10:0") == 3, "the system message once, two outputs"
 
 
-async def test_a_user_continues_after_an_answer_and_after_a_cut_one(lead: Any, tokenizer: Any) -> None:
+async def test_a_user_continues_after_an_answer_and_after_a_cut_one(run_episode: Any, tokenizer: Any) -> None:
     async def program(url: str, key: str) -> None:
         async with client(url, key) as sdk:
             messages: list[Any] = [user("one?")]
             for question in ("two?", "three?"):
-                made = await sdk.chat.completions.create(model="policy", messages=messages, max_completion_tokens=6)
-                messages += [{"role": "assistant", "content": made.choices[0].message.content}, user(question)]
-            made = await sdk.chat.completions.create(model="policy", messages=messages)
-            assert made.choices[0].finish_reason == "stop"
+                completion = await sdk.chat.completions.create(model="policy", messages=messages, max_completion_tokens=6)
+                messages += [{"role": "assistant", "content": completion.choices[0].message.content}, user(question)]
+            completion = await sdk.chat.completions.create(model="policy", messages=messages)
+            assert completion.choices[0].finish_reason == "stop"
 
-    outcome = await lead(program, "1", "a long answer", "3")
+    outcome = await run_episode(program, "1", "a long answer", "3")
     assert outcome.trained_once() and len(outcome.episode.trajectories) == 1
     expected = "<|im_start|>user\none?<|im_end|>\n<|im_start|>assistant\n1<|im_end|>\n<|im_start|>user\ntwo?<|im_end|>\n"
     expected += "<|im_start|>assistant\na long<|im_end|>\n<|im_start|>user\nthree?<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(outcome.policy.prompts[2]) == expected
 
 
-async def test_sub_agents_compaction_branches_and_titles_are_distinguished(lead: Any) -> None:
+async def test_sub_agents_compaction_branches_and_titles_are_distinguished(run_episode: Any) -> None:
     """A main agent with two concurrent sub-agents, a title, a branch, and a summary from which it continues."""
     import openai
 
@@ -98,34 +98,34 @@ async def test_sub_agents_compaction_branches_and_titles_are_distinguished(lead:
     async def program(url: str, key: str) -> None:
         async with client(url, key) as sdk:
 
-            async def ask(messages: list[Any], tools: Any = (ASK,)) -> Any:
-                made = await sdk.chat.completions.create(model="policy", messages=messages, tools=list(tools) or openai.omit)
-                return made.choices[0].message.model_dump(exclude_none=True)
+            async def send(messages: list[Any], tools: Any = (ASK,)) -> Any:
+                completion = await sdk.chat.completions.create(model="policy", messages=messages, tools=list(tools) or openai.omit)
+                return completion.choices[0].message.model_dump(exclude_none=True)
 
-            await ask([{"role": "system", "content": "Titles."}, user("A title for: area?")], ())
+            await send([{"role": "system", "content": "Titles."}, user("A title for: area?")], ())
             main = [{"role": "system", "content": "You lead."}, user("area?")]
-            said = await ask(main)
-            for call in reversed(said["tool_calls"]):
+            message = await send(main)
+            for call in reversed(message["tool_calls"]):
                 question = json.loads(call["function"]["arguments"])["question"]
                 helper = [{"role": "system", "content": "You help."}, user(f"Your task: {question}")]
-                found = await ask(helper, (LOOK,))
-                helper += [found, {"role": "tool", "tool_call_id": found["tool_calls"][0]["id"], "content": "see"}]
-                call["answer"] = (await ask(helper, (LOOK,)))["content"]
-            results = [{"role": "tool", "tool_call_id": one["id"], "content": one.pop("answer")} for one in said["tool_calls"]]
-            main += [said, *results]
-            await ask([*main, user("Now check.")])
-            await ask([*main, user("Now check again.")])
-            summed = await ask([*main, user("Sum up.")])
-            await ask([main[0], user(f"Go on from this: {summed['content']}")])
+                help_message = await send(helper, (LOOK,))
+                helper += [help_message, {"role": "tool", "tool_call_id": help_message["tool_calls"][0]["id"], "content": "see"}]
+                call["answer"] = (await send(helper, (LOOK,)))["content"]
+            results = [{"role": "tool", "tool_call_id": call["id"], "content": call.pop("answer")} for call in message["tool_calls"]]
+            main += [message, *results]
+            await send([*main, user("Now check.")])
+            await send([*main, user("Now check again.")])
+            summary_message = await send([*main, user("Sum up.")])
+            await send([main[0], user(f"Go on from this: {summary_message['content']}")])
 
     def script(turn: int, _: str) -> str:
-        asked = calls("ask", question="what is the width of it?") + calls("ask", question="what is the height of it?")
-        return ("Area", asked, calls("look"), "4 cm", calls("look"), "3 cm", "checked", "checked", summary, "12 cm2")[turn]
+        two_calls = calls("ask", question="what is the width of it?") + calls("ask", question="what is the height of it?")
+        return ("Area", two_calls, calls("look"), "4 cm", calls("look"), "3 cm", "checked", "checked", summary, "12 cm2")[turn]
 
-    outcome = await lead(program, script=script)
-    lines = outcome.episode.trajectories
+    outcome = await run_episode(program, script=script)
+    trajectories = outcome.episode.trajectories
     assert outcome.trained_once() and not outcome.episode.left_out
-    assert [(line.agent, line.parent, len(line.turns)) for line in lines] == [
+    assert [(trajectory.agent, trajectory.parent, len(trajectory.turns)) for trajectory in trajectories] == [
         ("auxiliary", None, 1),
         ("main", None, 2),
         ("sub-agent", Parent(trajectory=1, turn=0, call=1), 2),
@@ -142,58 +142,58 @@ REMINDER = "<reminder>Be brief.</reminder>"
 
 
 @pytest.mark.parametrize(
-    "shown", ["{task}", f"{REMINDER}\n{{task}}", f"{{task}}\n{REMINDER}"], ids=["alone", "after-reminder", "before-reminder"]
+    "prompt_format", ["{task}", f"{REMINDER}\n{{task}}", f"{{task}}\n{REMINDER}"], ids=["alone", "after-reminder", "before-reminder"]
 )
-async def test_a_background_sub_agent_is_recognized(lead: Any, shown: str) -> None:
-    """As a coding agent does whose tool answers with the sub-agent's name alone: the main agent is at another call when that one begins.
+async def test_a_background_sub_agent_is_recognized(run_episode: Any, prompt_format: str) -> None:
+    """A tool answers with only the sub-agent's name, so the main agent is at another call when the sub-agent starts.
 
-    A title for the sub-agent's task, which is requested before, is no sub-agent.
+    A title for the sub-agent's task that is requested before is not a sub-agent.
     """
     task = "look at the file and say what is wrong"
-    start = shown.format(task=task)
+    start = prompt_format.format(task=task)
 
     async def program(url: str, key: str) -> None:
         async with client(url, key) as sdk:
 
-            async def ask(messages: list[Any], tools: Any) -> Any:
-                made = await sdk.chat.completions.create(model="policy", messages=messages, tools=list(tools))
-                return made.choices[0].message.model_dump(exclude_none=True)
+            async def send(messages: list[Any], tools: Any) -> Any:
+                completion = await sdk.chat.completions.create(model="policy", messages=messages, tools=list(tools))
+                return completion.choices[0].message.model_dump(exclude_none=True)
 
             main: list[Any] = [{"role": "system", "content": "You work on code."}, user("Mend it.")]
             for output in ('{"agent_id": "7"}', "done"):
-                said = await ask(main, (ASK, LOOK))
-                main += [said, {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": output}]
+                message = await send(main, (ASK, LOOK))
+                main += [message, {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": output}]
                 if output == "done":
-                    await ask([user(f"A title for this:\n{task}")], ())
-                    await ask([main[0], user("It is 10:00."), user(start)], (LOOK,))
-            await ask(main, (ASK, LOOK))
-            await ask([main[0], user("It is 10:00."), user(start)], (LOOK,))
+                    await send([user(f"A title for this:\n{task}")], ())
+                    await send([main[0], user("It is 10:00."), user(start)], (LOOK,))
+            await send(main, (ASK, LOOK))
+            await send([main[0], user("It is 10:00."), user(start)], (LOOK,))
 
-    outcome = await lead(program, calls("ask", question=task), calls("look"), "A sum", "the sum", "Mended.", "the sum")
+    outcome = await run_episode(program, calls("ask", question=task), calls("look"), "A sum", "the sum", "Mended.", "the sum")
     assert outcome.trained_once() and outcome.counts["sub_agent"] == 1
-    first, title, *others = outcome.episode.trajectories
+    first, title, *sub_agents = outcome.episode.trajectories
     assert (title.agent, title.parent) == ("auxiliary", None)
-    assert [(line.agent, line.parent) for line in others][:1] == [("sub-agent", Parent(trajectory=0, turn=0, call=0))]
-    assert len(first.turns) == 3 and len(others) == 2
+    assert [(trajectory.agent, trajectory.parent) for trajectory in sub_agents][:1] == [("sub-agent", Parent(trajectory=0, turn=0, call=0))]
+    assert len(first.turns) == 3 and len(sub_agents) == 2
 
 
-async def test_a_retry_is_answered_once_and_another_attempt_is_sampled(lead: Any) -> None:
+async def test_a_retry_is_answered_once_and_another_attempt_is_sampled(run_episode: Any) -> None:
     answers: list[str] = []
 
     async def program(url: str, key: str) -> None:
         async with client(url, key, timeout=30) as sdk:
-            same: Any = {"model": "policy", "messages": [user("one?")]}
+            request: Any = {"model": "policy", "messages": [user("one?")]}
             for headers in ({}, {"x-stainless-retry-count": "1"}, {}):
-                made = await sdk.chat.completions.create(**same, extra_headers=headers)
-                answers.append(made.choices[0].message.content)
+                completion = await sdk.chat.completions.create(**request, extra_headers=headers)
+                answers.append(completion.choices[0].message.content)
 
-    outcome = await lead(program, "first", "second")
+    outcome = await run_episode(program, "first", "second")
     assert answers == ["first", "first", "second"] and outcome.trained_once()
-    assert [line.parent for line in outcome.episode.trajectories] == [None, None]
+    assert [trajectory.parent for trajectory in outcome.episode.trajectories] == [None, None]
     assert outcome.counts == {"answered": 2, "replayed": 1}
 
 
-async def test_streams_are_those_of_the_protocol(lead: Any) -> None:
+async def test_streams_follow_the_protocol(run_episode: Any) -> None:
     async def program(url: str, key: str) -> None:
         async with client(url, key) as sdk:
             messages: list[Any] = [user("look")]
@@ -202,22 +202,22 @@ async def test_streams_are_those_of_the_protocol(lead: Any) -> None:
             ) as stream:
                 async for _ in stream:
                     pass
-                made = await stream.get_final_completion()
-            said = made.choices[0].message
-            assert said.content == "Looking." and json.loads(said.tool_calls[0].function.arguments) == {"at": "é\u2028"}
-            assert made.usage.completion_tokens > 0
-            messages += [said.model_dump(exclude_none=True, include={"role", "content", "tool_calls"})]
+                completion = await stream.get_final_completion()
+            message = completion.choices[0].message
+            assert message.content == "Looking." and json.loads(message.tool_calls[0].function.arguments) == {"at": "é\u2028"}
+            assert completion.usage.completion_tokens > 0
+            messages += [message.model_dump(exclude_none=True, include={"role", "content", "tool_calls"})]
             for call in messages[-1]["tool_calls"]:
                 call["function"].pop("parsed_arguments", None)
-            messages += [{"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "seen"}]
+            messages += [{"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "seen"}]
             await sdk.chat.completions.create(model="policy", messages=messages, tools=[LOOK])
 
-    outcome = await lead(program, "Looking." + calls("look", at="é\u2028"), "done")
+    outcome = await run_episode(program, "Looking." + calls("look", at="é\u2028"), "done")
     assert outcome.trained_once() and len(outcome.episode.trajectories) == 1
 
 
 @pytest.mark.parametrize(
-    ("more", "kind", "code"),
+    ("extra", "error", "code"),
     [
         ({"model": "gpt-4"}, "NotFoundError", "model_not_found"),
         ({"n": 2}, "BadRequestError", "unsupported_value"),
@@ -227,26 +227,26 @@ async def test_streams_are_those_of_the_protocol(lead: Any) -> None:
         ({"messages": []}, "BadRequestError", None),
         ({"messages": [{"role": "user", "content": "x" * 30000}]}, "BadRequestError", "context_length_exceeded"),
     ],
-    ids=lambda one: next(iter(one)) if isinstance(one, dict) else "",
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-async def test_unsupported_requests_are_refused_in_the_protocols_format(lead: Any, more: Any, kind: str, code: str | None) -> None:
+async def test_unsupported_requests_are_refused_in_the_protocols_format(run_episode: Any, extra: Any, error: str, code: str | None) -> None:
     import openai
 
     async def program(url: str, key: str) -> None:
         async with client(url, key, max_retries=0) as sdk:
-            good: Any = {"model": "policy", "messages": [user("one?")]}
-            await sdk.chat.completions.create(**good)
-            with pytest.raises(getattr(openai, kind)) as refused:
-                await sdk.chat.completions.create(**{**good, **more})
+            request: Any = {"model": "policy", "messages": [user("one?")]}
+            await sdk.chat.completions.create(**request)
+            with pytest.raises(getattr(openai, error)) as refused:
+                await sdk.chat.completions.create(**{**request, **extra})
             assert code is None or refused.value.code == code
-            await sdk.chat.completions.create(**good)
+            await sdk.chat.completions.create(**request)
 
-    outcome = await lead(program, "1", "2")
+    outcome = await run_episode(program, "1", "2")
     assert outcome.trained_once() and not outcome.episode.left_out
     assert [failure.kind for failure in outcome.episode.failures] == ["requests_refused"]
 
 
-async def test_hostile_requests_are_counted_and_do_not_stop_the_server(lead: Any) -> None:
+async def test_hostile_requests_are_counted_and_do_not_stop_the_server(run_episode: Any) -> None:
     statuses: list[int] = []
 
     async def program(url: str, key: str) -> None:
@@ -264,23 +264,23 @@ async def test_hostile_requests_are_counted_and_do_not_stop_the_server(lead: Any
             await post(b"{}", authorization="Bearer sk-wrong")
             statuses.append((await http.get("/v1/../../etc/passwd")).status_code)
 
-    outcome = await lead(program, "no")
+    outcome = await run_episode(program, "no")
     assert statuses == [400, 400, 400, 413, 400, 200, 401, 404]
     assert outcome.counts == {"answered": 1, "refused_invalid": 4, "refused_too_large": 1} and outcome.trained_once()
     assert outcome.policy.tokenizer.decode(outcome.policy.prompts[0]).count("<|im_start|>") == 2
 
 
-def posed(*messages: str, **more: str) -> str:
+def raw_request(*messages: str, **fields: str) -> str:
     """A request as JSON text, with escapes of half surrogate pairs and numbers of any size."""
-    fields = {"model": '"policy"', "messages": f"[{', '.join(messages)}]", **more}
-    return "{" + ", ".join(f'"{name}": {value}' for name, value in fields.items()) + "}"
+    all_fields = {"model": '"policy"', "messages": f"[{', '.join(messages)}]", **fields}
+    return "{" + ", ".join(f'"{name}": {value}' for name, value in all_fields.items()) + "}"
 
 
 HALF, ONE = r'"\ud800"', '{"role": "user", "content": "a"}'
 
 
-def called(arguments: str, name: str = '"f"', number: str = '"a"') -> str:
-    call = f'{{"id": {number}, "type": "function", "function": {{"name": {name}, "arguments": {json.dumps(arguments)}}}}}'
+def call_message(arguments: str, name: str = '"f"', call_id: str = '"a"') -> str:
+    call = f'{{"id": {call_id}, "type": "function", "function": {{"name": {name}, "arguments": {json.dumps(arguments)}}}}}'
     return f'{{"role": "assistant", "tool_calls": [{call}]}}'
 
 
@@ -288,30 +288,30 @@ def called(arguments: str, name: str = '"f"', number: str = '"a"') -> str:
 @pytest.mark.parametrize(
     "body",
     [
-        posed(f'{{"role": "user", "content": {HALF}}}'),
-        posed(f'{{"role": "system", "content": {HALF}}}', r'{"role": "user", "content": "\u0000 \u001b[2J"}'),
-        posed(ONE, tools=f'[{{"type": "function", "function": {{"name": {HALF}}}}}]'),
-        posed(ONE, tools=f'[{{"type": "function", "function": {{"name": "f", "parameters": {"[" * 200 + "]" * 200}}}}}]'),
-        posed(ONE, tools='[{"type": "function", "function": {"name": "f", "parameters": %s}}]' % ('{"a": ' * 200 + "{}" + "}" * 200)),
-        posed(ONE, called('{"a": 1e999}')),
-        posed(ONE, called("{}", name=HALF)),
-        posed(ONE, called("{}", number=HALF), f'{{"role": "tool", "tool_call_id": {HALF}, "content": {HALF}}}'),
-        posed('{"role": "tool", "tool_call_id": "nobody", "content": "a"}', ONE),
-        posed(ONE, metadata="1" + "0" * 400),
-        posed(ONE, model=HALF),
-        posed(ONE, **{r"\ud800": "1"}),
-        posed(*[ONE] * 4097),
+        raw_request(f'{{"role": "user", "content": {HALF}}}'),
+        raw_request(f'{{"role": "system", "content": {HALF}}}', r'{"role": "user", "content": "\u0000 \u001b[2J"}'),
+        raw_request(ONE, tools=f'[{{"type": "function", "function": {{"name": {HALF}}}}}]'),
+        raw_request(ONE, tools=f'[{{"type": "function", "function": {{"name": "f", "parameters": {"[" * 200 + "]" * 200}}}}}]'),
+        raw_request(ONE, tools='[{"type": "function", "function": {"name": "f", "parameters": %s}}]' % ('{"a": ' * 200 + "{}" + "}" * 200)),
+        raw_request(ONE, call_message('{"a": 1e999}')),
+        raw_request(ONE, call_message("{}", name=HALF)),
+        raw_request(ONE, call_message("{}", call_id=HALF), f'{{"role": "tool", "tool_call_id": {HALF}, "content": {HALF}}}'),
+        raw_request('{"role": "tool", "tool_call_id": "nobody", "content": "a"}', ONE),
+        raw_request(ONE, metadata="1" + "0" * 400),
+        raw_request(ONE, model=HALF),
+        raw_request(ONE, **{r"\ud800": "1"}),
+        raw_request(*[ONE] * 4097),
     ],
-    ids=["text", "system", "tool", "list", "deep", "infinite", "name", "ids", "nobodys", "large", "model", "field", "many"],
+    ids=["text", "system", "tool", "list", "deep", "infinite", "name", "ids", "unknown-id", "large", "model", "field", "many"],
 )
-async def test_unusual_characters_and_numbers_are_answered_or_refused(lead: Any, body: str) -> None:
+async def test_unusual_characters_and_numbers_are_answered_or_refused(run_episode: Any, body: str) -> None:
     async def program(url: str, key: str) -> None:
         async with httpx.AsyncClient(base_url=url, headers={"authorization": f"Bearer {key}"}) as http:
-            answer = await http.post("/v1/chat/completions", content=body.encode())
-            assert answer.status_code in (200, 400, 404), answer.text
+            response = await http.post("/v1/chat/completions", content=body.encode())
+            assert response.status_code in (200, 400, 404), response.text
             assert (await http.post("/v1/chat/completions", json={"model": "policy", "messages": [user("one?")]})).status_code == 200
 
-    outcome = await lead(program, "1", "2")
+    outcome = await run_episode(program, "1", "2")
     assert outcome.session.fault is None and outcome.trained_once()
 
 
@@ -319,10 +319,10 @@ LONG = "x" * 2_000_000
 
 
 @pytest.mark.parametrize(
-    ("path", "more"),
+    ("path", "extra"),
     [
         ("chat/completions", {"tools": [{"type": "function", "function": {"name": "f", "description": LONG}}]}),
-        ("chat/completions", {"messages": [json.loads(called(json.dumps({"a": LONG}))), user("one?")]}),
+        ("chat/completions", {"messages": [json.loads(call_message(json.dumps({"a": LONG}))), user("one?")]}),
         (
             "responses",
             {
@@ -340,58 +340,58 @@ LONG = "x" * 2_000_000
     ids=["tool", "call", "namespace"],
 )
 async def test_conversations_that_cannot_fit_are_refused_before_rendering(
-    lead: Any, monkeypatch: pytest.MonkeyPatch, path: str, more: Any
+    run_episode: Any, monkeypatch: pytest.MonkeyPatch, path: str, extra: Any
 ) -> None:
-    """Rendering and tokenizing it would block all episodes."""
+    """Rendering and tokenizing such a conversation would block all episodes."""
 
-    def rendered(*_: Any) -> Any:
+    def fail(*_: Any) -> Any:
         raise RuntimeError("it was rendered")
 
-    monkeypatch.setattr("agentrl.gateway.tokens.ConversationTokens.opening", rendered)
+    monkeypatch.setattr("agentrl.gateway.tokens.ConversationTokens.opening", fail)
 
     async def program(url: str, key: str) -> None:
         async with httpx.AsyncClient(base_url=url, headers={"authorization": f"Bearer {key}"}) as http:
-            asked = {"model": "policy", ("input" if path == "responses" else "messages"): [user("one?")], **more}
-            assert (await http.post(f"/v1/{path}", json=asked)).status_code in (400, 413)
+            request = {"model": "policy", ("input" if path == "responses" else "messages"): [user("one?")], **extra}
+            assert (await http.post(f"/v1/{path}", json=request)).status_code in (400, 413)
 
-    outcome = await lead(program)
+    outcome = await run_episode(program)
     assert outcome.session.fault is None
 
 
 @pytest.mark.parametrize("count", [b"\xb2", b"9" * 5000, b"-1", b"0x1", b"\xff"], ids=["power", "long", "minus", "hex", "byte"])
-async def test_no_request_header_causes_an_internal_error(lead: Any, count: bytes) -> None:
+async def test_no_request_header_causes_an_internal_error(run_episode: Any, count: bytes) -> None:
     """Otherwise a policy could exclude the episodes that it fails."""
 
     async def program(url: str, key: str) -> None:
         async with httpx.AsyncClient(base_url=url, headers={"authorization": f"Bearer {key}"}) as http:
             body = {"model": "policy", "messages": [user("one?")]}
-            answer = await http.post("/v1/chat/completions", json=body, headers=[(b"x-stainless-retry-count", count)])
-            assert answer.status_code == 200
+            response = await http.post("/v1/chat/completions", json=body, headers=[(b"x-stainless-retry-count", count)])
+            assert response.status_code == 200
 
-    outcome = await lead(program, "1")
+    outcome = await run_episode(program, "1")
     assert outcome.session.fault is None and outcome.trained_once()
 
 
-async def test_concurrent_requests_are_bounded_and_a_missing_body_times_out(lead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_concurrent_requests_are_bounded_and_a_missing_body_times_out(run_episode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.gateway.session.MAX_AT_ONCE", 2)
-    continue_context, under_way = asyncio.Event(), asyncio.Semaphore(0)
+    resume, under_way = asyncio.Event(), asyncio.Semaphore(0)
 
-    class Held(ScriptedPolicy):
-        async def generate(self, *given: Any, **named: Any) -> Any:
+    class HeldPolicy(ScriptedPolicy):
+        async def generate(self, *args: Any, **kwargs: Any) -> Any:
             under_way.release()
-            await continue_context.wait()
-            return await super().generate(*given, **named)
+            await resume.wait()
+            return await super().generate(*args, **kwargs)
 
     async def program(url: str, key: str) -> None:
         async with httpx.AsyncClient(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=60) as http:
 
-            async def ask(text: str) -> int:
+            async def status_of(text: str) -> int:
                 return (await http.post("/v1/chat/completions", json={"model": "policy", "messages": [user(text)]})).status_code
 
-            held = [asyncio.create_task(ask(text)) for text in ("one?", "two?")]
-            for _ in held:
+            requests = [asyncio.create_task(status_of(text)) for text in ("one?", "two?")]
+            for _ in requests:
                 await under_way.acquire()
-            assert await ask("three?") == 429
+            assert await status_of("three?") == 429
             monkeypatch.setattr("agentrl.gateway.server.BODY_S", 0.2)
             host, _, port = url.removeprefix("http://").partition(":")
             reader, writer = await asyncio.open_connection(host, int(port))
@@ -399,33 +399,33 @@ async def test_concurrent_requests_are_bounded_and_a_missing_body_times_out(lead
             writer.write(head.encode() + b'{"model": ')
             assert (await reader.readline()).startswith(b"HTTP/1.1 400")
             writer.close()
-            continue_context.set()
-            assert [await one for one in held] == [200, 200]
+            resume.set()
+            assert [await request for request in requests] == [200, 200]
 
-    outcome = await lead(program, "1", "2", kind=Held)
+    outcome = await run_episode(program, "1", "2", kind=HeldPolicy)
     assert outcome.trained_once() and outcome.counts == {"answered": 2, "refused_too_many": 1, "refused_invalid": 1}
 
 
-async def test_a_session_that_ends_while_it_samples_drops_what_it_sampled(lead: Any, caplog: pytest.LogCaptureFixture) -> None:
-    under_way, asking = asyncio.Event(), list[asyncio.Task[Any]]()
+async def test_a_session_that_ends_during_sampling_drops_the_sampled_tokens(run_episode: Any, caplog: pytest.LogCaptureFixture) -> None:
+    under_way, requests = asyncio.Event(), list[asyncio.Task[Any]]()
 
     class Endless(ScriptedPolicy):
-        async def generate(self, *given: Any, **named: Any) -> Any:
+        async def generate(self, *args: Any, **kwargs: Any) -> Any:
             under_way.set()
             return await asyncio.Event().wait()
 
     async def program(url: str, key: str) -> None:
         body, headers = {"model": "policy", "messages": [user("one?")]}, {"authorization": f"Bearer {key}"}
         http = httpx.AsyncClient(base_url=url, headers=headers, timeout=60)
-        asking.append(asyncio.create_task(http.post("/v1/chat/completions", json=body)))
+        requests.append(asyncio.create_task(http.post("/v1/chat/completions", json=body)))
         await under_way.wait()
 
-    outcome = await lead(program, kind=Endless)
+    outcome = await run_episode(program, kind=Endless)
     assert outcome.counts["dropped"] == 1 and not outcome.episode.completion_tokens and outcome.session.fault is None
-    assert (await asking[0]).status_code == 403 and not [one for one in caplog.records if one.name == "uvicorn.error"]
+    assert (await requests[0]).status_code == 403 and not [record for record in caplog.records if record.name == "uvicorn.error"]
 
 
-async def test_too_many_refused_requests_end_the_session(lead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_many_refused_requests_end_the_session(run_episode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.gateway.session.MAX_REFUSED", 2)
     statuses: list[int] = []
 
@@ -435,11 +435,11 @@ async def test_too_many_refused_requests_end_the_session(lead: Any, monkeypatch:
                 body = {"model": model, "messages": [user("one?")]}
                 statuses.append((await http.post("/v1/chat/completions", json=body)).status_code)
 
-    outcome = await lead(program, "1")
+    outcome = await run_episode(program, "1")
     assert statuses == [200, 404, 404, 404, 403] and outcome.session.limit == "refused" and outcome.session.over.is_set()
 
 
-async def test_limits_end_a_session_and_a_key_is_one_session(lead: Any) -> None:
+async def test_limits_end_a_session_and_a_key_is_one_session(run_episode: Any) -> None:
     import openai
 
     keys: list[tuple[str, str]] = []
@@ -453,13 +453,13 @@ async def test_limits_end_a_session_and_a_key_is_one_session(lead: Any) -> None:
                 await sdk.chat.completions.create(model="policy", messages=[user("one?")])
             assert refused.value.code == "turn_limit"
 
-    outcome = await lead(program, "1", "2", turns=2)
+    outcome = await run_episode(program, "1", "2", turns=2)
     assert outcome.session.limit == "turn_limit" and outcome.session.over.is_set() and outcome.trained_once()
     with pytest.raises(httpx.ConnectError):
         httpx.get(keys[0][0])
 
 
-async def test_a_failing_policy_is_not_blamed_on_the_program(lead: Any) -> None:
+async def test_a_failing_policy_is_not_blamed_on_the_program(run_episode: Any) -> None:
     import openai
 
     async def program(url: str, key: str) -> None:
@@ -469,26 +469,26 @@ async def test_a_failing_policy_is_not_blamed_on_the_program(lead: Any) -> None:
             with pytest.raises(openai.PermissionDeniedError):
                 await sdk.chat.completions.create(model="policy", messages=[user("one?")])
 
-    def fails(turn: int, _: str) -> str:
+    def fail(turn: int, _: str) -> str:
         raise RuntimeError("gone")
 
-    outcome = await lead(program, script=fails)
+    outcome = await run_episode(program, script=fail)
     assert isinstance(outcome.session.fault, RuntimeError) and not outcome.episode.completion_tokens
 
 
-async def test_a_fault_of_the_gateway_is_not_blamed_on_the_program(lead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fault_of_the_gateway_is_not_blamed_on_the_program(run_episode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that gets an internal error may answer anything; its episode must be excluded."""
     import openai
 
-    async def breaks(*_: Any, **__: Any) -> None:
+    async def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("a fault of ours")
 
-    monkeypatch.setattr(Session, "complete", breaks)
+    monkeypatch.setattr(Session, "complete", fail)
 
     async def program(url: str, key: str) -> None:
         async with client(url, key, max_retries=0) as sdk:
             with pytest.raises(openai.InternalServerError, match="Internal error"):
                 await sdk.chat.completions.create(model="policy", messages=[user("one?")])
 
-    outcome = await lead(program)
+    outcome = await run_episode(program)
     assert isinstance(outcome.session.fault, RuntimeError)

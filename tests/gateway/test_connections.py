@@ -16,7 +16,7 @@ from agentrl.gateway import Gateway, connections
 IDLE_S = 0.4
 
 
-class Nobody:
+class SilentSession:
     """A session without requests."""
 
     models = ("policy",)
@@ -36,7 +36,7 @@ def request(key: str) -> bytes:
     return f"GET /v1/models HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer {key}\r\n\r\n".encode()
 
 
-async def ended_after(reader: asyncio.StreamReader) -> float:
+async def seconds_until_end(reader: asyncio.StreamReader) -> float:
     began = time.monotonic()
     try:
         async with asyncio.timeout(20):
@@ -51,7 +51,7 @@ async def ended_after(reader: asyncio.StreamReader) -> float:
 async def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "IDLE_S", IDLE_S)
     gateway: Any = Gateway()
-    async with gateway.session(Nobody()) as key:
+    async with gateway.session(SilentSession()) as key:
         silent, drip, after, busy = [await opened(gateway.url) for _ in range(4)]
 
         async def drips(writer: asyncio.StreamWriter, head: bytes) -> None:
@@ -62,8 +62,8 @@ async def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> N
         dripping = asyncio.create_task(drips(drip[1], request(key)))
         after[1].write(request(key))
         assert (await after[0].readline()).startswith(b"HTTP/1.1 200")
-        after[1].write(b"G")  # and no more: uvicorn's own limit ends with this byte
-        ends = [asyncio.create_task(ended_after(reader)) for reader, _ in (silent, drip, after)]
+        after[1].write(b"G")  # then nothing; uvicorn's own limit ends with this byte
+        ends = [asyncio.create_task(seconds_until_end(reader)) for reader, _ in (silent, drip, after)]
         for _ in range(8):
             busy[1].write(request(key))
             assert (await busy[0].readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
@@ -80,8 +80,8 @@ async def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> N
 async def test_a_slow_request_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "IDLE_S", IDLE_S)
 
-    class Slow(Nobody):
-        async def answer(self, asked: Any) -> Any:
+    class Slow(SilentSession):
+        async def answer(self, request: Any) -> Any:
             await asyncio.sleep(4 * IDLE_S)
             raise AssertionError("nothing to say")
 
@@ -93,16 +93,16 @@ async def test_a_slow_request_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> No
         for byte in b'{"a": 1}  ':
             await asyncio.sleep(IDLE_S / 3)
             writer.write(bytes([byte]))
-        assert (await reader.readline()).startswith(b"HTTP/1.1 4"), "the body came slowly, and was read and answered"
+        assert (await reader.readline()).startswith(b"HTTP/1.1 4"), "the slow body was read and answered"
         writer.close()
 
 
 # Bytes before a key has been checked -----------------------------------------------------------------------------------
 
 PARSERS = [name for name in ("h11", "httptools") if find_spec(name) is not None]
-"""Those that are installed: httptools comes with vLLM."""
-MOST_TAKEN = 8 << 20
-"""What the kernel buffers of a connection, its stream and one read of the event loop hold together."""
+"""The installed parsers; httptools is installed with vLLM."""
+MAX_ACCEPTED = 8 << 20
+"""The bytes that fit into the kernel's buffers of a connection, its stream and one read of the event loop."""
 CHUNKED = b"POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n"
 ENDLESS = {
     "a header without end": (b"GET / HTTP/1.1\r\nHost: h\r\nX: ", b"x" * 65536),
@@ -126,11 +126,11 @@ def parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
-async def taken_of(url: str, start: bytes, piece: bytes, total: int = 64 << 20) -> tuple[int, bytes]:
+async def accepted_bytes(url: str, start: bytes, piece: bytes, total: int = 64 << 20) -> tuple[int, bytes]:
     """How many bytes of `start` and repeated `piece` a connection accepts, and its answer."""
     reader, writer = await opened(url)
     sent, answer = len(start), b""
-    with contextlib.suppress(ConnectionError, TimeoutError):  # one that is closed, or not read any more
+    with contextlib.suppress(ConnectionError, TimeoutError):  # the connection is closed or no longer read
         writer.write(start)
         while sent < total and not reader.at_eof():
             writer.write(piece)
@@ -147,9 +147,9 @@ async def taken_of(url: str, start: bytes, piece: bytes, total: int = 64 << 20) 
 @pytest.mark.parametrize("case", ENDLESS)
 async def test_bytes_outside_the_body_are_bounded_with_each_parser(parser: str, case: str) -> None:
     gateway: Any = Gateway()
-    async with gateway.session(Nobody()) as key:
-        sent, answer = await taken_of(gateway.url, *ENDLESS[case])
-        assert sent < MOST_TAKEN
+    async with gateway.session(SilentSession()) as key:
+        sent, answer = await accepted_bytes(gateway.url, *ENDLESS[case])
+        assert sent < MAX_ACCEPTED
         assert not answer or answer.split()[1] in (b"400", b"401", b"431"), answer
         reader, writer = await opened(gateway.url)  # others are served
         writer.write(request(key))
@@ -158,9 +158,9 @@ async def test_bytes_outside_the_body_are_bounded_with_each_parser(parser: str, 
 
 
 async def test_a_pipelined_head_has_the_same_bound(parser: str) -> None:
-    class Slow(Nobody):
-        async def ask(self, asked: Any, gone: asyncio.Event) -> Any:
-            await gone.wait()
+    class Slow(SilentSession):
+        async def ask(self, request_: Any, disconnected: asyncio.Event) -> Any:
+            await disconnected.wait()
             return None, lambda: None
 
     gateway: Any = Gateway()
@@ -169,13 +169,13 @@ async def test_a_pipelined_head_has_the_same_bound(parser: str) -> None:
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer {key}\r\nContent-Length: {len(text)}\r\n\r\n"
         start = head.encode() + text + b"GET / HTTP/1.1\r\nHost: h\r\nX: "
         for piece in (b"a: b\r\n" * 10000, b"x" * 65536):
-            assert (await taken_of(gateway.url, start, piece))[0] < MOST_TAKEN
+            assert (await accepted_bytes(gateway.url, start, piece))[0] < MAX_ACCEPTED
 
 
 async def test_pipelined_requests_are_bounded(parser: str) -> None:
-    """A quarter of a megabyte holds 14,000 of the shortest ones; a parser may turn all into objects before the first is answered."""
+    """A quarter of a megabyte holds 14,000 of the shortest requests; a parser may create all objects before the first answer."""
     gateway: Any = Gateway()
-    async with gateway.session(Nobody()):
+    async with gateway.session(SilentSession()):
         reader, writer = await opened(gateway.url)
         writer.write(b"GET / HTTP/1.1\r\n\r\n" * 14000)
         answers = 0
@@ -189,7 +189,7 @@ async def test_pipelined_requests_are_bounded(parser: str) -> None:
 
 async def test_a_large_head_and_a_body_in_small_chunks_are_accepted(parser: str) -> None:
     gateway: Any = Gateway()
-    async with gateway.session(Nobody()) as key:
+    async with gateway.session(SilentSession()) as key:
         long = "".join(f"X-{number}: {'y' * 900}\r\n" for number in range(60))
         for body in (b"1\r\n \r\n" * 50_000, b"400\r\n" + b" " * 1024 + b"\r\n", (b"400\r\n" + b" " * 1024 + b"\r\n") * 500):
             reader, writer = await opened(gateway.url)
@@ -197,5 +197,5 @@ async def test_a_large_head_and_a_body_in_small_chunks_are_accepted(parser: str)
                 f"POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer {key}\r\n{long}Transfer-Encoding: chunked\r\n\r\n"
             )
             writer.write(head.encode() + body + b"0\r\n\r\n")
-            assert (await reader.readline()).split()[1] == b"400", "an empty text is no JSON, and was read to its end"
+            assert (await reader.readline()).split()[1] == b"400", "the empty text, which is not JSON, was read to its end"
             writer.close()

@@ -1,4 +1,4 @@
-"""Constrained answers: JSON of a schema, or a call of a tool. They are sampled with supports, and trained over these."""
+"""Answers that are constrained to JSON of a schema or to a tool call are sampled with supports and trained over them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agentrl.records.sampling import CONSTRAINED_TOP_K
 from agentrl.testing import ScriptedPolicy
 from tests.chats import chat_of, shared_tokenizer
 from tests.gateway.test_chat_completions import calls, client, user
-from tests.gateway.test_options import CALLED, END, PATHS, SCHEMA, Http, said, tool
+from tests.gateway.test_options import CALLED, END, PATHS, SCHEMA, Http, parse_answer, tool
 from tests.gateway.test_other_protocols import claude
 
 FORMATS: dict[str, dict[str, Any]] = {
@@ -38,92 +38,92 @@ NAMED: dict[str, Any] = {
 class Recording(ScriptedPolicy):
     """Records the requests."""
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.params: list[Any] = []
 
-    async def generate(self, prompt_ids: Any, params: Any, **named: Any) -> Any:
+    async def generate(self, prompt_ids: Any, params: Any, **kwargs: Any) -> Any:
         self.params.append(params)
-        return await super().generate(prompt_ids, params, **named)
+        return await super().generate(prompt_ids, params, **kwargs)
 
 
-async def spoken(lead: Any, text: str, program: Any) -> Any:
-    async def led(url: str, key: str) -> None:
+async def run_recorded(run_episode: Any, text: str, program: Any) -> Any:
+    async def connected_program(url: str, key: str) -> None:
         await program(Http(url, key))
 
-    outcome = await lead(led, kind=Recording, script=lambda turn, _: text)
+    outcome = await run_episode(connected_program, kind=Recording, script=lambda turn, _: text)
     assert outcome.trained_once() and outcome.session.fault is None
     return outcome
 
 
-def styles(made: str) -> list[Any]:
+def styles(constraint_json: str) -> list[Any]:
     """The formats in a constraint, as pairs of type and content."""
-    found: list[Any] = []
-    left = [json.loads(made)["format"]]
-    while left:
-        one = left.pop()
-        found.append((one["type"], one.get("begin", one.get("json_schema"))))
-        left += [*one.get("elements", ()), *one.get("tags", ()), *([one["content"]] if "content" in one else ())]
-    return found
+    formats: list[Any] = []
+    remaining = [json.loads(constraint_json)["format"]]
+    while remaining:
+        part = remaining.pop()
+        formats.append((part["type"], part.get("begin", part.get("json_schema"))))
+        remaining += [*part.get("elements", ()), *part.get("tags", ()), *([part["content"]] if "content" in part else ())]
+    return formats
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("protocol", PATHS)
 @pytest.mark.parametrize("plain_after", [False, True])
-async def test_json_of_a_schema_is_sampled_with_supports(lead: Any, protocol: str, plain_after: bool) -> None:
+async def test_json_of_a_schema_is_sampled_with_supports(run_episode: Any, protocol: str, plain_after: bool) -> None:
     async def program(http: Http) -> None:
-        made = await http.answer(protocol, **FORMATS[protocol])
-        assert said(protocol, made) == ('{"at": "a"}', [], END[protocol])
+        answer = await http.answer(protocol, **FORMATS[protocol])
+        assert parse_answer(protocol, answer) == ('{"at": "a"}', [], END[protocol])
         if plain_after:
             await http.answer(protocol)
 
-    outcome = await spoken(lead, '{"at": "a"}', program)
+    outcome = await run_recorded(run_episode, '{"at": "a"}', program)
     first = outcome.policy.params[0]
     assert (first.top_k, first.supports) == (CONSTRAINED_TOP_K, True) and styles(first.constraint) == [("json_schema", SCHEMA)]
-    turns = [turn for line in outcome.episode.trajectories for turn in line.turns]
+    turns = [turn for trajectory in outcome.episode.trajectories for turn in trajectory.turns]
     assert turns[0].supports is not None and all(turns[0].supports.rows)
     if plain_after:
         assert (outcome.policy.params[1].constraint, outcome.policy.params[1].top_k, turns[1].supports) == ("", 0, None)
     group = Group(index=0, task_id="t", task_key="k", episodes=(ScoredEpisode(episode=outcome.episode, score=Score(value=1.0)),))
     samples = counted_samples([group])
     trained = [row for sample in samples if sample.supports for row, on in zip(sample.supports.rows, sample.loss_mask, strict=True) if on]
-    assert trained == list(turns[0].supports.rows), "each over the tokens that it was drawn from"
+    assert trained == list(turns[0].supports.rows), "each token is trained over its support"
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("protocol", PATHS)
 @pytest.mark.parametrize("choice", [REQUIRED, NAMED], ids=["required", "named"])
-async def test_a_forced_call(lead: Any, protocol: str, choice: Mapping[str, Any]) -> None:
+async def test_a_forced_call_is_constrained_to_the_tools(run_episode: Any, protocol: str, choice: Mapping[str, Any]) -> None:
     async def program(http: Http) -> None:
         other = {**tool(protocol), "name": "fly"} if protocol != "chat" else {"type": "function", "function": {"name": "fly"}}
-        made = await http.answer(protocol, tools=[tool(protocol), other], tool_choice=choice[protocol])
-        assert said(protocol, made) == ("", [("look", {"at": "a"})], CALLED[protocol])
+        answer = await http.answer(protocol, tools=[tool(protocol), other], tool_choice=choice[protocol])
+        assert parse_answer(protocol, answer) == ("", [("look", {"at": "a"})], CALLED[protocol])
 
-    outcome = await spoken(lead, calls("look", at="a"), program)
-    begins = [begin for kind, begin in styles(outcome.policy.params[0].constraint) if kind == "tag"]
-    assert any('"look"' in begin for begin in begins) and len(begins) == (2 if choice is REQUIRED else 1)
+    outcome = await run_recorded(run_episode, calls("look", at="a"), program)
+    tag_starts = [start for kind, start in styles(outcome.policy.params[0].constraint) if kind == "tag"]
+    assert any('"look"' in start for start in tag_starts) and len(tag_starts) == (2 if choice is REQUIRED else 1)
 
 
 @pytest.mark.parametrize("protocol", PATHS)
-async def test_json_or_a_call_if_a_request_has_tools_and_a_schema(lead: Any, protocol: str) -> None:
+async def test_json_or_a_call_if_a_request_has_tools_and_a_schema(run_episode: Any, protocol: str) -> None:
     async def program(http: Http) -> None:
-        made = await http.answer(protocol, tools=[tool(protocol)], **FORMATS[protocol])
-        assert said(protocol, made) == ("", [("look", {"at": "a"})], CALLED[protocol])
+        answer = await http.answer(protocol, tools=[tool(protocol)], **FORMATS[protocol])
+        assert parse_answer(protocol, answer) == ("", [("look", {"at": "a"})], CALLED[protocol])
 
-    outcome = await spoken(lead, calls("look", at="a"), program)
+    outcome = await run_recorded(run_episode, calls("look", at="a"), program)
     kinds = [kind for kind, _ in styles(outcome.policy.params[0].constraint)]
     assert kinds[0] == "or" and sorted(kinds) == ["json_schema", "json_schema", "or", "tag", "tags_with_separator"]
 
 
-async def test_any_json_and_the_older_forms(lead: Any) -> None:
+async def test_json_objects_and_the_older_format_option_are_supported(run_episode: Any) -> None:
     async def program(http: Http) -> None:
         await http.answer("chat", response_format={"type": "json_object"})
         await http.answer("responses", text={"format": {"type": "json_object"}})
         await http.answer("messages", output_format={"type": "json_schema", "schema": SCHEMA})
 
-    outcome = await spoken(lead, "{}", program)
-    asked = [styles(params.constraint) for params in outcome.policy.params]
-    assert asked == [[("json_schema", {"type": "object"})]] * 2 + [[("json_schema", SCHEMA)]]
+    outcome = await run_recorded(run_episode, "{}", program)
+    formats = [styles(params.constraint) for params in outcome.policy.params]
+    assert formats == [[("json_schema", {"type": "object"})]] * 2 + [[("json_schema", SCHEMA)]]
 
 
 class Part(BaseModel):
@@ -138,20 +138,20 @@ class Table(BaseModel):
 
 
 @pytest.mark.slow
-async def test_the_sdks_parse_structured_answers(lead: Any) -> None:
+async def test_the_sdks_parse_structured_answers(run_episode: Any) -> None:
     table = Table(parts=[Part(kind="leg", size=3)])
 
     async def program(url: str, key: str) -> None:
         async with client(url, key) as sdk:
             chat = await sdk.chat.completions.parse(model="policy", messages=[user("one?")], response_format=Table)
             assert chat.choices[0].message.parsed == table
-            made = await sdk.responses.parse(model="policy", input="two?", text_format=Table)
-            assert made.output_parsed == table
-        async with claude(url, key) as other:
-            said = await other.messages.parse(model="policy", max_tokens=300, messages=[user("three?")], output_format=Table)
-            assert said.parsed_output == table
+            response = await sdk.responses.parse(model="policy", input="two?", text_format=Table)
+            assert response.output_parsed == table
+        async with claude(url, key) as claude_sdk:
+            message = await claude_sdk.messages.parse(model="policy", max_tokens=300, messages=[user("three?")], output_format=Table)
+            assert message.parsed_output == table
 
-    outcome = await lead(program, kind=Recording, script=lambda turn, _: table.model_dump_json())
+    outcome = await run_episode(program, kind=Recording, script=lambda turn, _: table.model_dump_json())
     assert outcome.trained_once() and all(params.supports for params in outcome.policy.params) and outcome.counts == {"answered": 3}
 
 
@@ -159,8 +159,8 @@ def nested(depth: int) -> Any:
     return {"type": "object", "properties": {"a": nested(depth - 1)}} if depth else {"type": "string"}
 
 
-KEPT: dict[str, tuple[Any, Any]] = {
-    "what describes": ({"title": "T", "description": "d", "type": "string", "default": "a", "examples": []}, {"type": "string"}),
+SUPPORTED: dict[str, tuple[Any, Any]] = {
+    "descriptions": ({"title": "T", "description": "d", "type": "string", "default": "a", "examples": []}, {"type": "string"}),
     "references": (
         {"$ref": "#/definitions/A", "definitions": {"A": {"enum": ["$ref", {"$ref": "x"}]}}},
         {"$ref": "#/$defs/A", "$defs": {"A": {"enum": ["$ref", {"$ref": "x"}]}}},
@@ -173,11 +173,11 @@ KEPT: dict[str, tuple[Any, Any]] = {
     "bounds": ({"type": ["integer", "null"], "minimum": -1, "maximum": None}, {"type": ["integer", "null"], "minimum": -1}),
     "anything": ({"type": "object", "additionalProperties": True, "properties": {"a": True}}, None),
 }
-NOT_KEPT: dict[str, tuple[Any, str]] = {
+UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "a pattern": ({"type": "string", "pattern": "a"}, "s.pattern"),
     "a format": ({"type": "string", "format": "regex"}, "s.format"),
     "a long list": ({"type": "array", "maxItems": 10**9}, "s.maxItems"),
-    "a word for a number": ({"type": "integer", "minimum": "1"}, "s.minimum"),
+    "text instead of a number": ({"type": "integer", "minimum": "1"}, "s.minimum"),
     "another file": ({"$ref": "file:///etc/passwd"}, "s.$ref"),
     "a definition that is missing": ({"$ref": "#/$defs/A"}, "s"),
     "a definition of itself": ({"$ref": "#/$defs/A", "$defs": {"A": {"anyOf": [{"$ref": "#/$defs/B"}]}, "B": {"$ref": "#/$defs/A"}}}, "s"),
@@ -190,18 +190,18 @@ NOT_KEPT: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", KEPT)
+@pytest.mark.parametrize("case", SUPPORTED)
 def test_a_schema_is_rebuilt(case: str) -> None:
-    given, expected = KEPT[case]
-    made = Schemas().rebuilt(given, "s")
-    assert made == (expected if expected is not None else {**given, "properties": {"a": {}}})
+    schema, expected = SUPPORTED[case]
+    rebuilt = Schemas().rebuilt(schema, "s")
+    assert rebuilt == (expected if expected is not None else {**schema, "properties": {"a": {}}})
 
 
-@pytest.mark.parametrize("case", NOT_KEPT)
+@pytest.mark.parametrize("case", UNSUPPORTED)
 def test_unsupported_schemas_are_refused_with_their_path(case: str) -> None:
-    given, path = NOT_KEPT[case]
+    schema, path = UNSUPPORTED[case]
     with pytest.raises(RequestError) as refused:
-        Schemas().rebuilt(given, "s")
+        Schemas().rebuilt(schema, "s")
     assert refused.value.status == 400 and str(refused.value.param).startswith(path)
 
 
@@ -216,7 +216,7 @@ class Form:
         return None if frame is None else frame.of(name)
 
 
-ASKED = CompletionRequest(
+REQUEST = CompletionRequest(
     model="policy",
     system=(),
     messages=(),
@@ -234,18 +234,18 @@ CALLS = {
 
 def test_only_some_forms_of_calls_can_be_forced() -> None:
     with pytest.raises(RequestError) as refused:
-        constraint(replace(ASKED, forced=("look",), forced_by="tool_choice"), Form("mistral"))  # type: ignore[arg-type]
+        constraint(replace(REQUEST, forced=("look",), forced_by="tool_choice"), Form("mistral"))  # type: ignore[arg-type]
     assert refused.value.param == "tool_choice"
-    strict = replace(ASKED, forced=("fly",), forced_by="tool_choice", strict=frozenset(["fly"]))
+    strict = replace(REQUEST, forced=("fly",), forced_by="tool_choice", strict=frozenset(["fly"]))
     with pytest.raises(RequestError):
         constraint(strict, Form("hermes"))  # type: ignore[arg-type]
 
 
-def matches(made: str, text: str) -> bool:
+def matches(constraint_json: str, text: str) -> bool:
     """Whether a constraint allows exactly this text."""
     import xgrammar
 
-    grammar = xgrammar.Grammar.from_structural_tag(made)
+    grammar = xgrammar.Grammar.from_structural_tag(constraint_json)
     from xgrammar.testing import _is_grammar_accept_string
 
     return bool(_is_grammar_accept_string(grammar, text))
@@ -255,24 +255,24 @@ def matches(made: str, text: str) -> bool:
 @pytest.mark.parametrize("form", CALLS)
 @pytest.mark.parametrize("thinks", [False, True])
 def test_constrained_output_is_parsed_as_intended(form: str, thinks: bool) -> None:
-    """With the library that vLLM uses, and the reader of the form."""
+    """Checks with the grammar library that vLLM uses and with the form's parser."""
     from agentrl.agent.forms import FORMS
 
     head = "hm, so\n</think>\n\n" if thinks else ""
     chat: Any = Form(form, thinks_first=thinks)
-    good = CALLS[form]
-    [call] = FORMS[form].read(good, ASKED.tools).calls
-    assert (call.name, call.arguments) == ("look", {"at": "a"})
+    call = CALLS[form]
+    [parsed] = FORMS[form].read(call, REQUEST.tools).calls
+    assert (parsed.name, parsed.arguments) == ("look", {"at": "a"})
     for forced in (("look",), ("look", "fly")):
-        made = constraint(replace(ASKED, forced=forced, forced_by="tool_choice"), chat)
-        assert matches(made, head + good) and not matches(made, head) and not matches(made, f"{head}no"), forced
-        assert not matches(made, head + good.replace("at", "to")), "the schema's own names"
-    either = constraint(replace(ASKED, shape=SCHEMA), chat)
-    assert matches(either, head + good) and matches(either, head + '{"at": "b"}') and not matches(either, f"{head}word")
-    alone = constraint(replace(ASKED, tools=(), shape=SCHEMA), chat)
-    assert matches(alone, head + '{"at": "b"}') and not matches(alone, head + '{"at": 3}') and not matches(alone, head + good)
+        tag = constraint(replace(REQUEST, forced=forced, forced_by="tool_choice"), chat)
+        assert matches(tag, head + call) and not matches(tag, head) and not matches(tag, f"{head}no"), forced
+        assert not matches(tag, head + call.replace("at", "to")), "only the schema's names are allowed"
+    either = constraint(replace(REQUEST, shape=SCHEMA), chat)
+    assert matches(either, head + call) and matches(either, head + '{"at": "b"}') and not matches(either, f"{head}word")
+    alone = constraint(replace(REQUEST, tools=(), shape=SCHEMA), chat)
+    assert matches(alone, head + '{"at": "b"}') and not matches(alone, head + '{"at": 3}') and not matches(alone, head + call)
 
 
-def test_a_chat_knows_its_frames() -> None:
+def test_a_chat_has_the_frame_of_its_form() -> None:
     chat = chat_of(shared_tokenizer())
     assert chat.frame("look") == FORMS["hermes"].frame.of("look") and not chat.thinks_first

@@ -47,12 +47,12 @@ models = pytest.mark.parametrize("name", ["qwen3_5_think", "llama3_2", "mistral_
 class Model:
     """A policy that samples given ids in turn, and records its prompts."""
 
-    said: Sequence[Sequence[int]]
+    completions: Sequence[Sequence[int]]
     prompts: list[tuple[int, ...]] = field(default_factory=list)
 
     def __call__(self, prompt: Sequence[int]) -> Sequence[int]:
         self.prompts.append(tuple(prompt))
-        return self.said[len(self.prompts) - 1]
+        return self.completions[len(self.prompts) - 1]
 
 
 @dataclass(slots=True)
@@ -60,31 +60,31 @@ class Client:
     """An agent that sends the complete conversation each time."""
 
     tokens: ConversationTokens
-    asked: str
-    shown: Sequence[Sequence[dict[str, Any]]]
+    question: str
+    outputs: Sequence[Sequence[dict[str, Any]]]
     session: Session | None = None
 
     async def act(self, episode: LiveEpisode) -> str:
         self.session = Session(episode=episode, tokens=self.tokens, models=("policy",))
-        messages: list[dict[str, Any]] = [{"role": "user", "content": self.asked}]
-        for shown in (*self.shown, ()):
-            asked = chat_completions.read(json.loads(json.dumps({"model": "policy", "messages": messages, "tools": [TOOL]})))
-            answer, delivered = await self.session.complete(asked)
+        messages: list[dict[str, Any]] = [{"role": "user", "content": self.question}]
+        for following in (*self.outputs, ()):
+            request = chat_completions.read(json.loads(json.dumps({"model": "policy", "messages": messages, "tools": [TOOL]})))
+            answer, delivered = await self.session.complete(request)
             delivered()
-            message = chat_completions.write(answer, asked)["choices"][0]["message"]
+            message = chat_completions.write(answer, request)["choices"][0]["message"]
             calls = message.get("tool_calls", [])
-            for one in calls:  # as a client writes them that has read them
-                one["function"]["arguments"] = json.dumps(dict(reversed(json.loads(one["function"]["arguments"]).items())))
-            results = [one for one in shown if one["role"] == "tool"]
-            ids = [{"tool_call_id": call["id"], **one} for call, one in zip(calls, results, strict=True)] if results else []
-            kept = {"role": "assistant", "content": message["content"]} | ({"tool_calls": calls} if calls else {})
-            messages += [kept, *reversed(ids), *(one for one in shown if one["role"] != "tool")]
+            for call in calls:  # as a client that parsed the arguments writes them
+                call["function"]["arguments"] = json.dumps(dict(reversed(json.loads(call["function"]["arguments"]).items())))
+            results = [reply for reply in following if reply["role"] == "tool"]
+            ids = [{"tool_call_id": call["id"], **result} for call, result in zip(calls, results, strict=True)] if results else []
+            message_sent = {"role": "assistant", "content": message["content"]} | ({"tool_calls": calls} if calls else {})
+            messages += [message_sent, *reversed(ids), *(reply for reply in following if reply["role"] != "tool")]
         await self.session.close()
         return "answered"
 
 
-def lead(name: str, asked: str, said: Sequence[Sequence[int]], shown: Sequence[Sequence[dict[str, Any]]]) -> Outcome:
-    model, client = Model(said), Client(ConversationTokens(chat(name)), asked, shown)
+def run_episode(name: str, question: str, completions: Sequence[Sequence[int]], outputs: Sequence[Sequence[dict[str, Any]]]) -> Outcome:
+    model, client = Model(completions), Client(ConversationTokens(chat(name)), question, outputs)
     runner = EpisodeRunner(
         agent=client,
         policy=ReplayPolicy(model),
@@ -98,42 +98,42 @@ def lead(name: str, asked: str, said: Sequence[Sequence[int]], shown: Sequence[S
     return Outcome(episode, client.session, model)  # type: ignore[arg-type]
 
 
-def rendered(name: str, asked: str, said: Sequence[Round]) -> tuple[list[list[int]], list[int]]:
+def render_conversation(name: str, question: str, rounds: Sequence[Round]) -> tuple[list[list[int]], list[int]]:
     """The turns of a conversation and its rendered form, with control tokens in messages escaped."""
-    made, one = tokenizer(name), chat(name)
-    renderer = Renderer(made)
-    renderer.arguments_as_text = one._renderer.arguments_as_text
-    ends = [made.decode([token]) for token in one.stop_token_ids]
-    messages = [Message(role="user", content=one.escape_text(asked))]
+    tokenizer_, chat_format = tokenizer(name), chat(name)
+    renderer = Renderer(tokenizer_)
+    renderer.arguments_as_text = chat_format._renderer.arguments_as_text
+    ends = [tokenizer_.decode([token]) for token in chat_format.stop_token_ids]
+    messages = [Message(role="user", content=chat_format.escape_text(question))]
     before, turns = renderer.text(renderer.messages(messages), [TOOL]), list[list[int]]()
-    for turn in said:
-        thought = sayable(turn.thought, one) if renderer.knows_thinking else ""
+    for turn in rounds:
+        thought = sayable(turn.thought, chat_format) if renderer.knows_thinking else ""
         if before.rstrip().endswith("<think>"):
             thought = thought or "-"
         content = f"<think>\n{thought}\n</think>\n\n" if thought else ""
-        calls = tuple(ToolCall(name=NAME, arguments=sayable(call, one)) for call in turn.calls)
+        calls = tuple(ToolCall(name=NAME, arguments=sayable(call, chat_format)) for call in turn.calls)
         messages += [Message(role="assistant", content=content, tool_calls=calls)]
-        messages += [Message(role="tool", content=one.escape_text(text)) for text in turn.outputs]
-        whole = renderer.text(renderer.messages(messages), [TOOL])
-        rest = whole[len(before) :]
-        at, end = min((place, end) for end in ends if (place := rest.find(end)) >= 0)
-        turns.append([*renderer.ids(rest[:at]), *renderer.ids(end)])
-        before = whole
+        messages += [Message(role="tool", content=chat_format.escape_text(text)) for text in turn.outputs]
+        complete = renderer.text(renderer.messages(messages), [TOOL])
+        rest = complete[len(before) :]
+        start, end = min((index, end) for end in ends if (index := rest.find(end)) >= 0)
+        turns.append([*renderer.ids(rest[:start]), *renderer.ids(end)])
+        before = complete
     return turns, list(renderer.ids(before))
 
 
-def last_words(name: str, text: str) -> list[int]:
-    begins = {"gptoss": "<|channel|>final<|message|>", "qwen3_5_think": "hm\n</think>\n\n"}.get(name, "")
-    return [*tokenizer(name).encode(begins + text, add_special_tokens=False), chat(name).stop_token_ids[0]]
+def final_answer(name: str, text: str) -> list[int]:
+    starts = {"gptoss": "<|channel|>final<|message|>", "qwen3_5_think": "hm\n</think>\n\n"}.get(name, "")
+    return [*tokenizer(name).encode(starts + text, add_special_tokens=False), chat(name).stop_token_ids[0]]
 
 
 @models
 @settings(max_examples=examples(25))
 @given(data=st.data())
 def test_a_conversation_with_tools_equals_the_rendered_one(name: str, data: st.DataObject) -> None:
-    """Calls come back with the gateway's ids, keys in another order, and results in reverse."""
-    asked: str = data.draw(texts) or "-"
-    assert_same(name, asked, data.draw(conversations(most_calls=FOUND[name][1])))
+    """The client sends calls back with the gateway's ids and reordered keys, and results in reverse."""
+    question: str = data.draw(texts) or "-"
+    assert_same(name, question, data.draw(conversations(most_calls=FOUND[name][1])))
 
 
 @models
@@ -144,40 +144,40 @@ def test_control_tokens_in_messages_reach_the_model_as_text(name: str) -> None:
     assert_same(name, spelled, [Round("", ({"code": spelled},), (spelled,)), Round("", ({"code": "x"},), (f"{spelled}\n{spelled}",))])
 
 
-def assert_same(name: str, asked: str, said: Sequence[Round]) -> None:
+def assert_same(name: str, question: str, rounds: Sequence[Round]) -> None:
     """Each turn through the gateway: every token is trained once, and the last prompt equals the rendered conversation."""
-    turns, whole = rendered(name, asked, said)
-    shown = [[{"role": "tool", "content": text} for text in turn.outputs] for turn in said]
-    outcome = lead(name, asked, [*turns, last_words(name, "Done.")], shown)
+    turns, complete = render_conversation(name, question, rounds)
+    outputs = [[{"role": "tool", "content": text} for text in turn.outputs] for turn in rounds]
+    outcome = run_episode(name, question, [*turns, final_answer(name, "Done.")], outputs)
     assert outcome.trained_once() and len(outcome.episode.trajectories) == 1
-    assert outcome.policy.prompts[-1] == tuple(whole)
-    assert outcome.counts == {"answered": len(said) + 1}
+    assert outcome.policy.prompts[-1] == tuple(complete)
+    assert outcome.counts == {"answered": len(rounds) + 1}
 
 
 CALL = Round("", ({"code": "x"},), ("seen",))
 
 
 @models
-@pytest.mark.parametrize("after", ["calls", "words"])
+@pytest.mark.parametrize("after", ["calls", "answer"])
 def test_a_user_message_is_appended_or_starts_a_new_context(name: str, after: str) -> None:
     """Results with a user message next to them, and a user message after an answer."""
-    [turn], _ = rendered(name, "q?", [CALL])
-    word = {"role": "user", "content": "And now?"}
-    first, shown = (turn, [{"role": "tool", "content": "seen"}, word]) if after == "calls" else (last_words(name, "It is 4."), [word])
-    outcome = lead(name, "q?", [first, last_words(name, "Done.")], [shown])
-    lines, text = outcome.episode.trajectories, tokenizer(name).decode(outcome.policy.prompts[-1])
+    [turn], _ = render_conversation(name, "q?", [CALL])
+    user = {"role": "user", "content": "And now?"}
+    first, replies = (turn, [{"role": "tool", "content": "seen"}, user]) if after == "calls" else (final_answer(name, "It is 4."), [user])
+    outcome = run_episode(name, "q?", [first, final_answer(name, "Done.")], [replies])
+    trajectories, text = outcome.episode.trajectories, tokenizer(name).decode(outcome.policy.prompts[-1])
     assert outcome.trained_once() and outcome.session.last_words() == "Done."
     assert text.count("And now?") == 1 and text.count("q?") == 1 and text.count("seen") == (after == "calls")
-    assert [line.agent for line in lines] == ["main"] * len(lines)
-    assert len(lines) == (2 if (name, after) in RESTARTED else 1) == 1 + outcome.session.counts["restart"]
+    assert [trajectory.agent for trajectory in trajectories] == ["main"] * len(trajectories)
+    assert len(trajectories) == (2 if (name, after) in RESTARTED else 1) == 1 + outcome.session.counts["restart"]
 
 
 RESTARTED = {
-    ("qwen3_5_think", "calls"),  # the template drops what was thought before a user's words
-    ("qwen3_5_think", "words"),
-    ("glm4moe", "calls"),  # no token ends a turn: the next message's first one does
-    ("glm4moe", "words"),
-    ("gptoss", "words"),  # the sampled end is written as another one in the turns before
-    ("mistral_v3", "calls"),  # results go by the ids that the model gave, which a user's words beside them leave no place for
+    ("qwen3_5_think", "calls"),  # the template drops the reasoning before a user message
+    ("qwen3_5_think", "answer"),
+    ("glm4moe", "calls"),  # no token ends a turn; the first token of the next message does
+    ("glm4moe", "answer"),
+    ("gptoss", "answer"),  # the template writes another end token for earlier turns
+    ("mistral_v3", "calls"),  # results refer to the model's call ids; a user message next to them leaves no room for these
 }
-"""Where what a user says begins a context anew."""
+"""The cases in which a user message starts a new context."""

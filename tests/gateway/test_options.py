@@ -1,4 +1,4 @@
-"""Every option of a request, in each protocol that has it: applied, or refused in the protocol's format."""
+"""Every request option, in each protocol that has it, is applied or refused in the protocol's format."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ def tool(protocol: str, **more: Any) -> dict[str, Any]:
 
 def body(protocol: str, *messages: Any, **more: Any) -> dict[str, Any]:
     """A request; plain messages are the same in all protocols."""
-    shown = list(messages) or [{"role": "user", "content": "one?"}]
-    bound = {"max_tokens": 300} if protocol == "messages" else {}
-    return {"model": "policy", ("input" if protocol == "responses" else "messages"): shown, **bound, **more}
+    conversation = list(messages) or [{"role": "user", "content": "one?"}]
+    limit = {"max_tokens": 300} if protocol == "messages" else {}
+    return {"model": "policy", ("input" if protocol == "responses" else "messages"): conversation, **limit, **more}
 
 
-def said(protocol: str, answer: Mapping[str, Any]) -> tuple[str, list[tuple[str, Any]], str]:
-    """The text of an answer, its calls, and its finish reason."""
+def parse_answer(protocol: str, answer: Mapping[str, Any]) -> tuple[str, list[tuple[str, Any]], str]:
+    """The text of an answer, its calls and its finish reason."""
     if protocol == "chat":
         [choice] = answer["choices"]
         message = choice["message"]
-        made = [(one["function"]["name"], json.loads(one["function"]["arguments"])) for one in message.get("tool_calls", ())]
-        return message["content"] or "", made, choice["finish_reason"]
+        tool_calls = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in message.get("tool_calls", ())]
+        return message["content"] or "", tool_calls, choice["finish_reason"]
     if protocol == "messages":
-        text = "".join(one["text"] for one in answer["content"] if one["type"] == "text")
-        return text, [(one["name"], one["input"]) for one in answer["content"] if one["type"] == "tool_use"], answer["stop_reason"]
-    text = "".join(part["text"] for one in answer["output"] if one["type"] == "message" for part in one["content"])
-    made = [(one["name"], json.loads(one["arguments"])) for one in answer["output"] if one["type"] == "function_call"]
-    return text, made, answer["status"]
+        text = "".join(block["text"] for block in answer["content"] if block["type"] == "text")
+        return text, [(block["name"], block["input"]) for block in answer["content"] if block["type"] == "tool_use"], answer["stop_reason"]
+    text = "".join(part["text"] for item in answer["output"] if item["type"] == "message" for part in item["content"])
+    tool_calls = [(item["name"], json.loads(item["arguments"])) for item in answer["output"] if item["type"] == "function_call"]
+    return text, tool_calls, answer["status"]
 
 
 END = {"chat": "stop", "messages": "end_turn", "responses": "completed"}
 CALLED = {"chat": "tool_calls", "messages": "tool_use", "responses": "completed"}
 
-# name: the option as each protocol has it, then the path that the error gives; "" where it is obeyed
-TAKEN: dict[str, dict[str, dict[str, Any]]] = {
+# name -> protocol -> fields of the request. REFUSED adds the path that the error reports.
+ACCEPTED: dict[str, dict[str, dict[str, Any]]] = {
     "temperature": {name: {"temperature": 0.3} for name in PATHS},
     "top_p": {name: {"top_p": 0.9} for name in PATHS},
     "seed": {"chat": {"seed": 3}},
@@ -119,7 +119,7 @@ NULLS: dict[str, Sequence[str]] = {
     ),
 }
 REFUSED: dict[str, dict[str, tuple[dict[str, Any], str]]] = {
-    "a temperature in words": {name: ({"temperature": "hot"}, "temperature") for name in PATHS},
+    "a temperature as text": {name: ({"temperature": "hot"}, "temperature") for name in PATHS},
     "a temperature out of range": {name: ({"temperature": 9}, "temperature") for name in PATHS},
     "top_p out of range": {name: ({"top_p": True}, "top_p") for name in PATHS},
     "several choices": {"chat": ({"n": 2}, "n")},
@@ -137,7 +137,7 @@ REFUSED: dict[str, dict[str, tuple[dict[str, Any], str]]] = {
         "messages": ({"tool_choice": {"type": "any"}}, "tool_choice"),
         "responses": ({"tool_choice": "required"}, "tool_choice"),
     },
-    "a call of a tool that is not there": {
+    "a call of an unknown tool": {
         "chat": ({"tools": [tool("chat")], "tool_choice": {"type": "function", "function": {"name": "fly"}}}, "tool_choice"),
         "messages": ({"tools": [tool("messages")], "tool_choice": {"type": "tool", "name": "fly"}}, "tool_choice"),
         "responses": ({"tools": [tool("responses")], "tool_choice": {"type": "function", "name": "fly"}}, "tool_choice"),
@@ -147,7 +147,7 @@ REFUSED: dict[str, dict[str, tuple[dict[str, Any], str]]] = {
         "messages": ({"tool_choice": {"type": "some"}}, "tool_choice"),
         "responses": ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice"),
     },
-    "a forced call whose name the policy's form cannot hold": {
+    "a forced call whose name the policy's form cannot express": {
         "chat": ({"tools": [{"type": "function", "function": {"name": 'a"b'}}], "tool_choice": "required"}, "tool_choice"),
         "messages": ({"tools": [{"name": 'a"b', "input_schema": {}}], "tool_choice": {"type": "any"}}, "tool_choice"),
         "responses": ({"tools": [{"type": "function", "name": 'a"b'}], "tool_choice": "required"}, "tool_choice"),
@@ -157,7 +157,7 @@ REFUSED: dict[str, dict[str, tuple[dict[str, Any], str]]] = {
         "messages": ({"output_config": {"format": {"type": "json_object"}}}, "output_config.format.type"),
         "responses": ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
     },
-    "a schema that is not compiled": {
+    "a schema that cannot be compiled": {
         "chat": (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": PATTERN}}},
             "response_format.json_schema.schema.properties.at.pattern",
@@ -168,23 +168,23 @@ REFUSED: dict[str, dict[str, tuple[dict[str, Any], str]]] = {
         ),
         "responses": ({"text": {"format": {"type": "json_schema", "schema": PATTERN}}}, "text.format.schema.properties.at.pattern"),
     },
-    "a tool of the server's": {name: ({"tools": [{"type": "web_search", "name": "web_search"}]}, "tools[0].type") for name in PATHS},
-    "parallel in words": {
+    "a server-side tool": {name: ({"tools": [{"type": "web_search", "name": "web_search"}]}, "tools[0].type") for name in PATHS},
+    "parallel as text": {
         "chat": ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
         "responses": ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
     },
-    "strict in words": {
+    "strict as text": {
         "chat": ({"tools": [tool("chat", strict="yes")]}, "tools[0].function.strict"),
         "messages": ({"tools": [tool("messages", strict="yes")]}, "tools[0].strict"),
         "responses": ({"tools": [tool("responses", strict="yes")]}, "tools[0].strict"),
     },
     "an empty stop": {"chat": ({"stop": ["a", ""]}, "stop[1]"), "messages": ({"stop_sequences": ["a", ""]}, "stop_sequences[1]")},
     "too many stops": {"chat": ({"stop": ["a"] * 17}, "stop"), "messages": ({"stop_sequences": ["a"] * 17}, "stop_sequences")},
-    "tools that are no list": {name: ({"tools": 0}, "tools") for name in PATHS},
-    "a context that is cleared": {
+    "tools that are not a list": {name: ({"tools": 0}, "tools") for name in PATHS},
+    "a cleared context": {
         "messages": ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0]")
     },
-    "a field that nobody has": {name: ({"wings": None}, "wings") for name in PATHS},
+    "an unknown field": {name: ({"wings": None}, "wings") for name in PATHS},
     "an unknown field far inside": {
         "chat": ({"stream_options": {"wings": 1}}, "stream_options.wings"),
         "messages": ({"output_config": {"w": 1}}, "output_config.w"),
@@ -217,127 +217,127 @@ class Http:
         return await self._http.post(PATHS[protocol], json=body(protocol, **more))
 
     async def answer(self, protocol: str, *messages: Any, **more: Any) -> Any:
-        made = await self._http.post(PATHS[protocol], json=body(protocol, *messages, **more))
-        assert made.status_code == 200, made.text
-        return made.json()
+        response = await self._http.post(PATHS[protocol], json=body(protocol, *messages, **more))
+        assert response.status_code == 200, response.text
+        return response.json()
 
 
-async def run(lead: Any, script: Any, program: Any) -> Any:
-    async def led(url: str, key: str) -> None:
+async def run(run_episode: Any, script: Any, program: Any) -> Any:
+    async def connected_program(url: str, key: str) -> None:
         await program(Http(url, key))
 
-    outcome = await lead(led, script=script if callable(script) else lambda turn, _: script)
+    outcome = await run_episode(connected_program, script=script if callable(script) else lambda turn, _: script)
     assert outcome.trained_once() and outcome.session.fault is None
     return outcome
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("protocol", PATHS)
-async def test_supported_options_are_accepted(lead: Any, protocol: str) -> None:
-    options = {name: by[protocol] for name, by in TAKEN.items() if protocol in by}
+async def test_supported_options_are_accepted(run_episode: Any, protocol: str) -> None:
+    options = {name: by_protocol[protocol] for name, by_protocol in ACCEPTED.items() if protocol in by_protocol}
 
     async def program(http: Http) -> None:
-        for name, more in options.items():
-            assert said(protocol, await http.answer(protocol, **more)) == ("1", [], END[protocol]), name
-        assert said(protocol, await http.answer(protocol, **dict.fromkeys(NULLS[protocol]))) == ("1", [], END[protocol])
+        for name, extra in options.items():
+            assert parse_answer(protocol, await http.answer(protocol, **extra)) == ("1", [], END[protocol]), name
+        assert parse_answer(protocol, await http.answer(protocol, **dict.fromkeys(NULLS[protocol]))) == ("1", [], END[protocol])
 
-    outcome = await run(lead, "1", program)
+    outcome = await run(run_episode, "1", program)
     assert outcome.counts == {"answered": len(options) + 1}
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("protocol", PATHS)
-async def test_unsupported_options_are_refused_in_the_protocols_format(lead: Any, protocol: str) -> None:
+async def test_unsupported_options_are_refused_in_the_protocols_format(run_episode: Any, protocol: str) -> None:
     async def program(http: Http) -> None:
         await http.answer(protocol)
-        for name, by in REFUSED.items():
-            if protocol not in by:
+        for name, by_protocol in REFUSED.items():
+            if protocol not in by_protocol:
                 continue
-            more, path = by[protocol]
-            made = await http.post(protocol, **more)
-            assert made.status_code == 400, name
-            ids = {made.headers["request-id"], made.headers["x-request-id"]}
+            extra, path = by_protocol[protocol]
+            response = await http.post(protocol, **extra)
+            assert response.status_code == 400, name
+            ids = {response.headers["request-id"], response.headers["x-request-id"]}
             if protocol == "messages":
-                error = made.json()
+                error = response.json()
                 assert error["type"] == "error" and error["error"]["type"] == "invalid_request_error", name
                 assert path in error["error"]["message"] and ids == {error["request_id"]}, name
             else:
-                error = made.json()["error"]
+                error = response.json()["error"]
                 assert (error["type"], error["param"]) == ("invalid_request_error", path) and error["message"] and len(ids) == 1, name
 
-    await run(lead, "1", program)
+    await run(run_episode, "1", program)
 
 
 @pytest.mark.parametrize("protocol", PATHS)
-async def test_too_long_a_conversation_is_refused_with_the_usual_message(lead: Any, protocol: str) -> None:
+async def test_too_long_a_conversation_is_refused_with_the_usual_message(run_episode: Any, protocol: str) -> None:
     """Claude Code and litellm recognize Anthropic's wording, litellm also OpenAI's, and then shorten a conversation."""
 
     async def program(http: Http) -> None:
         await http.answer(protocol)
-        shown = {"input" if protocol == "responses" else "messages": [{"role": "user", "content": "x" * 30_000}]}
-        made = await http.post(protocol, **shown)
-        error = made.json()["error"]
-        assert made.status_code == 400 and error["type"] == "invalid_request_error"
+        conversation = {"input" if protocol == "responses" else "messages": [{"role": "user", "content": "x" * 30_000}]}
+        response = await http.post(protocol, **conversation)
+        error = response.json()["error"]
+        assert response.status_code == 400 and error["type"] == "invalid_request_error"
         assert "prompt is too long" in error["message"] and "this model's maximum context length is" in error["message"]
         assert protocol == "messages" or error["code"] == "context_length_exceeded"
 
-    await run(lead, "1", program)
+    await run(run_episode, "1", program)
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("protocol", PATHS)
-@pytest.mark.parametrize("offered", [False, True], ids=["no tools", "choice none"])
-async def test_text_stays_text_if_calls_are_disabled(lead: Any, protocol: str, offered: bool) -> None:
+@pytest.mark.parametrize("with_tools", [False, True], ids=["no tools", "choice none"])
+async def test_text_stays_text_if_calls_are_disabled(run_episode: Any, protocol: str, with_tools: bool) -> None:
     """Without tools, or with `tool_choice` none; the conversation continues from the same tokens."""
     none = {"type": "none"} if protocol == "messages" else "none"
-    more: dict[str, Any] = {"tools": [tool(protocol)], "tool_choice": none} if offered else {}
+    more: dict[str, Any] = {"tools": [tool(protocol)], "tool_choice": none} if with_tools else {}
     looks = "I look." + calls("look", at="there")
 
     async def program(http: Http) -> None:
-        made = await http.answer(protocol, **more)
-        assert said(protocol, made) == (looks, [], END[protocol])
+        answer = await http.answer(protocol, **more)
+        assert parse_answer(protocol, answer) == (looks, [], END[protocol])
         history = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": looks}, {"role": "user", "content": "and?"}]
         await http.answer(protocol, *history, **more)
 
-    outcome = await run(lead, looks, program)
-    [line] = outcome.episode.trajectories
-    assert len(line.turns) == 2 and not any(turn.message.tool_calls for turn in line.turns)
+    outcome = await run(run_episode, looks, program)
+    [trajectory] = outcome.episode.trajectories
+    assert len(trajectory.turns) == 2 and not any(turn.message.tool_calls for turn in trajectory.turns)
 
 
 @pytest.mark.parametrize("protocol", ["chat", "messages"])
-async def test_an_answer_ends_before_a_stop_sequence_and_later_tokens_are_dropped(lead: Any, protocol: str, tokenizer: Any) -> None:
-    name = "stop" if protocol == "chat" else "stop_sequences"
+async def test_an_answer_ends_before_a_stop_sequence_and_later_tokens_are_dropped(run_episode: Any, protocol: str, tokenizer: Any) -> None:
+    option = "stop" if protocol == "chat" else "stop_sequences"
 
     async def program(http: Http) -> None:
-        made = await http.answer(protocol, **{name: ["Observation:", "\nEnd"]})
-        assert said(protocol, made)[::2] == ("I look.", "stop" if protocol == "chat" else "stop_sequence")
-        assert protocol == "chat" or made["stop_sequence"] == "Observation:"
+        answer = await http.answer(protocol, **{option: ["Observation:", "\nEnd"]})
+        assert parse_answer(protocol, answer)[::2] == ("I look.", "stop" if protocol == "chat" else "stop_sequence")
+        assert protocol == "chat" or answer["stop_sequence"] == "Observation:"
         history = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "I look."}, {"role": "user", "content": "seen"}]
-        made = await http.answer(protocol, *history, **{name: ["nowhere"]})
-        assert said(protocol, made)[::2] == ("I look. Observation: seen\nEnd", END[protocol])
+        answer = await http.answer(protocol, *history, **{option: ["nowhere"]})
+        assert parse_answer(protocol, answer)[::2] == ("I look. Observation: seen\nEnd", END[protocol])
 
-    outcome = await run(lead, "I look. Observation: seen\nEnd", program)
-    [line] = outcome.episode.trajectories
-    assert [tokenizer.decode(turn.completion_ids) for turn in line.turns] == [
+    outcome = await run(run_episode, "I look. Observation: seen\nEnd", program)
+    [trajectory] = outcome.episode.trajectories
+    assert [tokenizer.decode(turn.completion_ids) for turn in trajectory.turns] == [
         "I look. Observation:",
         "I look. Observation: seen\nEnd<|im_end|>",
     ]
 
 
 @pytest.mark.parametrize("protocol", PATHS)
-async def test_one_call_at_a_time(lead: Any, protocol: str) -> None:
+async def test_only_the_first_call_is_returned_if_parallel_calls_are_disabled(run_episode: Any, protocol: str) -> None:
     """The client gets the first call; the policy sees that the other was not run, and continues from the same tokens."""
-    one = {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}} if protocol == "messages" else {"parallel_tool_calls": False}
-    more: dict[str, Any] = {"tools": [tool(protocol)], **one}
+    opt = {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}} if protocol == "messages" else {"parallel_tool_calls": False}
+    more: dict[str, Any] = {"tools": [tool(protocol)], **opt}
 
     async def program(http: Http) -> None:
-        made = await http.answer(protocol, **more)
-        assert said(protocol, made) == ("", [("look", {"at": "a"})], CALLED[protocol])
-        await http.answer(protocol, *history(protocol, made, "seen"), **more)
+        answer = await http.answer(protocol, **more)
+        assert parse_answer(protocol, answer) == ("", [("look", {"at": "a"})], CALLED[protocol])
+        await http.answer(protocol, *history(protocol, answer, "seen"), **more)
 
-    outcome = await run(lead, lambda turn, _: calls("look", at="a") + calls("look", at="b") if not turn else "done", program)
-    [line] = outcome.episode.trajectories
-    [(first, second), _] = [turn.tool_results for turn in line.turns]
+    outcome = await run(run_episode, lambda turn, _: calls("look", at="a") + calls("look", at="b") if not turn else "done", program)
+    [trajectory] = outcome.episode.trajectories
+    [(first, second), _] = [turn.tool_results for turn in trajectory.turns]
     assert (first.output, first.ok) == ("seen", True) and "one tool call at a time" in second.output and not second.ok
 
 
@@ -346,56 +346,56 @@ def history(protocol: str, answer: Any, *results: str) -> list[Any]:
     user = {"role": "user", "content": "one?"}
     if protocol == "chat":
         message = answer["choices"][0]["message"]
-        ids = [one["id"] for one in message["tool_calls"]]
-        return [user, message, *({"role": "tool", "tool_call_id": name, "content": text} for name, text in zip(ids, results, strict=True))]
+        ids = [call["id"] for call in message["tool_calls"]]
+        return [user, message, *({"role": "tool", "tool_call_id": i, "content": text} for i, text in zip(ids, results, strict=True))]
     if protocol == "messages":
-        ids = [one["id"] for one in answer["content"] if one["type"] == "tool_use"]
-        shown = [{"type": "tool_result", "tool_use_id": name, "content": text} for name, text in zip(ids, results, strict=True)]
-        return [user, {"role": "assistant", "content": answer["content"]}, {"role": "user", "content": shown}]
-    ids = [one["call_id"] for one in answer["output"] if one["type"] == "function_call"]
-    shown = [{"type": "function_call_output", "call_id": name, "output": text} for name, text in zip(ids, results, strict=True)]
-    return [user, *answer["output"], *shown]
+        ids = [block["id"] for block in answer["content"] if block["type"] == "tool_use"]
+        outputs = [{"type": "tool_result", "tool_use_id": i, "content": text} for i, text in zip(ids, results, strict=True)]
+        return [user, {"role": "assistant", "content": answer["content"]}, {"role": "user", "content": outputs}]
+    ids = [item["call_id"] for item in answer["output"] if item["type"] == "function_call"]
+    outputs = [{"type": "function_call_output", "call_id": i, "output": text} for i, text in zip(ids, results, strict=True)]
+    return [user, *answer["output"], *outputs]
 
 
 @pytest.mark.parametrize("protocol", PATHS)
-async def test_a_strict_tool_is_called_only_with_valid_arguments(lead: Any, protocol: str) -> None:
+async def test_a_strict_tool_is_called_only_with_valid_arguments(run_episode: Any, protocol: str) -> None:
     more = {"tools": [tool(protocol, strict=True)]}
     wrong, right = calls("look", at=3), calls("look", at="a")
 
     async def program(http: Http) -> None:
-        made = await http.answer(protocol, **more)
-        assert said(protocol, made) == ("", [("look", {"at": "a"})], CALLED[protocol])
-        made = await http.answer(protocol, *history(protocol, made, "seen"), **more)
-        assert said(protocol, made) == (wrong, [], END[protocol]), "text, where no call is right"
-        made = await http.answer(protocol, {"role": "user", "content": "two?"}, tools=[tool(protocol)])
-        assert said(protocol, made)[1] == [("look", {"at": 3})], "a tool that is not strict takes any"
+        answer = await http.answer(protocol, **more)
+        assert parse_answer(protocol, answer) == ("", [("look", {"at": "a"})], CALLED[protocol])
+        answer = await http.answer(protocol, *history(protocol, answer, "seen"), **more)
+        assert parse_answer(protocol, answer) == (wrong, [], END[protocol]), "text if no call is valid"
+        answer = await http.answer(protocol, {"role": "user", "content": "two?"}, tools=[tool(protocol)])
+        assert parse_answer(protocol, answer)[1] == [("look", {"at": 3})], "a tool that is not strict accepts any arguments"
 
-    outcome = await run(lead, lambda turn, _: (wrong + right, wrong, wrong)[turn], program)
+    outcome = await run(run_episode, lambda turn, _: (wrong + right, wrong, wrong)[turn], program)
     results = outcome.episode.trajectories[0].turns[0].tool_results
-    assert [one.ok for one in results] == [False, True] and "needs a string" in results[0].output
+    assert [result.ok for result in results] == [False, True] and "needs a string" in results[0].output
 
 
-async def test_the_older_form_of_functions(lead: Any) -> None:
+async def test_the_older_functions_form_is_supported(run_episode: Any) -> None:
     """Calls have no ids in this form, and an answer has one call."""
     function = {"name": "look", "parameters": SCHEMA}
 
     async def program(http: Http) -> None:
         messages: list[Any] = [{"role": "user", "content": "one?"}]
         for number in range(2):
-            made = await http.answer("chat", *messages, functions=[function], function_call="auto")
-            [choice] = made["choices"]
+            answer = await http.answer("chat", *messages, functions=[function], function_call="auto")
+            [choice] = answer["choices"]
             assert choice["finish_reason"] == "function_call" and "tool_calls" not in choice["message"]
             assert choice["message"]["function_call"] == {"name": "look", "arguments": '{"at": "a"}'}
             messages += [choice["message"], {"role": "function", "name": "look", "content": f"seen {number}"}]
-        made = await http.answer("chat", *messages, functions=[function], function_call="none")
-        assert said("chat", made) == (calls("look", at="a") + calls("look", at="b"), [], "stop")
+        answer = await http.answer("chat", *messages, functions=[function], function_call="none")
+        assert parse_answer("chat", answer) == (calls("look", at="a") + calls("look", at="b"), [], "stop")
 
-    outcome = await run(lead, calls("look", at="a") + calls("look", at="b"), program)
-    [line] = outcome.episode.trajectories
-    assert [turn.tool_results[0].output for turn in line.turns[:2]] == ["seen 0", "seen 1"] and len(line.turns) == 3
+    outcome = await run(run_episode, calls("look", at="a") + calls("look", at="b"), program)
+    [trajectory] = outcome.episode.trajectories
+    assert [turn.tool_results[0].output for turn in trajectory.turns[:2]] == ["seen 0", "seen 1"] and len(trajectory.turns) == 3
 
 
-async def test_a_late_system_message_reaches_the_policy(lead: Any, tokenizer: Any) -> None:
+async def test_a_late_system_message_reaches_the_policy(run_episode: Any, tokenizer: Any) -> None:
     """As a coding agent sends them between turns, in each protocol."""
     for protocol in PATHS:
 
@@ -408,6 +408,6 @@ async def test_a_late_system_message_reaches_the_policy(lead: Any, tokenizer: An
             ]
             await http.answer(protocol, {"role": "user", "content": "one?"}, *late)
 
-        outcome = await run(lead, "1", program)
+        outcome = await run(run_episode, "1", program)
         assert len(outcome.episode.trajectories) == 1, protocol
         assert "It is late." in tokenizer.decode(outcome.policy.prompts[-1])

@@ -1,4 +1,4 @@
-"""Unmodified programs in a sandbox: how they end, the blame, and the recorded episode."""
+"""Unmodified programs in a sandbox: how they end, what is blamed, and the recorded episode."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ class Host:
     async def prepare(self, spec: SandboxSpec) -> None: ...
 
     async def open(self, spec: SandboxSpec, *, files: Any = None, snapshot: Any = None, timeout_s: float = 60.0) -> HostSandbox:
-        made = HostSandbox("host", printing(""), files or {})
-        made.folder = self.folder
-        return made
+        sandbox = HostSandbox("host", printing(""), files or {})
+        sandbox.folder = self.folder
+        return sandbox
 
     async def close(self) -> None: ...
 
@@ -97,24 +97,24 @@ def free_port() -> int:
 def run(tokenizer: Any, task: Task, tmp_path: Path) -> Run:
     """Runs a program's episode. Further options are the agent's."""
 
-    def spoken(said: Any) -> str:
-        if isinstance(said, Exception):
-            raise said
-        return str(said("") if callable(said) else said)
+    def completion_of(completion: Any) -> str:
+        if isinstance(completion, Exception):
+            raise completion
+        return str(completion("") if callable(completion) else completion)
 
-    async def made(program: str | Path, *said: Any, where: Any = None, limits: Limits | None = None, **options: Any) -> Episode:
+    async def run_program(program: str | Path, *texts: Any, backend: Any = None, limits: Limits | None = None, **options: Any) -> Episode:
         path = program if isinstance(program, Path) else tmp_path / "program.py"
         if isinstance(program, str):
             path.write_text(ASK + program)
-        port = options.pop("reached", None) or free_port()
-        python = sys.executable if where is None else "python3"
-        given: dict[str, Any] = {"command": [python, "agent.py"], "files": {"agent.py": str(path)}, "port": port, **options}
-        agent = ExternalProgram(chat=chat_of(tokenizer), **given)
+        port = options.pop("gateway_port", None) or free_port()
+        python = sys.executable if backend is None else "python3"
+        agent_options: dict[str, Any] = {"command": [python, "agent.py"], "files": {"agent.py": str(path)}, "port": port, **options}
+        agent = ExternalProgram(chat=chat_of(tokenizer), **agent_options)
         (tmp_path / "work").mkdir(exist_ok=True)
         runner = EpisodeRunner(
             agent=agent,
-            policy=ScriptedPolicy(tokenizer, lambda turn, _: spoken(said[turn])),
-            sandboxes=where or Host(tmp_path / "work"),
+            policy=ScriptedPolicy(tokenizer, lambda turn, _: completion_of(texts[turn])),
+            sandboxes=backend or Host(tmp_path / "work"),
             sampling=Sampling(),
             max_model_len=9000,
             request_timeout_s=60.0,
@@ -123,37 +123,37 @@ def run(tokenizer: Any, task: Task, tmp_path: Path) -> Run:
         limits = limits or Limits(turns=4, turn_tokens=400, episode_tokens=9000, wall_s=60.0)
         return await runner.run(replace(task, sandbox=spec, limits=limits), episode_id="e")
 
-    return made
+    return run_program
 
 
 def call(name: str, **arguments: str) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-LOOKS = (call("python", code="print(open('a.csv').read().split())"), call("submit", answer="3 rows"))
+LOOK_CALLS = (call("python", code="print(open('a.csv').read().split())"), call("submit", answer="3 rows"))
 
 
-def looked(episode: Episode) -> None:
-    [line] = episode.trajectories
-    assert (episode.answer, line.stop_reason, len(line.turns), episode.failures) == ("3 rows", "answered", 2, ())
-    assert line.turns[0].tool_results[0].output == "['x', '1']" and line.turns[0].tool_results[0].name == "python"
-    assert line.prompt == (Message(role="user", content="How many?"),)
+def check_looked(episode: Episode) -> None:
+    [trajectory] = episode.trajectories
+    assert (episode.answer, trajectory.stop_reason, len(trajectory.turns), episode.failures) == ("3 rows", "answered", 2, ())
+    assert trajectory.turns[0].tool_results[0].output == "['x', '1']" and trajectory.turns[0].tool_results[0].name == "python"
+    assert trajectory.prompt == (Message(role="user", content="How many?"),)
 
 
-async def test_a_program_of_the_standard_library(run: Run) -> None:
-    looked(await run(AGENTS / "tables_stdlib.py", *LOOKS))
+async def test_a_program_that_uses_the_standard_library(run: Run) -> None:
+    check_looked(await run(AGENTS / "tables_stdlib.py", *LOOK_CALLS))
 
 
 @pytest.mark.parametrize("limit", ["tool_calls", "thinking_tokens"])
 async def test_a_limit_that_does_not_apply_to_programs_is_the_tasks_fault(run: Run, limit: str) -> None:
-    episode = await run(AGENTS / "tables_stdlib.py", *LOOKS, limits=Limits(**{limit: 7}))
+    episode = await run(AGENTS / "tables_stdlib.py", *LOOK_CALLS, limits=Limits(**{limit: 7}))
     (failure,) = episode.failures
     assert failure.blame is Blame.TASK and "do not apply to external programs" in failure.message and not episode.completion_tokens
 
 
 @pytest.mark.slow
-async def test_a_program_of_the_openai_sdk(run: Run) -> None:
-    looked(await run(AGENTS / "tables_sdk.py", *LOOKS))
+async def test_a_program_that_uses_the_openai_sdk(run: Run) -> None:
+    check_looked(await run(AGENTS / "tables_sdk.py", *LOOK_CALLS))
 
 
 @pytest.mark.bubblewrap
@@ -161,23 +161,23 @@ async def test_a_program_of_the_openai_sdk(run: Run) -> None:
 async def test_in_a_sandbox_a_program_reaches_only_the_gateway(run: Run) -> None:
     backend = BubblewrapBackend(run_label="test-outside", root=ROOT)
     try:
-        looked(await run(AGENTS / "tables_stdlib.py", *LOOKS, where=backend))
-        other = free_port()
+        check_looked(await run(AGENTS / "tables_stdlib.py", *LOOK_CALLS, backend=backend))
+        other_port = free_port()
         source = f"""
 ask("one?")
 try:
-    urllib.request.urlopen("http://127.0.0.1:{other}/")
+    urllib.request.urlopen("http://127.0.0.1:{other_port}/")
 except urllib.error.HTTPError as error:
     print(error.code)
 """
-        assert (await run("import urllib.error" + source, "1", where=backend)).answer == "403"
+        assert (await run("import urllib.error" + source, "1", backend=backend)).answer == "403"
     finally:
         await backend.close()
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    ("source", "stop", "blame", "says"),
+    ("source", "stop", "blame", "error_text"),
     [
         ("ask('one?'); sys.exit('broken')", "failed", Blame.POLICY, "status 1: broken"),
         ("sys.exit('no module named x')", "failed", Blame.TASK, "before the policy's first answer: no module named x"),
@@ -186,16 +186,16 @@ except urllib.error.HTTPError as error:
     ],
     ids=["crash", "crash-at-once", "silent", "wrong-key"],
 )
-async def test_a_failed_program_is_blamed(run: Run, source: str, stop: str, blame: Blame, says: str) -> None:
+async def test_a_failed_program_is_blamed(run: Run, source: str, stop: str, blame: Blame, error_text: str) -> None:
     episode = await run(source, "1")
     assert episode.trajectories[0].stop_reason == stop and episode.answer is None
-    assert [failure.blame for failure in episode.failures] == [blame] and says in episode.failures[0].message
+    assert [failure.blame for failure in episode.failures] == [blame] and error_text in episode.failures[0].message
 
 
 @pytest.mark.slow
 async def test_limits_end_a_running_program(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.gateway.program.GRACE_S", 0.2)
-    insists = """
+    retrying = """
 import time
 while True:
     try:
@@ -203,13 +203,13 @@ while True:
     except OSError:
         time.sleep(0.01)
 """
-    episode = await run(insists, *"123", limits=Limits(turns=3, turn_tokens=400, episode_tokens=9000, wall_s=60.0))
-    assert [len(line.turns) for line in episode.trajectories] == [1, 1, 1] and not episode.left_out
-    assert {line.stop_reason for line in episode.trajectories} == {"turn_limit"}
+    episode = await run(retrying, *"123", limits=Limits(turns=3, turn_tokens=400, episode_tokens=9000, wall_s=60.0))
+    assert [len(trajectory.turns) for trajectory in episode.trajectories] == [1, 1, 1] and not episode.left_out
+    assert {trajectory.stop_reason for trajectory in episode.trajectories} == {"turn_limit"}
     assert "turn_limit" in episode.failures[0].message
-    sleeps = "ask('one?'); import time; time.sleep(60)"
-    episode = await run(sleeps, "1", limits=Limits(turns=3, turn_tokens=400, episode_tokens=9000, wall_s=1.5))
-    assert episode.trajectories[0].stop_reason == "wall_limit" and not episode.left_out, "the time was the program's own"
+    sleeping = "ask('one?'); import time; time.sleep(60)"
+    episode = await run(sleeping, "1", limits=Limits(turns=3, turn_tokens=400, episode_tokens=9000, wall_s=1.5))
+    assert episode.trajectories[0].stop_reason == "wall_limit" and not episode.left_out, "the program used the time itself"
 
 
 async def test_a_failing_server_is_not_blamed_on_the_program(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +224,7 @@ async def test_a_sandbox_that_cannot_reach_the_gateway_is_the_tasks_fault(run: R
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "error_text"),
     [
         ({"command": "python3 agent.py"}, "must be a list of non-empty strings"),
         ({"answer": "guess"}, "answer='guess'"),
@@ -232,10 +232,10 @@ async def test_a_sandbox_that_cannot_reach_the_gateway_is_the_tasks_fault(run: R
         ({"port": 0}, "host and port"),
         ({"models": []}, "models must be"),
     ],
-    ids=lambda one: next(iter(one)) if isinstance(one, dict) else "",
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_options_are_checked_before_anything_starts(tokenizer: Any, options: Any, says: str) -> None:
-    with pytest.raises(UserError, match=says):
+def test_options_are_checked_before_anything_starts(tokenizer: Any, options: Any, error_text: str) -> None:
+    with pytest.raises(UserError, match=error_text):
         ExternalProgram(chat=chat_of(tokenizer), **{"command": ["true"], **options})
 
 
@@ -245,22 +245,22 @@ def test_settings_without_effect_are_refused(key: str, tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text("print()")
     options = {"command": ["true"], "files": {"agent.py": str(tmp_path / "agent.py")}}
     base = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
-    asked: Any = {
+    settings: Any = {
         "rollout.group.branches": 2,
         "rollout.checkpoint_turns": True,
         "mcp": {"clock": {"command": ["true"]}},
         "tools": {"python": {"calls": 3}},
     }
-    check_parts(base.but({key: asked[key]}))  # it does something with the agent that ships
-    outside = base.but({"rollout.agent": "agentrl.gateway:ExternalProgram", "rollout.agent.options": options})
-    check_parts(outside)
+    check_parts(base.but({key: settings[key]}))  # the setting has an effect with the built-in agent
+    external = base.but({"rollout.agent": "agentrl.gateway:ExternalProgram", "rollout.agent.options": options})
+    check_parts(external)
     with pytest.raises(UserError, match=f"{re.escape(key)} does nothing with rollout.agent=agentrl.gateway:ExternalProgram"):
-        check_parts(outside.but({key: asked[key]}))
+        check_parts(external.but({key: settings[key]}))
 
 
 async def test_a_reward_is_posted_by_the_host_and_never_by_the_agent(run: Run, task: Task, tmp_path: Path) -> None:
-    port, kept, statuses = free_port(), tmp_path / "key", list[int]()
-    tries = """
+    port, key_file, statuses = free_port(), tmp_path / "key", list[int]()
+    program = """
 import urllib.error
 ask("one?")
 url = os.environ["OPENAI_BASE_URL"].removesuffix("/v1") + "/sessions/" + os.environ["AGENTRL_SESSION"] + "/reward"
@@ -273,21 +273,21 @@ except urllib.error.HTTPError as error:
 
     async def host() -> None:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
-            headers = {"Authorization": f"Bearer {kept.read_text().strip()}"}
+            headers = {"Authorization": f"Bearer {key_file.read_text().strip()}"}
             for body in ({"value": 10**400}, {"value": True}, {"worth": 1}):
                 statuses.append((await http.post("/sessions/e/reward", json=body, headers=headers)).status_code)
             statuses.append((await http.post("/sessions/other/reward", json={"value": 1}, headers=headers)).status_code)
             body = {"value": 0.5, "parts": {"speed": 1}}
             statuses.append((await http.post("/sessions/e/reward", json=body, headers=headers)).status_code)
 
-    def answered(_: str) -> str:
-        assert kept.stat().st_mode & 0o777 == 0o600
-        posting.append(asyncio.create_task(host()))
+    def answer(_: str) -> str:
+        assert key_file.stat().st_mode & 0o777 == 0o600
+        posts.append(asyncio.create_task(host()))
         return "1"
 
-    posting: list[asyncio.Task[None]] = []
-    episode = await run(tries, answered, port=port, reached=port, reward_key_file=str(kept))
-    await posting[0]
+    posts: list[asyncio.Task[None]] = []
+    episode = await run(program, answer, port=port, gateway_port=port, reward_key_file=str(key_file))
+    await posts[0]
     assert episode.answer == "401" and statuses == [400, 400, 400, 404, 200]
     with pytest.raises(RequestError, match="already"):
         POSTED_REWARDS.post("e", {"value": 1.0})
@@ -296,13 +296,13 @@ except urllib.error.HTTPError as error:
     assert (await posted_reward(task, replace(episode, id="unknown"))).value is None
 
 
-async def test_concurrent_sessions_have_separate_keys_and_an_ended_session_is_reported(tokenizer: Any, lead: Any) -> None:
+async def test_concurrent_sessions_have_separate_keys_and_an_ended_session_is_reported(tokenizer: Any, run_episode: Any) -> None:
     keys: list[str] = []
     both, first_over = asyncio.Event(), asyncio.Event()
     statuses: list[int] = []
     gateway = Gateway()
 
-    async def ask(url: str, key: str, text: str) -> int:
+    async def status_of(url: str, key: str, text: str) -> int:
         async with httpx.AsyncClient(base_url=url, headers={"x-api-key": key}) as http:
             body = {"model": "policy", "messages": [{"role": "user", "content": text}]}
             return (await http.post("/v1/chat/completions", json=body)).status_code
@@ -310,19 +310,19 @@ async def test_concurrent_sessions_have_separate_keys_and_an_ended_session_is_re
     async def first(url: str, key: str) -> None:
         keys.append(key)
         await both.wait()
-        statuses.append(await ask(url, key, "first"))
+        statuses.append(await status_of(url, key, "first"))
 
     async def second(url: str, key: str) -> None:
         both.set()
         await first_over.wait()
-        statuses.append(await ask(url, keys[0], "too late"))
-        statuses.append(await ask(url, key, "second"))
+        statuses.append(await status_of(url, keys[0], "too late"))
+        statuses.append(await status_of(url, key, "second"))
 
-    async def led(program: Any, text: str) -> Any:
-        outcome = await lead(program, text, gateway=gateway)
+    async def run_program(program: Any, text: str) -> Any:
+        outcome = await run_episode(program, text, gateway=gateway)
         first_over.set()
         return outcome
 
-    one, two = await asyncio.gather(led(first, "1"), led(second, "2"))
+    one, two = await asyncio.gather(run_program(first, "1"), run_program(second, "2"))
     assert statuses == [200, 403, 200] and gateway.counts == {"refused_ended": 1}
     assert [outcome.episode.answer for outcome in (one, two)] == ["1", "2"] and one.trained_once() and two.trained_once()

@@ -1,4 +1,4 @@
-"""In the gateway too, faults that the policy's output provokes are blamed on the policy, and its sampling time counts as its own."""
+"""Gateway faults that the policy's output provokes are blamed on the policy, and its sampling time counts as its own."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ LIMITS = Limits(turns=10, turn_tokens=100_000, episode_tokens=200_000, wall_s=60
 
 
 @dataclass(slots=True)
-class Asking:
+class TwoRequests:
     """A program that sends two requests, and ends its session as `ExternalProgram` does."""
 
     chat: Any
     refusals: list[str] = field(default_factory=list)
-    choke: bool = False  # the gateway fails at the second request
+    fails: bool = False  # the gateway fails at the second request
 
     async def act(self, episode: LiveEpisode) -> str:
         session = Session(episode=episode, tokens=ConversationTokens(self.chat), models=("policy",))
         messages = [{"role": "user", "content": "q"}]
         for number in range(3):
             try:
-                if self.choke and number:
+                if self.fails and number:
                     raise UnicodeError("no such letter")
                 answer, delivered = await session.complete(chat_completions.read({"model": "policy", "messages": messages}))
             except RequestError as refused:
@@ -59,7 +59,7 @@ class Asking:
         return session.limit or "answered"
 
 
-def played(policy: Policy, agent: Asking) -> Episode:
+def run_virtual_episode(policy: Policy, agent: TwoRequests) -> Episode:
     task: Task = replace(sample_task(), tools=(), limits=LIMITS)
     runner = EpisodeRunner(
         agent=agent,
@@ -80,25 +80,25 @@ def test_unreadable_completions_are_blamed_on_the_policy() -> None:
             raise OverflowError("an id that is no character")
 
     chat.__class__ = Choking
-    episode = played(ScriptedPolicy.saying(TOKENIZER, "one", "two", "three"), Asking(chat))
+    episode = run_virtual_episode(ScriptedPolicy.saying(TOKENIZER, "one", "two", "three"), TwoRequests(chat))
     assert not episode.left_out and [failure.kind for failure in episode.failures] == ["not_taken"]
     assert episode.completion_tokens and episode.trajectories[0].stop_reason == "failed"
 
 
 @pytest.mark.parametrize(("turn", "left_out"), [(0, True), (1, False)])
-def test_a_server_that_refuses_the_policys_text(turn: int, left_out: bool) -> None:
+def test_a_refused_request_excludes_an_episode_only_on_its_first_turn(turn: int, left_out: bool) -> None:
     def script(number: int, episode: str) -> str:
         if number == turn:
             raise RequestRefused("status 400")
         return "hello"
 
-    agent = Asking(chat_of(TOKENIZER))
-    episode = played(ScriptedPolicy(TOKENIZER, script), agent)
+    agent = TwoRequests(chat_of(TOKENIZER))
+    episode = run_virtual_episode(ScriptedPolicy(TOKENIZER, script), agent)
     assert episode.left_out is left_out and agent.refusals == ["failed"]
 
 
-def test_a_gateway_that_fails_on_the_policys_text() -> None:
-    episode = played(ScriptedPolicy.saying(TOKENIZER, "one", "two"), Asking(chat_of(TOKENIZER), choke=True))
+def test_a_gateway_fault_on_the_policys_text_is_blamed_on_the_policy() -> None:
+    episode = run_virtual_episode(ScriptedPolicy.saying(TOKENIZER, "one", "two"), TwoRequests(chat_of(TOKENIZER), fails=True))
     assert not episode.left_out and episode.failures[0].blame is Blame.POLICY
 
 
@@ -108,41 +108,41 @@ def test_endless_sampling_is_blamed_on_the_policy_and_a_stalled_server_is_not(sp
     policy = PacedPolicy(
         TOKENIZER, wants=lambda episode, turn: 10 if turn == 0 else 10**9, speed=lambda now, in_flight: 20.0 if now < 2.0 else speed
     )
-    agent = Asking(chat_of(TOKENIZER))
-    episode = played(policy, agent)
+    agent = TwoRequests(chat_of(TOKENIZER))
+    episode = run_virtual_episode(policy, agent)
     assert episode.left_out is left_out and episode.trajectories[0].stop_reason == "wall_limit"
     assert left_out or episode.completion_tokens == sum(policy.sampled.values()) > 900
 
 
 @pytest.mark.slow
-async def test_a_request_that_blocks_the_driver_excuses_only_other_episodes(lead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_blocks_the_driver_excuses_only_other_episodes(run_episode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Including the episode that started the gateway's server, in whose context all requests are served."""
 
-    def counted(session: Session, asked: Any) -> int:
+    def blocking_count(session: Session, request: Any) -> int:
         time.sleep(3 * STALL_S)
         return 1
 
-    monkeypatch.setattr(Session, "count", counted)
-    gateway, serves, done = Gateway(), asyncio.Event(), asyncio.Event()
+    monkeypatch.setattr(Session, "count", blocking_count)
+    gateway, serving, ended = Gateway(), asyncio.Event(), asyncio.Event()
 
-    async def waits(url: str, key: str) -> None:
-        serves.set()
-        await done.wait()
+    async def wait(url: str, key: str) -> None:
+        serving.set()
+        await ended.wait()
 
-    async def holds(url: str, key: str) -> None:
-        await serves.wait()
+    async def hold(url: str, key: str) -> None:
+        await serving.wait()
         async with httpx.AsyncClient(timeout=600, trust_env=False) as http:
-            shown = {"model": "policy", "messages": [{"role": "user", "content": "x"}]}
-            made = await http.post(f"{url}/v1/messages/count_tokens", headers={"x-api-key": key}, json=shown)
-            assert made.json() == {"input_tokens": 1}
+            body = {"model": "policy", "messages": [{"role": "user", "content": "x"}]}
+            response = await http.post(f"{url}/v1/messages/count_tokens", headers={"x-api-key": key}, json=body)
+            assert response.json() == {"input_tokens": 1}
         await asyncio.sleep(2 * TICK_S)
-        done.set()
+        ended.set()
 
     async def second() -> Any:
-        await serves.wait()
-        return await lead(holds, gateway=gateway, wall_s=600.0)
+        await serving.wait()
+        return await run_episode(hold, gateway=gateway, wall_s=600.0)
 
     async with DRIVER_LAG.watched(lambda alert: None):
-        outcomes = await asyncio.gather(lead(waits, gateway=gateway, wall_s=600.0), second())
+        outcomes = await asyncio.gather(run_episode(wait, gateway=gateway, wall_s=600.0), second())
         other, own = (outcome.session.stalls.seconds for outcome in outcomes)
     assert other >= STALL_S and other - own >= STALL_S

@@ -46,34 +46,34 @@ OFFERS = {
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("offer", OFFERS)
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_an_upgrade_offer_is_answered_in_http(lead: Any, parser: str, offer: str, chunked: bool) -> None:
+async def test_an_upgrade_offer_is_answered_in_http(run_episode: Any, parser: str, offer: str, chunked: bool) -> None:
     """Java's default client and `curl --http2` send this offer. The connection is reused, also for concurrent requests."""
 
     async def program(url: str, key: str) -> None:
         reader, writer = await opened(url)
-        asked = request(key, ASK, *OFFERS[offer])
+        request_bytes = request(key, ASK, *OFFERS[offer])
         if chunked:
-            head, _, _ = asked.partition(b"\r\n\r\n")
+            head, _, _ = request_bytes.partition(b"\r\n\r\n")
             lines = [line for line in head.split(b"\r\n") if not line.startswith(b"Content-Length")]
-            pieces = [b"%x\r\n%b\r\n" % (len(one), one) for one in (ASK[:10], ASK[10:])]
-            asked = b"\r\n".join((*lines, b"Transfer-Encoding: chunked", b"", b"")) + b"".join(pieces) + b"0\r\n\r\n"
+            pieces = [b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in (ASK[:10], ASK[10:])]
+            request_bytes = b"\r\n".join((*lines, b"Transfer-Encoding: chunked", b"", b"")) + b"".join(pieces) + b"0\r\n\r\n"
         for count in (1, 2):
-            writer.write(asked * count)
+            writer.write(request_bytes * count)
             for _ in range(count):
                 status, headers, content = await response(reader)
                 assert status == 200 and json.loads(content)["choices"][0]["message"]["content"] == "1"
                 assert "upgrade" not in headers
-        for start in range(0, len(asked), 7):
-            writer.write(asked[start : start + 7])
+        for start in range(0, len(request_bytes), 7):
+            writer.write(request_bytes[start : start + 7])
             await asyncio.sleep(0)
         assert (await response(reader))[0] == 200
         writer.close()
 
-    outcome = await lead(program, script=lambda turn, _: "1")
+    outcome = await run_episode(program, script=lambda turn, _: "1")
     assert outcome.counts == {"answered": 4} and outcome.trained_once()
 
 
-async def test_a_request_to_be_a_proxy_is_refused(lead: Any, parser: str) -> None:
+async def test_a_request_to_be_a_proxy_is_refused(run_episode: Any, parser: str) -> None:
     async def program(url: str, key: str) -> None:
         reader, writer = await opened(url)
         writer.write(b"CONNECT example.org:443 HTTP/1.1\r\nHost: example.org:443\r\n\r\n")
@@ -81,18 +81,18 @@ async def test_a_request_to_be_a_proxy_is_refused(lead: Any, parser: str) -> Non
             assert (await reader.readline()).split()[1] in (b"400", b"404")
         writer.close()
 
-    await lead(program)
+    await run_episode(program)
 
 
-async def test_a_half_closed_client_gets_its_answer(lead: Any, parser: str) -> None:
-    """As `nc -N` does. A repeated request gets the same answer, because the client may have disconnected."""
-    continue_context, under_way = asyncio.Event(), asyncio.Event()
+async def test_a_half_closed_client_gets_its_answer(run_episode: Any, parser: str) -> None:
+    """`nc -N` half-closes its connection. A repeated request gets the same answer, because the client may have disconnected."""
+    resume, under_way = asyncio.Event(), asyncio.Event()
 
-    class Held(ScriptedPolicy):
-        async def generate(self, *given: Any, **named: Any) -> Any:
+    class HeldPolicy(ScriptedPolicy):
+        async def generate(self, *args: Any, **kwargs: Any) -> Any:
             under_way.set()
-            await continue_context.wait()
-            return await super().generate(*given, **named)
+            await resume.wait()
+            return await super().generate(*args, **kwargs)
 
     async def program(url: str, key: str) -> None:
         connections = [await opened(url) for _ in range(2)]
@@ -102,7 +102,7 @@ async def test_a_half_closed_client_gets_its_answer(lead: Any, parser: str) -> N
             await under_way.wait()
             await asyncio.sleep(0.1)
             assert not reader.at_eof()
-        continue_context.set()
+        resume.set()
         ids = set()
         for reader, writer in connections:
             status, headers, content = await response(reader)
@@ -110,14 +110,14 @@ async def test_a_half_closed_client_gets_its_answer(lead: Any, parser: str) -> N
             ids.add(json.loads(content)["id"])
             writer.close()
         assert len(ids) == 1
-        reader, writer = await opened(url)  # a request that is not whole has no answer to wait for
+        reader, writer = await opened(url)  # an incomplete request has no answer
         writer.write(request(key)[:-5])
         writer.write_eof()
         async with asyncio.timeout(20):
             await reader.read()
         writer.close()
 
-    outcome = await lead(program, "1", kind=Held)
+    outcome = await run_episode(program, "1", kind=HeldPolicy)
     assert outcome.trained_once() and outcome.counts["answered"] == 1 and outcome.counts["replayed"] == 1
 
 
@@ -130,24 +130,24 @@ PACKED = {
 BAD = {
     "not gzip": ("gzip", ASK, 400),
     "cut off": ("gzip", gzip.compress(ASK)[:-9], 400),
-    "more behind it": ("gzip", gzip.compress(ASK) + b"x", 400),
+    "trailing bytes": ("gzip", gzip.compress(ASK) + b"x", 400),
     "a bomb": ("gzip", gzip.compress(b" " * (MAX_BODY + 1)), 413),
     "unknown": ("br", ASK, 415),
     "twice": ("gzip, gzip", gzip.compress(gzip.compress(ASK)), 415),
 }
 
 
-async def test_compressed_bodies_are_read_within_the_same_bound(lead: Any) -> None:
+async def test_compressed_bodies_are_read_within_the_same_bound(run_episode: Any) -> None:
     async def program(url: str, key: str) -> None:
         async with httpx.AsyncClient(base_url=url, headers={"authorization": f"Bearer {key}"}) as http:
             for encoding, content in PACKED.items():
-                made = await http.post(PATHS["chat"], content=content, headers={"content-encoding": encoding})
-                assert made.status_code == 200, (encoding, made.text)
+                response = await http.post(PATHS["chat"], content=content, headers={"content-encoding": encoding})
+                assert response.status_code == 200, (encoding, response.text)
             for name, (encoding, content, status) in BAD.items():
-                made = await http.post(PATHS["chat"], content=content, headers={"content-encoding": encoding})
-                assert made.status_code == status and made.json()["error"]["message"], name
+                response = await http.post(PATHS["chat"], content=content, headers={"content-encoding": encoding})
+                assert response.status_code == status and response.json()["error"]["message"], name
 
-    outcome = await lead(program, script=lambda turn, _: "1")
+    outcome = await run_episode(program, script=lambda turn, _: "1")
     assert outcome.counts["answered"] == len(PACKED)
 
 
@@ -155,88 +155,88 @@ LOCAL = ("127.0.0.1:8790", "localhost", "LOCALHOST:1", "[::1]:80", "gateway:8790
 FOREIGN = ("evil.example", "evil.example:8790", "127.0.0.1.evil.example", "localhost.evil.example", "a@127.0.0.1", "1.2.3.4.5")
 
 
-async def test_public_internet_names_are_refused(lead: Any) -> None:
+async def test_public_internet_names_are_refused(run_episode: Any) -> None:
     """A web page can make its own name resolve to this machine, with or without a key."""
 
     async def program(url: str, key: str) -> None:
         async with httpx.AsyncClient(base_url=url) as http:
             for headers in ({"authorization": f"Bearer {key}"}, {}):
                 for host in LOCAL:
-                    made = await http.get("/v1/models", headers={**headers, "host": host})
-                    assert made.status_code == (200 if headers else 401), host
-                    made = await http.get("/v1/models", headers={**headers, "origin": f"http://{host}"})
-                    assert made.status_code == (200 if headers else 401), host
+                    response = await http.get("/v1/models", headers={**headers, "host": host})
+                    assert response.status_code == (200 if headers else 401), host
+                    response = await http.get("/v1/models", headers={**headers, "origin": f"http://{host}"})
+                    assert response.status_code == (200 if headers else 401), host
                 for host in FOREIGN:
-                    made = await http.get("/v1/models", headers={**headers, "host": host})
-                    assert made.status_code == 403, host
-                    error = made.json()["error"]["message"]
+                    response = await http.get("/v1/models", headers={**headers, "host": host})
+                    assert response.status_code == 403, host
+                    error = response.json()["error"]["message"]
                     assert repr(host) in error and "Send requests to the address in OPENAI_BASE_URL" in error and ".internal" in error
                 for origin in (*(f"https://{host}" for host in FOREIGN), "null", "chrome-extension://a"):
-                    made = await http.post(PATHS["messages"], content=ASK, headers={**headers, "origin": origin})
-                    assert made.status_code == 403 and made.json()["error"]["type"] == "permission_error", origin
-                    assert "Send no Origin header" in made.json()["error"]["message"]
+                    response = await http.post(PATHS["messages"], content=ASK, headers={**headers, "origin": origin})
+                    assert response.status_code == 403 and response.json()["error"]["type"] == "permission_error", origin
+                    assert "Send no Origin header" in response.json()["error"]["message"]
 
-    await lead(program)
+    await run_episode(program)
 
 
-async def test_no_answer_is_a_redirect(lead: Any) -> None:
+async def test_no_answer_is_a_redirect(run_episode: Any) -> None:
     async def program(url: str, key: str) -> None:
         async with httpx.AsyncClient(base_url=url) as http:
             for path in (*PATHS.values(), "/v1/models"):
-                made = await http.post(f"{path}/", content=ASK, headers={"host": "evil.example"})
-                assert made.status_code in (404, 405) and "location" not in made.headers and made.headers["request-id"]
+                response = await http.post(f"{path}/", content=ASK, headers={"host": "evil.example"})
+                assert response.status_code in (404, 405) and "location" not in response.headers and response.headers["request-id"]
 
-    await lead(program)
+    await run_episode(program)
 
 
-async def test_the_small_routes_of_each_protocol(lead: Any) -> None:
+async def test_the_small_routes_of_each_protocol(run_episode: Any) -> None:
     import anthropic
     import openai
 
     async def program(url: str, key: str) -> None:
         async with client(url, key, max_retries=0) as sdk:
-            assert [one.id async for one in sdk.models.list()] == ["policy"]
+            assert [model.id async for model in sdk.models.list()] == ["policy"]
             assert (await sdk.models.retrieve("policy")).id == "policy"
             with pytest.raises(openai.NotFoundError) as missing:
                 await sdk.models.retrieve("gpt-4")
             assert missing.value.code == "model_not_found" and missing.value.request_id
-            made = await sdk.responses.create(model="policy", input="one?")
-            assert made._request_id and (await sdk.responses.retrieve(made.id)).model_dump() == made.model_dump()
-            hidden = await sdk.responses.create(model="policy", input="two?", store=False)
-            for name in (hidden.id, "resp_0"):
+            response = await sdk.responses.create(model="policy", input="one?")
+            assert response._request_id and (await sdk.responses.retrieve(response.id)).model_dump() == response.model_dump()
+            unstored = await sdk.responses.create(model="policy", input="two?", store=False)
+            for name in (unstored.id, "resp_0"):
                 with pytest.raises(openai.NotFoundError):
                     await sdk.responses.retrieve(name)
                 with pytest.raises(openai.NotFoundError):
                     await sdk.responses.create(model="policy", input="and?", previous_response_id=name)
-        async with claude(url, key) as other:
-            [model] = [one async for one in other.models.list()]
+        async with claude(url, key) as claude_sdk:
+            [model] = [entry async for entry in claude_sdk.models.list()]
             assert (model.type, model.id, model.display_name) == ("model", "policy", "policy") and model.created_at
-            assert (await other.models.retrieve("policy")).type == "model"
+            assert (await claude_sdk.models.retrieve("policy")).type == "model"
             with pytest.raises(anthropic.NotFoundError) as unknown:
-                await other.models.retrieve("claude")
+                await claude_sdk.models.retrieve("claude")
             assert unknown.value.body["error"]["type"] == "not_found_error" and unknown.value.request_id  # type: ignore[index]
 
-    outcome = await lead(program, script=lambda turn, _: "1")
+    outcome = await run_episode(program, script=lambda turn, _: "1")
     assert outcome.counts["answered"] == 2
 
 
-async def test_counted_tokens_equal_the_policys_prompt(lead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_counted_tokens_equal_the_policys_prompt(run_episode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for a conversation that continues from sampled tokens. Nothing is sampled, and the tree does not change."""
     import anthropic
 
     async def program(url: str, key: str) -> None:
         look: Any = {"name": "look", "input_schema": LOOK["function"]["parameters"]}  # type: ignore[index]
         async with claude(url, key) as sdk:
-            given: Any = {"model": "policy", "system": "Be brief.", "tools": [look]}
+            options: Any = {"model": "policy", "system": "Be brief.", "tools": [look]}
             messages: list[Any] = [user("one?")]
             for _ in range(2):
-                counted = await sdk.messages.count_tokens(messages=messages, **given)
-                made = await sdk.messages.create(messages=messages, max_tokens=300, **given)
-                assert counted.input_tokens == made.usage.input_tokens
-                messages.append({"role": "assistant", "content": [one.model_dump() for one in made.content]})
-                uses = [one for one in made.content if one.type == "tool_use"]
+                count = await sdk.messages.count_tokens(messages=messages, **options)
+                message = await sdk.messages.create(messages=messages, max_tokens=300, **options)
+                assert count.input_tokens == message.usage.input_tokens
+                messages.append({"role": "assistant", "content": [block.model_dump() for block in message.content]})
+                uses = [block for block in message.content if block.type == "tool_use"]
                 messages.append(
-                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": one.id, "content": "seen"} for one in uses]}
+                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": use.id, "content": "seen"} for use in uses]}
                 )
             with pytest.raises(anthropic.BadRequestError):
                 await sdk.messages.count_tokens(model="policy", messages=[user("x" * 2_000_000)])
@@ -244,5 +244,5 @@ async def test_counted_tokens_equal_the_policys_prompt(lead: Any, monkeypatch: p
             with pytest.raises(anthropic.RateLimitError):
                 await sdk.messages.count_tokens(model="policy", messages=[user("one?")])
 
-    outcome = await lead(program, "Looking." + calls("look"), "done")
+    outcome = await run_episode(program, "Looking." + calls("look"), "done")
     assert len(outcome.episode.trajectories) == 1 and outcome.trained_once()

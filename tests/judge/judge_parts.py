@@ -1,4 +1,4 @@
-"""What tests of judges need: a task, an episode, an endpoint, and verdicts as a model writes them."""
+"""A task, an episode, an endpoint and verdicts for tests of judges."""
 
 from __future__ import annotations
 

@@ -61,8 +61,8 @@ async def breaks(task, episode):
 """
 
 
-def chance(text: str) -> float:
-    """From 0 to 1, by a text."""
+def fraction_of(text: str) -> float:
+    """A hash of the text as a number from 0 to 1."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6]) / 2**48
 
 
@@ -70,15 +70,15 @@ def verdict(right: bool) -> ScriptedAnswer:
     return ScriptedAnswer(json.dumps({"reasoning": "r", "scores": {"correct": int(right)}, "abstain": False}))
 
 
-def shown(body: dict[str, object], name: str = "ANSWER") -> str:
-    found = re.search(rf"<<<BEGIN {name} \w+>>>\n(.*?)\n<<<END", body["messages"][1]["content"], re.DOTALL)  # type: ignore[index]
-    assert found
-    return found[1]
+def answer_in(body: dict[str, object], name: str = "ANSWER") -> str:
+    match = re.search(rf"<<<BEGIN {name} \w+>>>\n(.*?)\n<<<END", body["messages"][1]["content"], re.DOTALL)  # type: ignore[index]
+    assert match
+    return match[1]
 
 
 def flipping(share: float) -> Callable[[dict[str, object], int], ScriptedAnswer]:
-    """A judge that knows the truth, and says the opposite of it on a share of the answers, always the same ones."""
-    return lambda body, number: verdict(("Paris" in shown(body)) != (chance(shown(body)) < share))
+    """A judge that gives the opposite of the correct verdict on a share of the answers, always the same ones."""
+    return lambda body, number: verdict(("Paris" in answer_in(body)) != (fraction_of(answer_in(body)) < share))
 
 
 @pytest.fixture
@@ -94,31 +94,31 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
 
 
-def written(project: Path, server: ChatServer) -> str:
-    """A file of judges that ask this server; each has a name of its own, since a module is loaded once."""
+def write_judges(project: Path, server: ChatServer) -> str:
+    """Writes a file of judges that use this server. Names differ, because a module is loaded once."""
     name = f"j{server.url.rsplit(':')[-1].removesuffix('/v1')}.py"
     (project / name).write_text(JUDGE.format(url=server.url))
     return f"./{name}"
 
 
-def calibrate(project: Path, server: ChatServer, name: str = "judge", *more: str) -> tuple[int, dict[str, object], str]:
-    done = agentrl("judge", "calibrate", f"{written(project, server)}:{name}", "labels.jsonl", "--json", *more)
-    return done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr
+def calibrate(project: Path, server: ChatServer, judge: str = "judge", *options: str) -> tuple[int, dict[str, object], str]:
+    process = agentrl("judge", "calibrate", f"{write_judges(project, server)}:{judge}", "labels.jsonl", "--json", *options)
+    return process.returncode, json.loads(process.stdout) if process.stdout else {}, process.stderr
 
 
 @pytest.mark.slow
 def test_ten_percent_of_flipped_verdicts_are_reported_as_such(project: Path) -> None:
     with ChatServer(flipping(0.1)) as server:
-        code, found, _ = calibrate(project, server, "judge", "--out", "c.json", "--cache", "a.sqlite")
-        told = agentrl("judge", "calibrate", f"{written(project, server)}:judge", "labels.jsonl", "--cache", "a.sqlite").stdout
+        code, report, _ = calibrate(project, server, "judge", "--out", "c.json", "--cache", "a.sqlite")
+        output = agentrl("judge", "calibrate", f"{write_judges(project, server)}:judge", "labels.jsonl", "--cache", "a.sqlite").stdout
         assert code == 0 and len(server.requests) == N
-    agreement = found["agreement"]
+    agreement = report["agreement"]
     assert agreement["low"] <= 0.9 <= agreement["high"] < 1.0 and agreement["n"] == N  # type: ignore[index]
     for name in ("sensitivity", "specificity"):
-        assert found[name]["low"] <= 0.9 <= found[name]["high"]  # type: ignore[index]
-    assert found["kappa"]["low"] <= 0.8 <= found["kappa"]["high"] and found["tasks"] == N // 4  # type: ignore[index]
-    assert found["more"]["spent"]["money"] == pytest.approx(N * (100 * 1 + 10 * 2) / 1e6)  # type: ignore[index]
-    assert "Cohen's kappa" in told and "the design effect of informedness is" in told and f"0 calls, {N} cached answers" in told
+        assert report[name]["low"] <= 0.9 <= report[name]["high"]  # type: ignore[index]
+    assert report["kappa"]["low"] <= 0.8 <= report["kappa"]["high"] and report["tasks"] == N // 4  # type: ignore[index]
+    assert report["more"]["spent"]["money"] == pytest.approx(N * (100 * 1 + 10 * 2) / 1e6)  # type: ignore[index]
+    assert "Cohen's kappa" in output and "the design effect of informedness is" in output and f"0 calls, {N} cached answers" in output
     rate = json.loads(agentrl("judge", "correct", "c.json", "740", "1000", "--json").stdout)
     assert rate["judged"] == 0.74 and rate["low"] <= 0.8 <= rate["high"], "0.8 * 0.9 + 0.2 * 0.1 = 0.74"
     assert "corrected" in agentrl("judge", "correct", "c.json", "740", "1000").stdout
@@ -131,15 +131,15 @@ def test_copies_of_an_answer_count_once(project: Path) -> None:
     copies = [json.dumps({**json.loads(line), "id": f"{number}-{copy}"}) for number, line in enumerate(lines) for copy in range(50)]
     (project / "labels.jsonl").write_text("\n".join(copies) + "\n")
     with ChatServer(flipping(0.0)) as server:
-        _, found, _ = calibrate(project, server)
-    assert found["agreement"]["n"] == 8 and found["agreement"]["low"] < 0.7, "400 of 400 would be above 0.99"  # type: ignore[index]
-    assert found["more"]["copies"] == 392  # type: ignore[index]
+        _, report, _ = calibrate(project, server)
+    assert report["agreement"]["n"] == 8 and report["agreement"]["low"] < 0.7, "400 of 400 would be above 0.99"  # type: ignore[index]
+    assert report["more"]["copies"] == 392  # type: ignore[index]
 
 
 def test_members_of_an_ensemble_get_the_reference_under_their_keys(project: Path) -> None:
     with ChatServer([]) as server:
-        code, found, told = calibrate(project, server, "panel")
-    assert code == 0 and found["agreement"]["value"] == 1.0, told  # type: ignore[index]
+        code, report, error_text = calibrate(project, server, "panel")
+    assert code == 0 and report["agreement"]["value"] == 1.0, error_text  # type: ignore[index]
 
 
 @pytest.mark.slow
@@ -147,28 +147,28 @@ def test_reward_model_is_measured_like_any_judge(project: Path) -> None:
     (project / "model.safetensors").write_bytes(b"weights")
     save_record(project, shows=("reference", "answer"), offset=0.0, scale=1.0, max_tokens=99)
 
-    def knows(body: Mapping[str, object], number: int) -> ScriptedAnswer:
+    def score(body: Mapping[str, object], number: int) -> ScriptedAnswer:
         return ScriptedAnswer(number=3.0 if "## answer\nParis" in str(body["input"]) else -3.0)
 
-    with ChatServer(knows) as server:
-        code, found, told = calibrate(project, server, "trained", "--out", "c.json")
-        TaskScorer(root=project).load([f"{written(project, server)}:trusted"])
-    assert code == 0 and found["agreement"]["value"] == 1.0 and found["identity"], told  # type: ignore[index]
+    with ChatServer(score) as server:
+        code, report, error_text = calibrate(project, server, "trained", "--out", "c.json")
+        TaskScorer(root=project).load([f"{write_judges(project, server)}:trusted"])
+    assert code == 0 and report["agreement"]["value"] == 1.0 and report["identity"], error_text  # type: ignore[index]
     assert {request["path"] for request in server.requests} == {"/classify"} and len(server.requests) == N
     labelled = read_labels([project / "labels.jsonl"])
     pairs = preference_pairs(labelled, ("reference", "answer"), per_task=1)
-    asked = {str(one["body"]["input"]) for one in server.requests}  # in any order
-    assert len(pairs) == N // 4 and all({pair.chosen, pair.rejected} <= asked for pair in pairs)
+    inputs = {str(request["body"]["input"]) for request in server.requests}  # in any order
+    assert len(pairs) == N // 4 and all({pair.chosen, pair.rejected} <= inputs for pair in pairs)
     assert all("## answer\nLyon" in pair.rejected for pair in pairs)
     save_record(project, shows=("answer",), offset=0.0, scale=1.0, max_tokens=99)
-    with ChatServer(knows) as server, pytest.raises(UserError, match="belongs to another model"):
-        TaskScorer(root=project).load([f"{written(project, server)}:trusted"])
+    with ChatServer(score) as server, pytest.raises(UserError, match="belongs to another model"):
+        TaskScorer(root=project).load([f"{write_judges(project, server)}:trusted"])
 
 
 @pytest.mark.slow
 def test_required_calibration_must_exist_and_be_good_enough(project: Path) -> None:
     with ChatServer(flipping(0.1)) as server:
-        file = written(project, server)
+        file = write_judges(project, server)
 
         def load(name: str) -> None:
             TaskScorer(root=project).load([f"{file}:{name}"])
@@ -176,7 +176,7 @@ def test_required_calibration_must_exist_and_be_good_enough(project: Path) -> No
         for name in ("strict", "both"):
             with pytest.raises(UserError, match="no calibration"):
                 load(name)
-        calibrate(project, server, "strict", "--out", "c.json")  # a judge that demands one can be measured all the same
+        calibrate(project, server, "strict", "--out", "c.json")  # a judge that requires a calibration can be measured without one
         for name in ("strict", "both", "judge"):
             load(name)
         with pytest.raises(UserError, match=r"agrees with human labels in 0\.\d+ .* 0.95 is required"):
@@ -192,49 +192,49 @@ def test_required_calibration_must_exist_and_be_good_enough(project: Path) -> No
 @pytest.mark.slow
 def test_judge_no_better_than_chance_raises(project: Path) -> None:
     with ChatServer(flipping(0.5)) as server:
-        code, found, _ = calibrate(project, server, "strict", "--out", "c.json")
-        assert code == 1 and found["informedness"]["low"] <= 0  # type: ignore[index]
+        code, report, _ = calibrate(project, server, "strict", "--out", "c.json")
+        assert code == 1 and report["informedness"]["low"] <= 0  # type: ignore[index]
         with pytest.raises(UserError, match="not shown to be better than chance"):
-            TaskScorer(root=project).load([f"{written(project, server)}:strict"])
+            TaskScorer(root=project).load([f"{write_judges(project, server)}:strict"])
         assert "better than chance" in agentrl("judge", "correct", "c.json", "60", "100").stderr
 
 
 @pytest.mark.slow
 def test_abstentions_count_in_coverage_but_not_in_agreement(project: Path) -> None:
     def script(body: dict[str, object], number: int) -> ScriptedAnswer:
-        return ScriptedAnswer("I am sorry.") if chance(shown(body)) < 0.2 else verdict("Paris" in shown(body))
+        return ScriptedAnswer("I am sorry.") if fraction_of(answer_in(body)) < 0.2 else verdict("Paris" in answer_in(body))
 
     with ChatServer(script) as server:
-        code, found, _ = calibrate(project, server, "talkative", "--out", "c.json")
-        assert found["coverage"]["value"] == pytest.approx(1 - found["abstained"] / N)  # type: ignore[index,operator]
-        TaskScorer(root=project).load([f"{written(project, server)}:judge"])
+        code, report, _ = calibrate(project, server, "talkative", "--out", "c.json")
+        assert report["coverage"]["value"] == pytest.approx(1 - report["abstained"] / N)  # type: ignore[index,operator]
+        TaskScorer(root=project).load([f"{write_judges(project, server)}:judge"])
         with pytest.raises(UserError, match=r"gives a verdict on 0\.\d+ .* 0.8 is required"):
-            TaskScorer(root=project).load([f"{written(project, server)}:talkative"])
+            TaskScorer(root=project).load([f"{write_judges(project, server)}:talkative"])
         older = {key: value for key, value in json.loads((project / "c.json").read_text()).items() if key != "coverage"}
         (project / "c.json").write_text(json.dumps(older))
         with pytest.raises(UserError, match="has no coverage"):
-            TaskScorer(root=project).load([f"{written(project, server)}:talkative"])
-    expected = sum(chance(json.loads(line)["answer"]) < 0.2 for line in (project / "labels.jsonl").read_text().splitlines())
-    assert code == 0 and found["abstained"] == expected > 4 and found["agreement"]["value"] == 1.0  # type: ignore[index]
-    assert found["more"]["reasons"] == {"judge: unreadable verdict: it is not a JSON object": expected}  # type: ignore[index]
+            TaskScorer(root=project).load([f"{write_judges(project, server)}:talkative"])
+    expected = sum(fraction_of(json.loads(line)["answer"]) < 0.2 for line in (project / "labels.jsonl").read_text().splitlines())
+    assert code == 0 and report["abstained"] == expected > 4 and report["agreement"]["value"] == 1.0  # type: ignore[index]
+    assert report["more"]["reasons"] == {"judge: unreadable verdict: it is not a JSON object": expected}  # type: ignore[index]
 
 
 @pytest.mark.slow
 def test_pairs_reveal_position_bias(project: Path) -> None:
     def script(share: float) -> Callable[[dict[str, object], int], ScriptedAnswer]:
         def says(body: dict[str, object], number: int) -> ScriptedAnswer:
-            a, b = shown(body, "ANSWER A"), shown(body, "ANSWER B")
-            place = chance(min(a, b) + max(a, b)) < share
-            return ScriptedAnswer(json.dumps({"reasoning": "", "better": "A" if place or "Paris" in a else "B", "abstain": False}))
+            a, b = answer_in(body, "ANSWER A"), answer_in(body, "ANSWER B")
+            prefers_first = fraction_of(min(a, b) + max(a, b)) < share
+            return ScriptedAnswer(json.dumps({"reasoning": "", "better": "A" if prefers_first or "Paris" in a else "B", "abstain": False}))
 
         return says
 
     with ChatServer(script(0.4)) as server:
-        code, found, _ = calibrate(project, server, "pairs")
-    more = found["more"]
-    assert code == 0 and more["pairs"] and more["position_bias"]["low"] > 0.5  # type: ignore[index]
-    assert more["inconsistent"]["low"] <= 0.4 <= more["inconsistent"]["high"]  # type: ignore[index]
-    assert found["agreement"]["value"] == 1.0 and found["abstained"] > 0  # type: ignore[index]
+        code, report, _ = calibrate(project, server, "pairs")
+    extra = report["more"]
+    assert code == 0 and extra["pairs"] and extra["position_bias"]["low"] > 0.5  # type: ignore[index]
+    assert extra["inconsistent"]["low"] <= 0.4 <= extra["inconsistent"]["high"]  # type: ignore[index]
+    assert report["agreement"]["value"] == 1.0 and report["abstained"] > 0  # type: ignore[index]
     with ChatServer(script(0.0)) as server:
         _, fair, _ = calibrate(project, server, "pairs")
     assert fair["more"]["position_bias"]["value"] == 0.5 and fair["abstained"] == 0  # type: ignore[index]
@@ -247,22 +247,22 @@ def test_length_bias_is_measured(project: Path) -> None:
     for line in lines:
         line["answer"] += " really" * draw.randrange(40)
     (project / "labels.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with ChatServer(lambda body, number: verdict("Paris" in shown(body) or len(shown(body)) > 200)) as server:
-        _, found, _ = calibrate(project, server)
-    assert found["more"]["length_bias"]["low"] > 0.2  # type: ignore[index]
+    with ChatServer(lambda body, number: verdict("Paris" in answer_in(body) or len(answer_in(body)) > 200)) as server:
+        _, report, _ = calibrate(project, server)
+    assert report["more"]["length_bias"]["low"] > 0.2  # type: ignore[index]
     with ChatServer(flipping(0.2)) as server:
-        _, found, _ = calibrate(project, server)
-    assert found["more"]["length_bias"]["low"] <= 0 <= found["more"]["length_bias"]["high"]  # type: ignore[index]
+        _, report, _ = calibrate(project, server)
+    assert report["more"]["length_bias"]["low"] <= 0 <= report["more"]["length_bias"]["high"]  # type: ignore[index]
 
 
 def test_any_verifier_can_be_measured_and_failures_are_explained(project: Path) -> None:
     with ChatServer([ScriptedAnswer("")]) as server:
-        code, found, told = calibrate(project, server, "plain", "--out", "c.json")
-        assert code == 0 and found["identity"] == "" and found["agreement"]["value"] == 1.0 and "no identity" in told  # type: ignore[index]
-        code, _, told = calibrate(project, server, "breaks")
-        assert code == 2 and f"{N} times: ValueError: a bug" in told
-        code, _, told = calibrate(project, server, "one")
-        assert code == 2 and "not callable" in told
+        code, data, text = calibrate(project, server, "plain", "--out", "c.json")
+        assert code == 0 and data["identity"] == "" and data["agreement"]["value"] == 1.0 and "no identity" in text  # type: ignore[index]
+        code, _, text = calibrate(project, server, "breaks")
+        assert code == 2 and f"{N} times: ValueError: a bug" in text
+        code, _, text = calibrate(project, server, "one")
+        assert code == 2 and "not callable" in text
 
 
 @pytest.mark.slow

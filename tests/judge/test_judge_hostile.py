@@ -94,18 +94,18 @@ SOMETHING = [
 @pytest.mark.parametrize("answer", HOLLOW)
 async def test_answer_without_work_is_wrong_without_calling_the_judge(answer: str) -> None:
     with ChatServer([ScriptedAnswer(RIGHT)] * 8) as server:
-        one = endpoint(server.url, patience_s=3.0)
-        judges = [Judge(endpoint=one, form=CORRECT), Judge(endpoint=one, form=HELPFUL), Pairwise(endpoint=one)]
+        scripted = endpoint(server.url, patience_s=3.0)
+        judges = [Judge(endpoint=scripted, form=CORRECT), Judge(endpoint=scripted, form=HELPFUL), Pairwise(endpoint=scripted)]
         for judge in judges:
             assert (await judge(TASK, episode(answer))).value == 0.0
-        ranked = await Listwise(endpoint=one)(TASK, [episode(answer), episode("It is Paris.")])
-        assert [score.value for score in ranked] == [0.0, 1.0]
+        scores = await Listwise(endpoint=scripted)(TASK, [episode(answer), episode("It is Paris.")])
+        assert [score.value for score in scores] == [0.0, 1.0]
         for judge in judges:
             await judge.close()
         assert server.requests == []
 
 
-@pytest.mark.parametrize("answer", [one for one in SOMETHING if one != "-"])
+@pytest.mark.parametrize("answer", [text for text in SOMETHING if text != "-"])
 def test_answer_with_content_is_judged(answer: str) -> None:
     assert not non_answer_reason(answer, question="Who was there?", reference="Rome")
 
@@ -171,13 +171,13 @@ CONTROL = re.compile(
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("attack", INJECTIONS)
 async def test_an_injection_stays_between_its_delimiters(attack: str) -> None:
-    """In an answer, and in a question that holds others' words."""
+    """In an answer, and in a question that quotes third-party text."""
     with ChatServer([ScriptedAnswer(RIGHT)] * 8) as server:
-        one = endpoint(server.url)
+        judge_endpoint = endpoint(server.url)
         hostile = replace(TASK, prompt=(Message(role="user", content=f"Summarize: {attack}"),))
-        for form, asked in ((CORRECT, TASK), (HELPFUL, TASK), (CORRECT, hostile)):
-            judge = Judge(endpoint=one, form=form)
-            await judge(asked, episode(f"Lyon {attack}"))
+        for form, judged_task in ((CORRECT, TASK), (HELPFUL, TASK), (CORRECT, hostile)):
+            judge = Judge(endpoint=judge_endpoint, form=form)
+            await judge(judged_task, episode(f"Lyon {attack}"))
             await judge.close()
         bodies = [request["body"]["messages"] for request in server.requests]
     assert len(bodies) == 3
@@ -207,7 +207,7 @@ def test_long_answer_takes_linear_time(text: str) -> None:
 
 
 async def test_answer_cannot_exclude_itself_through_the_judges_output() -> None:
-    """A judge that repeats an answer's words gives no verdict that counts for the agent."""
+    """A judge that repeats the answer's text gives no valid verdict."""
     with ChatServer(
         [ScriptedAnswer("Lyon " + RIGHT), ScriptedAnswer(RIGHT + RIGHT), ScriptedAnswer('{"scores": {"correct": 1, "correct": 0}}')]
     ) as server:

@@ -78,8 +78,8 @@ def test_prompt_marks_data_and_delimits_the_answer() -> None:
 
 def test_truncation_keeps_head_and_tail() -> None:
     assert truncate_middle("abc", 3) == "abc"
-    shown = truncate_middle("a" * 50 + "b" * 50, 10)
-    assert shown.startswith("aaaaa\n") and shown.endswith("\nbbbbb") and "90 characters" in shown
+    truncated = truncate_middle("a" * 50 + "b" * 50, 10)
+    assert truncated.startswith("aaaaa\n") and truncated.endswith("\nbbbbb") and "90 characters" in truncated
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_truncation_keeps_head_and_tail() -> None:
         "\u2800 \ufffd",
     ],
 )
-def test_answers_without_content(answer: str | None) -> None:
+def test_answers_without_content_are_non_answers(answer: str | None) -> None:
     assert non_answer_reason(answer, question="What?", reference="Paris")
 
 

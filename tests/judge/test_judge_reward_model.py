@@ -35,33 +35,33 @@ def undeclared() -> Iterator[None]:
     servers.register_servers({})
 
 
-def judge(url: Any, folder: Path | None, **more: Any) -> RewardModel:
-    endpoint = ScoreEndpoint(url=url, model="rm", clock=JumpingClock(), **more)
-    made = RewardModel(endpoint=endpoint, folder=None if folder is None else str(folder))
-    made.prepare(root=Path(), folder=None)
-    return made
+def judge(url: Any, folder: Path | None, **options: Any) -> RewardModel:
+    endpoint = ScoreEndpoint(url=url, model="rm", clock=JumpingClock(), **options)
+    reward_model = RewardModel(endpoint=endpoint, folder=None if folder is None else str(folder))
+    reward_model.prepare(root=Path(), folder=None)
+    return reward_model
 
 
 async def test_number_becomes_a_value_and_is_cached(model: Path) -> None:
     with ChatServer([ScriptedAnswer(number=3.0)]) as server:
-        mine = judge(server.url, model)
-        score = await mine(TASK, episode("It is <|im_end|> Paris."))
+        reward_model = judge(server.url, model)
+        score = await reward_model(TASK, episode("It is <|im_end|> Paris."))
         assert score.value == pytest.approx(1 / (1 + math.exp(-2))) and score.parts == {"number": 3.0}
-        assert (await mine(TASK, episode("It is <|im_end|> Paris."))).value == score.value
+        assert (await reward_model(TASK, episode("It is <|im_end|> Paris."))).value == score.value
         (request,) = server.requests
         assert request["path"] == "/classify" and request["body"]["use_activation"] is False
         assert (
             request["body"]["input"]
             == f"## question\n{TASK.prompt[0].content}\n\n## answer\nIt is <\N{MIDDLE DOT}|im_end|\N{MIDDLE DOT}> Paris."
         )
-        assert (await mine(TASK, episode(":"))).value == 0.0 and len(server.requests) == 1, "an answer that says nothing is not asked about"
-        assert mine.spent().calls == 1 and mine.spent().cached == 1
+        assert (await reward_model(TASK, episode(":"))).value == 0.0 and len(server.requests) == 1, "no content, so no query"
+        assert reward_model.spent().calls == 1 and reward_model.spent().cached == 1
 
 
 async def test_invalid_number_is_unscored_and_a_server_that_is_down_delays(model: Path) -> None:
     two = b'{"data": [{"probs": [0.1, 0.9]}]}'
-    odd = [b"sorry", two, b'{"data": [{"probs": ["1"]}]}', b'{"data": [{"probs": [1e999]}]}', b'{"data": [{"probs": [true]}]}', b"[" * 9000]
-    for raw in odd:
+    bad = [b"sorry", two, b'{"data": [{"probs": ["1"]}]}', b'{"data": [{"probs": [1e999]}]}', b'{"data": [{"probs": [true]}]}', b"[" * 9000]
+    for raw in bad:
         with ChatServer([ScriptedAnswer(raw=raw)]) as server:
             score = await judge(server.url, model)(TASK, episode())
             assert score.value is None and score.blame is None and "unreadable" in score.reason, raw[:40]
@@ -74,26 +74,26 @@ async def test_invalid_number_is_unscored_and_a_server_that_is_down_delays(model
         assert refused.value is None and refused.blame is Blame.INFRASTRUCTURE
 
 
-def _turn(prompt: tuple[int, ...], said: tuple[int, ...]) -> Turn:
-    spans = (VersionSpan(version=0, start=0, end=len(said)),)
-    words = Message(role="assistant", content="x")
-    return Turn(prompt_ids=prompt, completion_ids=said, logprobs=(-1.0,) * len(said), versions=spans, message=words, finish_reason="stop")
+def _turn(prompt: tuple[int, ...], ids: tuple[int, ...]) -> Turn:
+    spans = (VersionSpan(version=0, start=0, end=len(ids)),)
+    message = Message(role="assistant", content="x")
+    return Turn(prompt_ids=prompt, completion_ids=ids, logprobs=(-1.0,) * len(ids), versions=spans, message=message, finish_reason="stop")
 
 
 async def test_token_model_receives_the_episodes_tokens(model: Path) -> None:
     save_record(model, shows=(), offset=0.0, scale=1.0, max_tokens=4)
     turns = (_turn((1, 2), (3, 4)), _turn((5,), (6,)))
     with ChatServer([ScriptedAnswer(number=0.0)]) as server:
-        mine = judge(server.url, model)
-        score = await mine(TASK, replace(episode(), trajectories=(Trajectory(agent="main", turns=turns),)))
-        assert score.value == 0.5 and server.requests[0]["body"]["input"] == [3, 4, 5, 6], "the newest that it takes"
-        none = await mine(TASK, episode())
-        assert none.value is None and "reads the tokens" in none.reason
+        reward_model = judge(server.url, model)
+        score = await reward_model(TASK, replace(episode(), trajectories=(Trajectory(agent="main", turns=turns),)))
+        assert score.value == 0.5 and server.requests[0]["body"]["input"] == [3, 4, 5, 6], "the newest tokens that fit"
+        unscored = await reward_model(TASK, episode())
+        assert unscored.value is None and "reads the tokens" in unscored.reason
 
 
 def test_record_must_match_the_weights(model: Path) -> None:
-    found = load_record(model)
-    assert found.shows == ("question", "answer") and found.value(2.0) == 0.5
+    record = load_record(model)
+    assert record.shows == ("question", "answer") and record.value(2.0) == 0.5
     (model / "model.safetensors").write_bytes(b"others")
     with pytest.raises(UserError, match="does not match the weights"):
         load_record(model)
@@ -103,9 +103,9 @@ def test_record_must_match_the_weights(model: Path) -> None:
             load_record(model)
     with pytest.raises(UserError, match=r"has no reward_model\.json"):
         load_record(model / "nowhere")
-    for odd in ((), ("question",), ("answer", "answer"), ("answer", "soul")):
+    for invalid in ((), ("question",), ("answer", "answer"), ("answer", "soul")):
         with pytest.raises(UserError, match="cannot be shown"):
-            validate_shows(odd)
+            validate_shows(invalid)
 
 
 @given(number=st.floats(allow_nan=False, allow_infinity=False), offset=st.floats(-1e6, 1e6), scale=st.floats(1e-6, 1e6))
@@ -122,39 +122,39 @@ def test_any_bytes_are_parsed_into_a_number_or_a_problem(content: bytes) -> None
 
 
 async def test_server_of_the_run_is_waited_for_and_part_of_the_identity(model: Path) -> None:
-    mine, chat = (
+    url, chat = (
         served("mine"),
         Judge(endpoint=Endpoint(url=served("small"), model="small", clock=JumpingClock(), patience_s=60), form=CORRECT),
     )
-    with pytest.raises(UserError, match=r"judge_servers=\{.mine.") as nobody:
-        RewardModel(endpoint=ScoreEndpoint(url=mine, model="mine")).prepare(root=Path(), folder=None)
-    assert "--recipe" in nobody.value.fix
+    with pytest.raises(UserError, match=r"judge_servers=\{.mine.") as error:
+        RewardModel(endpoint=ScoreEndpoint(url=url, model="mine")).prepare(root=Path(), folder=None)
+    assert "--recipe" in error.value.fix
     with pytest.raises(UserError, match="server 'small'"):
         chat.prepare(root=Path(), folder=None)
     servers.register_servers({"mine": servers.JudgeServer(folder=model, weights="a" * 64, reward_model=True)})
     with pytest.raises(UserError, match="is a reward model"):
-        Judge(endpoint=Endpoint(url=mine, model="mine"), form=CORRECT).prepare(root=Path(), folder=None)
-    one = judge(mine, None)
-    identity = one.identity
+        Judge(endpoint=Endpoint(url=url, model="mine"), form=CORRECT).prepare(root=Path(), folder=None)
+    reward_model = judge(url, None)
+    identity = reward_model.identity
     with ChatServer([ScriptedAnswer(number=9.0)]) as server:
-        clock = one.endpoint.clock
+        clock = reward_model.endpoint.clock
         assert isinstance(clock, JumpingClock)
         declared = servers.registered_servers()["mine"]
-        began, sleep = clock.monotonic(), clock.sleep
+        started, sleep = clock.monotonic(), clock.sleep
 
         async def until_it_is_up(seconds: float) -> None:
             await sleep(seconds)
-            if clock.monotonic() - began > 20:
+            if clock.monotonic() - started > 20:
                 declared.url = server.url.removesuffix("/v1")
 
-        object.__setattr__(one.endpoint, "clock", clock)
+        object.__setattr__(reward_model.endpoint, "clock", clock)
         clock.sleep = until_it_is_up  # type: ignore[method-assign]
-        assert (await one(TASK, episode())).value == pytest.approx(1.0, abs=1e-5), "it was asked again until it was up"
+        assert (await reward_model(TASK, episode())).value == pytest.approx(1.0, abs=1e-5), "the query was retried until the server was up"
     declared.refused = "the judge's server mine died 6 times"
-    refused = await one(TASK, episode("another answer"))
+    refused = await reward_model(TASK, episode("another answer"))
     assert refused.value is None and refused.blame is Blame.INFRASTRUCTURE and "died 6 times" in refused.reason
     servers.register_servers({"mine": servers.JudgeServer(folder=model, weights="b" * 64, reward_model=True)})
-    assert judge(mine, None).identity != identity, "other weights are another judge"
+    assert judge(url, None).identity != identity, "other weights give another identity"
 
 
 async def test_chat_judge_uses_a_server_of_the_run() -> None:
@@ -173,9 +173,9 @@ async def test_chat_judge_uses_a_server_of_the_run() -> None:
 
 
 def test_sampling_settings_raise_for_a_reward_model(model: Path) -> None:
-    for odd in ({"seed": 1}, {"temperature": 0.5}, {"structured": "auto"}, {"max_tokens": 5}):
+    for setting in ({"seed": 1}, {"temperature": 0.5}, {"structured": "auto"}, {"max_tokens": 5}):
         with pytest.raises(UserError, match="has no effect"):
-            ScoreEndpoint(url="http://127.0.0.1:1", model="rm", **odd)  # type: ignore[arg-type]
+            ScoreEndpoint(url="http://127.0.0.1:1", model="rm", **setting)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="folder is missing"):
         RewardModel(endpoint=ScoreEndpoint(url="http://127.0.0.1:1", model="rm"))
     with pytest.raises(UserError, match="twice"):

@@ -24,90 +24,90 @@ from tests.judge.judge_parts import TASK, endpoint, episode, scores, task
 
 
 class Fixed:
-    """A verifier that gives one thing, or raises it."""
+    """A verifier that returns a fixed result, or raises it."""
 
-    def __init__(self, what: Any) -> None:
-        self.what = what
+    def __init__(self, result: Any) -> None:
+        self.result = result
 
     async def __call__(self, task: Task, episode: Episode) -> Any:
-        if isinstance(self.what, BaseException):
-            raise self.what
-        return Score(value=self.what, reason="unsure") if self.what is None or isinstance(self.what, float) else self.what
+        if isinstance(self.result, BaseException):
+            raise self.result
+        return Score(value=self.result, reason="unsure") if self.result is None or isinstance(self.result, float) else self.result
 
 
-async def together(*values: Any, **how: Any) -> Score:
-    return await Ensemble(judges={f"j{number}": Fixed(value) for number, value in enumerate(values)}, **how)(TASK, episode())
+async def ensemble_score(*values: Any, **options: Any) -> Score:
+    return await Ensemble(judges={f"j{number}": Fixed(value) for number, value in enumerate(values)}, **options)(TASK, episode())
 
 
 async def test_ensemble_agrees_or_abstains_and_reports_the_disagreement() -> None:
-    score = await together(1.0, 0.8, 0.9)
+    score = await ensemble_score(1.0, 0.8, 0.9)
     assert score.value == 0.9 and score.parts["disagreement"] == pytest.approx(0.4 / 3)
     assert score.parts["j0"] == 1.0 and score.parts["judges"] == 3
-    assert (await together(1.0, 0.8, 0.9, aggregate="mean")).value == pytest.approx(0.9)
-    apart = await together(1.0, 0.0, 1.0)
-    assert apart.value is None and "disagree by 0.67" in apart.reason and apart.blame is None
-    assert (await together(1.0, 0.0, 1.0, aggregate="majority", max_disagreement=0.7)).value == 1.0
-    assert "is tied" in (await together(1.0, 0.0, aggregate="majority", max_disagreement=1.0)).reason
+    assert (await ensemble_score(1.0, 0.8, 0.9, aggregate="mean")).value == pytest.approx(0.9)
+    disagreeing = await ensemble_score(1.0, 0.0, 1.0)
+    assert disagreeing.value is None and "disagree by 0.67" in disagreeing.reason and disagreeing.blame is None
+    assert (await ensemble_score(1.0, 0.0, 1.0, aggregate="majority", max_disagreement=0.7)).value == 1.0
+    assert "is tied" in (await ensemble_score(1.0, 0.0, aggregate="majority", max_disagreement=1.0)).reason
 
 
 async def test_missing_quorum_is_blamed_on_the_infrastructure() -> None:
     down = JudgeError("down")
-    assert (await together(1.0, 1.0, None)).value == 1.0 and (await together(1.0, 1.0, down)).parts["judges"] == 2
+    assert (await ensemble_score(1.0, 1.0, None)).value == 1.0 and (await ensemble_score(1.0, 1.0, down)).parts["judges"] == 2
     for broken in (ValueError("a bug"), "a string", Score(value=float("inf"), reason="x"), float("-inf")):
-        assert (await together(1.0, 1.0, broken)).value == 1.0
-    unsure = await together(1.0, None, None)
+        assert (await ensemble_score(1.0, 1.0, broken)).value == 1.0
+    unsure = await ensemble_score(1.0, None, None)
     assert unsure.value is None and "1 of 3 judges" in unsure.reason and unsure.blame is None and "j1: unsure" in unsure.evidence
-    assert (await together(1.0, None, down)).blame is Blame.INFRASTRUCTURE
-    assert (await together(1.0, None, down, quorum=1)).value == 1.0
+    assert (await ensemble_score(1.0, None, down)).blame is Blame.INFRASTRUCTURE
+    assert (await ensemble_score(1.0, None, down, quorum=1)).value == 1.0
 
 
 @pytest.mark.parametrize(
-    "how", [{"quorum": 0}, {"quorum": 4}, {"min_agreement": 0.8}, {"min_coverage": 0.8}, {"judges": {"a": Fixed(1.0)}}]
+    "options", [{"quorum": 0}, {"quorum": 4}, {"min_agreement": 0.8}, {"min_coverage": 0.8}, {"judges": {"a": Fixed(1.0)}}]
 )
-def test_invalid_ensembles_raise(how: dict[str, Any]) -> None:
+def test_invalid_ensembles_raise(options: dict[str, Any]) -> None:
     with pytest.raises(UserError):
-        Ensemble(**{"judges": dict.fromkeys("abc", Fixed(1.0)), **how})
+        Ensemble(**{"judges": dict.fromkeys("abc", Fixed(1.0)), **options})
 
 
 def test_duplicate_judges_raise() -> None:
     """The cache would give the second one the answer of the first, and the two would always agree."""
-    one, other = (Judge(endpoint=endpoint(f"http://127.0.0.1:{port}/v1"), form=CORRECT) for port in (8000, 8001))
+    first, second = (Judge(endpoint=endpoint(f"http://127.0.0.1:{port}/v1"), form=CORRECT) for port in (8000, 8001))
     with pytest.raises(UserError, match="cached answers"):
-        Ensemble(judges={"a": one, "b": other})
+        Ensemble(judges={"a": first, "b": second})
     differs = Judge(endpoint=endpoint("http://127.0.0.1:8001/v1", revision="32b"), form=CORRECT)
-    assert Ensemble(judges={"a": one, "b": differs}).identity
+    assert Ensemble(judges={"a": first, "b": differs}).identity
 
 
 async def test_identity_of_an_ensemble_depends_on_its_members() -> None:
     with ChatServer([ScriptedAnswer(scores(correct=1))]) as server:
-        one, other = (Judge(endpoint=endpoint(server.url, seed=seed), form=CORRECT) for seed in (1, 2))
-        both = Ensemble(judges={"a": one, "b": other})
+        first, second = (Judge(endpoint=endpoint(server.url, seed=seed), form=CORRECT) for seed in (1, 2))
+        both = Ensemble(judges={"a": first, "b": second})
         assert (await both(TASK, episode())).value == 1.0 and both.spent().calls == 2
         await both.close()
-    assert both.identity and both.identity != Ensemble(judges={"a": other, "b": one}).identity
-    assert Ensemble(judges={"a": one, "b": Fixed(1.0)}).identity == "", "a verifier without an identity gives none"
-    assert both.timeout_s > one.endpoint.patience_s
+    assert both.identity and both.identity != Ensemble(judges={"a": second, "b": first}).identity
+    assert Ensemble(judges={"a": first, "b": Fixed(1.0)}).identity == "", "with a verifier without an identity, the ensemble has none"
+    assert both.timeout_s > first.endpoint.patience_s
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=6))
 def test_disagreement_is_the_mean_difference(values: list[float]) -> None:
-    apart = ensembles.mean_difference(values)
-    assert 0 <= apart <= (max(values) - min(values)) + 1e-12
-    assert (apart == 0) == (len(set(values)) == 1)
+    difference = ensembles.mean_difference(values)
+    assert 0 <= difference <= (max(values) - min(values)) + 1e-12
+    assert (difference == 0) == (len(set(values)) == 1)
 
 
-def better(body: Any, prefers: str) -> str:
-    """What a judge says that prefers the answer which holds a word, or a place: A."""
+def comparison(body: Any, prefers: str) -> str:
+    """The verdict of a judge that prefers the answer with a word, or position A."""
     a = re.search(r"<<<BEGIN ANSWER A.*?<<<END ANSWER A", body["messages"][1]["content"], re.DOTALL)
     b = re.search(r"<<<BEGIN ANSWER B.*?<<<END ANSWER B", body["messages"][1]["content"], re.DOTALL)
     assert a and b
-    side = "A" if prefers == "place A" or prefers in a[0] else "B" if prefers in b[0] else "tie"
+    side = "A" if prefers == "position A" or prefers in a[0] else "B" if prefers in b[0] else "tie"
     return json.dumps({"reasoning": "r", "better": side, "abstain": False})
 
 
-@pytest.mark.parametrize(("prefers", "value"), [("Lyon", 1.0), ("Paris", 0.0), ("Rome", 0.5), ("place A", None)])
+@pytest.mark.parametrize(("prefers", "value"), [("Lyon", 1.0), ("Paris", 0.0), ("Rome", 0.5), ("position A", None)])
 async def test_comparison_counts_only_if_both_orders_agree(prefers: str, value: float | None) -> None:
-    with ChatServer(lambda body, number: ScriptedAnswer(better(body, prefers))) as server:
+    with ChatServer(lambda body, number: ScriptedAnswer(comparison(body, prefers))) as server:
         judge = Pairwise(endpoint=endpoint(server.url))
         score = await judge(TASK, episode("Lyon"))
         assert score.value == value and len(server.requests) == 2
@@ -126,8 +126,8 @@ async def test_pair_with_an_unreadable_order_is_unscored() -> None:
     assert score.value is None and "unreadable" in score.reason and score.evidence == "I like both"
 
 
-def ranked(body: Any, by: str) -> str:
-    """A ranking of the answers shown: by their text, or by the place where they are shown."""
+def ranking(body: Any, by: str) -> str:
+    """A ranking of the answers shown: by their text or by their position."""
     answers = re.findall(r"<<<BEGIN ANSWER \d+ \w+>>>\n(.*?)\n<<<END", body["messages"][1]["content"], re.DOTALL)
     order = sorted(range(len(answers)), key=lambda index: answers[index] if by == "text" else index)
     return json.dumps({"reasoning": "r", "ranking": [index + 1 for index in order]})
@@ -135,22 +135,22 @@ def ranked(body: Any, by: str) -> str:
 
 async def test_ranking_does_not_depend_on_the_order_shown() -> None:
     group = [episode(text) for text in ("c", "a", "b", "a")] + [episode(None)]
-    with ChatServer(lambda body, number: ScriptedAnswer(ranked(body, "text"))) as server:
+    with ChatServer(lambda body, number: ScriptedAnswer(ranking(body, "text"))) as server:
         judge = Listwise(endpoint=endpoint(server.url), orders=4)
-        found = await judge(TASK, group)
+        scores = await judge(TASK, group)
         await judge.close()
-    assert [score.value for score in found] == [0.0, 1.0, 0.5, 1.0, 0.0]
-    assert {score.parts["disagreement"] for score in found} == {0.0}
+    assert [score.value for score in scores] == [0.0, 1.0, 0.5, 1.0, 0.0]
+    assert {score.parts["disagreement"] for score in scores} == {0.0}
 
 
 async def test_judge_with_position_bias_is_unscored() -> None:
-    with ChatServer(lambda body, number: ScriptedAnswer(ranked(body, "place"))) as server:
+    with ChatServer(lambda body, number: ScriptedAnswer(ranking(body, "place"))) as server:
         judge = Listwise(endpoint=endpoint(server.url))
-        found = await judge(TASK, [episode(text) for text in "abcd"])
-        assert {score.value for score in found} == {None} and "rankings disagree by 1.00" in found[0].reason
-        asked = len(server.requests)
-        assert {score.value for score in await judge(TASK, [episode("a"), episode("a")])} == {0.5}, "alike, and nobody need be asked"
-        assert len(server.requests) == asked
+        scores = await judge(TASK, [episode(text) for text in "abcd"])
+        assert {score.value for score in scores} == {None} and "rankings disagree by 1.00" in scores[0].reason
+        requests_before = len(server.requests)
+        assert {score.value for score in await judge(TASK, [episode("a"), episode("a")])} == {0.5}, "equal answers need no query"
+        assert len(server.requests) == requests_before
         assert [score.value for score in await judge(TASK, [episode("a"), episode(":")])] == [1.0, 0.0]
         await judge.close()
 
@@ -160,7 +160,7 @@ def test_concordance_is_from_0_to_1(count: int, orders: int, draw: Any) -> None:
     ranks = [draw.sample(range(count), count) for _ in range(orders)]
     assert 0 <= lists.rank_disagreement(ranks) <= 1
     assert lists.rank_disagreement([ranks[0]] * orders) == pytest.approx(0)
-    assert lists.rank_disagreement([ranks[0], [count - 1 - place for place in ranks[0]]]) == pytest.approx(1)
+    assert lists.rank_disagreement([ranks[0], [count - 1 - rank for rank in ranks[0]]]) == pytest.approx(1)
 
 
 async def test_cancelling_an_ensemble_cancels_its_members() -> None:
@@ -188,13 +188,13 @@ async def test_members_provoked_by_the_episode_do_not_leave_it_unscored() -> Non
             raise RecursionError
         return Score(value=0.0)
 
-    async def also(task: Task, episode: Episode) -> Score:
+    async def also_fragile(task: Task, episode: Episode) -> Score:
         return await fragile(task, episode)
 
     async def sound(task: Task, episode: Episode) -> Score:
         return Score(value=0.5)
 
-    several = Ensemble(judges={"a": fragile, "b": also, "c": sound})
-    scorer = TaskScorer(_verifiers={"v": several})
+    ensemble = Ensemble(judges={"a": fragile, "b": also_fragile, "c": sound})
+    scorer = TaskScorer(_verifiers={"v": ensemble})
     score = await scorer(replace(TASK, verifiers=("v",)), replace(episode(), answer="boom"))
     assert score.value == 0.0, score.reason

@@ -15,11 +15,11 @@ from agentrl.judge.endpoint import parse_completion
 from agentrl.judge.query import parse_answer
 from agentrl.judge.verdict import Abstained, Unreadable, choice, json_object, numbers, ranking
 
-WANTED = {"correct": (0, 4)}
+CRITERIA = {"correct": (0, 4)}
 
 
 def read(text: str) -> dict[str, int]:
-    return numbers(json_object(text), WANTED)
+    return numbers(json_object(text), CRITERIA)
 
 
 VERDICTS = (
@@ -36,7 +36,7 @@ VERDICTS = (
     'So it is 3. </think>{"scores": {"correct": 3}}',
     "It wrote `x`:\n```\n97\n```\nSo\n</think>\n" + '{"scores": {"correct": 3}}',
 )
-NONE = (
+INVALID_VERDICTS = (
     "",
     "4",
     "null",
@@ -88,7 +88,7 @@ def test_valid_verdicts(text: str) -> None:
     assert read(text) == {"correct": 3}
 
 
-@pytest.mark.parametrize("text", NONE, ids=range(len(NONE)))
+@pytest.mark.parametrize("text", INVALID_VERDICTS, ids=range(len(INVALID_VERDICTS)))
 def test_invalid_verdicts(text: str) -> None:
     with pytest.raises(Unreadable):
         read(text)
@@ -101,21 +101,21 @@ def test_abstention_is_neither_verdict_nor_unreadable() -> None:
 
 @given(values)
 def test_any_text_is_parsed_or_unreadable(value: Any) -> None:
-    for readable in (lambda said: numbers(said, WANTED), lambda said: choice(said, "better", ("A", "B")), lambda said: ranking(said, 2)):
+    for parse in (lambda data: numbers(data, CRITERIA), lambda data: choice(data, "better", ("A", "B")), lambda data: ranking(data, 2)):
         for text in (json.dumps(value), json.dumps({"scores": value, "better": value, "ranking": value})):
             with contextlib.suppress(Unreadable, Abstained):
-                readable(json_object(text))
+                parse(json_object(text))
 
 
-def test_rankings_and_choices() -> None:
+def test_rankings_and_choices_are_validated() -> None:
     assert ranking({"ranking": [2, 1, 3]}, 3) == (2, 1, 3)
-    for wrong in ([1, 1, 2], [1, 2], [0, 1, 2], ["1", 2, 3], None):
+    for invalid in ([1, 1, 2], [1, 2], [0, 1, 2], ["1", 2, 3], None):
         with pytest.raises(Unreadable):
-            ranking({"ranking": wrong}, 3)
+            ranking({"ranking": invalid}, 3)
     assert choice({"better": "A"}, "better", ("A", "B")) == "A"
-    for wrong in ("a", ["A"], 1, None):
+    for invalid in ("a", ["A"], 1, None):
         with pytest.raises(Unreadable):
-            choice({"better": wrong}, "better", ("A", "B"))
+            choice({"better": invalid}, "better", ("A", "B"))
 
 
 def test_only_leading_reasoning_is_skipped_in_linear_time() -> None:
@@ -129,11 +129,11 @@ def test_only_leading_reasoning_is_skipped_in_linear_time() -> None:
 def test_separated_reasoning_is_not_searched() -> None:
     quoting = 'It ends so.</think>{"scores": {"correct": 4}}'
     assert json_object(quoting) == {"scores": {"correct": 4}}, "the prompt may have opened the reasoning"
-    for key, apart in (("reasoning_content", True), ("reasoning", True), ("other", False)):
+    for key, is_separate in (("reasoning_content", True), ("reasoning", True), ("other", False)):
         message = {"content": quoting, key: "hm"}
         reply = parse_completion(json.dumps({"choices": [{"message": message}]}).encode(), 10_000, [])
-        assert reply.separate_reasoning is apart
-        assert (parse_answer(reply, lambda found: found).verdict is None) is apart
+        assert reply.separate_reasoning is is_separate
+        assert (parse_answer(reply, lambda verdict: verdict).verdict is None) is is_separate
 
 
 def test_many_reasoning_marks_take_linear_time() -> None:

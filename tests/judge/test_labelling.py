@@ -17,7 +17,7 @@ from agentrl.session.transcript import append_transcripts, transcript
 from tests.commands import agentrl
 
 
-def told(number: int, answer: str | None) -> dict[str, Any]:
+def row(number: int, answer: str | None) -> dict[str, Any]:
     task = Task(
         id=f"t{number}",
         family="demo",
@@ -28,60 +28,60 @@ def told(number: int, answer: str | None) -> dict[str, Any]:
         data={"answer": number + 1},
         split=Split.HELDOUT,
     )
-    said = Message(role="assistant", content="I compute.\x1b[2J", tool_calls=(ToolCall(name="python", arguments={"code": "1\x07"}),))
+    message = Message(role="assistant", content="I compute.\x1b[2J", tool_calls=(ToolCall(name="python", arguments={"code": "1\x07"}),))
     turn = Turn(
-        prompt_ids=(), completion_ids=(), logprobs=(), versions=(), message=said, finish_reason="stop",
+        prompt_ids=(), completion_ids=(), logprobs=(), versions=(), message=message, finish_reason="stop",
         tool_results=(ToolResult(name="python", output="2\u202e\x9b31m", ok=True),),
     )  # fmt: skip
-    line = Trajectory(agent="main", turns=(turn,))
-    episode = Episode(id=f"e{number}", task_id=task.id, task_key=task.key, trajectories=(line,), answer=answer)
+    trajectory = Trajectory(agent="main", turns=(turn,))
+    episode = Episode(id=f"e{number}", task_id=task.id, task_key=task.key, trajectories=(trajectory,), answer=answer)
     return transcript(task, ScoredEpisode(episode=episode, score=Score(value=1.0)), phase="after", step=3)
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    append_transcripts(tmp_path / "run" / "episodes" / "after.jsonl", [told(number, str(number + 1)) for number in range(5)])
-    append_transcripts(tmp_path / "run" / "episodes" / "before.jsonl", [told(9, None), {**told(8, "x"), "left_out": True}, {"question": 3}])
+    append_transcripts(tmp_path / "run" / "episodes" / "after.jsonl", [row(number, str(number + 1)) for number in range(5)])
+    append_transcripts(tmp_path / "run/episodes/before.jsonl", [row(9, None), row(8, "x") | {"left_out": True}, {"question": 3}])
     with (tmp_path / "run" / "episodes" / "before.jsonl").open("ab") as file:
         file.write(b'not json\n{"half": ')
     return tmp_path / "run"
 
 
-def press(monkeypatch: pytest.MonkeyPatch, run: Path, keys: str, *more: str) -> tuple[str, list[str]]:
-    """What a sitting shows, and which labels the file has, the newest of each answer."""
+def press(monkeypatch: pytest.MonkeyPatch, run: Path, keys: str, *options: str) -> tuple[str, list[str]]:
+    """The output of a labelling session, and the labels in the file."""
     monkeypatch.setattr("sys.stdin", io.StringIO(keys))
-    done = agentrl("label", str(run), "--by", "anna", *more)
-    assert done.returncode == 0, done.stderr
+    process = agentrl("label", str(run), "--by", "anna", *options)
+    assert process.returncode == 0, process.stderr
     lines = [json.loads(line) for line in (run / "labels" / "anna.jsonl").read_text().splitlines()]
-    return done.stdout, [line["label"] for line in lines]
+    return process.stdout, [line["label"] for line in lines]
 
 
 def test_session_is_saved_after_each_key_and_resumable(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
-    shown, labels = press(monkeypatch, run, "r\nw")
-    assert labels == ["right", "wrong"] and "1 of 5" in shown and "3 of 5" in shown and "[q]uit" in shown
-    shown, labels = press(monkeypatch, run, "xuws")
-    assert labels == ["right", "wrong", "withdrawn", "wrong", "skip"] and "unknown key 'x'" in shown and "withdrawn" in shown
-    shown, labels = press(monkeypatch, run, "uuuuRrrrrrrr")
-    assert labels[5:] == ["withdrawn"] * 3 + ["right"] * 5 and "nothing to undo" in shown and "all answers are labelled" in shown
+    output, labels = press(monkeypatch, run, "r\nw")
+    assert labels == ["right", "wrong"] and "1 of 5" in output and "3 of 5" in output and "[q]uit" in output
+    output, labels = press(monkeypatch, run, "xuws")
+    assert labels == ["right", "wrong", "withdrawn", "wrong", "skip"] and "unknown key 'x'" in output and "withdrawn" in output
+    output, labels = press(monkeypatch, run, "uuuuRrrrrrrr")
+    assert labels[5:] == ["withdrawn"] * 3 + ["right"] * 5 and "nothing to undo" in output and "all answers are labelled" in output
     labelled = read_labels([run / "labels" / "anna.jsonl"])
-    assert len(labelled) == 5 and all(one.right for one in labelled)
+    assert len(labelled) == 5 and all(item.right for item in labelled)
 
 
 def test_control_characters_do_not_reach_the_terminal(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
-    shown, _ = press(monkeypatch, run, "r")
-    assert not [char for char in shown if not char.isprintable() and char != "\n"]
-    assert "I compute." in shown and "calls python" in shown and "--- reference\n" in shown and "Be brief" not in shown
+    output, _ = press(monkeypatch, run, "r")
+    assert not [char for char in output if not char.isprintable() and char != "\n"]
+    assert "I compute." in output and "calls python" in output and "--- reference\n" in output and "Be brief" not in output
     monkeypatch.setattr("sys.stdin", io.StringIO("q"))
     assert "--- reference" not in agentrl("label", str(run), "--by", "eve", "--blind").stdout
 
 
 def test_labelled_answer_becomes_a_task_and_an_episode(run: Path) -> None:
     item = run_answers(run)[0]
-    assert [one.id for one in run_answers(run)] == [one.id for one in run_answers(run)] and len(run_answers(run)) == 5
-    again = parse_item(item.to_line())
-    assert again == item and again.task().data["answer"] == str(int(item.task_id[1:]) + 1)
-    (line,) = again.episode().trajectories
-    assert line.turns[0].message.tool_calls[0].name == "python" and line.turns[0].tool_results[0].output.startswith("2")
+    assert [answer.id for answer in run_answers(run)] == [answer.id for answer in run_answers(run)] and len(run_answers(run)) == 5
+    parsed = parse_item(item.to_line())
+    assert parsed == item and parsed.task().data["answer"] == str(int(item.task_id[1:]) + 1)
+    (trajectory,) = parsed.episode().trajectories
+    assert trajectory.turns[0].message.tool_calls[0].name == "python" and trajectory.turns[0].tool_results[0].output.startswith("2")
 
 
 @pytest.mark.parametrize(
@@ -111,13 +111,13 @@ def test_two_labellers_are_compared_and_the_majority_counts(tmp_path: Path) -> N
     a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     write(a, "anna", "r" * 25 + "w" * 25 + "s")
     write(b, "ben", "r" * 20 + "w" * 5 + "r" * 10 + "w" * 15 + "r")
-    found = json.loads(agentrl("label", "--agreement", str(a), str(b), "--json").stdout)
-    assert found["agreement"]["value"] == 0.7 and found["kappa"]["value"] == pytest.approx(0.4) and found["agreement"]["n"] == 50
-    assert found["kappa"]["low"] < 0.4 < found["kappa"]["high"]
+    report = json.loads(agentrl("label", "--agreement", str(a), str(b), "--json").stdout)
+    assert report["agreement"]["value"] == 0.7 and report["kappa"]["value"] == pytest.approx(0.4) and report["agreement"]["n"] == 50
+    assert report["kappa"]["low"] < 0.4 < report["kappa"]["high"]
     text = agentrl("label", "--agreement", str(a), str(b)).stdout
     assert "only a says right 5" in text and "kappa  0.400" in text
     joined = read_labels([a, b])
-    assert [one.right for one in joined].count(None) == 15 and len(joined) == 51
+    assert [item.right for item in joined].count(None) == 15 and len(joined) == 51
     write(b, "ben", "s")
     assert "no answer in common" in agentrl("label", "--agreement", str(a), str(b)).stderr
 

@@ -16,20 +16,20 @@ from agentrl.testing.chat_server import ChatServer, ScriptedAnswer
 from tests.environment.test_players import KUHN, play, task_of
 from tests.episodes import tokenizer as tokenizer
 
-rival: Any = None  # what the recipe of a test refers to
+rival: Any = None  # the plug-in that the recipes of tests name
 
 
-@pytest.mark.parametrize(("says", "action"), [("b", "b"), (" p\n", "p"), ("I bet: b.", "b")])
-async def test_it_names_one_of_the_allowed_actions(says: str, action: str) -> None:
-    with ChatServer([ScriptedAnswer(text=says)]) as server:
+@pytest.mark.parametrize(("text", "action"), [("b", "b"), (" p\n", "p"), ("I bet: b.", "b")])
+async def test_the_player_chooses_an_allowed_action(text: str, action: str) -> None:
+    with ChatServer([ScriptedAnswer(text=text)]) as server:
         player = EndpointPlayer(endpoint=Endpoint(url=server.url, model="scripted"), instructions="Play well.")
         assert await player("second", ["card J moves p"], ("p", "b")) == action
         await player.endpoint.close()
 
 
-@pytest.mark.parametrize("says", ["", "fold", "p or b", "pb"])
-async def test_an_answer_that_names_no_action_or_several_is_a_fault(says: str) -> None:
-    with ChatServer([ScriptedAnswer(text=says)]) as server:
+@pytest.mark.parametrize("text", ["", "fold", "p or b", "pb"])
+async def test_an_answer_that_names_no_action_or_several_is_a_fault(text: str) -> None:
+    with ChatServer([ScriptedAnswer(text=text)]) as server:
         player = EndpointPlayer(endpoint=Endpoint(url=server.url, model="scripted"))
         with pytest.raises(EnvironmentFault, match="of the allowed actions"):
             await player("second", ["card J moves p"], ("p", "b"))

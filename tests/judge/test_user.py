@@ -17,7 +17,7 @@ from agentrl.testing.chat_server import ChatServer, ScriptedAnswer
 from tests.environment.test_dialogue import outputs, play, task_of
 from tests.episodes import tokenizer as tokenizer
 
-customer: Any = None  # what the tasks of a test refer to
+customer: Any = None  # the plug-in that the tasks of tests name
 
 
 @pytest.fixture(autouse=True)
@@ -57,13 +57,13 @@ async def test_a_cut_text_is_used_and_no_text_is_a_fault() -> None:
         assert len(server.requests) == 3
 
 
-async def test_a_conversation_and_an_endpoint_that_dies(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_endpoint_that_dies_in_a_conversation_is_infrastructure(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     task = task_of("tests.judge.test_user:customer")
-    for answer, wanted in ((ScriptedAnswer(text="Thanks. [END]"), ["Thanks."]), (ScriptedAnswer(status=503), [])):
+    for answer, expected in ((ScriptedAnswer(text="Thanks. [END]"), ["Thanks."]), (ScriptedAnswer(status=503), [])):
         with ChatServer([answer]) as server:
             user = user_of(server)
             monkeypatch.setattr("tests.judge.test_user.customer", user)
             episode = await play(task, tokenizer, "hi")
             await user.endpoint.close()
-        assert outputs(episode) == wanted and episode.left_out == (not wanted)
-        assert wanted or episode.failures[0].blame is Blame.INFRASTRUCTURE
+        assert outputs(episode) == expected and episode.left_out == (not expected)
+        assert expected or episode.failures[0].blame is Blame.INFRASTRUCTURE

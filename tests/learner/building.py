@@ -38,14 +38,14 @@ def write_policy(folder: Path, config: transformers.Qwen3Config | None = None, *
     torch.manual_seed(seed)
     model = transformers.Qwen3ForCausalLM(config or tiny_config())
     model.save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(model.config.vocab_size)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0")
+    word_level = Tokenizer(models.WordLevel({f"w{n}": n for n in range(model.config.vocab_size)}, unk_token="w0"))
+    word_level.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=word_level, unk_token="w0")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     tokenizer.save_pretrained(folder)
 
 
-def recipe(**sections: dict[str, object]) -> Recipe:
+def build_recipe(**sections: dict[str, object]) -> Recipe:
     data: dict[str, dict[str, object]] = {
         "policy": {"model": "base", "max_model_len": 256},
         "tasks": {"family": "sandboxes.tables:Tables"},
@@ -73,8 +73,8 @@ def episode(name: str, turns: list[Turn]) -> Episode:
     return Episode(id=name, task_id="t", task_key="k", trajectories=(Trajectory(agent="main", turns=tuple(turns)),))
 
 
-def scored(made: Episode, value: float) -> ScoredEpisode:
-    return ScoredEpisode(episode=made, score=Score(value=value))
+def scored(episode: Episode, value: float) -> ScoredEpisode:
+    return ScoredEpisode(episode=episode, score=Score(value=value))
 
 
 def random_group(
@@ -86,25 +86,25 @@ def random_group(
     turns: int = 2,
     scores: list[float] | None = None,
 ) -> Group:
-    """A group of random episodes whose logprobs are near those of a uniform policy. Like real ones they begin alike."""
+    """A group of random episodes whose logprobs are near those of a uniform policy. They share their first prompt."""
     rng = random.Random(1000 + index)
     opening = [rng.randrange(vocabulary) for _ in range(rng.randint(*lengths))]
     episodes = []
     for number in range(size):
-        made = []
-        for place in range(turns):
-            prompt = [rng.randrange(vocabulary) for _ in range(rng.randint(*lengths))] if place else opening
+        episode_turns = []
+        for turn_number in range(turns):
+            prompt = [rng.randrange(vocabulary) for _ in range(rng.randint(*lengths))] if turn_number else opening
             completion = [rng.randrange(2 if n < 3 else vocabulary) for n in range(rng.randint(*lengths))]
-            made.append(turn(prompt, completion, [-4.57 + rng.uniform(-0.3, 0.3) for _ in completion]))
+            episode_turns.append(turn(prompt, completion, [-4.57 + rng.uniform(-0.3, 0.3) for _ in completion]))
         value = scores[number] if scores is not None else float(number % 2)
-        episodes.append(scored(episode(f"g{index}-e{number}", made), value))
+        episodes.append(scored(episode(f"g{index}-e{number}", episode_turns), value))
     return Group(index=index, task_id=f"t{index}", task_key=f"k{index}", episodes=tuple(episodes))
 
 
-def write_run(run_dir: Path, made: Recipe, groups: list[Group], config: transformers.Qwen3Config | None = None) -> None:
-    """A run folder as the controller leaves it for the learner: recipe, version 0, stored groups."""
+def write_run(run_dir: Path, recipe: Recipe, groups: list[Group], config: transformers.Qwen3Config | None = None) -> None:
+    """A run folder as the controller prepares it for the learner: recipe, version 0, stored groups."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "recipe.json").write_text(made.model_dump_json())
+    (run_dir / "recipe.json").write_text(recipe.model_dump_json())
     base = run_dir / "versions" / "000000"
     write_policy(base, config)
     registry = FolderRegistry(run_dir / "versions")

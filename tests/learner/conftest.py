@@ -1,4 +1,4 @@
-"""One process for the whole room that has imported what learners need: see `preloaded`."""
+"""One process for all tests of this folder that has imported the modules of a learner: see `preloaded`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.learner import preloaded
 
 @pytest.fixture(scope="package")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where the host of preloaded processes listens."""
+    """The address at which the host of preloaded processes listens."""
     with preloaded.hosting(tmp_path_factory.mktemp("host")) as address:
         yield address
 
 
 @pytest.fixture
 def make_learner(host: Path) -> Callable[[Path, Recipe], LearnerProcess]:
-    """A run's learner as it is, except that its ranks are forked by the host; starting real ones is tested in test_process."""
+    """A real `LearnerProcess`, except that the host forks its ranks; test_process tests the start of real ones."""
 
     class Preloaded(LearnerProcess):
         def _command(self, placement: str) -> list[str]:

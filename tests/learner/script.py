@@ -1,7 +1,7 @@
-"""Runs under torchrun: several learner scenarios in one process group, because starting one costs more than what it does.
+"""Runs several learner scenarios in one process group under torchrun, because starting a group takes longer than a scenario.
 
-`script.py RUN_DIR OUT NAME...` makes each named scenario; rank 0 writes its findings to OUT/NAME.pt. A name is that of a method, a
-ZeRO stage, and a number or the name of a variant: `stage-2`, `stage-2-3`, `resume-2-lora`.
+`script.py RUN_DIR OUT NAME...` runs each scenario; rank 0 writes its result to OUT/NAME.pt. A name consists of a method, a ZeRO
+stage, and a number or the name of a variant: `stage-2`, `stage-2-3`, `resume-2-lora`.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ class Scenario:
         return self.recipe.model_copy(update={"learner": self.recipe.learner.model_copy(update=changes)})
 
     def ulysses(self, stage: int, variant: str = "plain") -> dict[str, Any]:
-        """As `stage`, with all ranks in one team, in micro-batches that are longer than what one rank may hold; recomputed at stage 3."""
+        """`stage` with all ranks in one team, in micro-batches longer than the limit of one rank; gradient checkpointing at stage 3."""
         changes = {"sequence_parallel": self.ranks.size, "max_tokens_per_microbatch": 128, "gradient_checkpointing": stage == 3}
         return self.in_teams_of(self.ranks.size).stage(stage, variant, **changes)
 
     def teams(self, stage: int) -> dict[str, Any]:
-        """As `objective`, with the ranks in teams of two."""
+        """`objective` with the ranks in teams of two."""
         return self.in_teams_of(2).objective(stage, 128, sequence_parallel=2)
 
     def exact(self, _: int) -> dict[str, float]:
         """Largest relative gap, over parameters, between a team's gradients and those of one rank alone, in float64."""
-        found = {}
+        gaps = {}
         for kind in ("qwen3", "qwen3 sliding", "llama"):
             model = _model(kind, register())
             gradients = []
@@ -87,8 +87,8 @@ class Scenario:
                 for parameter in model.parameters() if ranks.team else ():
                     dist.all_reduce(parameter.grad)
                 gradients.append([parameter.grad.clone() for parameter in model.parameters()])
-            found[kind] = max(((team - alone).abs().max() / alone.abs().max()).item() for alone, team in zip(*gradients, strict=True))
-        return found
+            gaps[kind] = max(((team - alone).abs().max() / alone.abs().max()).item() for alone, team in zip(*gradients, strict=True))
+        return gaps
 
     def in_teams_of(self, size: int) -> Scenario:
         other = copy(self)
@@ -96,63 +96,61 @@ class Scenario:
         return other
 
     def variant(self, stage: int, name: str, **changes: Any) -> Recipe:
-        """The recipe at a ZeRO stage: plain, with an adapter held near the base policy, or with all that the stage allows put aside."""
-        made = self.with_learner(zero_stage=stage, ranks=self.ranks.size, **changes)
+        """The recipe at a ZeRO stage: plain, with an adapter and a KL penalty, or with everything offloaded that the stage allows."""
+        recipe = self.with_learner(zero_stage=stage, ranks=self.ranks.size, **changes)
         if name == "plain":
-            return made
+            return recipe
         if name == "lora":
-            learner = made.learner.model_copy(update={"lora": LoraConfig(rank=4, alpha=8.0)})
-            return made.model_copy(update={"learner": learner, "objective": ObjectiveConfig(kl="k3", kl_coef=0.1)})
+            learner = recipe.learner.model_copy(update={"lora": LoraConfig(rank=4, alpha=8.0)})
+            return recipe.model_copy(update={"learner": learner, "objective": ObjectiveConfig(kl="k3", kl_coef=0.1)})
         assert name == "offload"
-        return made.but(
-            {"device": "auto", "learner.offload": "parameters" if stage == 3 else "optimizer"}
-        )  # auto: here a CPU, which it is for
+        return recipe.but({"device": "auto", "learner.offload": "parameters" if stage == 3 else "optimizer"})  # auto selects the CPU here
 
-    def engine(self, made: Recipe) -> PolicyEngine:
-        return PolicyEngine(self.run_dir / "versions" / "000000", made, self.ranks)
+    def engine(self, recipe: Recipe) -> PolicyEngine:
+        return PolicyEngine(self.run_dir / "versions" / "000000", recipe, self.ranks)
 
     def stage(self, stage: int, variant: str = "plain", **changes: Any) -> dict[str, Any]:
-        """Two updates; weights and metrics after them, and whether DeepSpeed put optimizer and weights aside."""
+        """Two updates; weights and metrics after them, and whether DeepSpeed offloaded optimizer and weights."""
         engine = self.engine(self.variant(stage, variant, **changes))
         updater = Updater(engine)
         metrics = [updater.update(batch) for batch in self.batches]
-        aside = (engine.deepspeed.zero_use_cpu_optimizer(), stage == 3 and engine.deepspeed.optimizer.offload_param)
-        return {"weights": gather_weights(engine), "metrics": metrics, "aside": aside}
+        offloaded = (engine.deepspeed.zero_use_cpu_optimizer(), stage == 3 and engine.deepspeed.optimizer.offload_param)
+        return {"weights": gather_weights(engine), "metrics": metrics, "offloaded": offloaded}
 
-    def objective(self, stage: int, tokens: int, **others: Any) -> dict[str, Any]:
+    def objective(self, stage: int, tokens: int, **learner: Any) -> dict[str, Any]:
         """Two updates with each of OBJECTIVES, in micro-batches of `tokens`; weights and metrics after them."""
-        found = {}
+        results = {}
         for name, changes in OBJECTIVES.items():
-            made = self.with_learner(zero_stage=stage, ranks=self.ranks.size, max_tokens_per_microbatch=tokens, **others)
-            made = made.model_copy(update={"objective": ObjectiveConfig.model_validate(changes)})
-            engine = self.engine(made)
+            recipe = self.with_learner(zero_stage=stage, ranks=self.ranks.size, max_tokens_per_microbatch=tokens, **learner)
+            recipe = recipe.model_copy(update={"objective": ObjectiveConfig.model_validate(changes)})
+            engine = self.engine(recipe)
             updater = Updater(engine)
             metrics = []
             for step, groups in enumerate(self.groups):
                 penalties = updater.score_penalties(counted_samples(groups))
-                metrics.append(updater.update(assemble(step, groups, made, penalties=penalties).batch))
-            found[name] = {"weights": gather_weights(engine), "metrics": metrics, "penalties": penalties}
-        return found
+                metrics.append(updater.update(assemble(step, groups, recipe, penalties=penalties).batch))
+            results[name] = {"weights": gather_weights(engine), "metrics": metrics, "penalties": penalties}
+        return results
 
     def entropy(self, stage: int) -> dict[str, Any]:
-        """Two updates with an entropy weight that changes, with both weights one after the other, and with the first one."""
+        """Two updates: with an entropy weight that changes, with both weights set one after the other, and with the first weight only."""
 
-        def made(weight: float | tuple[float, float]) -> Recipe:
+        def recipe_with(weight: float | tuple[float, float]) -> Recipe:
             return self.with_learner(zero_stage=stage).model_copy(update={"objective": ObjectiveConfig(entropy_coef=weight)})
 
         weights = {}
         for name, coefficients in {"changing": [(0.5, 0.1)] * 2, "one by one": [0.5, 0.1], "constant": [0.5, 0.5]}.items():
-            engine = self.engine(made(coefficients[0]))
+            engine = self.engine(recipe_with(coefficients[0]))
             for batch, coefficient in zip(self.batches, coefficients, strict=True):
-                engine.recipe = made(coefficient)
+                engine.recipe = recipe_with(coefficient)
                 Updater(engine).update(batch)
             weights[name] = gather_weights(engine)
         return weights
 
     def resume(self, stage: int, variant: str = "plain") -> dict[str, Any]:
-        """Update, checkpoint, update - and the second update again from the checkpoint, in a fresh engine."""
-        made = self.variant(stage, variant, weight_decay=0.1)
-        engine = self.engine(made)
+        """Update, checkpoint, update; then the second update again from the checkpoint, in a fresh engine."""
+        recipe = self.variant(stage, variant, weight_decay=0.1)
+        engine = self.engine(recipe)
         updater = Updater(engine)
         updater.update(self.batches[0])
         meta = CheckpointMeta(step=1, parent=0, ranks=self.ranks.size, zero_stage=stage)
@@ -160,15 +158,15 @@ class Scenario:
         save(root, engine, meta, keep=2)
         noise = torch.rand(3)
         updater.update(self.batches[1])
-        again = self.engine(made)
-        found = newest(root)
-        assert found is not None
-        assert found.meta == meta
-        restore(found, again)
-        assert torch.equal(torch.rand(3), noise), "the random state came back"
-        Updater(again).update(self.batches[1])
-        saved = {name: state for file in (found.folder / "state").glob("*.pt") for name, state in _contents(file)}
-        return {"weights": gather_weights(engine), "again": gather_weights(again), "saved": saved}
+        resumed = self.engine(recipe)
+        checkpoint = newest(root)
+        assert checkpoint is not None
+        assert checkpoint.meta == meta
+        restore(checkpoint, resumed)
+        assert torch.equal(torch.rand(3), noise), "the random state is restored"
+        Updater(resumed).update(self.batches[1])
+        saved = {name: state for file in (checkpoint.folder / "state").glob("*.pt") for name, state in _contents(file)}
+        return {"weights": gather_weights(engine), "resumed": gather_weights(resumed), "saved": saved}
 
     def _root(self, stage: int, ranks: int, variant: str) -> Path:
         return self.run_dir / f"checkpoints-{stage}-{ranks}-{variant}"
@@ -178,26 +176,26 @@ class Scenario:
         return self.cross(stage, stage, variant)
 
     def cross(self, stage: int, source: int, variant: str = "plain") -> dict[str, Any]:
-        """The same from the checkpoint of stage `source`."""
+        """The second update, from the checkpoint that two ranks wrote at stage `source`."""
         engine = self.engine(self.variant(stage, variant, weight_decay=0.1))
-        found = newest(self._root(source, 2, variant))
-        assert found is not None and found.meta.ranks == 2
-        restore(found, engine)
-        left = [path.name for path in found.folder.parent.iterdir()]
+        checkpoint = newest(self._root(source, 2, variant))
+        assert checkpoint is not None and checkpoint.meta.ranks == 2
+        restore(checkpoint, engine)
+        folders = [path.name for path in checkpoint.folder.parent.iterdir()]
         metrics = Updater(engine).update(self.batches[1])
-        return {"weights": gather_weights(engine), "metrics": metrics, "left": left}
+        return {"weights": gather_weights(engine), "metrics": metrics, "checkpoints": folders}
 
     def crossppo(self, stage: int, source: int) -> dict[str, Any]:
-        """The second update of `shared`, in which head and trunk have made different numbers of steps, from another stage's checkpoint."""
+        """The second update of `shared`, from another stage's checkpoint. Head and trunk have different step counts in it."""
         engine, _, updater = self._actor_and_critic(self._with_critic(stage, SHARED, weight_decay=0.1))
-        found = newest(self.run_dir / f"checkpoints-shared-{source}-2" / "1")
-        assert found is not None
-        restore(found, engine)
+        checkpoint = newest(self.run_dir / f"checkpoints-shared-{source}-2" / "1")
+        assert checkpoint is not None
+        restore(checkpoint, engine)
         updater.update(self._ppo_batches(engine.recipe)[1])
         return {"weights": gather_weights(engine), "heads": _heads(engine)}
 
     def refused(self, stage: int) -> dict[str, str]:
-        """What is said of checkpoints that cannot be gone on from: never trained, without a critic, of another model."""
+        """Error messages for checkpoints that cannot be resumed: without a step, without a critic, of another model."""
         fresh = self.run_dir / "checkpoints-fresh"
         engine = self.engine(self.with_learner(zero_stage=3, ranks=self.ranks.size))
         save(fresh, engine, CheckpointMeta(step=1, parent=0, ranks=self.ranks.size, zero_stage=3), keep=1)
@@ -209,23 +207,23 @@ class Scenario:
             "no head": (shared, self._root(3, 2, "plain")),
             "other groups": (shared, self._root(0, 2, "plain")),
         }
-        said = {}
-        for name, (made, root) in trials.items():
-            found = newest(root)
-            assert found is not None
-            target, critic, _ = self._actor_and_critic(made) if made.critic else (self.engine(made), None, None)
+        errors = {}
+        for name, (recipe, root) in trials.items():
+            checkpoint = newest(root)
+            assert checkpoint is not None
+            target, critic, _ = self._actor_and_critic(recipe) if recipe.critic else (self.engine(recipe), None, None)
             try:
-                restore(found, target, critic=critic)
+                restore(checkpoint, target, critic=critic)
             except LearnerError as error:
-                said[name] = str(error)
-            assert not list(root.glob(".*")), "what was written on the way is gone"
-        return said
+                errors[name] = str(error)
+            assert not list(root.glob(".*")), "temporary files are deleted"
+        return errors
 
     def hostile(self, stage: int) -> dict[str, Any]:
-        """What is said of a checkpoint of `resume` with a program in one of its files, at its own stage and at another one."""
+        """Error messages for a checkpoint of `resume` with a program in one of its files, at its own stage and at another one."""
         source = newest(self._root(stage, self.ranks.size, "plain"))
         assert source is not None
-        ran, said = self.run_dir / "ran", {}
+        ran, errors = self.run_dir / "ran", {}
         for target in (stage, 0 if stage else 3):
             engine = self.engine(self.variant(target, "plain", weight_decay=0.1))
             for file in sorted(path.relative_to(source.folder) for path in source.folder.rglob("*.pt")):
@@ -236,101 +234,104 @@ class Scenario:
                 try:
                     restore(replace(source, folder=folder), engine)
                 except LearnerError as error:
-                    said[target, str(file)] = str(error)
-        return {"said": said, "files": len(list(source.folder.rglob("*.pt"))), "ran": ran.exists()}
+                    errors[target, str(file)] = str(error)
+        return {"errors": errors, "files": len(list(source.folder.rglob("*.pt"))), "ran": ran.exists()}
 
     def ppo(self, stage: int, pieces: int = 1) -> dict[str, Any]:
         return self._ppo(stage, CriticConfig(lr=1e-2, epochs=2, minibatches=pieces, warmup_steps=1, gamma=0.97, lam=0.9))
 
     def shared(self, stage: int, **changes: Any) -> dict[str, Any]:
-        """PPO with a head on the policy's trunk. Weight decay makes more groups of parameters, and would show in a frozen trunk."""
+        """PPO with a head on the policy's trunk. Weight decay adds parameter groups, and would change a trunk that is not frozen."""
         return self._ppo(stage, SHARED, weight_decay=0.1, **changes)
 
     def _ppo(self, stage: int, config: CriticConfig, **changes: Any) -> dict[str, Any]:
-        """A step in which only the critic learns, one in which both do, and the second again from the checkpoint between them."""
-        made = self._with_critic(stage, config, **changes)
-        batches = self._ppo_batches(made)
-        first, critic, updater = self._actor_and_critic(made)
+        """A step that trains only the critic, one that trains both, and the second again from the checkpoint between them."""
+        recipe = self._with_critic(stage, config, **changes)
+        batches = self._ppo_batches(recipe)
+        first, critic, updater = self._actor_and_critic(recipe)
         before = gather_weights(first)
         metrics = [updater.update(batches[0])]
         warmed = gather_weights(first)
         meta = CheckpointMeta(step=1, parent=0, ranks=self.ranks.size, zero_stage=stage)
-        root = self.run_dir / f"checkpoints-{config.trunk}-{stage}-{self.ranks.size}" / str(made.learner.minibatches)
+        root = self.run_dir / f"checkpoints-{config.trunk}-{stage}-{self.ranks.size}" / str(recipe.learner.minibatches)
         save(root, first, meta, keep=1, critic=critic)
         metrics.append(updater.update(batches[1]))
-        again, critic_again, updater_again = self._actor_and_critic(made)
-        found = newest(root)
-        assert found is not None
-        restore(found, again, critic=critic_again)
-        updater_again.update(batches[1])
+        resumed, resumed_critic, resumed_updater = self._actor_and_critic(recipe)
+        checkpoint = newest(root)
+        assert checkpoint is not None
+        restore(checkpoint, resumed, critic=resumed_critic)
+        resumed_updater.update(batches[1])
         return {
             "before": before,
             "warmed": warmed,
             "weights": gather_weights(first),
-            "again": gather_weights(again),
-            "heads": [_heads(engine) for engine in (first, again)],
+            "resumed": gather_weights(resumed),
+            "heads": [_heads(engine) for engine in (first, resumed)],
             "metrics": metrics,
         }
 
     def _with_critic(self, stage: int, config: CriticConfig, **changes: Any) -> Recipe:
-        made = self.with_learner(zero_stage=stage, ranks=self.ranks.size, **changes)
-        return made.model_copy(update={"objective": ObjectiveConfig(advantage="gae"), "critic": config})
+        recipe = self.with_learner(zero_stage=stage, ranks=self.ranks.size, **changes)
+        return recipe.model_copy(update={"objective": ObjectiveConfig(advantage="gae"), "critic": config})
 
-    def _ppo_batches(self, made: Recipe) -> list[Batch]:
-        return [assemble(step, groups, made).batch for step, groups in enumerate(self.groups)]
+    def _ppo_batches(self, recipe: Recipe) -> list[Batch]:
+        return [assemble(step, groups, recipe).batch for step, groups in enumerate(self.groups)]
 
-    def _actor_and_critic(self, made: Recipe) -> tuple[PolicyEngine, Critic | None, Updater]:
-        engine = self.engine(made)
-        assert made.critic is not None
-        critic = None if made.critic.shared else Critic(self.run_dir / "versions" / "000000", made, self.ranks)
+    def _actor_and_critic(self, recipe: Recipe) -> tuple[PolicyEngine, Critic | None, Updater]:
+        engine = self.engine(recipe)
+        assert recipe.critic is not None
+        critic = None if recipe.critic.shared else Critic(self.run_dir / "versions" / "000000", recipe, self.ranks)
         return engine, critic, Updater(engine, critic=critic)
 
     def poisoned(self, stage: int, variant: str = "plain") -> dict[str, Any]:
-        """A gradient with a NaN in it, then a good update; compared with the good update alone."""
-        made = self.variant(stage, variant)
-        engine = self.engine(made)
+        """An update whose gradient contains NaN, then a good update; compared with the good update alone."""
+        recipe = self.variant(stage, variant)
+        engine = self.engine(recipe)
         before = gather_weights(engine)
         updater = Updater(engine)
-        handle = engine.lm.base_model.layers[1].register_full_backward_hook(_poison if self.ranks.rank == 0 else _leave)
+        handle = engine.lm.base_model.layers[1].register_full_backward_hook(_poison if self.ranks.rank == 0 else _keep_gradient)
         metrics = updater.update(self.batches[0])
         handle.remove()
         after = gather_weights(engine)
         updater.update(self.batches[0])
-        clean = self.engine(made)
+        clean = self.engine(recipe)
         Updater(clean).update(self.batches[0])
-        return {"before": before, "after": after, "metrics": metrics, "then": gather_weights(engine), "clean": gather_weights(clean)}
+        return {"before": before, "after": after, "metrics": metrics, "after_next": gather_weights(engine), "clean": gather_weights(clean)}
 
     def odd(self, stage: int) -> dict[str, Any]:
-        """Batches at the edge of what there is: empty ones, completions of one token, groups of one, a token that no model has."""
+        """Edge-case batches: empty, completions of one token, groups of one, a token outside the vocabulary."""
         plain = self.with_learner(zero_stage=stage, ranks=self.ranks.size)
         separate = self._with_critic(stage, CriticConfig())
-        found: dict[str, Any] = {"empty": {}}
-        for name, made in (("plain", plain), ("separate", separate), ("shared", self._with_critic(stage, SHARED))):
-            engine, _, updater = self._actor_and_critic(made) if made.critic else (self.engine(made), None, Updater(self.engine(made)))
+        results: dict[str, Any] = {"empty": {}}
+        for name, setup in (("plain", plain), ("separate", separate), ("shared", self._with_critic(stage, SHARED))):
+            if setup.critic:
+                engine, _, updater = self._actor_and_critic(setup)
+            else:
+                updater = Updater(engine := self.engine(setup))
             before = gather_weights(engine)
             metrics = updater.update(Batch(step=1, samples=(), denominator=0, group_indices=(0, 1)))
-            found["empty"][name] = {"before": before, "after": gather_weights(engine), "metrics": metrics}
+            results["empty"][name] = {"before": before, "after": gather_weights(engine), "metrics": metrics}
         short = [random_group(index, size=size, lengths=(1, 1), turns=1) for index, size in ((40, 4), (41, 1), (42, 1))]
-        alone = plain.model_copy(
+        ungrouped = plain.model_copy(
             update={
                 "objective": ObjectiveConfig(advantage="reinforce++"),
                 "rollout": plain.rollout.model_copy(update={"group": {"size": 1}}),
             }
         )
-        engine = self.engine(alone)
+        engine = self.engine(ungrouped)
         before = gather_weights(engine)
-        batch = assemble(0, [replace(group, index=place) for place, group in enumerate(short)], alone).batch
+        batch = assemble(0, [replace(group, index=number) for number, group in enumerate(short)], ungrouped).batch
         metrics = Updater(engine).update(batch)
-        found["short"] = {"before": before, "after": gather_weights(engine), "metrics": metrics, "samples": len(batch.samples)}
-        strange = replace(batch.samples[0], token_ids=(*batch.samples[0].token_ids[:-1], 5000))
+        results["short"] = {"before": before, "after": gather_weights(engine), "metrics": metrics, "samples": len(batch.samples)}
+        invalid = replace(batch.samples[0], token_ids=(*batch.samples[0].token_ids[:-1], 5000))
         try:
-            Updater(engine).update(replace(batch, samples=(strange, *batch.samples[1:])))
+            Updater(engine).update(replace(batch, samples=(invalid, *batch.samples[1:])))
         except LearnerError as error:
-            found["strange"] = str(error)
-        return found
+            results["unknown_token"] = str(error)
+        return results
 
     def source(self, stage: int) -> dict[str, Any]:
-        """What vLLM's weight transfer would be given, walked twice on every rank."""
+        """The weights that vLLM's weight transfer would get, iterated twice on every rank."""
         from agentrl.learner.nccl_source import DeepSpeedWeightSource
 
         engine = self.engine(self.with_learner(zero_stage=stage, ranks=self.ranks.size))
@@ -339,11 +340,11 @@ class Scenario:
         passes = [dict(source), dict(source)]
         assert [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in passes[0].items()] == declared
         grouped = [name for names, _ in source.iter_groups() for name in names]
-        return {"sent": passes[0], "again": passes[1], "weights": gather_weights(engine), "grouped": grouped}
+        return {"sent": passes[0], "sent_again": passes[1], "weights": gather_weights(engine), "grouped": grouped}
 
 
 class _Program:
-    """Whoever unpickles one runs a program."""
+    """An object that runs a program when it is unpickled."""
 
     def __init__(self, canary: Path) -> None:
         self.canary = canary
@@ -353,13 +354,13 @@ class _Program:
 
 
 def _heads(engine: PolicyEngine) -> dict[str, torch.Tensor]:
-    """Parameters that are trained and not published."""
-    found = {}
+    """Parameters that are trained but not published."""
+    parameters = {}
     for name, parameter in engine.scorer.named_parameters():
         if name.startswith("value."):
             with engine.gathered(parameter) as full:
-                found[name] = full.clone()
-    return found
+                parameters[name] = full.clone()
+    return parameters
 
 
 def _contents(file: Path) -> list[tuple[str, int]]:
@@ -373,21 +374,21 @@ def _poison(module: Any, grad_input: Any, grad_output: Any) -> Any:
     return tuple(None if grad is None else grad * float("nan") for grad in grad_input)
 
 
-def _leave(module: Any, grad_input: Any, grad_output: Any) -> Any:
+def _keep_gradient(module: Any, grad_input: Any, grad_output: Any) -> Any:
     return None
 
 
-def main(kind_of: type[Scenario] = Scenario) -> None:
+def main(scenario_class: type[Scenario] = Scenario) -> None:
     run_dir, out, *names = sys.argv[1:]
     ranks = processes.join("cpu")
-    scenario = kind_of(Path(run_dir), ranks)
+    scenario = scenario_class(Path(run_dir), ranks)
     for name in names:
-        kind, _, argument = name.partition("-")
+        method, _, argument = name.partition("-")
         stage, _, extra = argument.partition("-")
         numbers = {"objective": "tokens", "cross": "source", "crossppo": "source", "ppo": "pieces"}
-        key = numbers.get(kind, "minibatches") if extra.isdecimal() else "variant"
+        key = numbers.get(method, "minibatches") if extra.isdecimal() else "variant"
         changes = {key: int(extra) if extra.isdecimal() else extra} if extra else {}
-        result = getattr(scenario, kind)(int(stage), **changes)
+        result = getattr(scenario, method)(int(stage), **changes)
         if ranks.is_first:
             torch.save(result, Path(out) / f"{name}.pt")
     ranks.barrier()

@@ -1,4 +1,4 @@
-"""A loss that takes its time, as a first batch does that compiles; and one that never ends."""
+"""A loss that is slow, like a first batch that compiles, and that can hang."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _calls = 0
 
 
 def slow(tokens: Any, *, seconds: float, stuck_at: int) -> tuple[Tensor, Tensor]:
-    """The plain surrogate, `seconds` late. Call number `stuck_at` never returns: its process lives and computes, and makes no step."""
+    """The plain surrogate, `seconds` late. Call number `stuck_at` never returns: its process runs without making a step."""
     global _calls
     _calls += 1
     time.sleep(seconds)

@@ -1,4 +1,4 @@
-"""How versions reach the server over NCCL: everything but NCCL itself, against a real HTTP server."""
+"""Versions sent to the server over NCCL: everything except NCCL, against a real HTTP server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agentrl.learner.broadcast import Broadcaster, ServerAddress, deadline, rend
 from agentrl.learner.driver_reports import SILENT
 from agentrl.serving.access import NAME, announced_server
 from tests.cluster.hosts import hosts
-from tests.learner.building import recipe
+from tests.learner.building import build_recipe
 
 
 class OneRank:
@@ -34,18 +34,18 @@ class Engine:
 
 
 class Weights:
-    """The server's control route and the channel to it; remembers who connected and what was sent."""
+    """The server's control route and the channel to it; records the connections and the versions sent."""
 
     def __init__(self) -> None:
         self.version = 0
-        self.carried = "0"
+        self.weight_version = "0"
         self.connected: list[int] = []
         self.sent: list[int] = []
         self.broken = self.hangs = False
-        self.shut, self.aborted = 0, threading.Event()
+        self.shutdowns, self.aborted = 0, threading.Event()
 
     def shutdown(self) -> None:
-        self.shut += 1
+        self.shutdowns += 1
         self.aborted.set()
 
     def send_weights(self) -> None:
@@ -55,7 +55,7 @@ class Weights:
         if self.broken:
             raise RuntimeError("NCCL error: remote process exited")
         self.sent.append(self.version)
-        self.carried = str(self.version)
+        self.weight_version = str(self.version)
 
     def connect(self, engine: Any, server: ServerAddress, timeout_s: float) -> tuple[Any, Any]:
         self.connected.append(server.start)
@@ -71,7 +71,7 @@ def weights() -> Weights:
 def url(weights: Weights) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            body = json.dumps({"weight_version": weights.carried}).encode()
+            body = json.dumps({"weight_version": weights.weight_version}).encode()
             self.send_response(200 if self.headers["Authorization"] == "Bearer k" else 401)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -89,9 +89,9 @@ def url(weights: Weights) -> Iterator[str]:
     server.server_close()
 
 
-def make(tmp_path: Path, weights: Weights, *, patience_s: float = 60.0) -> Broadcaster:
-    made = recipe(serving={"startup_timeout_s": patience_s, "request_timeout_s": 0.2})
-    return Broadcaster(lambda: announced_server(tmp_path), made, Engine(), connect=weights.connect)  # type: ignore[arg-type]
+def build_broadcaster(tmp_path: Path, weights: Weights, *, patience_s: float = 60.0) -> Broadcaster:
+    recipe = build_recipe(serving={"startup_timeout_s": patience_s, "request_timeout_s": 0.2})
+    return Broadcaster(lambda: announced_server(tmp_path), recipe, Engine(), connect=weights.connect)  # type: ignore[arg-type]
 
 
 def announce(tmp_path: Path, url: str, start: int) -> None:
@@ -99,56 +99,56 @@ def announce(tmp_path: Path, url: str, start: int) -> None:
 
 
 def test_versions_reuse_a_connection_and_a_new_server_gets_a_new_one(tmp_path: Path, weights: Weights, url: str) -> None:
-    made = make(tmp_path, weights)
+    broadcaster = build_broadcaster(tmp_path, weights)
     announce(tmp_path, url, 11)
-    made.send(1)
-    made.send(2)
+    broadcaster.send(1)
+    broadcaster.send(2)
     announce(tmp_path, url, 12)
-    made.send(3)
+    broadcaster.send(3)
     assert (weights.sent, weights.connected) == ([1, 2, 3], [11, 12])
-    assert weights.shut == 1, "the communicator with the lost server is freed"
+    assert weights.shutdowns == 1, "the communicator with the lost server is freed"
 
 
 def test_catch_up_sends_only_a_missing_version(tmp_path: Path, weights: Weights, url: str) -> None:
     announce(tmp_path, url, 1)
-    weights.carried = "5"
-    made = make(tmp_path, weights)
-    made.catch_up(5)
+    weights.weight_version = "5"
+    broadcaster = build_broadcaster(tmp_path, weights)
+    broadcaster.catch_up(5)
     assert weights.connected == []
-    made.catch_up(6)
+    broadcaster.catch_up(6)
     assert weights.sent == [6]
 
 
 def test_a_missing_server_or_broken_channel_raises(tmp_path: Path, weights: Weights, url: str) -> None:
     with pytest.raises(LearnerError, match="no inference server started"):
-        make(tmp_path, weights, patience_s=0.3).send(1)
-    made = make(tmp_path, weights)
+        build_broadcaster(tmp_path, weights, patience_s=0.3).send(1)
+    broadcaster = build_broadcaster(tmp_path, weights)
     announce(tmp_path, url, 1)
     weights.broken = True
     with pytest.raises(LearnerError, match="version 1 could not be sent to the server: RuntimeError: NCCL error"):
-        made.send(1)
+        broadcaster.send(1)
 
 
 def test_a_collective_that_hangs_is_aborted_at_its_deadline(tmp_path: Path, weights: Weights, url: str) -> None:
-    made = make(tmp_path, weights)
+    broadcaster = build_broadcaster(tmp_path, weights)
     announce(tmp_path, url, 1)
     weights.hangs = True
     with pytest.raises(LearnerError, match=r"sending version 1 did not end within 0\.4 s: the server or its node is lost"):
-        made.send(1)
-    assert weights.shut == 1 and weights.sent == []
+        broadcaster.send(1)
+    assert weights.shutdowns == 1 and weights.sent == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("abort", ["lambda: None", "lambda: time.sleep(60)", "lambda: 1 / 0"])
-def test_a_collective_that_no_abort_ends_ends_the_process(abort: str) -> None:
-    """Neither does an abort that hangs or raises keep the process."""
+def test_a_collective_that_cannot_be_aborted_ends_the_process(abort: str) -> None:
+    """The process also ends if the abort hangs or raises."""
     program = "import time; from agentrl.learner.broadcast import deadline\n"
     program += f"with deadline('connecting', 0.1, abort={abort}, grace_s=0.1): time.sleep(20)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
-    assert done.returncode == 1 and "connecting did not end within 0.1 s" in done.stderr and "this process ends" in done.stderr
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    assert result.returncode == 1 and "connecting did not end within 0.1 s" in result.stderr and "this process ends" in result.stderr
 
 
-def test_the_deadline_of_a_block_that_ends_has_no_effect() -> None:
+def test_a_deadline_has_no_effect_after_its_block_ended() -> None:
     aborts: list[int] = []
     with pytest.raises(KeyError), deadline("it", 0.05, abort=lambda: aborts.append(1)):
         raise KeyError("its own error")
@@ -158,8 +158,8 @@ def test_the_deadline_of_a_block_that_ends_has_no_effect() -> None:
     assert not aborts
 
 
-def test_the_rendezvous_is_at_the_address_that_reaches_the_server() -> None:
-    """On one machine it is the loopback address; with a server on another node, the address of this node."""
+def test_the_rendezvous_uses_the_address_that_reaches_the_server() -> None:
+    """The loopback address on one machine; the address of this node if the server runs on another one."""
     assert rendezvous(ServerAddress(url="http://127.0.0.1:8000", key="", start=1))[0] == "127.0.0.1"
     with hosts(2) as (learner, server):
         address, port = learner.inside(lambda: rendezvous(ServerAddress(url=f"http://{server.address}:8000", key="", start=1)))
@@ -178,7 +178,7 @@ group.barrier()
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_a_server_on_another_node_joins_the_learners_rendezvous() -> None:
-    """As `connect` does it, up to the communicator itself, which needs GPUs."""
+    """The steps of `connect` up to the communicator, which needs GPUs."""
     with hosts(2) as (learner, server):
         address, port = learner.inside(lambda: rendezvous(ServerAddress(url=f"http://{server.address}:8000", key="", start=1)))
         peers = [

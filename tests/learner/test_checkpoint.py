@@ -1,4 +1,4 @@
-"""Which checkpoint a learner goes on from, when power or disk failed in the middle of one."""
+"""The checkpoint that a learner resumes from after a power or disk failure during a write."""
 
 from __future__ import annotations
 
@@ -56,48 +56,48 @@ TORN: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("what", TORN)
-def test_a_torn_checkpoint_is_skipped(tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("damage", TORN)
+def test_a_torn_checkpoint_is_skipped(tmp_path: Path, damage: str) -> None:
     _write(tmp_path, 4)
     folder = _write(tmp_path, 5)
-    (tmp_path / ".000006.part" / "state").mkdir(parents=True)  # being written when the power went
+    (tmp_path / ".000006.part" / "state").mkdir(parents=True)  # a write that a power failure interrupted
     checkpoint = newest(tmp_path)
     assert checkpoint is not None and checkpoint.folder == folder and checkpoint.meta.step == 5
-    TORN[what](folder)
+    TORN[damage](folder)
     alerts: list[str] = []
     checkpoint = newest(tmp_path, alert=alerts.append)
     assert checkpoint is not None and checkpoint.meta.step == 4
     assert [alert.partition("\n")[0] for alert in alerts] == [f"checkpoint {folder} is damaged: the one before is used"]
     assert numbered(tmp_path, 5) is None and numbered(tmp_path, 6) is None
-    TORN[what](tmp_path / "000004")
+    TORN[damage](tmp_path / "000004")
     with pytest.raises(LearnerError, match=r"every checkpoint in .* is damaged; move that folder away"):
         newest(tmp_path)
 
 
-@pytest.mark.parametrize(("free", "kept"), [(0, ["000001", "000004"]), (10**9, ["000001", "000002", "000003", "000004"])])
+@pytest.mark.parametrize(("free", "remaining"), [(0, ["000001", "000004"]), (10**9, ["000001", "000002", "000003", "000004"])])
 def test_older_checkpoints_are_deleted_on_a_full_disk(
-    free: int, kept: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    free: int, remaining: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number in (1, 2, 3, 4):
         _write(tmp_path, number)
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     checkpoint._make_room(tmp_path, lambda: {1})
-    assert sorted(path.name for path in tmp_path.iterdir()) == kept
+    assert sorted(path.name for path in tmp_path.iterdir()) == remaining
     assert ("nearly full" in caplog.text) is (free == 0)
     TORN["a file"](tmp_path / "000004")
     _write(tmp_path, 3) if not (tmp_path / "000003").exists() else None
     checkpoint._make_room(tmp_path, tuple)
-    assert (tmp_path / "000003").exists(), "the newest is damaged, and the one before it is what a run goes on from"
+    assert (tmp_path / "000003").exists(), "the newest is damaged, so a run resumes from the one before it"
 
 
-def test_a_version_that_is_pinned_while_a_checkpoint_is_written_keeps_its_own(tmp_path: Path) -> None:
+def test_a_version_pinned_during_a_checkpoint_write_keeps_its_checkpoint(tmp_path: Path) -> None:
     for number in (1, 2):
         _write(tmp_path, number)
     pinned = set[int]()
 
     def write(folder: str, **options: object) -> None:
         Path(folder, "state").mkdir()
-        pinned.add(1)  # by a user, who sees the checkpoint
+        pinned.add(1)  # by a user, during the write
 
     ranks = SimpleNamespace(is_first=True, rank=0, barrier=lambda: None, device=SimpleNamespace(type="cpu"))
     engine: Any = SimpleNamespace(ranks=ranks, deepspeed=SimpleNamespace(save_checkpoint=write))

@@ -1,4 +1,4 @@
-"""That a critic can learn at all: returns that the tokens tell are found, and what the tokens do not tell is left."""
+"""A critic learns the returns that the tokens determine, and none that they do not."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from tests.learner.building import tiny_config
 CPU = torch.device("cpu")
 
 
-def _samples(seed: int, told: bool) -> tuple[Sample, ...]:
-    """64 episodes of 6 sampled tokens; the third is 10 or 11 and tells the score, or else (not `told`) the toss of a coin does."""
+def _samples(seed: int, informative: bool) -> tuple[Sample, ...]:
+    """64 episodes of 6 sampled tokens; the third is 10 or 11 and determines the score if `informative`; else the score is random."""
     rng = random.Random(seed)
-    made = []
+    samples = []
     for number in range(64):
         prompt, completion = [rng.randrange(20, 40) for _ in range(4)], [rng.randrange(8) for _ in range(6)]
         completion[2] = rng.choice((10, 11))
-        score = float(completion[2] == 10) if told else float(rng.random() < 0.5)
-        made.append(
+        score = float(completion[2] == 10) if informative else float(rng.random() < 0.5)
+        samples.append(
             Sample(
                 episode_id=str(number),
                 group_index=number,
@@ -42,58 +42,58 @@ def _samples(seed: int, told: bool) -> tuple[Sample, ...]:
                 rewards=(0.0,) * 9 + (score,),
             )
         )
-    return tuple(made)
+    return tuple(samples)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("told", [True, False])
-def test_values_change_from_the_informative_token_on(told: bool) -> None:
-    """After 40 batches, on episodes it has not seen. Before the third token everyone is worth 0.5; after it, 0 or 1."""
+@pytest.mark.parametrize("informative", [True, False])
+def test_values_change_from_the_informative_token_on(informative: bool) -> None:
+    """After 40 batches, on unseen episodes. Before the third token every state has the value 0.5; after it, 0 or 1."""
     torch.manual_seed(0)
     config = CriticConfig()
     scorer = ValueScorer(transformers.Qwen3ForCausalLM(tiny_config(attn_implementation=register(), initializer_range=0.2)))
     optimizer = torch.optim.AdamW(scorer.parameters(), lr=1e-2, weight_decay=0.0)
     for seed in range(40):
-        batch = build_micro_batch(_samples(seed, told), CPU)
+        batch = build_micro_batch(_samples(seed, informative), CPU)
         values = scorer(batch.input_ids, batch.layout, batch.positions)[batch.expand]
         _, returns = critic_advantages(batch, values, config)
         value_loss(values, values.detach(), returns).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    batch = build_micro_batch(_samples(1000, told), CPU)
+    batch = build_micro_batch(_samples(1000, informative), CPU)
     with torch.no_grad():
         values = scorer(batch.input_ids, batch.layout, batch.positions)[batch.expand].view(64, 6)
-    advantages, returns = (made.view(64, 6) for made in critic_advantages(batch, values.flatten(), config))
+    advantages, returns = (tensor.view(64, 6) for tensor in critic_advantages(batch, values.flatten(), config))
     torch.testing.assert_close(advantages, returns - values)
     explained = 1 - (returns - values).var(0) / returns.var(0)
-    assert (explained[:3].abs() < 0.2).all(), "no state before the third token's is worth more than another"
-    assert (explained[3:] > 0.8).all() if told else (explained[3:] < 0.2).all()
+    assert (explained[:3].abs() < 0.2).all(), "all states before the third token have the same value"
+    assert (explained[3:] > 0.8).all() if informative else (explained[3:] < 0.2).all()
 
 
-# Whitening of a critic's advantages where the usual arithmetic has nothing to divide by.
+# Whitening of a critic's advantages, also if their standard deviation is zero or not finite.
 @pytest.fixture
-def alone() -> Iterator[Ranks]:
+def one_rank() -> Iterator[Ranks]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert dist.group.WORLD is not None
     yield Ranks(rank=0, size=1, device=torch.device("cpu"), control=dist.group.WORLD)
     dist.destroy_process_group()
 
 
-def test_advantages_are_whitened_over_all_micro_batches_at_once(alone: Ranks) -> None:
+def test_advantages_are_whitened_over_all_micro_batches_at_once(one_rank: Ranks) -> None:
     parts = [torch.tensor([1.0, 2.0]), torch.tensor([]), torch.tensor([6.0])]
-    shift, scale = advantage_moments(parts, alone)
+    shift, scale = advantage_moments(parts, one_rank)
     assert (shift, scale) == pytest.approx((3.0, math.sqrt(14 / 3)))
 
 
 @pytest.mark.parametrize("count", [1, 7])
-def test_equal_advantages_become_zeros(alone: Ranks, count: int) -> None:
-    """All episodes scored alike under a critic that tells nothing apart: no token is better than another, so none is reinforced."""
+def test_equal_advantages_become_zeros(one_rank: Ranks, count: int) -> None:
+    """Equal scores under a critic with equal values: no token is better than another, so none is reinforced."""
     equal = torch.full((count,), 0.7)
-    shift, scale = advantage_moments([equal], alone)
+    shift, scale = advantage_moments([equal], one_rank)
     assert ((equal - shift) / scale).tolist() == [0.0] * count
 
 
-def test_a_non_finite_advantage_makes_all_non_finite(alone: Ranks) -> None:
-    """Not only its own minibatch: what the others would be divided by is not known."""
-    shift, scale = advantage_moments([torch.tensor([1.0, 2.0]), torch.tensor([math.nan])], alone)
+def test_a_non_finite_advantage_makes_all_non_finite(one_rank: Ranks) -> None:
+    """Not only in its own minibatch: the scale of the others is not known."""
+    shift, scale = advantage_moments([torch.tensor([1.0, 2.0]), torch.tensor([math.nan])], one_rank)
     assert not ((torch.ones(3) - shift) / scale).isfinite().any()

@@ -1,4 +1,4 @@
-"""A forest of prefixes gives the numbers of the plain computation, one sequence at a time, for fewer tokens."""
+"""A forest of prefixes gives the same numbers as one sequence at a time, with fewer tokens."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ def _model(kind: str, attention: str) -> transformers.PreTrainedModel:
 
 
 def _samples(seed: int) -> list[Sample]:
-    """Groups that share a prompt, episodes of two turns that share more, one twin, one-token completions."""
+    """Groups that share a prompt, episodes of two turns that share more, one duplicate, one-token completions."""
     rng = random.Random(seed)
-    made = []
+    samples = []
     for group in range(4):
         prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(5, 25))]
         for number in range(6):
@@ -82,8 +82,8 @@ def _samples(seed: int) -> list[Sample]:
             tool, final = [rng.randrange(VOCABULARY)] * 4, [rng.randrange(2)]
             ids = [*prompt, *completion, *tool, *final]
             mask = [False] * len(prompt) + [True] * len(completion) + [False] * 4 + [True]
-            made.append(_sample(f"{group}-{number}", group, ids, mask, rng))
-    return [*made, _sample("twin", 3, list(made[-1].token_ids), list(made[-1].loss_mask), rng)]
+            samples.append(_sample(f"{group}-{number}", group, ids, mask, rng))
+    return [*samples, _sample("twin", 3, list(samples[-1].token_ids), list(samples[-1].loss_mask), rng)]
 
 
 def _sample(name: str, group: int, ids: list[int], mask: list[bool], rng: random.Random) -> Sample:
@@ -113,15 +113,15 @@ def test_logprobs_and_gradients_equal_the_plain_computation(kind: str, budget: i
         batch = build_micro_batch(rows, CPU)
         tokens += batch.input_ids.shape[1]
         logprobs, _ = scorer(batch.input_ids, batch.layout, batch.positions, batch.targets, 0.7)
-        found = logprobs[batch.expand]
-        (found * batch.advantages).sum().backward()
+        trained_logprobs = logprobs[batch.expand]
+        (trained_logprobs * batch.advantages).sum().backward()
         expected = []
         for row in rows:
             ids, mask = torch.tensor([row.token_ids]), torch.tensor(row.loss_mask[1:])
             logits = plain(input_ids=ids, use_cache=False).logits[0, :-1] / 0.7
             expected.append(logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[mask, 0])
         (torch.cat(expected) * batch.advantages).sum().backward()
-        assert _gap(found, torch.cat(expected)) < 1e-12
+        assert _gap(trained_logprobs, torch.cat(expected)) < 1e-12
     assert tokens < 0.75 * sum(len(sample.token_ids) for sample in samples)
     for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert _gap(ours.grad, theirs.grad) < 1e-10, name
@@ -137,19 +137,19 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
         logprobs, _ = TokenScorer(model)(batch.input_ids, batch.layout, batch.positions, batch.targets, 1.0)
         (logprobs[batch.expand] * batch.advantages).sum().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
-    for kept, recomputed in zip(*gradients, strict=True):
-        assert _gap(recomputed, kept) < 1e-12
+    for stored, recomputed in zip(*gradients, strict=True):
+        assert _gap(recomputed, stored) < 1e-12
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 7])
 def test_the_block_kernel_equals_the_branch_kernel(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlexAttention, which CUDA uses, run here without a compiler; its backward pass has no CPU form."""
+    """FlexAttention, which CUDA uses, without a compiler. Its backward pass has no CPU implementation."""
     from torch.nn.attention.flex_attention import flex_attention
 
     monkeypatch.setattr(forest_attention, "_flex", lambda: flex_attention)
     layout = ForestLayout(build_forest([sample.token_ids for sample in _samples(2)]), CPU)
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, layout.length, 16, dtype=torch.float64) for heads in (4, 2, 2))
-    found = forest_attention._by_branch(query, key, value, layout, 0.3, window)
-    assert _gap(found, forest_attention._by_block(query, key, value, layout, 0.3, window)) < 1e-12
+    by_branch = forest_attention._by_branch(query, key, value, layout, 0.3, window)
+    assert _gap(by_branch, forest_attention._by_block(query, key, value, layout, 0.3, window)) < 1e-12

@@ -1,4 +1,4 @@
-"""What the ledger learns of a step: how many tokens of each group were trained, or why none were."""
+"""What the ledger records of a step: how many tokens of each group were trained, or why none were."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def uses(*failures: UpdateFailure, optimizer_steps: float) -> dict[int, GroupUse
 
 
 @pytest.mark.parametrize("failures", [(), (failure("group", 2),), (failure("critic", 0, 1),)])
-def test_while_the_critic_warms_up_no_token_is_trained_whatever_was_skipped(failures: tuple[UpdateFailure, ...]) -> None:
+def test_no_token_is_trained_while_the_critic_warms_up(failures: tuple[UpdateFailure, ...]) -> None:
     assert uses(*failures, optimizer_steps=0.0) == dict.fromkeys((0, 1), GroupUse(reason="critic_warmup"))
 
 

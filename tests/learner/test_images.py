@@ -1,4 +1,4 @@
-"""The learner computes exactly what the vision-language model does, in forests too, and notices images that are not the recorded ones."""
+"""The learner computes the same logprobs as the vision-language model, in forests too, and detects images that were not recorded."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from agentrl.learner.token_scorer import TokenScorer, check_scorer
 from agentrl.records import Group, Sample
 from agentrl.records.images import FIRST, image_ids, plain_ids
 from agentrl.testing.tiny_vision import write_vision_model
-from tests.learner.building import episode, recipe, scored, turn
+from tests.learner.building import build_recipe, episode, scored, turn
 
 CPU = torch.device("cpu")
 
 
 class Run:
-    """A run folder with a vision-language model, and token ids that show images."""
+    """A run folder with a vision-language model, and token ids that contain images."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoProcessor
@@ -37,7 +37,7 @@ class Run:
         base = folder / "versions" / "000000"
         self.reference = write_vision_model(base)
         self.processor, self.media = AutoProcessor.from_pretrained(base), MediaFolder(folder)
-        self.lm = load_model(base, recipe(), CPU)
+        self.lm = load_model(base, build_recipe(), CPU)
 
     def image(self, seed: int, size: tuple[int, int] = (40, 56)) -> tuple[int, ...]:
         values = torch.randint(256, (*size, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)).numpy()
@@ -77,22 +77,22 @@ def score(lm: Any, samples: Sequence[Sample]) -> torch.Tensor:
 @pytest.mark.slow
 def test_a_forest_with_images_has_the_logprobs_of_plain_sequences(run: Run) -> None:
     """Sequences that share an image, that differ only in the image, with equal images in a row, with several sizes, and without any."""
-    one, two, wide = run.image(1), run.image(2), run.image(3, (30, 112))
-    assert plain_ids(one) == plain_ids(two) and len(wide) != len(one)
-    shown: list[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]] = [
-        ((7, 8, *one, 9, 10, 11, 12), (one,)),
-        ((7, 8, *one, 9, 10, 13, 14), (one,)),
-        ((7, 8, *two, 9, 10, 11, 12), (two,)),
-        ((7, *one, *one, 5, 6, 7, 8, *wide, 1, 2, 3), (one, one, wide)),
+    first, second, wide = run.image(1), run.image(2), run.image(3, (30, 112))
+    assert plain_ids(first) == plain_ids(second) and len(wide) != len(first)
+    sequences: list[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]] = [
+        ((7, 8, *first, 9, 10, 11, 12), (first,)),
+        ((7, 8, *first, 9, 10, 13, 14), (first,)),
+        ((7, 8, *second, 9, 10, 11, 12), (second,)),
+        ((7, *first, *first, 5, 6, 7, 8, *wide, 1, 2, 3), (first, first, wide)),
         ((7, 8, 9, 10, 11, 12), ()),
     ]
-    samples = [sample(ids) for ids, _ in shown]
+    samples = [sample(ids) for ids, _ in sequences]
     logprobs = score(run.lm, samples).view(len(samples), 3)
-    for row, (ids, images) in zip(logprobs, shown, strict=True):
+    for row, (ids, images) in zip(logprobs, sequences, strict=True):
         torch.testing.assert_close(row, run.logprobs(ids, *images)[-3:], rtol=0, atol=1e-4)
     assert (logprobs[0] - logprobs[2]).abs().max() > 1e-2, "the image matters"
     planned = [row for micro in plan_micro_batches(samples, rank=0, ranks=1, max_tokens=60) for row in micro]
-    assert sorted(one.token_ids for one in planned) == sorted(one.token_ids for one in samples)
+    assert sorted(row.token_ids for row in planned) == sorted(row.token_ids for row in samples)
     check_scorer(TokenScorer(run.lm), tolerance=1e-3)
     check_vocabulary(samples, 288)
     with pytest.raises(LearnerError, match="token 300"):
@@ -100,41 +100,41 @@ def test_a_forest_with_images_has_the_logprobs_of_plain_sequences(run: Run) -> N
 
 
 def test_an_image_token_that_the_policy_sampled_stays_a_token(run: Run) -> None:
-    one = run.image(1)
+    image = run.image(1)
     token = run.processor.image_token_id
-    ids = (7, *one, 3, token, 5, token, 6)
+    ids = (7, *image, 3, token, 5, token, 6)
     trunk = run.reference.model
     embedded = trunk.get_input_embeddings()(torch.tensor([plain_ids(ids)]))
-    pixels = run.processor(text="<image>", images=[open_png(run.media.read(f"{one[0] >> 23:010x}"))], return_tensors="pt")
+    pixels = run.processor(text="<image>", images=[open_png(run.media.read(f"{image[0] >> 23:010x}"))], return_tensors="pt")
     features = trunk.get_image_features(pixels["pixel_values"], pixels["pixel_attention_mask"], return_dict=True).pooler_output
-    places = [at for at, number in enumerate(ids) if number >= FIRST and plain_ids([number]) == [token]]
-    embedded[0, places] = features.flatten(0, 1)
+    positions = [at for at, number in enumerate(ids) if number >= FIRST and plain_ids([number]) == [token]]
+    embedded[0, positions] = features.flatten(0, 1)
     hidden = trunk.text_model(inputs_embeds=embedded).last_hidden_state
     expected = run.reference.lm_head(hidden)[0, :-1].log_softmax(-1).gather(-1, torch.tensor(plain_ids(ids[1:]))[:, None])[-4:, 0]
     torch.testing.assert_close(score(run.lm, [sample(ids, 4)]), expected, rtol=0, atol=1e-4)
 
 
 def test_an_image_trains_the_vision_tower_and_text_does_not(run: Run) -> None:
-    def trained(*ids: int) -> dict[str, bool]:
+    def gradients_of(*ids: int) -> dict[str, bool]:
         run.lm.zero_grad()
         score(run.lm, [sample(ids)]).sum().backward()
         return {name: weight.grad is not None and bool(weight.grad.any()) for name, weight in run.lm.named_parameters()}
 
-    moved = trained(7, *run.image(1), 3, 5, 6)
-    assert all(moved[name] for name in moved if not name.endswith("k_proj.bias")), [name for name in moved if not moved[name]]
-    moved = trained(7, 3, 5, 6, 8)
-    assert {"vision" in name or "connector" in name for name in moved if not moved[name]} == {True}
+    reached = gradients_of(7, *run.image(1), 3, 5, 6)
+    assert all(reached[name] for name in reached if not name.endswith("k_proj.bias")), [name for name in reached if not reached[name]]
+    reached = gradients_of(7, 3, 5, 6, 8)
+    assert {"vision" in name or "connector" in name for name in reached if not reached[name]} == {True}
 
 
-def test_what_is_not_the_recorded_image_raises(run: Run) -> None:
-    """Another image under the recorded ids, other ids for the image, a part of it, and one that is gone."""
-    one, wide = run.image(1), run.image(3, (30, 112))
-    other = tuple(token & (FIRST * 2 - 1) | wide[0] >> 23 << 23 for token in one)
-    for block in (other, (*one[:3], one[3] + 1, *one[4:]), one[:-1]):
+def test_an_image_that_differs_from_the_recorded_one_raises(run: Run) -> None:
+    """Another image under the recorded ids, other ids for the image, part of an image, and a missing image."""
+    image, wide = run.image(1), run.image(3, (30, 112))
+    other = tuple(token & (FIRST * 2 - 1) | wide[0] >> 23 << 23 for token in image)
+    for block in (other, (*image[:3], image[3] + 1, *image[4:]), image[:-1]):
         with pytest.raises(LearnerError, match="other tokens than the recorded ones"):
             score(run.lm, [sample((7, *block, 3, 5, 6))])
     with pytest.raises(InfrastructureError, match="missing"):
-        score(run.lm, [sample((7, *image_ids(plain_ids(one), "cd" * 32), 3, 5, 6))])
+        score(run.lm, [sample((7, *image_ids(plain_ids(image), "cd" * 32), 3, 5, 6))])
 
 
 def test_a_critic_reads_images(run: Run) -> None:
@@ -147,7 +147,7 @@ def test_a_critic_reads_images(run: Run) -> None:
     assert (values[0] - values[1]).abs().max() > 1e-3
 
 
-def test_a_probe_row_starts_with_no_part_of_an_image(run: Run) -> None:
+def test_a_probe_row_never_starts_inside_an_image(run: Run) -> None:
     wide = run.image(3, (30, 112))
     prompt = [7, *wide, *range(10, 115)]
     group = Group(index=0, task_id="t", task_key="k", episodes=(scored(episode("e", [turn(prompt, [1, 2, 3], [0.0] * 3)]), 1.0),))

@@ -8,7 +8,7 @@ from agentrl.learner.launch import Placement, address_towards, interface_of
 from agentrl.learner.ranks import loopback
 
 
-def test_a_placement_is_read_from_its_text() -> None:
+def test_a_placement_is_parsed_from_text() -> None:
     assert Placement.parse("4") == Placement(ranks=4)
     assert Placement.parse("8/1/2@10.0.0.1:29500") == Placement(ranks=8, node=1, nodes=2, host="10.0.0.1", port=29500)
     for text in ("", "x", "8/1", "8/1/2@host", "1/2/3/4@h:1"):

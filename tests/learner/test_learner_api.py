@@ -1,4 +1,4 @@
-"""The calls of a learner to its driver, with a network that loses answers: each has the effect of one call on the driver's disk."""
+"""Calls of a learner to its driver over a network that loses answers: each has the effect of one call on the driver's disk."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def use_everything(access: LearnerAccess, run: Path) -> list[object]:
     answers += [access.pending_rollback(), access.registry.latest(VersionState.SERVING), access.registry.pinned(), access.registry.prune(1)]
     access.forget_setbacks(1)
     answers.append(access.store.entries())
-    hashed = step_uses.extend_hash(step_uses.NO_STEPS, uses[0])
-    access.reconcile(1, hashed)
+    steps_hash = step_uses.extend_hash(step_uses.NO_STEPS, uses[0])
+    access.reconcile(1, steps_hash)
     answers += [access.registry.reconcile(1), access.store.entries(first=0)]
     with pytest.raises(StoreError, match="belongs to step 0"):
         access.store.assign(5, (0,))
@@ -64,8 +64,8 @@ def use_everything(access: LearnerAccess, run: Path) -> list[object]:
     return answers
 
 
-def lossy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every answer is lost the first time."""
+def lose_first_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loses the answer to the first attempt of every call."""
     request, sent = Link.request, set[tuple[str, bytes]]()
 
     def lose_first(self: Link, method: str, path: str, body: bytes = b"", **more: float) -> tuple[int, bytes]:
@@ -96,7 +96,7 @@ def test_calls_whose_answers_are_lost_have_the_effect_of_one_call(tmp_path: Path
         else:
             store.close()
             with driving(run) as driver:
-                lossy(monkeypatch)
+                lose_first_answers(monkeypatch)
                 access = RemoteAccess(Mirror(tmp_path / "mirror", Link(driver.url, driver.start_learner())))
                 answers = use_everything(access, run)
                 access.close()
@@ -107,8 +107,8 @@ def test_calls_whose_answers_are_lost_have_the_effect_of_one_call(tmp_path: Path
     assert ends[0] == ends[1]
 
 
-def test_a_call_is_recognised_after_any_number_of_reads(tmp_path: Path) -> None:
-    """The ranks of a large learner read while the answer to a call of the first one is lost."""
+def test_a_repeated_call_is_recognised_after_any_number_of_reads(tmp_path: Path) -> None:
+    """The other ranks of a large learner read while the answer to a call of the first rank is lost."""
     with driving(tmp_path / "run") as driver:
         link = driver.link(LEARNER)
         call = {"id": "uses", "uses": {"0": codec.to_data(GroupUse(tokens_trained=4))}}
@@ -119,22 +119,22 @@ def test_a_call_is_recognised_after_any_number_of_reads(tmp_path: Path) -> None:
     assert len((tmp_path / "run" / "checkpoints" / step_uses.CONSUMED_FILE).read_text().splitlines()) == 1
 
 
-def test_recorded_tokens_reach_the_driver_and_a_fault_ends_nothing(
+def test_recorded_tokens_reach_the_driver_and_a_fault_does_not_stop_the_learner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run, own = tmp_path / "run", tmp_path / "mirror"
+    run, mirror = tmp_path / "run", tmp_path / "mirror"
     monkeypatch.setattr(token_records, "MAX_TOTAL_BYTES", 400)
     record = token_records.TokenRecord(group=3, episode_id="a", part=0, logprobs=[-1.5], entropies=[0.5], weights=[1.25], clipped=[True])
     with driving(run) as driver:
         key = driver.start_learner()
-        access = RemoteAccess(Mirror(own, Link(driver.url, key)))
+        access = RemoteAccess(Mirror(mirror, Link(driver.url, key)))
         access.tokens_recorded(1, 0)  # a step that recorded none
         for step in range(1, 9):
-            token_records.write_records(own, step, 0, [record])
-            token_records.write_records(own, step, 1, [record])
+            token_records.write_records(mirror, step, 0, [record])
+            token_records.write_records(mirror, step, 1, [record])
             access.tokens_recorded(step, 0)
             access.tokens_recorded(step, 1)
-        assert token_records.read_records(run, 8, 3) == token_records.read_records(own, 8, 3) != []
+        assert token_records.read_records(run, 8, 3) == token_records.read_records(mirror, 8, 3) != []
         assert sum(path.stat().st_size for path in (run / "updates").iterdir()) <= 400
         for path in ("/updates/0/0", "/updates/1/-1", "/updates/1/512", "/updates/x/0", "/updates/..%2f1/0"):
             assert access._mirror.link.request("PUT", path, b"x", timeout_s=10)[0] in (400, 404), path
@@ -143,12 +143,12 @@ def test_recorded_tokens_reach_the_driver_and_a_fault_ends_nothing(
         access.tokens_recorded(8, 0)
         access.tokens_recorded(8, 1)
         access.close()
-    assert [one.message.partition(":")[0] for one in caplog.records if "no ratios" in one.message] == [
+    assert [entry.message.partition(":")[0] for entry in caplog.records if "no ratios" in entry.message] == [
         "the driver did not get the tokens of step 8, so agentrl view shows no ratios"
     ]
 
 
-def test_episodes_of_old_steps_are_deleted_when_the_learner_has_no_disk_of_the_run(tmp_path: Path) -> None:
+def test_episodes_of_old_steps_are_deleted_for_a_learner_without_the_drivers_disk(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "run" / "experience.sqlite")
     for index in range(6):
         store.put(make_group(index))

@@ -1,4 +1,4 @@
-"""Adapters: the gradients are those of the plain computation, taken off they leave the base policy, published they are its whole update."""
+"""Adapters: gradients equal the plain computation, a disabled adapter leaves the base policy, a published one is the full update."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ CONFIG = LoraConfig(rank=3, alpha=5.0)
 SCALE = 5.0 / 3.0
 
 
-def adapted(model: transformers.Qwen3ForCausalLM, config: LoraConfig = CONFIG) -> dict[str, tuple[Tensor, Tensor]]:
-    """Attaches an adapter that is not zero; A and B of each weight, by the name it has without one."""
+def attach_adapter(model: transformers.Qwen3ForCausalLM, config: LoraConfig = CONFIG) -> dict[str, tuple[Tensor, Tensor]]:
+    """Attaches a non-zero adapter; returns A and B of each weight, by the weight's name without an adapter."""
     dtype = model.dtype
     lora.attach(model, config, seed=0)
     generator = torch.Generator().manual_seed(1)
@@ -47,7 +47,7 @@ def test_adapter_gradients_follow_from_the_merged_weights(ranks: int, logits_at_
     Two ranks are two shares of the batch, whose gradients are summed.
     """
     plain, model = _model("qwen3", "sdpa"), _model("qwen3", register())
-    pairs = adapted(model)
+    pairs = attach_adapter(model)
     with torch.no_grad():
         for name, (a, b) in pairs.items():
             plain.get_parameter(name).add_(SCALE * b @ a)
@@ -74,16 +74,16 @@ def test_adapter_gradients_follow_from_the_merged_weights(ranks: int, logits_at_
 @pytest.mark.slow
 def test_a_disabled_adapter_leaves_the_base_policy() -> None:
     base, model = _model("qwen3", register()), _model("qwen3", register())
-    adapted(model)
+    attach_adapter(model)
     batch = build_micro_batch(tuple(_samples(2)), CPU)
-    given = (batch.input_ids, batch.layout, batch.positions, batch.targets, 1.0)
-    before, _ = TokenScorer(model)(*given)
+    inputs = (batch.input_ids, batch.layout, batch.positions, batch.targets, 1.0)
+    before, _ = TokenScorer(model)(*inputs)
     with torch.no_grad(), lora.disabled(model):
-        off, _ = TokenScorer(model)(*given)
-        assert torch.equal(off, TokenScorer(base)(*given)[0])
-    after, _ = TokenScorer(model)(*given)
+        disabled, _ = TokenScorer(model)(*inputs)
+        assert torch.equal(disabled, TokenScorer(base)(*inputs)[0])
+    after, _ = TokenScorer(model)(*inputs)
     assert torch.equal(after, before)
-    assert not torch.equal(after, off)
+    assert not torch.equal(after, disabled)
     after.sum().backward()
     adapters = [parameter for name, parameter in model.named_parameters() if ".lora_" in name]
     assert adapters and all(parameter.grad is not None for parameter in adapters)
@@ -97,7 +97,7 @@ def test_peft_and_the_merge_read_a_published_adapter_alike(tmp_path: Path) -> No
     write_policy(base, tiny_config())
     model = transformers.Qwen3ForCausalLM.from_pretrained(base)
     config = LoraConfig(rank=3, alpha=5.0)
-    pairs = adapted(model, config)
+    pairs = attach_adapter(model, config)
     assert len(pairs) == 2 * 7
     trained = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
     for folder in (version, merged):
@@ -116,9 +116,9 @@ def test_peft_and_the_merge_read_a_published_adapter_alike(tmp_path: Path) -> No
         peft = PeftModel.from_pretrained(transformers.Qwen3ForCausalLM.from_pretrained(base), version)
         assert torch.equal(peft(ids).logits, expected)
         assert (transformers.Qwen3ForCausalLM.from_pretrained(base)(ids).logits - expected).abs().max() > 1e-2
-    described = json.loads((version / "adapter_config.json").read_text())
-    assert (described["r"], described["lora_alpha"], described["inference_mode"]) == (3, 5.0, True)
-    assert described["target_modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    adapter_config = json.loads((version / "adapter_config.json").read_text())
+    assert (adapter_config["r"], adapter_config["lora_alpha"], adapter_config["inference_mode"]) == (3, 5.0, True)
+    assert adapter_config["target_modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 
 
 @pytest.mark.slow
@@ -131,13 +131,13 @@ def test_a_layer_that_cannot_be_merged_raises() -> None:
 
 def test_the_seed_determines_the_adapter_and_keeps_the_random_state() -> None:
     pytest.importorskip("peft")
-    made = []
+    adapters = []
     for seed in (3, 3, 4):
         torch.manual_seed(0)
         model = transformers.Qwen3ForCausalLM(tiny_config())
         expected = torch.get_rng_state()
         lora.attach(model, CONFIG, seed=seed)
         assert torch.equal(torch.get_rng_state(), expected)
-        made.append(torch.cat([parameter.flatten() for name, parameter in model.named_parameters() if ".lora_A" in name]))
-    assert torch.equal(made[0], made[1])
-    assert not torch.equal(made[0], made[2])
+        adapters.append(torch.cat([parameter.flatten() for name, parameter in model.named_parameters() if ".lora_A" in name]))
+    assert torch.equal(adapters[0], adapters[1])
+    assert not torch.equal(adapters[0], adapters[2])

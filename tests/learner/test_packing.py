@@ -33,50 +33,50 @@ def test_each_sample_is_planned_once_and_ranks_get_equally_many_micro_batches(
 ) -> None:
     samples = [_sample(number, length, first=first) for number, (length, first) in enumerate(shapes)]
     plans = [plan_micro_batches(samples, rank=rank, ranks=ranks, max_tokens=budget) for rank in range(ranks)]
-    assert len({len(made) for made in plans}) == 1
-    dealt = [sample.episode_id for made in plans for rows in made for sample in rows]
-    assert sorted(dealt) == sorted(sample.episode_id for sample in samples)
-    for rows in (rows for made in plans for rows in made if rows):
+    assert len({len(plan) for plan in plans}) == 1
+    planned = [sample.episode_id for plan in plans for rows in plan for sample in rows]
+    assert sorted(planned) == sorted(sample.episode_id for sample in samples)
+    for rows in (rows for plan in plans for rows in plan if rows):
         assert build_micro_batch(rows, CPU).input_ids.shape[1] <= budget
 
 
 def test_micro_batches_have_even_sizes() -> None:
-    made = plan_micro_batches([_sample(n, 10, first=n) for n in range(8)], rank=0, ranks=1, max_tokens=70)
-    assert sorted(len(rows) for rows in made) == [4, 4]
+    plan = plan_micro_batches([_sample(n, 10, first=n) for n in range(8)], rank=0, ranks=1, max_tokens=70)
+    assert sorted(len(rows) for rows in plan) == [4, 4]
 
 
 def test_a_sample_above_the_budget_gets_its_own_micro_batch() -> None:
-    made = plan_micro_batches([_sample(0, 50), _sample(1, 5, first=7)], rank=0, ranks=1, max_tokens=20)
-    assert [[sample.episode_id for sample in rows] for rows in made] == [["0"], ["1"]]
+    plan = plan_micro_batches([_sample(0, 50), _sample(1, 5, first=7)], rank=0, ranks=1, max_tokens=20)
+    assert [[sample.episode_id for sample in rows] for rows in plan] == [["0"], ["1"]]
 
 
 def test_positions_index_the_token_before_each_trained_one() -> None:
-    made = build_micro_batch((_sample(0, 4, first=5), _sample(1, 2)), CPU)
-    assert made.input_ids.tolist() == [[0, 1, 5, 6, 7, 8]]
-    assert made.layout.positions.tolist() == [0, 1, 0, 1, 2, 3]
-    places = made.positions[made.expand].tolist(), made.targets[made.expand].tolist()
-    assert places == ([2, 3, 4, 0], [6, 7, 8, 1])
-    assert made.behaviour.tolist() == [-1.0, -2.0, -3.0, -1.0]
-    assert made.sequence.tolist() == [0, 0, 0, 1]
+    batch = build_micro_batch((_sample(0, 4, first=5), _sample(1, 2)), CPU)
+    assert batch.input_ids.tolist() == [[0, 1, 5, 6, 7, 8]]
+    assert batch.layout.positions.tolist() == [0, 1, 0, 1, 2, 3]
+    predictions = batch.positions[batch.expand].tolist(), batch.targets[batch.expand].tolist()
+    assert predictions == ([2, 3, 4, 0], [6, 7, 8, 1])
+    assert batch.behaviour.tolist() == [-1.0, -2.0, -3.0, -1.0]
+    assert batch.sequence.tolist() == [0, 0, 0, 1]
     assert build_micro_batch((_sample(0, 4), _sample(1, 2)), torch.device("cpu"), [7, 5]).sequence.tolist() == [7, 7, 7, 5]
 
 
 def test_shared_tokens_are_stored_once_and_samples_keep_their_values() -> None:
-    """Two samples alike up to their last token, and one that is the same as the first."""
+    """Two samples that differ only in their last token, and one that equals the first."""
     first, twin = _sample(0, 4), _sample(2, 4)
     other = replace(_sample(1, 4), token_ids=(0, 1, 2, 9), logprobs=(0.0, -5.0, -6.0, -7.0))
-    made = build_micro_batch((first, other, twin), CPU)
-    assert made.input_ids.tolist() == [[0, 1, 2, 3, 9]]
-    assert list(zip(made.positions.tolist(), made.targets.tolist(), strict=True)) == [(0, 1), (1, 2), (2, 3), (2, 9)]
-    assert made.expand.tolist() == [0, 1, 2, 0, 1, 3, 0, 1, 2]
-    assert made.behaviour.tolist() == [-1.0, -2.0, -3.0, -5.0, -6.0, -7.0, -1.0, -2.0, -3.0]
+    batch = build_micro_batch((first, other, twin), CPU)
+    assert batch.input_ids.tolist() == [[0, 1, 2, 3, 9]]
+    assert list(zip(batch.positions.tolist(), batch.targets.tolist(), strict=True)) == [(0, 1), (1, 2), (2, 3), (2, 9)]
+    assert batch.expand.tolist() == [0, 1, 2, 0, 1, 3, 0, 1, 2]
+    assert batch.behaviour.tolist() == [-1.0, -2.0, -3.0, -5.0, -6.0, -7.0, -1.0, -2.0, -3.0]
 
 
 def test_an_empty_micro_batch_is_untrained_padding() -> None:
     assert plan_micro_batches([], rank=0, ranks=2, max_tokens=64) == []
-    made = build_micro_batch((), CPU)
-    assert made.input_ids.shape == (1, 2)
-    assert made.positions.shape == made.targets.shape == made.expand.shape == (0,)
+    batch = build_micro_batch((), CPU)
+    assert batch.input_ids.shape == (1, 2)
+    assert batch.positions.shape == batch.targets.shape == batch.expand.shape == (0,)
 
 
 @pytest.mark.parametrize("token", [97, -1])

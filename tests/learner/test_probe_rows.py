@@ -1,4 +1,4 @@
-"""Which token rows a version is probed with."""
+"""The token rows with which a version is probed."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ class Counting:
 
 
 def test_the_rows_of_version_0_start_with_ordinary_tokens_and_continue_greedily(tmp_path: Path) -> None:
-    """Not with those at the ends of the vocabulary, where control tokens are."""
+    """Tokens at the ends of the vocabulary, which may be control tokens, are avoided."""
     folder = tmp_path / "versions" / "000000"
     folder.mkdir(parents=True)
     engine: Any = Counting()
     access: Any = SimpleNamespace(folder=tmp_path, base_probe_written=lambda: None)
     write_base_probe(access, engine)
-    made = read_probe(folder)
-    assert made is not None and made.token_ids == (tuple(range(300, 312)), tuple(range(600, 612)))
+    probe = read_probe(folder)
+    assert probe is not None and probe.token_ids == (tuple(range(300, 312)), tuple(range(600, 612)))
     (folder / "probe.json").write_text("{}")
     write_base_probe(access, engine)
-    assert (folder / "probe.json").read_text() == "{}", "a run that resumes keeps its reference"
+    assert (folder / "probe.json").read_text() == "{}", "a resumed run keeps its probe"

@@ -1,4 +1,4 @@
-"""Starting, stopping and killing the learner; what is left behind. The steps are real, on a tiny policy."""
+"""Starting, stopping and killing the learner, and the files that remain. The steps are real, on a tiny policy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from agentrl.records import Blame, Failure, Group, LateScore, PendingPart, Probe
 from agentrl.rollout import excluded_group
 from agentrl.version import FolderRegistry
 from tests.learner import preloaded
-from tests.learner.building import random_group, recipe, write_policy, write_run
+from tests.learner.building import build_recipe, random_group, write_policy, write_run
 from tests.ledgers import consumed
 from tests.waiting import until, wait_until
 
@@ -51,22 +51,22 @@ def _command_lines() -> list[str]:
 
 def _listening(argument: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
     """Addresses at which the processes with `argument` on their command line wait for connections."""
-    processes = [found for found in psutil.process_iter(["cmdline"]) if argument in (found.info["cmdline"] or ())]  # others may be ending
-    sockets = [found for process in processes for found in process.net_connections("inet") if found.status == psutil.CONN_LISTEN]
-    return [ipaddress.ip_address(found.laddr.ip) for found in sockets]
+    processes = [process for process in psutil.process_iter(["cmdline"]) if argument in (process.info["cmdline"] or ())]  # None if ending
+    sockets = [sock for process in processes for sock in process.net_connections("inet") if sock.status == psutil.CONN_LISTEN]
+    return [ipaddress.ip_address(sock.laddr.ip) for sock in sockets]
 
 
 async def test_steps_run_as_groups_arrive_and_stop_is_clean(tmp_path: Path) -> None:
-    made = recipe()
-    write_run(tmp_path, made, [random_group(index) for index in range(3)])
-    learner = LearnerProcess(tmp_path, made)
+    recipe = build_recipe()
+    write_run(tmp_path, recipe, [random_group(index) for index in range(3)])
+    learner = LearnerProcess(tmp_path, recipe)
     registry = FolderRegistry(tmp_path / "versions")
     await learner.start()
     with pytest.raises(LearnerError, match="already running"):
         await learner.start()
     try:
         await until(lambda: registry.get(1) is not None, 600.0)
-        assert learner.alive, "it waits for the groups of step 1"
+        assert learner.alive, "the learner waits for the groups of step 1"
         addresses = _listening(str(tmp_path))
         assert addresses and all(address.is_loopback for address in addresses), addresses
         await learner.stop(grace_s=300)
@@ -79,7 +79,7 @@ async def test_steps_run_as_groups_arrive_and_stop_is_clean(tmp_path: Path) -> N
     store = SqliteStore(tmp_path / "experience.sqlite")
     assert consumed(store) == {0: 0, 1: 0, 2: 0}
     for index in range(3, 5):
-        store.put(random_group(index, scores=[1.0] * 4))  # nothing to learn: the same weights become version 2
+        store.put(random_group(index, scores=[1.0] * 4))  # no preference: version 2 has the same weights
     broken = Failure(stage="task", blame=Blame.TASK, kind="TaskError", message="no such tool")
     store.put(excluded_group(5, "t5", "k5", broken, size=4))
     await learner.start()
@@ -97,7 +97,7 @@ async def test_steps_run_as_groups_arrive_and_stop_is_clean(tmp_path: Path) -> N
 
 
 def _check_export(folder: Path) -> None:
-    """The folder loads as any Hugging Face model, and the probe is what the loaded weights say."""
+    """The folder loads as a Hugging Face model, and the probe has the logprobs of the loaded weights."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     probe = codec.from_json(Probe, (folder / "probe.json").read_bytes())
     assert len(probe.token_ids) == 3
@@ -113,9 +113,9 @@ def _check_export(folder: Path) -> None:
 
 
 async def test_a_kl_penalty_gives_groups_of_equal_scores_a_preference(tmp_path: Path, make_learner: MakeLearner) -> None:
-    made = recipe(objective={"kl": "k1_reward", "kl_coef": 0.1}).model_copy(update={"steps": 1})
-    write_run(tmp_path, made, [random_group(index, scores=[1.0] * 4) for index in range(3)])
-    learner = make_learner(tmp_path, made)
+    recipe = build_recipe(objective={"kl": "k1_reward", "kl_coef": 0.1}).model_copy(update={"steps": 1})
+    write_run(tmp_path, recipe, [random_group(index, scores=[1.0] * 4) for index in range(3)])
+    learner = make_learner(tmp_path, recipe)
     await learner.start()
     await learner.wait(timeout_s=600)
     update = json.loads((tmp_path / "versions" / "000001" / "update.json").read_text())
@@ -126,17 +126,17 @@ async def test_a_kl_penalty_gives_groups_of_equal_scores_a_preference(tmp_path: 
 
 async def test_a_value_head_is_saved_but_not_published_and_resumes_at_another_zero_stage(tmp_path: Path, make_learner: MakeLearner) -> None:
     sections = {"objective": {"advantage": "gae"}, "critic": {"trunk": "shared"}}
-    made = recipe(**sections).model_copy(update={"steps": 1})
-    write_run(tmp_path, made, [random_group(index) for index in range(6)])
-    learner = make_learner(tmp_path, made)
+    recipe = build_recipe(**sections).model_copy(update={"steps": 1})
+    write_run(tmp_path, recipe, [random_group(index) for index in range(6)])
+    learner = make_learner(tmp_path, recipe)
     await learner.start()
     await learner.wait(timeout_s=600)
     saved = torch.load(tmp_path / "checkpoints" / "000001" / "state" / "mp_rank_00_model_states.pt", weights_only=False)
     assert saved["module"]["value.weight"].any()
 
-    again = recipe(**sections, learner={"zero_stage": 3})
-    (tmp_path / "recipe.json").write_text(again.model_dump_json())
-    learner = make_learner(tmp_path, again)
+    resharded = build_recipe(**sections, learner={"zero_stage": 3})
+    (tmp_path / "recipe.json").write_text(resharded.model_dump_json())
+    learner = make_learner(tmp_path, resharded)
     await learner.start()
     await learner.wait(timeout_s=600)
     assert "resumed after 1 steps" in learner.log_tail()
@@ -144,19 +144,19 @@ async def test_a_value_head_is_saved_but_not_published_and_resumes_at_another_ze
     for number in range(3):
         with safe_open(tmp_path / "versions" / f"{number:06d}" / "model.safetensors", "pt") as weights:
             names.append(set(weights.keys()))
-    assert names[0] == names[1] == names[2], "the policy's parameters and nothing else"
+    assert names[0] == names[1] == names[2], "only the policy's parameters are published"
     update = json.loads((tmp_path / "versions" / "000002" / "update.json").read_text())
     assert update["value_loss"] > 0 and update["value_mean"] != 0
 
 
-async def test_adapters_are_published_without_their_base_and_check_it_on_resume(tmp_path: Path, make_learner: MakeLearner) -> None:
-    """On two ranks that share sequences, shard weights and put them aside: all of it in one learner."""
+async def test_adapters_are_published_without_their_base_which_is_checked_on_resume(tmp_path: Path, make_learner: MakeLearner) -> None:
+    """One learner on two ranks that share sequences, shard the weights and offload them."""
     from peft import PeftModel
 
     parts = {"lora": {"rank": 2}, "ranks": 2, "sequence_parallel": 2, "zero_stage": 3}
-    made = recipe(learner=parts, objective={"kl": "k3", "kl_coef": 0.1}).but({"device": "auto", "learner.offload": "parameters"})
-    write_run(tmp_path, made, [random_group(index) for index in range(6)])
-    learner = make_learner(tmp_path, made)
+    recipe = build_recipe(learner=parts, objective={"kl": "k3", "kl_coef": 0.1}).but({"device": "auto", "learner.offload": "parameters"})
+    write_run(tmp_path, recipe, [random_group(index) for index in range(6)])
+    learner = make_learner(tmp_path, recipe)
     await learner.start()
     await learner.wait(timeout_s=600)
     registry, base = FolderRegistry(tmp_path / "versions"), tmp_path / "versions" / "000000"
@@ -174,16 +174,16 @@ async def test_adapters_are_published_without_their_base_and_check_it_on_resume(
     assert json.loads((registry.path(second) / "update.json").read_text())["kl_reference"] > 0.0
 
     write_policy(base, seed=1)
-    learner = make_learner(tmp_path, made)
+    learner = make_learner(tmp_path, recipe)
     await learner.start()
     with pytest.raises(LearnerError, match="differs from the registered file"):
         await learner.wait(timeout_s=600)
 
 
-async def test_turn_credit_without_turn_rewards_stops_the_learner_and_says_what_to_do(tmp_path: Path, make_learner: MakeLearner) -> None:
-    made = recipe(objective={"turn_coef": 0.5})
-    write_run(tmp_path, made, [random_group(index) for index in range(3)])
-    learner = make_learner(tmp_path, made)
+async def test_turn_credit_without_turn_rewards_raises_with_a_fix(tmp_path: Path, make_learner: MakeLearner) -> None:
+    recipe = build_recipe(objective={"turn_coef": 0.5})
+    write_run(tmp_path, recipe, [random_group(index) for index in range(3)])
+    learner = make_learner(tmp_path, recipe)
     await learner.start()
     with pytest.raises(UserError, match="has no turn rewards") as error:
         await learner.wait(timeout_s=600)
@@ -191,14 +191,14 @@ async def test_turn_credit_without_turn_rewards_stops_the_learner_and_says_what_
 
 
 async def test_a_crash_after_the_checkpoint_is_repaired(tmp_path: Path, host: Path, make_learner: MakeLearner) -> None:
-    """Killed before the commit of step 0, then before the publication of step 1, and continued in a copy of the folder at another path: the
-    end is that of a run that was left alone. Step 1 also trains the groups of step 0 again, except one that has no preference.
+    """Killed before the commit of step 0, then before the publication of step 1, and resumed after the folder was moved: the result is that
+    of an undisturbed run. Step 1 also trains the groups of step 0 again, except one that has no preference.
     """
-    made = recipe().but("order=replay")
+    recipe = build_recipe().but("order=replay")
     groups = [random_group(index, scores=[1.0] * 4 if index == 1 else None) for index in range(6)]
-    crashing, calm = tmp_path / "crashing", tmp_path / "calm"
-    for run_dir in (crashing, calm):
-        write_run(run_dir, made, groups)
+    crashing, undisturbed = tmp_path / "crashing", tmp_path / "calm"
+    for run_dir in (crashing, undisturbed):
+        write_run(run_dir, recipe, groups)
     store, registry = SqliteStore(crashing / "experience.sqlite"), FolderRegistry(crashing / "versions")
 
     assert _run_until_killed(host, crashing, "commit") != 0
@@ -212,7 +212,7 @@ async def test_a_crash_after_the_checkpoint_is_repaired(tmp_path: Path, host: Pa
     store.close()
     crashing = Path(shutil.move(crashing, tmp_path / "moved"))
 
-    learners = [make_learner(run_dir, made) for run_dir in (crashing, calm)]
+    learners = [make_learner(run_dir, recipe) for run_dir in (crashing, undisturbed)]
     for learner in learners:
         await learner.start()
         await learner.wait(timeout_s=600)
@@ -225,37 +225,35 @@ async def test_a_crash_after_the_checkpoint_is_repaired(tmp_path: Path, host: Pa
     names = ("groups", "groups_trained", "groups_replayed", "tokens_trained", "tokens_replayed")
     updates = [json.loads((crashing / "versions" / f"{number:06d}" / "update.json").read_text()) for number in (1, 2)]
     assert [[update[name] for name in names] for update in updates] == [[3, 2, 0, trained[0], 0], [3, 3, 2, trained[1], trained[0]]]
-    assert all(update["tokens_captured"] == update["tokens_delivered"] for update in updates), "or the run has no result"
+    assert all(update["tokens_captured"] == update["tokens_delivered"] for update in updates), "every captured token is delivered"
     assert updates[1]["staleness_max"] == 1 and count(entries).tokens["trained"] == sum(trained)
     store.close()
     for number in (1, 2):
-        files = [run_dir / "versions" / f"{number:06d}" for run_dir in (crashing, calm)]
+        files = [run_dir / "versions" / f"{number:06d}" for run_dir in (crashing, undisturbed)]
         for name in ("model.safetensors", "probe.json", "config.json"):
             assert (files[0] / name).read_bytes() == (files[1] / name).read_bytes(), (number, name)
-    kept = sorted(path.name for path in (crashing / "checkpoints").iterdir())
-    assert kept == ["000001", "000002", CONSUMED_FILE]
+    remaining = sorted(path.name for path in (crashing / "checkpoints").iterdir())
+    assert remaining == ["000001", "000002", CONSUMED_FILE]
     assert [set(uses) for uses in read_steps(crashing / "checkpoints", 9)] == [{0, 1, 2}, {3, 4, 5}], "no step is recorded twice"
 
 
-async def test_residuals_are_trained_by_the_next_step_and_once_also_by_a_killed_learner(
-    tmp_path: Path, host: Path, make_learner: MakeLearner
-) -> None:
-    """Killed after the checkpoint of the step that trains them, which also trains their first groups again. The end is that of a run that
-    was left alone."""
-    made = recipe(objective={"normalize_std": False}).but({"order": "replay", "max_staleness": 1})
+async def test_the_next_step_trains_residuals_once_even_after_a_crash(tmp_path: Path, host: Path, make_learner: MakeLearner) -> None:
+    """Killed after the checkpoint of the step that trains them, which also replays their original groups. The result is that of an
+    undisturbed run."""
+    recipe = build_recipe(objective={"normalize_std": False}).but({"order": "replay", "max_staleness": 1})
     groups = [random_group(index) for index in range(6)]
-    crashing, calm = tmp_path / "crashing", tmp_path / "calm"
-    for run_dir in (crashing, calm):
-        write_run(run_dir, made, [*map(_with_residual, groups[:3]), *groups[3:]])
+    crashing, undisturbed = tmp_path / "crashing", tmp_path / "calm"
+    for run_dir in (crashing, undisturbed):
+        write_run(run_dir, recipe, [*map(_with_residual, groups[:3]), *groups[3:]])
         store = SqliteStore(run_dir / "experience.sqlite")
-        for one in (one for group in groups[:3] for one in group.episodes):
-            value = float(one.episode.id.endswith("0"))
-            store.add_score(LateScore(episode_id=one.episode.id, part="human", value=value, scored_by="a", key=one.episode.id), now=1.0)
+        for name in (scored.episode.id for group in groups[:3] for scored in group.episodes):
+            value = float(name.endswith("0"))
+            store.add_score(LateScore(episode_id=name, part="human", value=value, scored_by="a", key=name), now=1.0)
         store.close()
     assert _run_until_killed(host, crashing, "publish-2") != 0
     ends = []
-    for run_dir in (crashing, calm):
-        learner = make_learner(run_dir, made)
+    for run_dir in (crashing, undisturbed):
+        learner = make_learner(run_dir, recipe)
         await learner.start()
         await learner.wait(timeout_s=600)
         store = SqliteStore(run_dir / "experience.sqlite")
@@ -276,9 +274,9 @@ async def test_residuals_are_trained_by_the_next_step_and_once_also_by_a_killed_
 
 
 def _with_residual(group: Group) -> Group:
-    """The group with its scores as early parts, and a late part to come."""
+    """The group with its scores as partial scores, and one part pending."""
     part = PendingPart(name="human", residual=True)
-    waiting = (replace(one, score=Score(value=None, partial=one.score.value or 0.0, pending=(part,))) for one in group.episodes)
+    waiting = (replace(scored, score=Score(value=None, partial=scored.score.value or 0.0, pending=(part,))) for scored in group.episodes)
     return replace(group, episodes=tuple(waiting))
 
 
@@ -288,24 +286,24 @@ def _run_until_killed(host: Path, run_dir: Path, point: str) -> int:
 
 
 async def test_a_failed_start_reports_its_cause(tmp_path: Path) -> None:
-    made = recipe()
-    write_run(tmp_path, made, [])
+    recipe = build_recipe()
+    write_run(tmp_path, recipe, [])
     (tmp_path / "checkpoints" / "000001").mkdir(parents=True)
-    learner = LearnerProcess(tmp_path, made)
+    learner = LearnerProcess(tmp_path, recipe)
     await learner.start()
     with pytest.raises(LearnerError, match=r"every checkpoint in .* is damaged") as error:
         await learner.wait(timeout_s=600)
-    assert str(learner.log_path) in str(error.value) and len(str(error.value).splitlines()) == 2, "not a page of torchrun's"
+    assert str(learner.log_path) in str(error.value) and len(str(error.value).splitlines()) == 2, "torchrun's own report is omitted"
     with pytest.raises(LearnerError):
         learner.check()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 async def test_a_killed_rank_is_reported(tmp_path: Path, ranks: int) -> None:
-    """It can say nothing itself; what the launcher knows of it is passed on."""
-    made = recipe(learner={"ranks": ranks})
-    write_run(tmp_path, made, [])
-    learner = LearnerProcess(tmp_path, made)
+    """A killed rank writes no error, so the launcher's report of it is used."""
+    recipe = build_recipe(learner={"ranks": ranks})
+    write_run(tmp_path, recipe, [])
+    learner = LearnerProcess(tmp_path, recipe)
     await learner.start()
     try:
         await until(lambda: _workers(tmp_path), 600.0)
@@ -317,7 +315,7 @@ async def test_a_killed_rank_is_reported(tmp_path: Path, ranks: int) -> None:
         await learner.kill()
 
 
-# What a local user can do to the store through which the workers find each other: leave a pickle under the name that torchrun's dynamic
+# An attack by a local user on the store through which the workers find each other: write a pickle to the key that torchrun's dynamic
 # rendezvous reads every few seconds.
 _INTRUDER = """
 import base64, os, pickle, sys, datetime
@@ -333,21 +331,21 @@ print("left")
 
 
 async def test_the_store_of_two_workers_does_not_unpickle_injected_data(tmp_path: Path) -> None:
-    made = recipe(learner={"ranks": 2})
-    write_run(tmp_path, made, [])
-    learner = LearnerProcess(tmp_path, made)
+    recipe = build_recipe(learner={"ranks": 2})
+    write_run(tmp_path, recipe, [])
+    learner = LearnerProcess(tmp_path, recipe)
     await learner.start()
     try:
         await until(lambda: len(_workers(tmp_path)) == 2, 600.0)
         assert learner._process is not None
         family = [psutil.Process(learner._process.pid), *psutil.Process(learner._process.pid).children(recursive=True)]
-        listening = [one.laddr for process in family for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN]
+        listening = [sock.laddr for process in family for sock in process.net_connections("inet") if sock.status == psutil.CONN_LISTEN]
         assert listening and {address.ip for address in listening} == {"127.0.0.1"}
         canary = tmp_path / "ran"
-        ports = {one.laddr.port for one in family[0].net_connections("inet") if one.status == psutil.CONN_LISTEN}
+        ports = {sock.laddr.port for sock in family[0].net_connections("inet") if sock.status == psutil.CONN_LISTEN}
         for port in ports:
-            done = subprocess.run([sys.executable, "-c", _INTRUDER, str(port), str(canary)], capture_output=True, text=True, timeout=120)
-            assert done.stdout == "left\n", done.stderr
+            result = subprocess.run([sys.executable, "-c", _INTRUDER, str(port), str(canary)], capture_output=True, text=True, timeout=120)
+            assert result.stdout == "left\n", result.stderr
         await asyncio.sleep(12.0)  # torchrun's dynamic rendezvous reads its state every five seconds
         assert not canary.exists() and learner.alive
     finally:
@@ -355,22 +353,22 @@ async def test_the_store_of_two_workers_does_not_unpickle_injected_data(tmp_path
 
 
 def _workers(run_dir: Path) -> list[int]:
-    lines = ((found.pid, found.info["cmdline"] or []) for found in psutil.process_iter(["cmdline"]))
+    commands = ((process.pid, process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"]))
     return [
-        pid for pid, words in lines if "agentrl.learner.main" in words and str(run_dir) in words and "agentrl.learner.launch" not in words
+        pid for pid, argv in commands if "agentrl.learner.main" in argv and str(run_dir) in argv and "agentrl.learner.launch" not in argv
     ]
 
 
 @pytest.mark.usefixtures("own_mounts")
 async def test_a_full_disk_is_reported(tmp_path: Path, make_learner: MakeLearner) -> None:
-    """The first checkpoint does not fit; torch's own writer gives no reason, and the log has no room for one. Mounting takes root."""
-    made = recipe()
+    """The first checkpoint does not fit. Torch's writer gives no reason, and the log cannot grow either. Mounting needs root."""
+    recipe = build_recipe()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(tmp_path)], check=True)
     try:
-        write_run(tmp_path, made, [random_group(index) for index in range(3)])
+        write_run(tmp_path, recipe, [random_group(index) for index in range(3)])
         with contextlib.suppress(OSError):
             (tmp_path / "filler").write_bytes(bytes(shutil.disk_usage(tmp_path).free - (200 << 10)))
-        learner = make_learner(tmp_path, made)
+        learner = make_learner(tmp_path, recipe)
         await learner.start()
         with pytest.raises(DiskFull, match=r"the learner: .*checkpoint"):
             await learner.wait(timeout_s=600)
@@ -379,8 +377,8 @@ async def test_a_full_disk_is_reported(tmp_path: Path, make_learner: MakeLearner
 
 
 def test_no_process_survives_a_killed_driver(tmp_path: Path) -> None:
-    made = recipe()
-    write_run(tmp_path, made, [])
+    recipe = build_recipe()
+    write_run(tmp_path, recipe, [])
     driver = (
         "import asyncio, sys; from pathlib import Path\n"
         "from agentrl.learner import LearnerProcess; from agentrl.config import load\n"
@@ -394,4 +392,4 @@ def test_no_process_survives_a_killed_driver(tmp_path: Path) -> None:
     wait_until(lambda: sum("agentrl.learner.main" in line and str(tmp_path) in line for line in _command_lines()) >= 2)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    wait_until(lambda: not any(str(tmp_path) in line for line in _command_lines()))  # they would run forever
+    wait_until(lambda: not any(str(tmp_path) in line for line in _command_lines()))  # orphans would run forever

@@ -1,4 +1,4 @@
-"""What is not finite, or beyond a limit, changes nothing: on any number of ranks, at every ZeRO stage, and over a crash."""
+"""Updates that are not finite or exceed a limit change nothing, on any number of ranks, at every ZeRO stage, and after a crash."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from agentrl.records import Batch, Group, Sample, VersionState
 from agentrl.version import FolderRegistry, deltas
 from agentrl.version.rollback import BUDGET_STEPS
 from tests.learner import preloaded
-from tests.learner.building import episode, random_group, recipe, scored, turn, write_run
+from tests.learner.building import build_recipe, episode, random_group, scored, turn, write_run
 from tests.ledgers import consumed
 
 MakeLearner = Callable[[Path, Recipe], LearnerProcess]
@@ -33,25 +33,25 @@ SCENARIOS = {
     2: ["norm-0", "norm-2", "norm-3", "figure-2", "half-3", "logprob-2", "advantage-0", "halt-2", "undo-2", "undo-3", "undocritic-2"],
     1: ["norm-1", "norm-2", "figure-0", "half-1", "half-2", "logprob-0", "advantage-2", "undo-0", "undocritic-0"],
 }
-REFUSED = [(ranks, name) for ranks, names in SCENARIOS.items() for name in names if not name.startswith("undo")]
-UNDONE = [(ranks, name) for ranks, names in SCENARIOS.items() for name in names if name.startswith("undo-")]
+REJECTED = [(ranks, name) for ranks, names in SCENARIOS.items() for name in names if not name.startswith("undo")]
+ROLLED_BACK = [(ranks, name) for ranks, names in SCENARIOS.items() for name in names if name.startswith("undo-")]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, host: Path) -> Results:
     run_dir = tmp_path_factory.mktemp("run")
-    write_run(run_dir, recipe(), [random_group(index, size=5) for index in range(6)])
-    found: Results = {}
+    write_run(run_dir, build_recipe(), [random_group(index, size=5) for index in range(6)])
+    outputs: Results = {}
     for ranks, names in SCENARIOS.items():
         out = run_dir / f"out{ranks}"
         out.mkdir()
         command = preloaded.command(host, ranks, "tests.learner.setbacks_script", str(run_dir), str(out), *names)
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500, check=False)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+        process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500, check=False)
+        assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-6000:]
         for name in names:
-            found[ranks, name] = torch.load(out / f"{name}.pt", weights_only=False)
-    return found
+            outputs[ranks, name] = torch.load(out / f"{name}.pt", weights_only=False)
+    return outputs
 
 
 def _gap(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
@@ -59,17 +59,17 @@ def _gap(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> flo
 
 
 @pytest.mark.deepspeed
-@pytest.mark.parametrize(("ranks", "name"), REFUSED)
+@pytest.mark.parametrize(("ranks", "name"), REJECTED)
 def test_a_skipped_update_changes_nothing_and_is_logged(results: Results, ranks: int, name: str) -> None:
-    found, kind = results[ranks, name], name.partition("-")[0]
-    assert _gap(found["before"], found["after"]) == 0.0
-    assert _gap(found["then"], found["clean"]) == 0.0, "moments and gradients were untouched too"
-    assert _gap(found["then"], found["before"]) > 0.0
-    (setback,) = found["setbacks"]
-    assert found["everyone"] == [found["everyone"][0]] * ranks, "every rank decided the same"
-    assert setback.groups == (0, 1, 2)
-    assert len(setback.episodes) == 15
-    assert (setback.what, setback.action) == ("policy", "halt" if kind == "halt" else "skip")
+    result, kind = results[ranks, name], name.partition("-")[0]
+    assert _gap(result["before"], result["after"]) == 0.0
+    assert _gap(result["after_next"], result["clean"]) == 0.0, "moments and gradients are unchanged too"
+    assert _gap(result["after_next"], result["before"]) > 0.0
+    (failure,) = result["setbacks"]
+    assert result["by_rank"] == [result["by_rank"][0]] * ranks, "every rank makes the same decision"
+    assert failure.groups == (0, 1, 2)
+    assert len(failure.episodes) == 15
+    assert (failure.what, failure.action) == ("policy", "halt" if kind == "halt" else "skip")
     wanted = {
         "norm": "grad_norm",
         "half": "grad_norm",
@@ -78,66 +78,66 @@ def test_a_skipped_update_changes_nothing_and_is_logged(results: Results, ranks:
         "advantage": "1 advantages are not finite",
         "halt": "kl_behaviour",
     }
-    assert any(reason.startswith(wanted[kind]) for reason in setback.reasons), setback.reasons
+    assert any(reason.startswith(wanted[kind]) for reason in failure.reasons), failure.reasons
     if kind == "halt":
-        assert "its limit 1e-06 (learner.limits)" in found["halted"]
+        assert "its limit 1e-06 (learner.limits)" in result["halted"]
     else:
-        assert found["metrics"]["updates_left_out"] == 1 and found["metrics"]["optimizer_steps"] == 0
-        assert found["counts"] == FailureCounts(bad_in_a_row=1)
+        assert result["metrics"]["updates_left_out"] == 1 and result["metrics"]["optimizer_steps"] == 0
+        assert result["counts"] == FailureCounts(bad_in_a_row=1)
     if kind in ("norm", "half", "figure"):
-        assert found["metrics"]["grad_norm"] == pytest.approx(found["reference"]["grad_norm"], rel=1e-6), "the true norm is told"
-        assert math.isfinite(setback.metrics["loss"])
+        assert result["metrics"]["grad_norm"] == pytest.approx(result["reference"]["grad_norm"], rel=1e-6), "the true norm is reported"
+        assert math.isfinite(failure.metrics["loss"])
     if kind in ("logprob", "advantage"):
-        assert setback.metrics["loss"] is None and "loss" not in found["metrics"]
+        assert failure.metrics["loss"] is None and "loss" not in result["metrics"]
 
 
 @pytest.mark.deepspeed
-@pytest.mark.parametrize(("ranks", "name"), UNDONE)
+@pytest.mark.parametrize(("ranks", "name"), ROLLED_BACK)
 def test_an_engine_restores_a_checkpoint_exactly(results: Results, ranks: int, name: str) -> None:
-    found = results[ranks, name]
-    assert _gap(found["again"], found["straight"]) == 0.0
-    assert _gap(found["from_scratch"], found["first"]) == 0.0
-    assert _gap(found["straight"], found["first"]) > 0.0
+    result = results[ranks, name]
+    assert _gap(result["resumed"], result["straight"]) == 0.0
+    assert _gap(result["from_scratch"], result["first"]) == 0.0
+    assert _gap(result["straight"], result["first"]) > 0.0
 
 
 @pytest.mark.deepspeed
 @pytest.mark.parametrize(("ranks", "name"), [(2, "undocritic-2"), (1, "undocritic-0")])
 def test_a_critic_is_restored_with_its_policy(results: Results, ranks: int, name: str) -> None:
-    found = results[ranks, name]
-    assert _gap(found["first"], found["again"]) == 0.0
-    assert found["base"]["head.weight"].abs().max() == 0.0 < found["first"]["head.weight"].abs().max()
+    result = results[ranks, name]
+    assert _gap(result["first"], result["resumed"]) == 0.0
+    assert result["base"]["head.weight"].abs().max() == 0.0 < result["first"]["head.weight"].abs().max()
 
 
 def _part(step: int = 3) -> Batch:
-    made = Sample(
+    sample = Sample(
         **{"episode_id": "e", "group_index": 7, "token_ids": (1, 2), "loss_mask": (False, True)},
         **{"logprobs": (0.0, -1.0), "advantages": (0.0, 1.0), "versions": (-1, 3)},
     )
-    return Batch(step=step, samples=(made, made), denominator=2, group_indices=(7, 8))
+    return Batch(step=step, samples=(sample, sample), denominator=2, group_indices=(7, 8))
 
 
 FINE = {"loss": 0.1, "kl_behaviour": 0.1, "entropy": 2.0, "ess": 0.9, "ratio_max": 1.5, "clip_fraction": 0.1, "grad_norm": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("metric", "at", "bad"),
+    ("metric", "bound", "bad"),
     [
         *((metric, 0.5, 0.6) for metric in ("kl_behaviour", "kl_reference", "clip_fraction", "mismatch_kl")),
         *(("ratio_max", 5.0, 6.0), ("grad_norm", 5.0, 6.0), ("entropy", 0.5, 0.4), ("ess", 0.5, 0.4)),
     ],
 )
-def test_each_limit_checks_its_metric_at_its_bound(metric: Any, at: float, bad: float) -> None:
-    guard = UpdateGuard(LearnerConfig(limits=(Limit(metric=metric, at=at),)))
-    for fine in (FINE, FINE | {metric: at}):
-        known = {key: value for key, value in fine.items() if key != "grad_norm"}
-        assert guard.largest_norm(known) == (at if metric == "grad_norm" else math.inf)
+def test_each_limit_checks_its_metric_at_its_bound(metric: Any, bound: float, bad: float) -> None:
+    guard = UpdateGuard(LearnerConfig(limits=(Limit(metric=metric, at=bound),)))
+    for metrics in (FINE, FINE | {metric: bound}):
+        known = {key: value for key, value in metrics.items() if key != "grad_norm"}
+        assert guard.largest_norm(known) == (bound if metric == "grad_norm" else math.inf)
     beyond = FINE | {metric: bad}
     if metric != "grad_norm":
         assert guard.largest_norm(beyond) < 0
     guard.record_policy_step(_part(), beyond, applied=False)
-    (setback,) = guard.take_failures()
-    assert setback.reasons == (f"{metric} {bad:g} is {'below' if bad < at else 'above'} its limit {at:g} (learner.limits)",)
-    assert setback.episodes == ("e",) and setback.groups == (7, 8)
+    (failure,) = guard.take_failures()
+    assert failure.reasons == (f"{metric} {bad:g} is {'below' if bad < bound else 'above'} its limit {bound:g} (learner.limits)",)
+    assert failure.episodes == ("e",) and failure.groups == (7, 8)
     assert guard.take_failures() == ()
 
 
@@ -145,20 +145,20 @@ def test_the_strictest_action_wins_and_rollbacks_are_limited() -> None:
     limits = (Limit(metric="kl_behaviour", at=0.5), Limit(metric="entropy", at=0.5, action="rollback"))
     guard = UpdateGuard(LearnerConfig(limits=limits))
     bad = FINE | {"kl_behaviour": 0.6, "entropy": 0.1}
-    for made in range(MAX_ROLLBACKS):
+    for rollbacks in range(MAX_ROLLBACKS):
         guard.begin_step()
         guard.record_policy_step(_part(), bad, applied=False)
-        assert guard.rolling_back and not guard.start_weights_passed and len(guard.counts.rollbacks) == made + 1
+        assert guard.rolling_back and not guard.start_weights_passed and len(guard.counts.rollbacks) == rollbacks + 1
     guard.begin_step()
     guard.record_policy_step(_part(4), FINE, applied=True)
     assert guard.start_weights_passed and not guard.rolling_back
     with pytest.raises(LearnerHalted, match=f"{MAX_ROLLBACKS} rollbacks were made"):
         guard.record_policy_step(_part(5), bad, applied=False)
-    assert [setback.action for setback in guard.take_failures()] == [*["rollback"] * MAX_ROLLBACKS, "halt"]
+    assert [failure.action for failure in guard.take_failures()] == [*["rollback"] * MAX_ROLLBACKS, "halt"]
 
 
-def test_setbacks_count_against_a_budget_for_some_steps_only() -> None:
-    """So rare ones never halt a run, and frequent ones do, also after any number of good steps."""
+def test_setbacks_count_against_a_budget_for_a_limited_number_of_steps() -> None:
+    """Rare setbacks never halt a run. Frequent ones do, after any number of good steps."""
     guard = UpdateGuard(LearnerConfig(limits=(Limit(metric="entropy", at=0.5, action="rollback"),)))
     bad, broken = FINE | {"entropy": 0.1}, [random_group(0)]
     every = BUDGET_STEPS // MAX_ROLLBACKS + 1
@@ -197,41 +197,41 @@ def test_the_log_drops_steps_that_run_again(tmp_path: Path) -> None:
     log = UpdateFailureLog(tmp_path)
     assert log.read() == ()
     log.remove_from(0)
-    made = tuple(
+    failures = tuple(
         UpdateFailure(step=step, action="skip", what="group", reasons=("x",), groups=(step,), episodes=("e",), metrics={"loss": None})
         for step in range(3)
     )
-    log.append(made[:2])
-    log.append(made[2:])
+    log.append(failures[:2])
+    log.append(failures[2:])
     log.append(())
     with log.path.open("ab") as file:
         file.write(b'{"step": 3')  # a killed process
-    assert log.read() == made
-    assert log.read(1) == made[1:2]
+    assert log.read() == failures
+    assert log.read(1) == failures[1:2]
     log.remove_from(2)
-    assert log.read() == made[:2]
-    log.append(made[2:])
-    assert log.read() == made
+    assert log.read() == failures[:2]
+    log.append(failures[2:])
+    assert log.read() == failures
 
 
-def _strange(index: int) -> Group:
-    """A group sampled by a policy that the learner's is nowhere near."""
-    made = [turn([1, 2, 3], [4, 5, 6], [-0.01, -0.01, -0.01], version=index // 3) for _ in range(4)]
-    episodes = tuple(scored(episode(f"g{index}-e{number}", [one]), float(number % 2)) for number, one in enumerate(made))
+def _off_policy_group(index: int) -> Group:
+    """A group sampled by a policy that is far from the learner's."""
+    turns = [turn([1, 2, 3], [4, 5, 6], [-0.01, -0.01, -0.01], version=index // 3) for _ in range(4)]
+    episodes = tuple(scored(episode(f"g{index}-e{number}", [only]), float(number % 2)) for number, only in enumerate(turns))
     return Group(index=index, task_id=f"t{index}", task_key=f"k{index}", episodes=episodes)
 
 
-def _as(group: Group, index: int) -> Group:
+def _renumbered(group: Group, index: int) -> Group:
     return Group(index=index, task_id=group.task_id, task_key=group.task_key, episodes=group.episodes)
 
 
-async def _learn(make_learner: MakeLearner, run_dir: Path, made: Recipe, groups: list[Group] | None = None) -> FolderRegistry:
-    """A learner's whole life; without `groups` it goes on in the run folder that is there."""
+async def _learn(make_learner: MakeLearner, run_dir: Path, recipe: Recipe, groups: list[Group] | None = None) -> FolderRegistry:
+    """Runs a learner until it ends; without `groups` it resumes in the existing run folder."""
     if groups is None:
-        (run_dir / "recipe.json").write_text(made.model_dump_json())
+        (run_dir / "recipe.json").write_text(recipe.model_dump_json())
     else:
-        write_run(run_dir, made, groups)
-    learner = make_learner(run_dir, made)
+        write_run(run_dir, recipe, groups)
+    learner = make_learner(run_dir, recipe)
     await learner.start()
     try:
         await learner.wait(timeout_s=600)
@@ -240,41 +240,41 @@ async def _learn(make_learner: MakeLearner, run_dir: Path, made: Recipe, groups:
     return FolderRegistry(run_dir / "versions")
 
 
-def _rolling(ranks: int, steps: int = 4, action: str = "rollback") -> Recipe:
+def _limited_recipe(ranks: int, steps: int = 4, action: str = "rollback") -> Recipe:
     limits = [{"metric": "kl_behaviour", "at": 1.0, "action": action}]
     learner = {"ranks": ranks, "limits": limits, "warmup_steps": 3, "keep_checkpoints": 1}
-    return recipe(learner=learner).model_copy(update={"steps": steps})
+    return build_recipe(learner=learner).model_copy(update={"steps": steps})
 
 
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("ranks", [1, 2])
 async def test_a_rollback_restores_the_last_good_weights(tmp_path: Path, host: Path, make_learner: MakeLearner, ranks: int) -> None:
-    """Update 2 finds the policy far from everything: version 2 is refused, version 3 is version 1 again, and update 3 is what update 1
-    would have been with its groups: same weights, moments and learning rate, bit for bit. So too when it dies right after."""
+    """The groups of step 2 exceed the limit: version 2 is rolled back, version 3 is version 1 again, and step 3 equals a step 1 with its
+    groups bit for bit, in weights, moments and learning rate. The same if the learner is killed right after."""
     groups = [random_group(index) for index in range(12)]
-    rolled = [*groups[:6], *(_strange(index) for index in range(6, 9)), *groups[9:]]
-    run_dir = tmp_path / "rolled"
-    made = _rolling(ranks)
+    with_rollback = [*groups[:6], *(_off_policy_group(index) for index in range(6, 9)), *groups[9:]]
+    without = [*groups[:3], *(_renumbered(groups[9 + n], 3 + n) for n in range(3))]
+    run_dir, recipe = tmp_path / "rolled", _limited_recipe(ranks)
     if ranks == 1:
-        write_run(run_dir, made, rolled)
+        write_run(run_dir, recipe, with_rollback)
         command = preloaded.command(host, 1, "tests.learner.crash", "publish-3", "--run-dir", str(run_dir))
-        done = subprocess.run(command, capture_output=True, timeout=600, check=False)
-        assert done.returncode != 0
+        result = subprocess.run(command, capture_output=True, timeout=600, check=False)
+        assert result.returncode != 0
         registry = FolderRegistry(run_dir / "versions")
         assert registry.get(3) is None and registry.get(2).state is VersionState.CANDIDATE  # type: ignore[union-attr]
-        await _learn(make_learner, run_dir, made)
+        await _learn(make_learner, run_dir, recipe)
     else:
-        registry = await _learn(make_learner, run_dir, made, rolled)
-    calm = await _learn(make_learner, tmp_path / "calm", _rolling(ranks, 2), [*groups[:3], *(_as(groups[9 + n], 3 + n) for n in range(3))])
+        registry = await _learn(make_learner, run_dir, recipe, with_rollback)
+    undisturbed = await _learn(make_learner, tmp_path / "calm", _limited_recipe(ranks, 2), without)
 
     versions = registry.versions()
     assert [(version.number, version.parent) for version in versions] == [(0, None), (1, 0), (2, 1), (3, 1), (4, 3)]
     assert [version.number for version in versions if version.state is VersionState.ROLLED_BACK] == [2]
     assert versions[3].sha256 == versions[1].sha256 != versions[2].sha256
-    assert versions[4].sha256 == calm.versions()[2].sha256
-    (setback,) = UpdateFailureLog(run_dir).read()
-    assert (setback.step, setback.action, setback.groups) == (2, "rollback", (6, 7, 8))
-    assert len(setback.episodes) == 12
+    assert versions[4].sha256 == undisturbed.versions()[2].sha256
+    (failure,) = UpdateFailureLog(run_dir).read()
+    assert (failure.step, failure.action, failure.groups) == (2, "rollback", (6, 7, 8))
+    assert len(failure.episodes) == 12
     store = SqliteStore(run_dir / "experience.sqlite")
     assert consumed(store) == {index: index // 3 for index in range(12)}
     store.close()
@@ -282,50 +282,50 @@ async def test_a_rollback_restores_the_last_good_weights(tmp_path: Path, host: P
 
 @pytest.mark.deepspeed
 async def test_unchanged_weights_stay_good(tmp_path: Path, make_learner: MakeLearner) -> None:
-    """Nothing to learn in step 0: version 1 is the base, so that a rollback in step 1 finds nothing to undo."""
-    groups = [*(random_group(index, scores=[1.0] * 4) for index in range(3)), *(_strange(index) for index in range(3, 6))]
-    versions = (await _learn(make_learner, tmp_path, _rolling(1, 2), groups)).versions()
+    """Step 0 has no preference, so version 1 equals the base and a rollback in step 1 has nothing to undo."""
+    groups = [*(random_group(index, scores=[1.0] * 4) for index in range(3)), *(_off_policy_group(index) for index in range(3, 6))]
+    versions = (await _learn(make_learner, tmp_path, _limited_recipe(1, 2), groups)).versions()
     assert [(version.number, version.parent) for version in versions] == [(0, None), (1, 0), (2, 1)]
     assert versions[1].sha256 == versions[2].sha256
     assert all(version.state is VersionState.CANDIDATE for version in versions)
 
 
 @pytest.mark.deepspeed
-async def test_delta_versions_equal_whole_ones(tmp_path: Path, make_learner: MakeLearner) -> None:
+async def test_delta_versions_equal_full_versions(tmp_path: Path, make_learner: MakeLearner) -> None:
     steps = FULL_EVERY + 2
     groups = [random_group(index) for index in range(3 * steps)]
-    made = recipe(learner={"lr": 1e-7, "keep_versions": 2}, serving={"weight_transfer": "delta"}).but(steps=steps)
-    plain = recipe(learner={"lr": 1e-7}).but(steps=steps)
-    registry = await _learn(make_learner, tmp_path / "deltas", made, groups)
-    reference = await _learn(make_learner, tmp_path / "whole", plain, groups)
-    assert [one.sha256 for one in registry.versions()] == [one.sha256 for one in reference.versions()]
-    homes = [registry.path(version) for version in registry.versions()]
-    assert [home.name for home in homes if (home / "model.safetensors").exists()] == ["000000", f"{FULL_EVERY:06d}"]
-    assert [home for home in homes if (home / "model.delta").exists()] == homes[-2:]
+    delta = build_recipe(learner={"lr": 1e-7, "keep_versions": 2}, serving={"weight_transfer": "delta"}).but(steps=steps)
+    plain = build_recipe(learner={"lr": 1e-7}).but(steps=steps)
+    registry = await _learn(make_learner, tmp_path / "deltas", delta, groups)
+    full_registry = await _learn(make_learner, tmp_path / "whole", plain, groups)
+    assert [version.sha256 for version in registry.versions()] == [version.sha256 for version in full_registry.versions()]
+    folders = [registry.path(version) for version in registry.versions()]
+    assert [folder.name for folder in folders if (folder / "model.safetensors").exists()] == ["000000", f"{FULL_EVERY:06d}"]
+    assert [folder for folder in folders if (folder / "model.delta").exists()] == folders[-2:]
     for version in registry.versions()[FULL_EVERY:]:
         registry.verify(version)
-    size = [sum(path.stat().st_size for path in home.glob("model.*")) for home in homes]
-    assert size[steps] < 0.5 * size[FULL_EVERY]
-    (homes[steps].parent / deltas.NEWEST_WEIGHTS).unlink()
-    assert sha256_file(deltas.materialize(homes[steps])) == reference.versions()[steps].sha256
+    sizes = [sum(path.stat().st_size for path in folder.glob("model.*")) for folder in folders]
+    assert sizes[steps] < 0.5 * sizes[FULL_EVERY]
+    (folders[steps].parent / deltas.NEWEST_WEIGHTS).unlink()
+    assert sha256_file(deltas.materialize(folders[steps])) == full_registry.versions()[steps].sha256
 
 
 @pytest.mark.deepspeed
 async def test_a_halt_stops_the_run_and_other_limits_let_it_resume(tmp_path: Path, make_learner: MakeLearner) -> None:
-    groups = [*(random_group(index) for index in range(3)), *(_strange(index) for index in range(3, 6))]
-    made = _rolling(1, 2, "halt")
+    groups = [*(random_group(index) for index in range(3)), *(_off_policy_group(index) for index in range(3, 6))]
+    recipe = _limited_recipe(1, 2, "halt")
     with pytest.raises(LearnerHalted, match=r"step 1: kl_behaviour .* is above its limit 1 \(learner\.limits\)"):
-        await _learn(make_learner, tmp_path, made, groups)
+        await _learn(make_learner, tmp_path, recipe, groups)
     registry, store = FolderRegistry(tmp_path / "versions"), SqliteStore(tmp_path / "experience.sqlite")
     assert registry.get(1) is not None and registry.get(2) is None
     assert consumed(store) == {0: 0, 1: 0, 2: 0}
-    assert [(one.step, one.action) for one in UpdateFailureLog(tmp_path).read()] == [(1, "halt")]
+    assert [(failure.step, failure.action) for failure in UpdateFailureLog(tmp_path).read()] == [(1, "halt")]
 
-    made = _rolling(1, 2, "skip")
-    await _learn(make_learner, tmp_path, made)
-    assert [(one.step, one.action) for one in UpdateFailureLog(tmp_path).read()] == [(1, "skip")]
+    recipe = _limited_recipe(1, 2, "skip")
+    await _learn(make_learner, tmp_path, recipe)
+    assert [(failure.step, failure.action) for failure in UpdateFailureLog(tmp_path).read()] == [(1, "skip")]
     first, second = registry.get(1), registry.get(2)
-    assert first is not None and second is not None and first.sha256 == second.sha256, "a step that is left out publishes its parent"
+    assert first is not None and second is not None and first.sha256 == second.sha256, "a skipped step publishes its parent"
     assert consumed(store) == {index: index // 3 for index in range(6)}
     store.close()
 
@@ -337,16 +337,16 @@ async def test_non_finite_numbers_exclude_their_group_until_there_are_too_many(t
     groups = [random_group(index, scores=[math.inf, 0.0, 1.0, 0.0]) for index in range(3 * steps)]
     groups[0] = random_group(0)
     broken = [turn([1, 2], [3, 4], [-math.inf, -1.0]) for _ in range(4)]
-    episodes = tuple(scored(episode(f"b{number}", [one]), float(number % 2)) for number, one in enumerate(broken))
+    episodes = tuple(scored(episode(f"b{number}", [only]), float(number % 2)) for number, only in enumerate(broken))
     groups[2] = Group(index=2, task_id="t", task_key="k", episodes=episodes)
     groups[3] = random_group(3, scores=[1e300, -1e300, 0.0, 0.0])
-    made = recipe(learner={"ranks": 2}).but(steps=steps)
-    for _ in range(2):  # the second time from the last checkpoint
+    recipe = build_recipe(learner={"ranks": 2}).but(steps=steps)
+    for _ in range(2):  # the second run resumes the last checkpoint
         with pytest.raises(LearnerHalted, match=f"{MAX_BAD_GROUPS + 1} groups were excluded"):
-            await _learn(make_learner, tmp_path, made, None if (tmp_path / "versions").exists() else groups)
-        found = UpdateFailureLog(tmp_path).read()
-        assert [one.groups for one in found] == [(index,) for index in range(1, 3 * steps)], "each is written down once"
-    assert [one.reasons[0].split()[0] for one in found[:3]] == ["non_finite_score", "non_finite_logprob", "non_finite_advantage"]
+            await _learn(make_learner, tmp_path, recipe, None if (tmp_path / "versions").exists() else groups)
+        failures = UpdateFailureLog(tmp_path).read()
+        assert [failure.groups for failure in failures] == [(index,) for index in range(1, 3 * steps)], "each is logged once"
+    assert [failure.reasons[0].split()[0] for failure in failures[:3]] == ["non_finite_score", "non_finite_logprob", "non_finite_advantage"]
     registry = FolderRegistry(tmp_path / "versions")
     base, first = registry.get(0), registry.get(1)
-    assert base is not None and first is not None and base.sha256 != first.sha256, "the other groups were trained on"
+    assert base is not None and first is not None and base.sha256 != first.sha256, "the other groups were trained"

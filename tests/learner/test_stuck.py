@@ -1,4 +1,4 @@
-"""A learner that stands still is killed and restarted, and loses nothing; one that is only slow is left alone. The steps are real."""
+"""A learner without progress is killed and restarted, and loses nothing; a slow one continues. The steps are real."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from agentrl.experience import SqliteStore
 from agentrl.learner import LearnerProcess
 from agentrl.run import supervise
 from agentrl.version import FolderRegistry
-from tests.learner.building import random_group, recipe, write_run
+from tests.learner.building import build_recipe, random_group, write_run
 from tests.learner.test_process import MakeLearner, _workers
 from tests.ledgers import consumed
 from tests.waiting import until
 
 pytestmark = pytest.mark.deepspeed
 ROOT = Path(__file__).resolve().parents[2]
-SHORT_S = 4.0  # in place of a minute
+SHORT_S = 4.0  # instead of a minute
 STEPS = 3
 
 
@@ -46,12 +46,12 @@ class Stopping(Liveness):
             self.stopped += self._workers()
             for pid in self.stopped:
                 os.kill(pid, signal.SIGSTOP)
-            self._first_s = SHORT_S  # the kind of work may be new, and two minutes of waiting would show no more
+            self._first_s = SHORT_S  # the kind of work may be new, and waiting two minutes would not test more
 
     def begin(self, work: str = "starting") -> None:
         super().begin(work)
         self._first_s = 120.0
-        if self.stopped:  # nothing is stopped any more, and a busy machine may pause a sound learner for seconds
+        if self.stopped:  # no process is stopped any more, and a busy machine may pause a working learner for seconds
             self._least_s = 120.0
 
 
@@ -62,10 +62,10 @@ def rank_of(pid: int) -> int:
 
 class Alerts:
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.texts: list[str] = []
 
     def alert(self, text: str) -> None:
-        self.said.append(text)
+        self.texts.append(text)
 
 
 @pytest.mark.parametrize(
@@ -82,42 +82,42 @@ async def test_a_stuck_learner_is_restarted_and_each_group_is_trained_once(
     tmp_path: Path, work: str, ranks: int, host: Path, make_learner: MakeLearner
 ) -> None:
     """With two ranks, torchrun starts them, and the rank that is stopped is not the one that reports."""
-    made = recipe().but(f"learner.ranks={ranks}", steps=STEPS)
+    recipe = build_recipe().but(f"learner.ranks={ranks}", steps=STEPS)
     groups = [random_group(index) for index in range(3 * STEPS)]
-    write_run(tmp_path, made, groups[:6])
+    write_run(tmp_path, recipe, groups[:6])
 
     def workers() -> list[int]:
         if ranks == 1:
             return [child.pid for child in psutil.Process(int(host.stem)).children()]
         return [pid for pid in _workers(tmp_path) if rank_of(pid) == ranks - 1]
 
-    learner = LearnerProcess(tmp_path, made) if ranks == 2 else make_learner(tmp_path, made)
-    live = learner.liveness = Stopping(work, workers)
+    learner = LearnerProcess(tmp_path, recipe) if ranks == 2 else make_learner(tmp_path, recipe)
+    liveness = learner.liveness = Stopping(work, workers)
     learner.stopped.least_s = 1e9  # a stopped process is a stand-in for one that hangs
     registry = FolderRegistry(tmp_path / "versions")
     run = SimpleNamespace(learner=learner, tracker=Alerts(), registry=registry)
-    watching = asyncio.create_task(supervise.watch_learner(learner, registry, run.tracker.alert))
+    watcher = asyncio.create_task(supervise.watch_learner(learner, registry, run.tracker.alert))
     try:
         async with asyncio.timeout(300):
-            while not run.tracker.said:
+            while not run.tracker.texts:
                 await asyncio.sleep(0.05)
-                assert not watching.done() or not watching.exception()
+                assert not watcher.done() or not watcher.exception()
             if ranks == 1:  # the host of preloaded processes kills its ranks within a moment
-                await until(lambda: all(read_stat(pid).has_ended for pid in live.stopped))
-            assert live.stopped and all(read_stat(pid).has_ended for pid in live.stopped), "no successor runs next to it"
-            (said,) = run.tracker.said
-            assert "the learner has made no progress for" in said and "it was killed" in said and "restart 1 of at most 3" in said
+                await until(lambda: all(read_stat(pid).has_ended for pid in liveness.stopped))
+            assert liveness.stopped and all(read_stat(pid).has_ended for pid in liveness.stopped), "no successor runs next to it"
+            (text,) = run.tracker.texts
+            assert "the learner has made no progress for" in text and "it was killed" in text and "restart 1 of at most 3" in text
             store = SqliteStore(tmp_path / "experience.sqlite")
             for group in groups[6:]:
                 store.put(group)
-            await watching
+            await watcher
     finally:
-        watching.cancel()
+        watcher.cancel()
         await learner.kill()
-    assert len(run.tracker.said) == 1
+    assert len(run.tracker.texts) == 1
     assert consumed(store) == {index: index // 3 for index in range(3 * STEPS)}
     versions = [registry.get(number) for number in range(STEPS + 1)]
-    assert all(versions) and len({one.sha256 for one in versions if one is not None}) == STEPS + 1
+    assert all(versions) and len({version.sha256 for version in versions if version is not None}) == STEPS + 1
     log = (tmp_path / "logs" / "learner.log").read_text()
     assert "all 3 steps are done" in log
     store.close()
@@ -125,22 +125,22 @@ async def test_a_stuck_learner_is_restarted_and_each_group_is_trained_once(
 
 
 async def test_a_slow_learner_continues_and_one_without_progress_is_killed(tmp_path: Path, make_learner: MakeLearner) -> None:
-    """Each micro-batch takes three times the shortest deadline; the fourth never ends, in a process that lives and computes."""
+    """Each micro-batch takes three times the shortest deadline; the fourth never ends, in a process that keeps computing."""
     slow = Part("tests.learner.slow_loss:slow", options={"seconds": 3.0, "stuck_at": 4})
-    made = recipe(objective={"loss": slow}, learner={"max_tokens_per_microbatch": 256})
-    made = made.but(steps=4)
-    write_run(tmp_path, made, [random_group(index) for index in range(12)])
-    learner = make_learner(tmp_path, made)
+    recipe = build_recipe(objective={"loss": slow}, learner={"max_tokens_per_microbatch": 256})
+    recipe = recipe.but(steps=4)
+    write_run(tmp_path, recipe, [random_group(index) for index in range(12)])
+    learner = make_learner(tmp_path, recipe)
     learner.root = ROOT
     learner.liveness = Liveness("the learner", first_s=60.0, least_s=1.0)
     await learner.start()
     try:
-        began = time.monotonic()
+        started = time.monotonic()
         with pytest.raises(
             LearnerError, match=r"no progress for \d+ s while computing a micro-batch \(longest so far: .* s; deadline: .* s\)"
         ):
             await learner.wait(timeout_s=300)
-        assert time.monotonic() - began > 3 * 3.0, "three slow ones were waited for"
-        assert FolderRegistry(tmp_path / "versions").get(1) is not None, "and made a step"
+        assert time.monotonic() - started > 3 * 3.0, "the learner waited for three slow micro-batches"
+        assert FolderRegistry(tmp_path / "versions").get(1) is not None, "the slow micro-batches completed a step"
     finally:
         await learner.kill()

@@ -1,4 +1,4 @@
-"""Tokens that were drawn from a truncated distribution are scored over the very support that they were drawn from."""
+"""Tokens drawn from a truncated distribution are scored over the support that they were drawn from."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ CPU = torch.device("cpu")
 VOCABULARY, WIDTH, WIDEST = 23, 6, 5
 
 
-def drawn(rows: int, seed: int, *, whole: bool) -> tuple[Tensor, Tensor]:
-    """Targets [N], and supports [N, K] around them, some of them the whole vocabulary."""
+def drawn(rows: int, seed: int, *, full: bool) -> tuple[Tensor, Tensor]:
+    """Targets [N], and supports [N, K] around them, some of them the full vocabulary."""
     rng = random.Random(seed)
     table = []
     for number in range(rows):
         ids = rng.sample(range(VOCABULARY), 1 if number == 0 else rng.randint(1, WIDEST))
-        table.append((rng.choice(ids), [] if whole and rng.random() < 0.4 else ids))
+        table.append((rng.choice(ids), [] if full and rng.random() < 0.4 else ids))
     supports = torch.tensor([[*ids, *[-1] * (WIDEST - len(ids))] for _, ids in table])
     return torch.tensor([target for target, _ in table]), supports
 
 
 def reference(hidden: Tensor, linear: nn.Linear, targets: Tensor, supports: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """The definition, a row at a time: log-softmax of all logits with those outside of the support taken out."""
+    """The definition, a row at a time: log-softmax of the logits of the support."""
     logprobs, entropies = [], []
     for row, target, support in zip(hidden, targets.tolist(), supports.tolist(), strict=True):
         ids = [token for token in support if token >= 0] or list(range(VOCABULARY))
@@ -46,22 +46,22 @@ def reference(hidden: Tensor, linear: nn.Linear, targets: Tensor, supports: Tens
 
 @settings(max_examples=examples(40))
 @given(st.integers(1, 12), st.integers(0, 99), st.booleans(), st.booleans(), st.sampled_from([0.3, 1.0]), st.sampled_from([1, 40, 10**6]))
-def test_the_softmax_is_over_the_support_and_so_is_its_gradient(
-    rows: int, seed: int, whole: bool, bias: bool, temperature: float, logits_at_once: int
+def test_the_softmax_and_its_gradient_are_over_the_support(
+    rows: int, seed: int, full: bool, bias: bool, temperature: float, logits_at_once: int
 ) -> None:
     torch.manual_seed(seed)
     linear = nn.Linear(WIDTH, VOCABULARY, bias=bias).double()
-    targets, supports = drawn(rows, seed, whole=whole)
+    targets, supports = drawn(rows, seed, full=full)
     hidden = torch.randn(rows, WIDTH, dtype=torch.float64, requires_grad=True)
     weights = torch.randn(2, rows, dtype=torch.float64)
-    found = []
-    for score in (lambda *given: LogprobHead(linear, logits_at_once)(*given[:2], temperature, given[2]), None):
+    results = []
+    for score in (lambda states, ids, over: LogprobHead(linear, logits_at_once)(states, ids, temperature, over), None):
         hidden.grad = None
         linear.zero_grad()
         pair = score(hidden, targets, supports) if score else reference(hidden, linear, targets, supports, temperature)
         sum((part * weight).sum() for part, weight in zip(pair, weights, strict=True)).backward()
-        found.append([*pair, hidden.grad, *(parameter.grad for parameter in linear.parameters())])
-    for ours, expected in zip(*found, strict=True):
+        results.append([*pair, hidden.grad, *(parameter.grad for parameter in linear.parameters())])
+    for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-12)
 
 
@@ -70,7 +70,7 @@ def test_the_softmax_is_over_the_support_and_so_is_its_gradient(
 def test_autograd_agrees_with_finite_differences(logits_at_once: int) -> None:
     torch.manual_seed(1)
     linear = nn.Linear(WIDTH, VOCABULARY).double()
-    targets, supports = drawn(6, 1, whole=True)
+    targets, supports = drawn(6, 1, full=True)
     head = LogprobHead(linear, logits_at_once)
 
     def score(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,7 +80,7 @@ def test_autograd_agrees_with_finite_differences(logits_at_once: int) -> None:
     assert torch.autograd.gradcheck(score, inputs)
 
 
-def test_a_support_of_the_whole_vocabulary_equals_no_support() -> None:
+def test_a_support_of_the_full_vocabulary_equals_no_support() -> None:
     torch.manual_seed(2)
     linear = nn.Linear(WIDTH, VOCABULARY)
     head, hidden, targets = LogprobHead(linear, 10**6), torch.randn(4, WIDTH), torch.arange(4)
@@ -90,7 +90,7 @@ def test_a_support_of_the_whole_vocabulary_equals_no_support() -> None:
 
 def test_chunks_of_a_bfloat16_head_give_the_gradients_of_one_chunk() -> None:
     linear = nn.Linear(WIDTH, VOCABULARY).to(torch.bfloat16)
-    targets, supports = drawn(40, 3, whole=False)
+    targets, supports = drawn(40, 3, full=False)
     gradients = []
     for logits_at_once in (10**6, 60):
         hidden = torch.randn(40, WIDTH, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(1)).requires_grad_()
@@ -98,8 +98,8 @@ def test_chunks_of_a_bfloat16_head_give_the_gradients_of_one_chunk() -> None:
         logprobs, entropy = LogprobHead(linear, logits_at_once)(hidden, targets, 0.7, supports)
         (logprobs.sum() - entropy.sum()).backward()
         gradients.append([hidden.grad, linear.weight.grad, linear.bias.grad])
-    for whole, chunked in zip(*gradients, strict=True):
-        torch.testing.assert_close(chunked, whole, rtol=0.02, atol=0.03)
+    for single, chunked in zip(*gradients, strict=True):
+        torch.testing.assert_close(chunked, single, rtol=0.02, atol=0.03)
 
 
 def sample(name: str, ids: tuple[int, ...], supports: list[tuple[int, ...]] | None) -> Sample:
@@ -117,7 +117,7 @@ def sample(name: str, ids: tuple[int, ...], supports: list[tuple[int, ...]] | No
 
 
 def test_samples_share_a_prediction_only_with_its_support() -> None:
-    """Attempts that say the same share their tokens in the forest; what they were drawn from may differ, for instance by version."""
+    """Samples with equal tokens share them in the forest; their supports may differ, for instance by version."""
     rows = (
         sample("a", (1, 2, 3), [(2, 5), (3,)]),
         sample("b", (1, 2, 3), [(5, 2), (3, 4)]),
@@ -126,14 +126,14 @@ def test_samples_share_a_prediction_only_with_its_support() -> None:
     batch = build_micro_batch(rows, CPU)
     assert batch.input_ids.shape[1] == 4
     assert batch.supports is not None
-    seen = [(int(batch.targets[at]), [token for token in batch.supports[at].tolist() if token >= 0]) for at in batch.expand.tolist()]
-    assert seen == [(2, [2, 5]), (3, [3]), (2, [2, 5]), (3, [3, 4]), (2, []), (6, [])]
+    predictions = [(int(batch.targets[at]), [token for token in batch.supports[at].tolist() if token >= 0]) for at in batch.expand.tolist()]
+    assert predictions == [(2, [2, 5]), (3, [3]), (2, [2, 5]), (3, [3, 4]), (2, []), (6, [])]
     assert len(batch.targets) == 5  # the first token of "a" and "b" is one prediction
     assert build_micro_batch((rows[2],), CPU).supports is None
 
 
 def test_a_support_outside_the_vocabulary_stops_the_learner() -> None:
-    held = sample("a", (1, 2, 3), [(2, 5), (3, 500)])
+    invalid = sample("a", (1, 2, 3), [(2, 5), (3, 500)])
     with pytest.raises(LearnerError, match="contains token 500, but the policy's vocabulary has 97"):
-        check_vocabulary([held], 97)
-    check_vocabulary([replace(held, supports=None)], 97)
+        check_vocabulary([invalid], 97)
+    check_vocabulary([replace(invalid, supports=None)], 97)

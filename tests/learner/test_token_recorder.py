@@ -1,4 +1,4 @@
-"""What a step records of its tokens is what its loss computed, sample by sample."""
+"""The recorded tokens of a step have the values that its loss computed, sample by sample."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from agentrl.records import Sample
 def samples(seed: int) -> list[Sample]:
     """Samples of two groups; one episode has two samples."""
     draw = random.Random(seed)
-    made = []
+    rows = []
     for group, episode in ((3, "a"), (3, "b"), (3, "b"), (5, "a")):
         size = draw.randint(4, 9)
         mask = (False, *(draw.random() < 0.6 for _ in range(size - 2)), True)
-        made.append(
+        rows.append(
             Sample(
                 episode_id=episode,
                 group_index=group,
@@ -30,7 +30,7 @@ def samples(seed: int) -> list[Sample]:
                 advantages=tuple(draw.uniform(-1, 1) if on else 0.0 for on in mask),
             )
         )
-    return made
+    return rows
 
 
 @pytest.mark.parametrize("cuts", [(4,), (1, 2, 1), (2, 0, 2)])
@@ -68,16 +68,16 @@ def test_each_sample_has_the_values_of_its_own_tokens(tmp_path: Path, cuts: tupl
             row = rows[number]
             expected.setdefault((row.group_index, row.episode_id, parts[number]), []).append(tuple(values))
     recorder.save(8)
-    matches = {(one.group, one.episode_id, one.part): one for group in (3, 5) for one in read_records(tmp_path, 8, group)}
-    assert matches.keys() == expected.keys() and len(matches) == 4
-    for key, one in matches.items():
-        assert list(zip(one.logprobs, one.entropies, one.weights, one.clipped, strict=True)) == expected[key]
+    records = {(record.group, record.episode_id, record.part): record for group in (3, 5) for record in read_records(tmp_path, 8, group)}
+    assert records.keys() == expected.keys() and len(records) == 4
+    for key, record in records.items():
+        assert list(zip(record.logprobs, record.entropies, record.weights, record.clipped, strict=True)) == expected[key]
         row = next(row for number, row in enumerate(rows) if (row.group_index, row.episode_id, parts[number]) == key)
-        assert len(one.logprobs) == sum(row.loss_mask)
-    clipped = [flag for one in matches.values() for flag in one.clipped]
+        assert len(record.logprobs) == sum(row.loss_mask)
+    clipped = [flag for record in records.values() for flag in record.clipped]
     assert any(clipped) and not all(clipped)
     recorder.save(9)
-    assert read_records(tmp_path, 9, 3) == [], "a step has its own tokens only"
+    assert read_records(tmp_path, 9, 3) == [], "a step records only its own tokens"
 
 
 def test_a_full_disk_does_not_stop_the_learner(tmp_path: Path, caplog: Any) -> None:

@@ -47,8 +47,8 @@ def test_chunks_of_a_bfloat16_head_give_the_gradients_of_one_chunk() -> None:
         logprobs, entropy = LogprobHead(linear, rows * VOCABULARY)(hidden, torch.arange(64), 0.7)
         (logprobs.sum() - entropy.sum()).backward()
         gradients.append([hidden.grad, linear.weight.grad, linear.bias.grad])
-    for whole, chunked in zip(*gradients, strict=True):
-        torch.testing.assert_close(chunked, whole, rtol=0.02, atol=0.02)
+    for single, chunked in zip(*gradients, strict=True):
+        torch.testing.assert_close(chunked, single, rtol=0.02, atol=0.02)
 
 
 class Capped:

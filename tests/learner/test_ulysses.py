@@ -1,4 +1,4 @@
-"""How a team of ranks deals out a forest. What it computes is tested on real ranks, in test_engine."""
+"""The shards of a forest in a team of ranks. test_engine tests the computation, on real ranks."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ def team(rank: int, size: int) -> Team:
 @given(st.integers(1, 40), st.integers(1, 6), st.data())
 def test_each_token_and_prediction_belongs_to_one_rank(length: int, size: int, data: st.DataObject) -> None:
     positions = torch.tensor(sorted(data.draw(st.lists(st.integers(0, length - 1), max_size=20))), dtype=torch.long)
-    stretches = [TokenShard.of(team(rank, size), length, positions) for rank in range(size)]
+    shards = [TokenShard.of(team(rank, size), length, positions) for rank in range(size)]
     tokens = torch.arange(1, length + 1)
-    parts = [stretch.part(tokens) for stretch in stretches]
-    assert {len(part) for part in parts} == {stretches[0].width}
+    parts = [shard.part(tokens) for shard in shards]
+    assert {len(part) for part in parts} == {shards[0].width}
     assert torch.cat(parts)[:length].tolist() == tokens.tolist()
     assert not torch.cat(parts)[length:].any()
-    assert torch.cat([positions[stretch.own] for stretch in stretches]).tolist() == positions.tolist()
-    for stretch in stretches:
-        local = positions[stretch.own] - stretch.start
-        assert ((local >= 0) & (local < stretch.width)).all()
+    assert torch.cat([positions[shard.own] for shard in shards]).tolist() == positions.tolist()
+    for shard in shards:
+        local = positions[shard.own] - shard.start
+        assert ((local >= 0) & (local < shard.width)).all()
 
 
 def test_shards_add_up_to_the_micro_batch() -> None:
     rows = tuple(_samples(1))
-    whole = build_micro_batch(rows, CPU)
+    full = build_micro_batch(rows, CPU)
     parts = [build_micro_batch(rows, CPU, team=team(rank, 3)) for rank in range(3)]
-    assert torch.equal(torch.cat([part.targets for part in parts]), whole.targets)
-    assert torch.equal(torch.cat([part.input_ids[0] for part in parts])[: whole.layout.length], whole.input_ids[0])
-    assert torch.equal(torch.cat([part.layout.positions for part in parts])[: whole.layout.length], whole.layout.positions)
+    assert torch.equal(torch.cat([part.targets for part in parts]), full.targets)
+    assert torch.equal(torch.cat([part.input_ids[0] for part in parts])[: full.layout.length], full.input_ids[0])
+    assert torch.equal(torch.cat([part.layout.positions for part in parts])[: full.layout.length], full.layout.positions)
     for part in parts:
-        assert torch.equal(part.expand, whole.expand) and torch.equal(part.advantages, whole.advantages)
+        assert torch.equal(part.expand, full.expand) and torch.equal(part.advantages, full.advantages)
 
 
 def test_indivisible_heads_raise() -> None:

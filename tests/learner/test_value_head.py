@@ -1,4 +1,4 @@
-"""Policy and critic on one trunk: the loss and its gradient are those of the plain computation, one sequence at a time."""
+"""Policy and critic on one trunk: loss and gradient equal the plain computation, one sequence at a time."""
 
 from __future__ import annotations
 
@@ -54,58 +54,58 @@ def test_one_forward_pass_gives_the_loss_and_gradient_of_the_plain_computation(b
     plain, head = _model("qwen3", "sdpa"), nn.Linear(32, 1).double()
     head.load_state_dict(scorer.value.state_dict())
     trained = sum(sum(sample.loss_mask) for sample in samples)
-    found_total, expected_total = 0.0, 0.0
+    actual_total, expected_total = 0.0, 0.0
     for rows in plan_micro_batches(samples, rank=0, ranks=1, max_tokens=budget):
         batch = build_micro_batch(rows, CPU)
         logprobs, _, values = scorer(batch.input_ids, batch.layout, batch.positions, batch.targets, 1.0)
         logprobs, values = logprobs[batch.expand], values[batch.expand]
-        old = values.detach() + torch.linspace(-0.5, 0.5, len(values), dtype=torch.float64)  # so that the value clip binds somewhere
+        old = values.detach() + torch.linspace(-0.5, 0.5, len(values), dtype=torch.float64)  # so that the value clip binds for some tokens
         advantages, returns = critic_advantages(batch, old, CRITIC)
         behaviour = logprobs.detach() + torch.linspace(-0.4, 0.4, len(values), dtype=torch.float64)
         tokens = TrainedTokens(logprobs=logprobs, behaviour=behaviour, advantages=advantages, sequence=batch.sequence)
-        worth = value_loss(values, old, returns).sum() / trained
-        loss = policy_loss(tokens, OBJECTIVE, denominator=trained).loss + VALUE_WEIGHT * worth
+        critic_loss = value_loss(values, old, returns).sum() / trained
+        loss = policy_loss(tokens, OBJECTIVE, denominator=trained).loss + VALUE_WEIGHT * critic_loss
         loss.backward()
-        found_total += loss.item()
+        actual_total += loss.item()
 
-        at, total = 0, torch.zeros((), dtype=torch.float64)
+        start, total = 0, torch.zeros((), dtype=torch.float64)
         for row in rows:
-            now, value = _plain(plain, head, row)
-            mine = slice(at, at + len(now))
-            at += len(now)
-            rewards = batch.rewards[mine].tolist()  # the row's, in float32
-            gains, goals = (torch.tensor(made, dtype=torch.float64) for made in _by_hand(rewards, old[mine].tolist()))
-            ratio = (now - behaviour[mine]).exp()
-            total = total - torch.minimum(ratio * gains, ratio.clamp(0.8, 1.2) * gains).sum() / trained
-            near = old[mine] + (value - old[mine]).clamp(-0.2, 0.2)
-            total = total + 0.1 * 0.5 * torch.maximum((value - goals) ** 2, (near - goals) ** 2).sum() / trained
+            logprob, value = _plain(plain, head, row)
+            span = slice(start, start + len(logprob))
+            start += len(logprob)
+            rewards = batch.rewards[span].tolist()  # the row's, in float32
+            advantage, target = (torch.tensor(column, dtype=torch.float64) for column in _by_hand(rewards, old[span].tolist()))
+            ratio = (logprob - behaviour[span]).exp()
+            total = total - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum() / trained
+            clipped_value = old[span] + (value - old[span]).clamp(-0.2, 0.2)
+            total = total + 0.1 * 0.5 * torch.maximum((value - target) ** 2, (clipped_value - target) ** 2).sum() / trained
         total.backward()
         expected_total += total.item()
-    assert found_total == pytest.approx(expected_total, rel=1e-12)
+    assert actual_total == pytest.approx(expected_total, rel=1e-12)
     for (name, ours), theirs in zip(scorer.lm.named_parameters(), plain.parameters(), strict=True):
         assert _gap(ours.grad, theirs.grad) < 1e-10, name
     for ours, theirs in zip(scorer.value.parameters(), head.parameters(), strict=True):
         assert _gap(ours.grad, theirs.grad) < 1e-10
 
 
-@pytest.mark.parametrize("way", ["detach", "warm-up"])
-def test_a_detached_gradient_reaches_only_the_head(way: str) -> None:
-    scorer = _scorer(detach=way == "detach")
+@pytest.mark.parametrize("mode", ["detach", "warm-up"])
+def test_a_detached_gradient_reaches_only_the_head(mode: str) -> None:
+    scorer = _scorer(detach=mode == "detach")
     batch = build_micro_batch(tuple(_samples(2)), CPU)
-    targets = batch.targets if way == "detach" else None
+    targets = batch.targets if mode == "detach" else None
     values = scorer(batch.input_ids, batch.layout, batch.positions, targets, 1.0)[-1]
-    free = _scorer()
-    same = free(batch.input_ids, batch.layout, batch.positions, batch.targets, 1.0)[-1]
-    assert torch.equal(values, same)
+    attached = _scorer()
+    attached_values = attached(batch.input_ids, batch.layout, batch.positions, batch.targets, 1.0)[-1]
+    assert torch.equal(values, attached_values)
     values.square().sum().backward()
-    same.square().sum().backward()
-    assert torch.equal(scorer.value.weight.grad, free.value.weight.grad)
+    attached_values.square().sum().backward()
+    assert torch.equal(scorer.value.weight.grad, attached.value.weight.grad)
     assert all(parameter.grad is None or not parameter.grad.any() for parameter in scorer.lm.parameters())
-    assert any(parameter.grad.any() for parameter in free.lm.parameters())
+    assert any(parameter.grad.any() for parameter in attached.lm.parameters())
 
 
 def test_the_value_head_is_not_part_of_the_model() -> None:
-    """What is published, and what a server is sent, are the model's own parameters."""
+    """Only the model's own parameters are published and sent to a server."""
     scorer = _scorer()
     assert {id(p) for p in scorer.value.parameters()}.isdisjoint(id(p) for p in scorer.lm.parameters())
     assert not any("value" in name and "proj" not in name for name in scorer.lm.state_dict())

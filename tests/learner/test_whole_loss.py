@@ -31,45 +31,45 @@ OBJECTIVES: list[dict[str, Any]] = [
 
 
 def _samples(rng: random.Random) -> tuple[Sample, ...]:
-    """Samples that begin with parts of each other, trained tokens included, each with masks, logprobs and advantages of its own."""
-    made: list[Sample] = []
+    """Samples that share prefixes, trained tokens included; each has its own masks, logprobs and advantages."""
+    samples: list[Sample] = []
     for number in range(8):
-        start = rng.choice(made).token_ids if made and rng.random() < 0.7 else tuple(rng.randrange(5) for _ in range(4))
+        start = rng.choice(samples).token_ids if samples and rng.random() < 0.7 else tuple(rng.randrange(5) for _ in range(4))
         tokens = (*start[: rng.randint(1, len(start))], *(rng.randrange(5) for _ in range(rng.randint(1, 7))))
         mask = (False, *(rng.random() < 0.6 for _ in tokens[2:]), True)
         values = [(-4.6 + rng.uniform(-1, 1), rng.gauss(0, 1), rng.randint(0, 3)) if on else (0.0, 0.0, -1) for on in mask]
         logprobs, advantages, versions = zip(*values, strict=True)
-        made.append(
+        samples.append(
             Sample(
                 **{"episode_id": str(number), "group_index": rng.randrange(3), "token_ids": tokens, "loss_mask": mask},
                 **{"logprobs": logprobs, "advantages": advantages, "versions": versions},
             )
         )
-    return tuple(made)
+    return tuple(samples)
 
 
 def _tokens(logprobs: Tensor, entropy: Tensor, objective: ObjectiveConfig, **constants: Tensor) -> TrainedTokens:
-    """Proximal policy and reference lie a fixed way from the policy, so that both computations know them."""
+    """Proximal policy and KL reference differ from the policy by a constant, so that both computations can derive them."""
     proximal = logprobs.detach() - 0.1 if objective.off_policy.recomputes(1) else None
     return TrainedTokens(logprobs=logprobs, entropy=entropy, proximal=proximal, kl_reference=logprobs.detach() + 0.2, **constants)
 
 
 def _plain(model: nn.Module, rows: tuple[Sample, ...], objective: ObjectiveConfig) -> TrainedTokens:
     """Each sequence through the model's own forward pass."""
-    found: list[tuple[Tensor, Tensor]] = []
+    outputs: list[tuple[Tensor, Tensor]] = []
     for row in rows:
         ids = torch.tensor([row.token_ids])
         logp = (model(input_ids=ids, use_cache=False).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
         on = torch.tensor(row.loss_mask[1:])
-        found.append((logp.gather(-1, ids[0, 1:, None])[on, 0], -(logp.exp() * logp).sum(-1)[on]))
-    trained = [(place, at) for place, row in enumerate(rows) for at, on in enumerate(row.loss_mask) if on]
+        outputs.append((logp.gather(-1, ids[0, 1:, None])[on, 0], -(logp.exp() * logp).sum(-1)[on]))
+    trained = [(number, position) for number, row in enumerate(rows) for position, on in enumerate(row.loss_mask) if on]
     return _tokens(
-        torch.cat([logprobs for logprobs, _ in found]),
-        torch.cat([entropy for _, entropy in found]),
+        torch.cat([logprobs for logprobs, _ in outputs]),
+        torch.cat([entropy for _, entropy in outputs]),
         objective,
-        behaviour=torch.tensor([rows[place].logprobs[at] for place, at in trained]).double(),  # float32, as in a micro-batch
-        advantages=torch.tensor([rows[place].advantages[at] for place, at in trained]).double(),
-        sequence=torch.tensor([place for place, _ in trained]),
+        behaviour=torch.tensor([rows[number].logprobs[position] for number, position in trained]).double(),  # float32, as in a micro-batch
+        advantages=torch.tensor([rows[number].advantages[position] for number, position in trained]).double(),
+        sequence=torch.tensor([number for number, _ in trained]),
     )
 
 
@@ -80,16 +80,16 @@ def test_the_gradient_of_a_step_equals_the_formulas_over_plain_sequences(changes
     rng, objective = random.Random(seed), ObjectiveConfig.model_validate(changes)
     ours, plain = _model("qwen3", register()), _model("qwen3", "sdpa")
     samples = _samples(rng)
-    batch = Batch(step=3, samples=samples, denominator=sum(sum(one.loss_mask) for one in samples), group_indices=(0, 1, 2))
+    batch = Batch(step=3, samples=samples, denominator=sum(sum(sample.loss_mask) for sample in samples), group_indices=(0, 1, 2))
     ranks = rng.choice((1, 2, 3))
     for part in split_minibatches(batch, 2):
         total, weight = 0.0, loss_denominator(part.samples, objective.aggregation, length=LENGTH)
         for rows in (rows for rank in range(ranks) for rows in plan_micro_batches(part.samples, rank=rank, ranks=ranks, max_tokens=16)):
-            made = build_micro_batch(rows, CPU)
+            micro = build_micro_batch(rows, CPU)
             scorer = TokenScorer(ours, logits_at_once=rng.choice((3 * 97, 2**25)))
-            logprobs, entropy = scorer(made.input_ids, made.layout, made.positions, made.targets, TEMPERATURE)
-            constants = {"behaviour": made.behaviour, "advantages": made.advantages, "sequence": made.sequence}
-            tokens = _tokens(logprobs[made.expand], entropy[made.expand], objective, **constants)
+            logprobs, entropy = scorer(micro.input_ids, micro.layout, micro.positions, micro.targets, TEMPERATURE)
+            constants = {"behaviour": micro.behaviour, "advantages": micro.advantages, "sequence": micro.sequence}
+            tokens = _tokens(logprobs[micro.expand], entropy[micro.expand], objective, **constants)
             result = policy_loss(tokens, objective, denominator=weight)
             result.loss.backward()
             total += result.loss.item()

@@ -1,4 +1,4 @@
-"""The memory of a run in the real loop: versions, excluded episodes, a resumed run, evaluations, replay, and the audit."""
+"""The memory of a run in the rollout loop: versions, excluded episodes, a resumed run, evaluations, replay, and the audit."""
 
 from __future__ import annotations
 
@@ -56,21 +56,21 @@ def script(turn: int, episode: str) -> str:
     return call("submit", answer="done")
 
 
-def again(index: int) -> Task:
+def task_of(index: int) -> Task:
     """Every step has the same two tasks; the held-out ones differ."""
     return make_task(index % GROUPS)
 
 
-class Again(Family):
+class RepeatedTasks(Family):
     def task(self, split: Split, index: int) -> Task:
-        return again(index) if split is Split.TRAIN else replace(make_task(100 + index), split=split, data={"answer": "word 0 of before"})
+        return task_of(index) if split is Split.TRAIN else replace(make_task(100 + index), split=split, data={"answer": "word 0 of before"})
 
 
 class Registry:
     def set_evals(self, number: int, rates: object) -> None: ...
 
 
-async def played(folder: Path, steps: range, family: Family, before: tuple[Group, ...] = (), *, heldout: bool = False) -> list[Group]:
+async def play(folder: Path, steps: range, family: Family, before: tuple[Group, ...] = (), *, heldout: bool = False) -> list[Group]:
     (folder / "episodes").mkdir(parents=True, exist_ok=True)
     (folder / "recipe.json").write_text(RECIPE.model_dump_json())
     policy, sandboxes = Journaled(folder / "j", script=script), ScriptedSandboxes(printing("3"))
@@ -91,35 +91,35 @@ async def played(folder: Path, steps: range, family: Family, before: tuple[Group
 
 
 def readings(groups: list[Group]) -> list[tuple[str, tuple[str, ...], list[str]]]:
-    found = []
+    rows = []
     for group in groups:
-        for one in group.episodes:
-            assert one.episode.memory is not None
-            outputs = [result.output for turn in one.episode.trajectories[0].turns[:1] for result in turn.tool_results]
-            found.append((one.episode.id, one.episode.memory.read, outputs))
-    return found
+        for scored in group.episodes:
+            assert scored.episode.memory is not None
+            outputs = [result.output for turn in scored.episode.trajectories[0].turns[:1] for result in turn.tool_results]
+            rows.append((scored.episode.id, scored.episode.memory.read, outputs))
+    return rows
 
 
 @pytest.mark.slow
-async def test_a_group_reads_the_version_of_its_step_and_a_resumed_run_reads_what_it_read(tmp_path: Path) -> None:
-    whole = await played(tmp_path / "whole", range(4), Family())
-    left_out = {one.episode.id for group in whole for one in group.episodes if one.episode.left_out}
+async def test_a_group_reads_the_version_of_its_step_also_in_a_resumed_run(tmp_path: Path) -> None:
+    uninterrupted = await play(tmp_path / "whole", range(4), Family())
+    left_out = {scored.episode.id for group in uninterrupted for scored in group.episodes if scored.episode.left_out}
     assert len(left_out) == 4
-    for name, read, outputs in readings(whole):
+    for name, read, outputs in readings(uninterrupted):
         step = int(name[1:7]) // GROUPS
         steps = {int(author[1:7]) // GROUPS for author in read}
         assert steps == ({step - 2} if step >= 2 else set()) or (step == 3 and steps <= {0, 1} and 1 in steps), (name, read)
         assert not {*read} & left_out and ("word" in outputs[0]) == (step >= 2)
-    for group in whole:
-        assert len({str(outputs) for _, _, outputs in readings([group])}) == 1, "the attempts of a group find the same notes notes"
-        assert [len(one.episode.memory.notes) for one in group.episodes if one.episode.memory] == [2] * 3
-    cut = await played(tmp_path / "cut", range(3, 4), Family(), tuple(whole[:-1]))
-    assert readings(cut) == readings(whole), "also with a memory rebuilt from the groups"
-    kept = NoteStore(tmp_path / "whole" / NOTES_FILE, MemoryConfig())
-    assert kept.version == 2 and kept.counts() == {"family:driving": (20, 10)}
-    kept.close()
+    for group in uninterrupted:
+        assert len({str(outputs) for _, _, outputs in readings([group])}) == 1, "the attempts of a group find the same notes"
+        assert [len(scored.episode.memory.notes) for scored in group.episodes if scored.episode.memory] == [2] * 3
+    resumed = await play(tmp_path / "cut", range(3, 4), Family(), tuple(uninterrupted[:-1]))
+    assert readings(resumed) == readings(uninterrupted), "a memory rebuilt from the groups gives the same notes"
+    store = NoteStore(tmp_path / "whole" / NOTES_FILE, MemoryConfig())
+    assert store.version == 2 and store.counts() == {"family:driving": (20, 10)}
+    store.close()
     with pytest.raises(ExceptionGroup) as error:
-        await played(tmp_path / "gap", range(3, 4), Family(), tuple(whole[:1]))
+        await play(tmp_path / "gap", range(3, 4), Family(), tuple(uninterrupted[:1]))
     assert error.group_contains(StoreError, match="the ledger has no groups of this step")
 
 
@@ -127,7 +127,7 @@ async def test_a_group_reads_the_version_of_its_step_and_a_resumed_run_reads_wha
 async def test_a_late_group_reads_its_version_however_many_notes_came_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Group 4 of block 2 still runs while steps train the groups of later blocks."""
     monkeypatch.setattr(memory_store, "KEEP", 4)
-    groups = await played(tmp_path / "whole", range(4), Family())
+    groups = await play(tmp_path / "whole", range(4), Family())
     groups += [_moved(group, group.index + 8) for group in groups]
     store, order = SqliteStore(tmp_path / "experience.sqlite"), GroupOrder.from_recipe(RECIPE)
     assert RECIPE.memory is not None
@@ -147,13 +147,13 @@ async def test_a_late_group_reads_its_version_however_many_notes_came_later(tmp_
     assert take_step(order, store, 6) is not None
     assert starts.admit(8 * order.per_step, version=7, parked=0)
     await memory.prepare_block(8)
-    assert sum(notes for notes, _ in memory._store.counts().values()) < 20, "then the old notes are deleted"  # type: ignore[union-attr]
+    assert sum(notes for notes, _ in memory._store.counts().values()) < 20, "the old notes are deleted now"  # type: ignore[union-attr]
     memory.close()
     store.close()
 
 
 def _moved(group: Group, index: int) -> Group:
-    """The group with another index and other episodes, without what they read."""
+    """Returns the group with another index and other episodes, which read nothing."""
     episodes = []
     for number, scored in enumerate(group.episodes):
         memo = Memo(scope="family:driving", notes=(f"word {number} of group {index}",))
@@ -163,8 +163,8 @@ def _moved(group: Group, index: int) -> Group:
 
 
 @pytest.mark.slow
-async def test_the_memory_audit_finds_exactly_what_is_wrong(tmp_path: Path) -> None:
-    groups = await played(tmp_path / "r", range(4), Again(), heldout=True)
+async def test_the_memory_audit_reports_exactly_the_wrong_readings(tmp_path: Path) -> None:
+    groups = await play(tmp_path / "r", range(4), RepeatedTasks(), heldout=True)
     report = audit_memory(tmp_path / "r")
     assert report.ok and report.version == 2 and (report.episodes, report.writers) == (24, 20) and report.readers == 12
     assert (report.evaluated, report.evaluated_readers) == (4, 2), "the second round of the evaluation reads the first"
@@ -175,23 +175,23 @@ async def test_the_memory_audit_finds_exactly_what_is_wrong(tmp_path: Path) -> N
     assert len(report.answers) == 2
     last = groups[-1]
     memo = Memo(scope="family:driving", read=("g000000-0-a0", "g000001-0-a0", "g000006-0-a0", "before-heldout-00000-a0"))
-    wrong = replace(last.episodes[0], episode=replace(last.episodes[0].episode, memory=memo))
-    with_store = SqliteStore(tmp_path / "r" / "experience.sqlite")
-    with_store.put(replace(last, index=8, episodes=(wrong,)))
-    with_store.close()
+    wrong_episode = replace(last.episodes[0], episode=replace(last.episodes[0].episode, memory=memo))
+    store = SqliteStore(tmp_path / "r" / "experience.sqlite")
+    store.put(replace(last, index=8, episodes=(wrong_episode,)))
+    store.close()
     with (tmp_path / "r" / "episodes" / "before.jsonl").open("a") as file:
         other = {"phase": "before", "split": "heldout", "task_id": "x", "memory": {"notes": [], "read": ["g000001-0-a0"]}}
         file.write(json.dumps(other) + "\n")
-    done = CliRunner().invoke(app, ["memory", str(tmp_path / "r"), "--json"])
-    told = json.loads(done.stdout)
-    assert done.exit_code == 1 and told["wrong"] == 4
-    for why in (
+    result = CliRunner().invoke(app, ["memory", str(tmp_path / "r"), "--json"])
+    audit = json.loads(result.stdout)
+    assert result.exit_code == 1 and audit["wrong"] == 4
+    for reason in (
         "may know the answer",
         "which no step has taken, which is later",
         "not an earlier training episode that counts",
         "x in before-heldout read",
     ):
-        assert any(why in one for one in told["examples"]), (why, told["examples"])
+        assert any(reason in example for example in audit["examples"]), (reason, audit["examples"])
     printed = CliRunner().invoke(app, ["memory", str(tmp_path / "r")])
     assert printed.exit_code == 1 and "FAIL  no episode read" in printed.output and "read the answer to their own task" in printed.output
     with pytest.raises(UserError, match="is not a run folder"):
@@ -200,7 +200,7 @@ async def test_the_memory_audit_finds_exactly_what_is_wrong(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("line", [b"\xff", b"[]", b"3", b"[" * 100_000, b'{"phase": "before"}', b'{"episode": "a", "task": "b", "how": 1}'])
 @pytest.mark.parametrize("name", ["episodes/before.jsonl", ANSWERS_FILE])
-def test_a_damaged_line_is_reported_and_proves_nothing(tmp_path: Path, name: str, line: bytes) -> None:
+def test_a_damaged_line_fails_the_audit(tmp_path: Path, name: str, line: bytes) -> None:
     (tmp_path / "episodes").mkdir()
     (tmp_path / "recipe.json").write_text(RECIPE.model_dump_json())
     (tmp_path / name).write_bytes(b"\n".join([line, b""]))
@@ -219,12 +219,12 @@ def test_readings_without_a_source_are_wrong(tmp_path: Path) -> None:
 
 async def test_a_case_is_replayed_without_reading_or_writing_notes() -> None:
     tokenizer = byte_tokenizer()
-    words = [call("recall", query="where") + call("note", text="here"), call("recall") + call("note"), call("submit", answer="1")]
+    completions = [call("recall", query="where") + call("note", text="here"), call("recall") + call("note"), call("submit", answer="1")]
     store = NoteStore(None, MemoryConfig())
     chat, sandboxes = chat_of(tokenizer), ScriptedSandboxes(printing("3"))
     runner = EpisodeRunner(
         agent=TurnLoop(chat=chat),
-        policy=ScriptedPolicy.saying(tokenizer, *words),
+        policy=ScriptedPolicy.saying(tokenizer, *completions),
         sandboxes=sandboxes,
         sampling=Sampling(),
         max_model_len=4096,
@@ -243,8 +243,8 @@ async def test_a_case_is_replayed_without_reading_or_writing_notes() -> None:
     state = await replay_state(trace, 2, ReplaySetup(agent=TurnLoop(chat=chat), sandboxes=sandboxes, max_model_len=4096, tools=NO_TOOLS))
     assert state is not None and state.memory == episode.memory and state.trajectories[0].turns[0].completion_ids == turns[0].completion_ids
     assert store.version == 1
-    on = await runner.run(task, episode_id="case-r0", start=state)  # without a memory, its tools still exist
-    assert on.answer == "1" and on.memory == episode.memory
+    resumed = await runner.run(task, episode_id="case-r0", start=state)  # the memory tools exist even without a memory
+    assert resumed.answer == "1" and resumed.memory == episode.memory
     replayed = ReplayedMemory(episode.memory, turns[:1])
     assert replayed.recall("where")[0] and replayed.recall("where") == (False, "this call was not recorded")
 
@@ -252,6 +252,6 @@ async def test_a_case_is_replayed_without_reading_or_writing_notes() -> None:
 def test_a_failed_search_for_answers_is_reported(tmp_path: Path) -> None:
     """A failed search must not look like a clean run."""
     broken: Any = object()
-    told = record_answer_leaks(tmp_path, again(0), [broken], phase="train", step=1)
-    assert "could not check" in told and again(0).id in told
-    assert record_answer_leaks(tmp_path, again(0), [], phase="train", step=1) == ""
+    warning = record_answer_leaks(tmp_path, task_of(0), [broken], phase="train", step=1)
+    assert "could not check" in warning and task_of(0).id in warning
+    assert record_answer_leaks(tmp_path, task_of(0), [], phase="train", step=1) == ""

@@ -30,41 +30,41 @@ def note(episode: str, *texts: str, task: str = "", scope: str = SCOPE, read: tu
 
 
 def texts(store: NoteStore, query: str, version: int = 1, *, task: str = "another", scope: str = SCOPE) -> list[str]:
-    return [one.text for one in store.search(query, scope=scope, version=version, task_key=task)]
+    return [match.text for match in store.search(query, scope=scope, version=version, task_key=task)]
 
 
 def simulated(store: NoteStore, seed: int, *, steps: int, behind: int) -> list[tuple[dict[str, object], tuple[NoteMatch, ...]]]:
-    """A run in which every episode writes down a secret of its task and all that it was shown, whatever task comes again: its searches."""
-    rng, asked = random.Random(seed), []
+    """Simulates a run whose episodes note a secret of their task and all notes that they read; returns the searches and their matches."""
+    rng, searches = random.Random(seed), []
     for step in range(steps):
         version, group = max(0, step - behind), []
         for member in range(6):
             task, scope = rng.choice("abcdefgh"), f"family:{rng.choice('xy')}"
             query = " ".join(rng.choices(["secret", *"abcdefgh", "word"], k=rng.randrange(3)))
-            where: dict[str, object] = {"query": query, "scope": scope, "version": version, "task_key": task}
-            found = store.search(query, scope=scope, version=version, task_key=task)
-            asked.append((where, found))
-            copied = tuple(f"copied {step} {member}: {one.text}"[:3000] for one in found)
-            read = tuple(dict.fromkeys(one.episode for one in found))
+            arguments: dict[str, object] = {"query": query, "scope": scope, "version": version, "task_key": task}
+            matches = store.search(query, scope=scope, version=version, task_key=task)
+            searches.append((arguments, matches))
+            copied = tuple(f"copied {step} {member}: {match.text}"[:3000] for match in matches)
+            read = tuple(dict.fromkeys(match.episode for match in matches))
             group.append(note(f"{step}-{member}", f"secret-{task}- word {step} {member}", *copied, task=task, scope=scope, read=read))
         store.commit(step, group, oldest_read=0)
-    return asked
+    return searches
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_secret_of_a_task_returns_to_it_through_copies(seed: int) -> None:
     config = MemoryConfig()
     store = NoteStore(None, config)
-    asked = simulated(store, seed, steps=12, behind=1 + seed % 2)
-    shown = [(where, one) for where, found in asked for one in found]
-    assert len(shown) > 60 and any("copied" in one.text for _, one in shown), "there is something to leak"
-    for where, one in shown:
-        assert f"secret-{where['task_key']}-" not in one.text
-        assert int(one.episode.split("-")[0]) < int(str(where["version"])), "of an earlier version"
-    for where, found in asked:
-        assert store.search(**where) == found, "what came later changes no result and no order"  # type: ignore[arg-type]
-    assert {one.text for where, one in shown if where["scope"] == "family:x"}.isdisjoint(
-        one.text for where, one in shown if where["scope"] == "family:y"
+    searches = simulated(store, seed, steps=12, behind=1 + seed % 2)
+    results = [(arguments, match) for arguments, matches in searches for match in matches]
+    assert len(results) > 60 and any("copied" in match.text for _, match in results), "there is something to leak"
+    for arguments, match in results:
+        assert f"secret-{arguments['task_key']}-" not in match.text
+        assert int(match.episode.split("-")[0]) < int(str(arguments["version"])), "the note is from an earlier version"
+    for arguments, matches in searches:
+        assert store.search(**arguments) == matches, "later notes change neither results nor their order"  # type: ignore[arg-type]
+    assert {match.text for arguments, match in results if arguments["scope"] == "family:x"}.isdisjoint(
+        match.text for arguments, match in results if arguments["scope"] == "family:y"
     )
 
 
@@ -81,12 +81,12 @@ def test_a_reader_in_another_process_hides_what_was_committed_since(tmp_path: Pa
 def test_rare_words_rank_higher_and_ties_go_to_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "RESULTS", 3)
     store = NoteStore(None, MemoryConfig())
-    some = ("drawer 1: leases", "drawer 2: invoices", "drawers are locked", "Zürich keeps the invoices", "drawer 4: old")
-    store.commit(0, [note("e0", *some)])
+    notes = ("drawer 1: leases", "drawer 2: invoices", "drawers are locked", "Zürich keeps the invoices", "drawer 4: old")
+    store.commit(0, [note("e0", *notes)])
     assert texts(store, "drawer invoice") == ["drawer 2: invoices", "Zürich keeps the invoices", "drawer 4: old"]
     assert texts(store, "ZURICH") == ["Zürich keeps the invoices"]
     assert texts(store, "") == ["drawer 4: old", "Zürich keeps the invoices", "drawers are locked"]
-    assert texts(store, "") == texts(store, '"* \0 ()') == texts(store, "\U0001f600"), "no word: the newest"
+    assert texts(store, "") == texts(store, '"* \0 ()') == texts(store, "\U0001f600"), "a query without a word returns the newest notes"
     for hostile in ('a" OR "b', "NEAR(a b)", "drawer*", "text:drawer", "-drawer AND NOT x", "drawer " * 40, "{drawer} ^drawer \ud83d"):
         assert len(texts(store, hostile)) in (0, 3)
     assert texts(store, "locks") == ["drawers are locked"] and texts(store, "locks", 0) == [] == texts(store, "locks", scope="family:g")
@@ -95,7 +95,7 @@ def test_rare_words_rank_higher_and_ties_go_to_the_newest(monkeypatch: pytest.Mo
 def test_steps_are_committed_once_completely_and_in_order(tmp_path: Path) -> None:
     store = NoteStore(tmp_path / "notes.sqlite", MemoryConfig())
     assert store.commit(0, [note("e0", "one", "two"), note("e1", "one")]) and not store.commit(0, [note("e9", "three")])
-    assert texts(store, "") == ["two", "one"] and store.counts() == {SCOPE: (2, 1)}, "the same text is kept once"
+    assert texts(store, "") == ["two", "one"] and store.counts() == {SCOPE: (2, 1)}, "a repeated text is stored once"
     with pytest.raises(StoreError, match="step 2 cannot come before those of step 1"):
         store.commit(2, [])
     with pytest.raises(StoreError, match="read notes of nobody"):
@@ -126,7 +126,7 @@ def test_old_notes_are_deleted_without_changing_readable_versions(monkeypatch: p
 
 
 @pytest.mark.slow
-def test_killed_process_leaves_complete_steps(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_complete_steps(tmp_path: Path) -> None:
     path = tmp_path / "notes.sqlite"
     code = (
         "import sys\nfrom pathlib import Path\nfrom agentrl.config.tools import MemoryConfig\nfrom agentrl.memory import NoteStore\n"
@@ -140,18 +140,18 @@ def test_killed_process_leaves_complete_steps(tmp_path: Path) -> None:
         writer = subprocess.Popen([sys.executable, "-c", code, str(path)], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
         assert writer.stdout is not None
         first = writer.stdout.readline()
-        assert first == f"{newest + 1}\n", "it goes on where the other was killed"
+        assert first == f"{newest + 1}\n", "the process continues after the last complete step"
         time.sleep(0.05)
         os.kill(writer.pid, signal.SIGKILL)
-        told = [int(one) for one in re.findall(r"\d+(?=\n)", first + writer.communicate(timeout=120)[0])]
+        printed_steps = [int(step) for step in re.findall(r"\d+(?=\n)", first + writer.communicate(timeout=120)[0])]
         store = NoteStore(path, MemoryConfig())
         newest = store.version - 1
-        assert newest in (told[-1], told[-1] + 1)
+        assert newest in (printed_steps[-1], printed_steps[-1] + 1)
         assert texts(store, "", store.version)[:5] == [f"word {newest} {n}" for n in (4, 3, 2, 1, 0)]
         store.close()
 
 
-def test_closed_store_raises_store_error() -> None:
+def test_a_closed_store_raises_store_error() -> None:
     store = NoteStore(None, MemoryConfig())
     store.close()
     with pytest.raises(StoreError, match="closed database"):
@@ -159,12 +159,12 @@ def test_closed_store_raises_store_error() -> None:
 
 
 def test_common_words_are_looked_up_once() -> None:
-    """Policies find out that such queries show something. CPU time, so that a busy machine changes little."""
+    """Policies learn that such queries return something. Measures CPU time, so that a busy machine changes little."""
     words = " ".join(f"common{n}" for n in range(16))
     store = NoteStore(None, MemoryConfig(notes=64))
     for step in range(40):
         store.commit(step, [note(f"{step}-{n}", *(f"{words} {step} {n} {m}" for m in range(5))) for n in range(10)])
-    began = time.process_time()
+    started = time.process_time()
     assert texts(store, words, version=40)[0].endswith(" 39 9 4")
-    assert time.process_time() - began < 0.08
+    assert time.process_time() - started < 0.08
     store.close()

@@ -1,4 +1,4 @@
-"""GGUF files written byte by byte, so that any of their counts can lie."""
+"""GGUF files written byte by byte, so that any of their counts can be wrong."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def text(value: str) -> bytes:
     return struct.pack("<Q", len(value.encode())) + value.encode()
 
 
-def value(of: str | int | Sequence[str]) -> bytes:
-    if isinstance(of, str):
-        return struct.pack("<I", STRING) + text(of)
-    if isinstance(of, int):
-        return struct.pack("<II", UINT32, of)
-    return struct.pack("<IIQ", ARRAY, STRING, len(of)) + b"".join(map(text, of))
+def value(content: str | int | Sequence[str]) -> bytes:
+    if isinstance(content, str):
+        return struct.pack("<I", STRING) + text(content)
+    if isinstance(content, int):
+        return struct.pack("<II", UINT32, content)
+    return struct.pack("<IIQ", ARRAY, STRING, len(content)) + b"".join(map(text, content))
 
 
 def tensor(name: str, shape: Sequence[int] = (4, 2), *, kind: int = 0, offset: int = 0) -> bytes:
@@ -36,11 +36,11 @@ def header(
     value_count: int | None = None,
 ) -> bytes:
     counts = (len(tensors) if tensor_count is None else tensor_count, len(metadata) if value_count is None else value_count)
-    values = b"".join(text(key) + value(of) for key, of in metadata.items())
+    values = b"".join(text(key) + value(content) for key, content in metadata.items())
     return magic + struct.pack("<IQQ", version, *counts) + values + b"".join(tensors)
 
 
 def write(path: Path, content: bytes, *, data: int = 0) -> Path:
-    """A file of a header and so many bytes of data after it."""
+    """Writes a file of a header and `data` zero bytes after it."""
     path.write_bytes(content + bytes(-len(content) % 32) + bytes(data))
     return path

@@ -1,4 +1,4 @@
-"""GGUF files of a tiny Llama, written here as llama.cpp's converter writes them, through the whole import."""
+"""Imports of GGUF files of a tiny Llama, written here as llama.cpp's converter writes them."""
 
 from __future__ import annotations
 
@@ -58,24 +58,24 @@ NAMES = {
 
 
 def tensors(model: transformers.LlamaForCausalLM) -> dict[str, np.ndarray]:
-    """A Llama's weights by the names and in the order of llama.cpp, which rotates pairs of neighbours where transformers rotates halves."""
-    found = {}
+    """A Llama's weights with the names and row order of llama.cpp, which rotates neighbouring pairs; transformers rotates halves."""
+    weights = {}
     for name, parameter in model.named_parameters():
         weight = parameter.detach().numpy()
         if "q_proj" in name or "k_proj" in name:
             heads = model.config.num_attention_heads if "q_proj" in name else model.config.num_key_value_heads
             weight = weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
-        for ours, theirs in NAMES.items():
-            name = name.replace(f".{ours}.", f".{theirs}.")
+        for hf_name, gguf_name in NAMES.items():
+            name = name.replace(f".{hf_name}.", f".{gguf_name}.")
         name = name.replace("model.layers.", "blk.").replace("model.embed_tokens", "token_embd")
-        found[name.replace("model.norm", "output_norm").replace("lm_head", "output")] = weight
-    return found
+        weights[name.replace("model.norm", "output_norm").replace("lm_head", "output")] = weight
+    return weights
 
 
 def write(
-    path: Path, model: transformers.LlamaForCausalLM, *, rule: str = "smollm", more: dict[str, Any] | None = None, **changed: np.ndarray
+    path: Path, model: transformers.LlamaForCausalLM, *, rule: str = "smollm", keys: dict[str, Any] | None = None, **changed: np.ndarray
 ) -> Path:
-    """A GGUF file of a model; `more` are further keys, `changed` further tensors."""
+    """Writes a GGUF file of a model with extra metadata keys and with added or replaced tensors."""
     from gguf import GGUFWriter
 
     config = model.config
@@ -100,7 +100,7 @@ def write(
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(2)
     writer.add_chat_template(TEMPLATE)
-    for key, value in (more or {}).items():
+    for key, value in (keys or {}).items():
         (writer.add_string if isinstance(value, str) else writer.add_float32 if isinstance(value, float) else writer.add_uint32)(key, value)
     for name, weight in {**tensors(model), **changed}.items():
         writer.add_tensor(name, np.ascontiguousarray(weight))
@@ -115,12 +115,12 @@ def write(
 def test_a_gguf_file_restores_its_model(tied: bool, tmp_path: Path) -> None:
     model = tiny_llama(tied=tied)
     record = import_model(str(write(tmp_path / "m.gguf", model)), tmp_path / "made", chat_template="hermes").record
-    made = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "made")
-    assert made.config.tie_word_embeddings is tied and (made.lm_head.weight is made.model.embed_tokens.weight) is tied
-    assert all(torch.equal(made.state_dict()[name], weight) for name, weight in model.state_dict().items())
+    restored = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "made")
+    assert restored.config.tie_word_embeddings is tied and (restored.lm_head.weight is restored.model.embed_tokens.weight) is tied
+    assert all(torch.equal(restored.state_dict()[name], weight) for name, weight in model.state_dict().items())
     ids = torch.arange(60)[None]
     with torch.no_grad():
-        assert torch.allclose(made(ids).logits, model(ids).logits, atol=1e-5), "positions are turned by the same frequencies"
+        assert torch.allclose(restored(ids).logits, model(ids).logits, atol=1e-5), "positions are turned by the same frequencies"
     assert record["licence"]["id"] == "apache-2.0" and record["source"]["stored"] == {"F32": len(tensors(model))}
     config = json.loads((tmp_path / "made" / "config.json").read_text())
     assert "quantization_config" not in config and config["eos_token_id"] == 2
@@ -128,7 +128,7 @@ def test_a_gguf_file_restores_its_model(tied: bool, tmp_path: Path) -> None:
 
 
 def test_text_is_split_by_the_files_rule(tmp_path: Path) -> None:
-    """Where digits stand alone, two line ends before one are one token, and so is an indentation; GPT-2's rule parts them."""
+    """If digits are separate tokens, two line ends before a digit are one token, and so is an indentation; GPT-2's rule splits them."""
     tokens = {}
     for rule in ("smollm", "gpt-2"):
         import_model(str(write(tmp_path / f"{rule}.gguf", tiny_llama(), rule=rule)), tmp_path / rule)
@@ -142,20 +142,20 @@ def test_text_is_split_by_the_files_rule(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoilt", "reason"),
+    ("changes", "reason"),
     [
         ({"rule": "nobodys"}, "splits text by the unknown rule 'nobodys'"),
-        ({"more": {"llama.rope.scaling.type": "yarn"}}, r"sets llama\.rope\.scaling\.type to 'yarn', but transformers ignores it"),
-        ({"more": {"llama.logit_scale": 0.5}}, r"sets llama\.logit_scale to 0\.5"),
-        ({"more": {"llama.attention.key_length": 8}}, r"sets llama\.attention\.key_length to 8"),
+        ({"keys": {"llama.rope.scaling.type": "yarn"}}, r"sets llama\.rope\.scaling\.type to 'yarn', but transformers ignores it"),
+        ({"keys": {"llama.logit_scale": 0.5}}, r"sets llama\.logit_scale to 0\.5"),
+        ({"keys": {"llama.attention.key_length": 8}}, r"sets llama\.attention\.key_length to 8"),
         ({"rope_freqs.weight": np.ones(8, np.float32)}, r"scales its positions \(rope_freqs\.weight\)"),
         ({"blk.0.attn_q.bias": np.ones(64, np.float32)}, "it could not be loaded exactly"),
-        ({"more": {"general.type": "adapter"}}, "contains only a part of a model: adapter"),
-        ({"more": {"split.count": 2}}, "is one of several files"),
+        ({"keys": {"general.type": "adapter"}}, "contains only a part of a model: adapter"),
+        ({"keys": {"split.count": 2}}, "is one of several files"),
     ],
 )
-def test_settings_that_transformers_ignores_raise(spoilt: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "m.gguf", tiny_llama(), **spoilt)
+def test_settings_that_transformers_ignores_raise(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", tiny_llama(), **changes)
     with pytest.raises(UserError, match=reason):
         import_model(str(path), tmp_path / "made")
     assert not (tmp_path / "made").exists()
@@ -171,8 +171,8 @@ def test_an_unsupported_architecture_raises(tmp_path: Path) -> None:
 
 
 def test_harmless_keys_are_accepted(tmp_path: Path) -> None:
-    more = {"llama.attention.key_length": 16, "llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 1.0, "general.url": "x"}
-    assert import_model(str(write(tmp_path / "m.gguf", tiny_llama(), more=more)), tmp_path / "made").fresh
+    keys = {"llama.attention.key_length": 16, "llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 1.0, "general.url": "x"}
+    assert import_model(str(write(tmp_path / "m.gguf", tiny_llama(), keys=keys)), tmp_path / "made").fresh
 
 
 def test_a_truncated_file_raises(tmp_path: Path) -> None:

@@ -70,9 +70,9 @@ def test_a_header_truncated_anywhere_raises(tmp_path_factory: pytest.TempPathFac
 
 
 @given(st.integers(24, len(SOUND) - 1), st.binary(min_size=1, max_size=12))
-def test_a_header_with_random_bytes_is_read_or_raises(tmp_path_factory: pytest.TempPathFactory, at: int, wrong: bytes) -> None:
+def test_a_header_with_random_bytes_is_read_or_raises(tmp_path_factory: pytest.TempPathFactory, at: int, random_bytes: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "wrong.gguf"
-    path.write_bytes((SOUND[:at] + wrong + SOUND[at + len(wrong) :])[: len(SOUND)])
+    path.write_bytes((SOUND[:at] + random_bytes + SOUND[at + len(random_bytes) :])[: len(SOUND)])
     try:
         header = read_header(path)
     except UserError:
@@ -81,7 +81,7 @@ def test_a_header_with_random_bytes_is_read_or_raises(tmp_path_factory: pytest.T
 
 
 @pytest.mark.models
-def test_every_tensor_lies_within_the_file(tmp_path: Path) -> None:
+def test_a_tensor_beyond_the_end_of_the_file_raises(tmp_path: Path) -> None:
     assert check_data(read_header(ggufs.write(tmp_path / "m.gguf", SOUND, data=32 + 20))) == {"F32": 1, "Q4_1": 1}
     with pytest.raises(UserError, match=r"is cut off: .* tensor 'b' ends at"):
         check_data(read_header(ggufs.write(tmp_path / "cut.gguf", SOUND, data=32 + 19)))
@@ -89,7 +89,7 @@ def test_every_tensor_lies_within_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.models
 @pytest.mark.parametrize(
-    ("wrong", "reason"),
+    ("tensor", "reason"),
     [
         (ggufs.tensor("a", (1 << 62, 1 << 62)), "cut off"),
         (ggufs.tensor("a", (0, 4)), "has the shape"),
@@ -98,7 +98,7 @@ def test_every_tensor_lies_within_the_file(tmp_path: Path) -> None:
         (ggufs.tensor("a", offset=1 << 63), "cut off"),
     ],
 )
-def test_an_impossible_tensor_raises(wrong: bytes, reason: str, tmp_path: Path) -> None:
-    path = ggufs.write(tmp_path / "m.gguf", ggufs.header(tensors=[wrong]), data=4096)
+def test_an_impossible_tensor_raises(tensor: bytes, reason: str, tmp_path: Path) -> None:
+    path = ggufs.write(tmp_path / "m.gguf", ggufs.header(tensors=[tensor]), data=4096)
     with pytest.raises(UserError, match=reason):
         check_data(read_header(path))

@@ -1,4 +1,4 @@
-"""Tiny models of real classes, in folders and in GGUF files, through the whole import."""
+"""Imports of tiny models of real classes, from folders and GGUF files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def imported(source: Path) -> Path:
-    """The folder that an import has made of it."""
+    """The folder that an import of `source` wrote."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("agentrl.agent.template._try", tried)
         import_model(str(source), source.with_name("imported"), chat_template="hermes")
@@ -45,8 +45,8 @@ def imported(source: Path) -> Path:
 
 
 @pytest.fixture
-def own(source: Path, tmp_path: Path) -> Path:
-    """A copy of the source to spoil."""
+def folder(source: Path, tmp_path: Path) -> Path:
+    """A copy of the source for a test to damage."""
     return Path(shutil.copytree(source, tmp_path / "own"))
 
 
@@ -67,14 +67,14 @@ def test_an_imported_folder_passes_all_checks(source: Path, imported: Path) -> N
     assert record["model"] == {"type": "qwen3", "parameters": sum(tensor.numel() for tensor in after.values()), "dtype": "float32"}
     assert record["chat_template"]["name"] == "hermes" and record["chat_template"]["shows_tools"]
     assert set(record["files"]) == {path.name for path in imported.iterdir()} - {RECORD}
-    assert str(source.parent) not in json.dumps(record), "a record says nothing of the machine's folders"
+    assert str(source.parent) not in json.dumps(record), "a record contains no path of this machine"
 
 
 @pytest.mark.slow
 def test_the_same_import_again_does_nothing(source: Path, imported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importing, "_make", None)
-    again = import_model(str(source), imported, chat_template="hermes")
-    assert not again.fresh and again.record["model"]["type"] == "qwen3"
+    second = import_model(str(source), imported, chat_template="hermes")
+    assert not second.fresh and second.record["model"]["type"] == "qwen3"
 
 
 @pytest.mark.slow
@@ -124,16 +124,16 @@ def test_the_current_folder_is_not_replaced(source: Path, tmp_path: Path, monkey
 
 @pytest.mark.slow
 def test_a_concurrent_import_into_the_same_folder_raises(source: Path, tmp_path: Path) -> None:
-    """Both would fill the same part of a folder, and what comes of it would be neither."""
-    refused = []
+    """Both would write into the same temporary folder, and the result would be neither model."""
+    errors = []
 
-    def another(stage: str) -> None:
+    def import_again(stage: str) -> None:
         with pytest.raises(UserError, match="another import is writing") as error:
             import_model(str(source), tmp_path / "model", dtype="bfloat16")
-        refused.append(error)
+        errors.append(error)
 
-    assert import_model(str(source), tmp_path / "model", on_stage=another).fresh and len(refused) >= 3
-    assert [path.name for path in tmp_path.iterdir()] == ["model"], "neither a part nor a lock is left"
+    assert import_model(str(source), tmp_path / "model", on_stage=import_again).fresh and len(errors) >= 3
+    assert [path.name for path in tmp_path.iterdir()] == ["model"], "neither a temporary folder nor a lock remains"
 
 
 def test_an_unwritable_target_raises(source: Path, tmp_path: Path) -> None:
@@ -147,10 +147,10 @@ def test_a_licence_is_recorded_as_one_plain_line() -> None:
     assert importing._plain("mit\x1b[2J\n\nor\u202e" + "x" * 5000) == "mit[2J or" + "x" * 91
 
 
-def test_a_failed_import_leaves_nothing(own: Path, tmp_path: Path) -> None:
-    edit(own / "config.json", vocab_size=100)
+def test_a_failed_import_leaves_no_files(folder: Path, tmp_path: Path) -> None:
+    edit(folder / "config.json", vocab_size=100)
     with pytest.raises(UserError, match="vocabulary has 100"):
-        import_model(str(own), tmp_path / "made" / "model")
+        import_model(str(folder), tmp_path / "made" / "model")
     assert list((tmp_path / "made").iterdir()) == []
 
 
@@ -174,19 +174,19 @@ def test_a_full_disk_raises_before_the_weights_are_read(source: Path, tmp_path: 
         ({"model_type": "nobody_knows", "architectures": []}, "transformers cannot read config.json"),
     ],
 )
-def test_a_configuration_that_does_not_match_its_weights_raises(changes: dict[str, Any], reason: str, own: Path, tmp_path: Path) -> None:
-    edit(own / "config.json", layer_types=None, **changes)
+def test_a_configuration_that_does_not_match_its_weights_raises(changes: dict[str, Any], reason: str, folder: Path, tmp_path: Path) -> None:
+    edit(folder / "config.json", layer_types=None, **changes)
     with pytest.raises(UserError, match=reason):
-        import_model(str(own), tmp_path / "model")
+        import_model(str(folder), tmp_path / "model")
     assert not (tmp_path / "model").exists()
 
 
-def test_a_missing_layer_raises(own: Path, tmp_path: Path) -> None:
-    weights = load_file(own / "model.safetensors")
+def test_a_missing_layer_raises(folder: Path, tmp_path: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
     weights["elsewhere"] = weights.pop("model.layers.1.mlp.up_proj.weight")
-    save_file(weights, own / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"the files lack model\.layers\.1\.mlp\.up_proj\.weight"):
-        import_model(str(own), tmp_path / "model")
+        import_model(str(folder), tmp_path / "model")
 
 
 LOOPS = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
@@ -208,20 +208,20 @@ LOOPS = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endf
     ],
 )
 def test_a_template_that_cannot_be_extended_raises(
-    template: str, reason: str, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    template: str, reason: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importing, "probe_tokenizer", lambda folder, text: probe_tokenizer(folder, text, cpu_s=0.5))
-    (own / "chat_template.jinja").write_text(template)
+    (folder / "chat_template.jinja").write_text(template)
     with pytest.raises(UserError, match=reason) as error:
-        import_model(str(own), tmp_path / "model")
-    assert "policy." not in str(error.value), "an import has options, and no recipe"
+        import_model(str(folder), tmp_path / "model")
+    assert "policy." not in str(error.value), "an import has command-line options, but no recipe"
 
 
-def test_prompts_of_an_imported_model(imported: Path) -> None:
+def test_prompts_of_an_imported_model_have_no_system_message(imported: Path) -> None:
     chat = load_chat(str(imported))
     ids = chat.opening([Message(role="user", content="1 + 1?")], [])
     assert make_tokenizer().decode(list(ids)) == "<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n", (
-        "no system message of its own"
+        "the template adds no system message"
     )
 
 
@@ -247,19 +247,19 @@ A_THOUSAND = replacing({"String": "a"}, "a" * 1000)
         {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "a" * 99}], "decoders": [A_THOUSAND]},
     ],
 )
-def test_an_expanding_tokenizer_raises(part: str, rule: dict[str, Any], own: Path, tmp_path: Path) -> None:
-    """Before any library reads it: three such rules would take all memory there is."""
-    edit(own / "tokenizer.json", **{part: rule})
+def test_an_expanding_tokenizer_raises(part: str, rule: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    """It raises before any library reads the tokenizer: three such rules would use up all memory."""
+    edit(folder / "tokenizer.json", **{part: rule})
     with pytest.raises(UserError, match=f"tokenizer.json: its {part} turns one character into more than 64, or replaces an empty match"):
-        import_model(str(own), tmp_path / "model")
+        import_model(str(folder), tmp_path / "model")
 
 
 @pytest.mark.slow
-def test_a_tokenizer_that_crashes_its_library_raises(own: Path) -> None:
-    """In the process that tries it: a panic of the library is no `Exception`, and ends the one it happens in."""
-    edit(own / "tokenizer.json", normalizer=replacing({"String": ""}, "a"))
+def test_a_tokenizer_that_crashes_its_library_raises(folder: Path) -> None:
+    """A panic of the library is no `Exception` and ends its process, so the tokenizer is tried in a child process."""
+    edit(folder / "tokenizer.json", normalizer=replacing({"String": ""}, "a"))
     with pytest.raises(UserError, match=r"cannot be used: |does not end within bounds"):
-        load_chat(str(own))
-    edit(own / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": [A_THOUSAND] * 3})
+        load_chat(str(folder))
+    edit(folder / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": [A_THOUSAND] * 3})
     with pytest.raises(UserError, match="does not end within bounds"):
-        probe_tokenizer(str(own))
+        probe_tokenizer(str(folder))

@@ -23,28 +23,28 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def install(site: Path, name: str, files: dict[str, bytes], *, record: list[str] | None = None) -> None:
-    """Puts a package into a folder as pip does; `record` are lines in place of those that tell the files' hashes."""
+    """Installs a package into a folder as pip does; the lines of `record` replace those with the files' hashes."""
     info = site / f"{name}-1.0.dist-info"
     for path, content in {f"{name}/__init__.py": RUNS.encode(), **files}.items():
         (site / path).parent.mkdir(parents=True, exist_ok=True)
         (site / path).write_bytes(content)
     info.mkdir(exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nLicense: Apache-2.0\n")
-    lines = record if record is not None else [f"{path},{hashed(content)},{len(content)}" for path, content in files.items()]
+    lines = record if record is not None else [f"{path},{record_hash(content)},{len(content)}" for path, content in files.items()]
     (info / "RECORD").write_text("\n".join([f"{name}/__init__.py,,", *lines]) + "\n")
 
 
-def hashed(content: bytes) -> str:
+def record_hash(content: bytes) -> str:
     return "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
 
 
 def test_a_file_in_a_package_is_found_and_the_package_is_not_imported(site: Path) -> None:
     install(site, "brought", {"brought/small.gguf": b"GGUF", "brought-1.0.dist-info/LICENSE": b"do as you like"})
     for text in ("package:brought", "package:brought/small.gguf", "package:brought/brought/small.gguf"):
-        found = find_source(text)
-        assert (found.path, found.name, found.package) == (site / "brought" / "small.gguf", "brought/small.gguf", "brought 1.0")
-        assert found.sha256 == {"small.gguf": hashlib.sha256(b"GGUF").hexdigest()}
-        assert found.licence == "Apache-2.0" and [path.name for path in found.licences] == ["LICENSE"]
+        source = find_source(text)
+        assert (source.path, source.name, source.package) == (site / "brought" / "small.gguf", "brought/small.gguf", "brought 1.0")
+        assert source.sha256 == {"small.gguf": hashlib.sha256(b"GGUF").hexdigest()}
+        assert source.licence == "Apache-2.0" and [path.name for path in source.licences] == ["LICENSE"]
     assert "brought" not in sys.modules
 
 
@@ -128,15 +128,15 @@ def test_a_folders_files_and_licence_are_recorded(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"x")
     (tmp_path / "LICENSE.txt").write_text("do as you like")
     (tmp_path / "README.md").write_text("---\nlicense: mit\ntags: [a]\n---\n# A model\n\nlicense: other\n")
-    found = find_source(str(tmp_path))
-    assert set(found.sha256) == {"config.json", "model.safetensors", "LICENSE.txt"}
-    assert found.licence == "mit" and [path.name for path in found.licences] == ["LICENSE.txt"]
+    source = find_source(str(tmp_path))
+    assert set(source.sha256) == {"config.json", "model.safetensors", "LICENSE.txt"}
+    assert source.licence == "mit" and [path.name for path in source.licences] == ["LICENSE.txt"]
     (tmp_path / "README.md").write_text("license: mit\n")
     assert find_source(str(tmp_path)).licence == ""
 
 
 def test_a_licence_that_links_elsewhere_is_not_copied(tmp_path: Path) -> None:
-    """Who shares the folder that is made would share that file. The hub's cache links everything, to its own files."""
+    """A user who shares the imported folder would share that file. The hub's cache links every file, but to its own files."""
     folder = tmp_path / "cache" / "snapshots" / "abc"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")

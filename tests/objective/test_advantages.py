@@ -31,12 +31,12 @@ def group_advantages(group: Group, *, normalize_std: bool, min_group_size: int) 
     return batch_advantages([group], ObjectiveConfig(normalize_std=normalize_std), min_group_size=min_group_size)[0]
 
 
-def test_closed_form() -> None:
+def test_grpo_equals_its_closed_form() -> None:
     scores = [0.0, 1.0, 0.25, 0.5]
     group = _group(*(_episode(n, score) for n, score in enumerate(scores)))
-    found = group_advantages(group, normalize_std=True, min_group_size=2)
-    assert not found.drop_reason
-    assert found.values == pytest.approx((np.array(scores) - np.mean(scores)) / (np.std(scores, ddof=1) + 1e-4), abs=1e-15)
+    result = group_advantages(group, normalize_std=True, min_group_size=2)
+    assert not result.drop_reason
+    assert result.values == pytest.approx((np.array(scores) - np.mean(scores)) / (np.std(scores, ddof=1) + 1e-4), abs=1e-15)
     plain = group_advantages(group, normalize_std=False, min_group_size=2)
     assert plain.values == pytest.approx(np.array(scores) - np.mean(scores), abs=1e-15)
 
@@ -61,8 +61,8 @@ def test_a_user_supplied_estimator_gets_counted_scores_and_its_failure_is_report
     )
     settings = ObjectiveConfig(advantage=Part(f"{file}:longest", options={"most": 1}))
     group = _group(_episode(0, 1.0), _episode(1, 1.0, Blame.INFRASTRUCTURE), _episode(2, None), _episode(3, 0.0))
-    (found,) = batch_advantages([group], settings, min_group_size=2)
-    assert found.values == (2.0, None, None, 0.0)
+    (result,) = batch_advantages([group], settings, min_group_size=2)
+    assert result.values == (2.0, None, None, 0.0)
     with pytest.raises(PluginError, match=r"objective\.advantage .*:longest. failed on 2 groups: MemoryError: too many .*theirs\.py:3"):
         batch_advantages([group, group], settings, min_group_size=2)
     with pytest.raises(PluginError, match="2 groups need 2 lists, not a list of 1"):
@@ -86,33 +86,33 @@ def test_a_policy_failure_counts() -> None:
     ],
 )
 def test_groups_without_a_signal_are_dropped_with_a_reason(episodes: list[ScoredEpisode], minimum: int, reason: str) -> None:
-    found = group_advantages(_group(*episodes), normalize_std=True, min_group_size=minimum)
-    assert found.drop_reason
-    assert found.drop_reason.startswith(reason)
-    assert set(found.values) <= {None}
+    result = group_advantages(_group(*episodes), normalize_std=True, min_group_size=minimum)
+    assert result.drop_reason
+    assert result.drop_reason.startswith(reason)
+    assert set(result.values) <= {None}
 
 
 def _settings(**changes: object) -> ObjectiveConfig:
     return ObjectiveConfig.model_validate(changes)
 
 
-def test_rloo_against_the_leave_one_out_sum() -> None:
+def test_rloo_equals_the_leave_one_out_sum() -> None:
     scores = [0.0, 1.0, 0.25, 0.5]
     expected = [score - np.mean(scores[:i] + scores[i + 1 :]) for i, score in enumerate(scores)]
     assert rloo([scores], normalize_std=False)[0] == pytest.approx(expected, abs=1e-15)
     assert rloo([scores], normalize_std=True)[0] == pytest.approx(np.array(expected) / (np.std(scores, ddof=1) + 1e-4), abs=1e-14)
-    found = batch_advantages([_group(*(_episode(n, s) for n, s in enumerate(scores)))], _settings(advantage="rloo"), min_group_size=2)
-    assert found[0].values == pytest.approx(expected, abs=1e-15), "without a std unless asked for"
+    results = batch_advantages([_group(*(_episode(n, s) for n, s in enumerate(scores)))], _settings(advantage="rloo"), min_group_size=2)
+    assert results[0].values == pytest.approx(expected, abs=1e-15), "not divided by the std by default"
 
 
 def test_reinforce_plus_plus_has_one_baseline_for_the_batch() -> None:
-    """A group whose scores are all equal, even a group of one, still says how its task compares with the others."""
+    """A group of equal scores, even a group of one, still gets advantages from the comparison with other groups."""
     groups = [_group(_episode(0, 1.0), _episode(1, 1.0)), _group(_episode(2, 0.0)), _group(_episode(3, 0.25), _episode(4, None))]
-    found = batch_advantages(groups, _settings(advantage="reinforce++"), min_group_size=1)
-    flat = [value for one in found for value in one.values if value is not None]
+    results = batch_advantages(groups, _settings(advantage="reinforce++"), min_group_size=1)
+    flat = [value for result in results for value in result.values if value is not None]
     scores = np.array([1.0, 1.0, 0.0, 0.25])
     assert flat == pytest.approx((scores - scores.mean()) / (scores.std(ddof=1) + 1e-4), abs=1e-14)
-    assert found[2].values[1] is None
+    assert results[2].values[1] is None
 
 
 def test_reinforce_plus_plus_baseline_centres_by_group_and_scales_by_batch() -> None:
@@ -121,20 +121,20 @@ def test_reinforce_plus_plus_baseline_centres_by_group_and_scales_by_batch() -> 
         _group(_episode(2, 0.1), _episode(3, 0.3)),
         _group(_episode(4, 0.7), _episode(5, 0.7)),
     ]
-    found = batch_advantages(groups, _settings(advantage="reinforce++-baseline"), min_group_size=2)
+    results = batch_advantages(groups, _settings(advantage="reinforce++-baseline"), min_group_size=2)
     centred = np.array([0.5, -0.5, -0.1, 0.1, 0.0, 0.0])
     expected = centred / (centred.std(ddof=1) + 1e-4)
-    assert [*found[0].values, *found[1].values] == pytest.approx(expected[:4], abs=1e-14)
-    assert found[2].drop_reason == "all_equal"
+    assert [*results[0].values, *results[1].values] == pytest.approx(expected[:4], abs=1e-14)
+    assert results[2].drop_reason == "all_equal"
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce++", "reinforce++-baseline"])
 @pytest.mark.parametrize("normalize_std", [True, False])
 def test_a_batch_without_preference_is_dropped(advantage: str, normalize_std: bool) -> None:
-    """All scores equal to 0.1, of which no sum is exact; a group of one; no group at all."""
+    """All scores equal to 0.1, whose sums are not exact; a group of one; no group."""
     groups = [_group(*(_episode(n, 0.1) for n in range(3))), _group(_episode(3, 0.1))]
     settings = _settings(advantage=advantage, normalize_std=normalize_std)
-    assert [one.drop_reason for one in batch_advantages(groups, settings, min_group_size=1)] == ["all_equal"] * 2
+    assert [result.drop_reason for result in batch_advantages(groups, settings, min_group_size=1)] == ["all_equal"] * 2
     assert batch_advantages([], settings, min_group_size=1) == []
 
 
@@ -147,18 +147,18 @@ def test_a_dropped_group_does_not_change_the_baseline() -> None:
 
 def test_penalties_are_subtracted_from_scores() -> None:
     group = _group(_episode(0, 1.0), _episode(1, 1.0))
-    found = batch_advantages([group], _settings(normalize_std=False), min_group_size=2, penalties={"0": 0.5})
-    assert found[0].values == pytest.approx((-0.25, 0.25))
+    results = batch_advantages([group], _settings(normalize_std=False), min_group_size=2, penalties={"0": 0.5})
+    assert results[0].values == pytest.approx((-0.25, 0.25))
 
 
 def test_turns_are_credited_with_later_rewards() -> None:
     rewards = [[[1.0, 0.0], [0.5]], [[0.0, 0.0, 1.0]]]
     flat = np.array([1.0, 0.0, 0.5, 0.0, 0.0, 1.0])
     z = (flat - flat.mean()) / (flat.std(ddof=1) + 1e-4)
-    found = turn_advantages(rewards, normalize_std=True)
-    assert found[0][0] == pytest.approx([z[0] + z[1], z[1]])
-    assert found[0][1] == pytest.approx([z[2]])
-    assert found[1][0] == pytest.approx([z[3] + z[4] + z[5], z[4] + z[5], z[5]])
+    advantages = turn_advantages(rewards, normalize_std=True)
+    assert advantages[0][0] == pytest.approx([z[0] + z[1], z[1]])
+    assert advantages[0][1] == pytest.approx([z[2]])
+    assert advantages[1][0] == pytest.approx([z[3] + z[4] + z[5], z[4] + z[5], z[5]])
     assert turn_advantages([[[0.1, 0.1]], [[0.1]]], normalize_std=True) == [[[0.0, 0.0]], [[0.0]]]
     assert turn_advantages([], normalize_std=True) == []
 
@@ -166,16 +166,16 @@ def test_turns_are_credited_with_later_rewards() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("advantage", "normalize_std"), [("grpo", True), ("grpo", False), ("rloo", False)])
 def test_advantages_equal_trls(advantage: str, normalize_std: bool) -> None:
-    """TRL's own scoring code, from its source: the lines between the rewards and the advantages, run as they stand.
+    """TRL's own scoring code: runs the unchanged source lines between the rewards and the advantages.
 
     RLOO with a std has no counterpart: TRL scales those advantages by the batch.
     """
     groups = np.random.default_rng(0).random((5, 4))
     theirs = _trl_advantages(advantage, torch.tensor(groups), "group" if normalize_std else "none")
     episodes = iter(range(20))
-    made = [_group(*(_episode(next(episodes), float(score)) for score in row)) for row in groups]
-    ours = batch_advantages(made, _settings(advantage=advantage, normalize_std=normalize_std), min_group_size=2)
-    assert [value for one in ours for value in one.values] == pytest.approx(theirs.tolist(), abs=1e-6)  # TRL's std is float32
+    scored_groups = [_group(*(_episode(next(episodes), float(score)) for score in row)) for row in groups]
+    ours = batch_advantages(scored_groups, _settings(advantage=advantage, normalize_std=normalize_std), min_group_size=2)
+    assert [value for result in ours for value in result.values] == pytest.approx(theirs.tolist(), abs=1e-6)  # TRL's std is float32
 
 
 def _trl_advantages(advantage: str, rewards: torch.Tensor, scale: str) -> torch.Tensor:
@@ -203,8 +203,8 @@ def _trl_advantages(advantage: str, rewards: torch.Tensor, scale: str) -> torch.
         "num_generations": rewards.shape[1],
         "device": "cpu",
     }
-    exec(textwrap.dedent(body), vars(module) | names, found := {})
-    advantages: torch.Tensor = found["advantages"]
+    exec(textwrap.dedent(body), vars(module) | names, namespace := {})
+    advantages: torch.Tensor = namespace["advantages"]
     return advantages
 
 
@@ -217,12 +217,12 @@ def test_the_default_scale_of_each_estimator() -> None:
 
 
 def test_a_score_at_the_mean_keeps_its_groups_preference() -> None:
-    found = reinforce_plus_plus_baseline([[0.0, 0.5, 1.0], [0.3, 0.3]], normalize_std=False)
-    assert found == [pytest.approx([-0.5, 0.0, 0.5]), [0.0, 0.0]]
+    advantages = reinforce_plus_plus_baseline([[0.0, 0.5, 1.0], [0.3, 0.3]], normalize_std=False)
+    assert advantages == [pytest.approx([-0.5, 0.0, 0.5]), [0.0, 0.0]]
 
 
 @pytest.mark.parametrize(
-    ("made", "wrong"),
+    ("result", "error_text"),
     [
         (None, "2 groups need 2 lists, not a value of type NoneType"),
         ([[0.0, 1.0]], "2 groups need 2 lists, not a list of 1"),
@@ -234,8 +234,8 @@ def test_a_score_at_the_mean_keeps_its_groups_preference() -> None:
         ([[0.0, 1.0], [None]], "group 1 contains a value of type NoneType instead of a float"),
     ],
 )
-def test_invalid_results_of_an_estimator_raise(made: object, wrong: str) -> None:
+def test_invalid_results_of_an_estimator_raise(result: object, error_text: str) -> None:
     with pytest.raises(ValueError) as caught:
-        check_advantages(made, [[0.5, 0.5], [0.1]])
-    assert str(caught.value) == wrong
+        check_advantages(result, [[0.5, 0.5], [0.1]])
+    assert str(caught.value) == error_text
     assert check_advantages([(1, 0.5), [2.0]], [[0.5, 0.5], [0.1]]) == [[1.0, 0.5], [2.0]]

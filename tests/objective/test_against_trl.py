@@ -56,7 +56,7 @@ def _inputs(seed: int) -> dict[str, Tensor]:
     return {
         "behaviour": behaviour,
         "proximal": proximal,
-        # past the clip, below our cap, which TRL has not
+        # beyond the clip, below agentrl's cap, which TRL does not have
         "logprobs": (proximal + 0.5 * torch.randn(shape, generator=g, dtype=torch.float64).tanh()).requires_grad_(),
         "reference": behaviour + 0.2 * torch.randn(shape, generator=g, dtype=torch.float64),
         "entropy": torch.rand(shape, generator=g, dtype=torch.float64).requires_grad_(),
@@ -117,24 +117,24 @@ def _tokens(x: dict[str, Tensor]) -> TrainedTokens:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_losses(name: str) -> None:
+def test_losses_and_gradients_equal_trls(name: str) -> None:
     ours, theirs = PAIRS[name]
     objective = ObjectiveConfig.model_validate({"clip_low": 0.2, "clip_high": 0.3, **ours})
     x = _inputs(4)
     lag = (x["proximal"] - x["behaviour"]).masked_fill(~x["mask"], 0.0)
     weight = (lag if objective.off_policy.correction.level == "token" else lag.sum(-1, keepdim=True)).exp().clamp(max=2.0)
-    wanted = _trl(x, weight, theirs)
+    expected = _trl(x, weight, theirs)
     sizes = {"token_mean": int(x["mask"].sum()), "sequence_mean": 6, "constant": 6 * LENGTH}
-    found = policy_loss(_tokens(x), objective, denominator=sizes[objective.aggregation]).loss
-    assert found.item() == pytest.approx(wanted.item(), abs=1e-12)
+    actual = policy_loss(_tokens(x), objective, denominator=sizes[objective.aggregation]).loss
+    assert actual.item() == pytest.approx(expected.item(), abs=1e-12)
     sources = (x["logprobs"], x["entropy"])
-    for mine, other in zip(*(torch.autograd.grad(loss, sources, materialize_grads=True) for loss in (found, wanted)), strict=True):
+    for mine, other in zip(*(torch.autograd.grad(loss, sources, materialize_grads=True) for loss in (actual, expected)), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-14)
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
-def test_importance_weights(mode: str) -> None:
-    """The lines of TRL that make the weights, run as they stand."""
+def test_importance_weights_equal_trls(mode: str) -> None:
+    """Runs the unchanged source lines of TRL that compute the weights."""
     from trl.trainer import grpo_trainer
 
     x = _inputs(5)
@@ -145,12 +145,12 @@ def test_importance_weights(mode: str) -> None:
     owner = SimpleNamespace(
         vllm_importance_sampling_mode=mode, vllm_importance_sampling_clip_min=lowest, vllm_importance_sampling_clip_max=1.4
     )
-    given = {"self": owner, "old_per_token_logps": x["proximal"], "sampling_per_token_logps": x["behaviour"], "mask": x["mask"]}
-    exec(textwrap.dedent(body.rstrip() + "\n"), vars(grpo_trainer) | given, made := {})
-    wanted = made["vllm_importance_sampling_ratio"].expand(6, 11)[x["mask"]]
+    inputs = {"self": owner, "old_per_token_logps": x["proximal"], "sampling_per_token_logps": x["behaviour"], "mask": x["mask"]}
+    exec(textwrap.dedent(body.rstrip() + "\n"), vars(grpo_trainer) | inputs, namespace := {})
+    expected = namespace["vllm_importance_sampling_ratio"].expand(6, 11)[x["mask"]]
     tokens = _tokens(x)
     assert tokens.proximal is not None
     level, _, weights = mode.partition("_")
     correction = Correction(True, weights, level, lowest or 0.0, 1.4)  # type: ignore[arg-type]
-    found, _ = importance_weights(tokens.proximal - tokens.behaviour, Segments.of(tokens.sequence), correction)
-    torch.testing.assert_close(found, wanted)
+    actual, _ = importance_weights(tokens.proximal - tokens.behaviour, Segments.of(tokens.sequence), correction)
+    torch.testing.assert_close(actual, expected)

@@ -1,4 +1,4 @@
-"""Sums over sequences: the numbers of a plain loop, and by operations whose order of additions does not depend on threads."""
+"""Sums over sequences equal a plain loop, and use operations whose order of additions does not depend on threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentrl.objective.losses import sequence_penalty
 from agentrl.objective.policy_loss import policy_loss
 from tests.objective.test_policy_loss import draw, total_weight
 
-# What torch's documentation of use_deterministic_algorithms lists as adding in any order on CUDA.
+# Operations that torch's documentation of use_deterministic_algorithms lists as adding in any order on CUDA.
 ANY_ORDER = ("index_add", "scatter_add", "scatter_reduce", "cumsum", "put", "histc")
 
 
@@ -30,19 +30,19 @@ def test_sums_are_those_of_a_loop_bit_for_bit(pairs: list[tuple[int, float]]) ->
 
 
 def test_a_segments_sum_is_independent_of_others() -> None:
-    """Segments of 1 to 5,000 tokens, scattered; alone each has the same sum, to the last bit."""
+    """Scattered segments of 1 to 5,000 tokens. Each has the same sum, to the last bit, if it is summed alone."""
     generator = torch.Generator().manual_seed(0)
     index = torch.repeat_interleave(torch.arange(5), torch.tensor([1, 2, 40, 700, 5000]))[torch.randperm(5743, generator=generator)]
     values = torch.randn(5743, dtype=torch.float64, generator=generator)
     together = Segments.of(index).sum(values)
     for number in range(5):
-        mine = index == number
-        alone = Segments.of(index[mine]).sum(values[mine])
-        assert torch.equal(together[mine], alone)
+        mask = index == number
+        alone = Segments.of(index[mask]).sum(values[mask])
+        assert torch.equal(together[mask], alone)
 
 
 class Recorder(TorchDispatchMode):
-    """Names of the operations that were run."""
+    """Records the names of the operations that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,12 +63,12 @@ class Recorder(TorchDispatchMode):
     ],
 )
 def test_losses_add_in_a_fixed_order(changes: dict[str, Any]) -> None:
-    """So that on CUDA, too, a resumed update can be the same bit for bit. This machine may have no GPU: the operations are looked at."""
+    """A resumed update can then be bitwise equal on CUDA too. The test checks the operations, because CI may have no GPU."""
     objective = ObjectiveConfig.model_validate(changes)
     tokens = draw(0)
     with Recorder() as recorder:
         policy_loss(tokens, objective, denominator=total_weight(tokens, objective)).loss.backward()
         sequence_penalty(tokens.behaviour, tokens.behaviour - 0.1, torch.arange(len(tokens.sequence)) % 7, 7)
     assert "segment_reduce" in recorder.names
-    guilty = {name for name in recorder.names for listed in ANY_ORDER if name.rstrip("_") == listed}
-    assert not guilty
+    nondeterministic = {name for name in recorder.names for listed in ANY_ORDER if name.rstrip("_") == listed}
+    assert not nondeterministic

@@ -22,7 +22,7 @@ from agentrl.records import Blame, Episode, Failure, Group, Message, Sample, Sco
 GONE = Failure(stage="sandbox", blame=Blame.INFRASTRUCTURE, kind="gone", message="")
 
 
-def recipe(**objective: object) -> Recipe:
+def build_recipe(**objective: object) -> Recipe:
     critic = {"critic": {}} if objective.get("advantage") == "gae" else {}
     return build(
         {"name": "t", "policy": {"model": "m"}, "tasks": {"family": "a:b"}, "objective": {"normalize_std": False, **objective}, **critic}
@@ -30,7 +30,7 @@ def recipe(**objective: object) -> Recipe:
 
 
 def turn(first: int, *, version: int = 0) -> Turn:
-    """Two prompt tokens below 100 and three sampled ones, each its own number and logprob."""
+    """Two prompt tokens below 100 and three sampled ones, each with a distinct id and logprob."""
     sampled = tuple(range(first, first + 3))
     return Turn(
         prompt_ids=(first % 7, first % 5),
@@ -52,8 +52,8 @@ def group(*episodes: ScoredEpisode) -> Group:
     return Group(index=0, task_id="t", task_key="k", episodes=episodes)
 
 
-def trained(samples: tuple[Sample, ...]) -> dict[str, dict[int, float]]:
-    """Episode -> trained token -> advantage, or reward."""
+def advantages_by_token(samples: tuple[Sample, ...]) -> dict[str, dict[int, float]]:
+    """Episode -> trained token -> advantage, or reward with a critic."""
     return {
         sample.episode_id: {
             token: value
@@ -74,12 +74,12 @@ TREE = group(
 
 
 def test_shared_turns_are_trained_in_the_first_episode_with_the_mean_advantage() -> None:
-    batch = assemble(0, [TREE], recipe()).batch
-    found = trained(batch.samples)
-    assert found["stem"] == {**dict.fromkeys((100, 101, 102), 0.25), **dict.fromkeys((110, 111, 112), 0.75)}
-    assert found["twig"] == dict.fromkeys((120, 121, 122), -0.25)
-    assert found["other"] == dict.fromkeys((130, 131, 132, 140, 141, 142), -0.25)
-    assert found["fourth"] == dict.fromkeys((150, 151, 152), -0.25)
+    batch = assemble(0, [TREE], build_recipe()).batch
+    advantages = advantages_by_token(batch.samples)
+    assert advantages["stem"] == {**dict.fromkeys((100, 101, 102), 0.25), **dict.fromkeys((110, 111, 112), 0.75)}
+    assert advantages["twig"] == dict.fromkeys((120, 121, 122), -0.25)
+    assert advantages["other"] == dict.fromkeys((130, 131, 132, 140, 141, 142), -0.25)
+    assert advantages["fourth"] == dict.fromkeys((150, 151, 152), -0.25)
     twig = batch.samples[1]
     assert twig.token_ids[:5] == batch.samples[0].token_ids[:5], "the inherited turn is context, token by token"
     assert (twig.loss_mask[:7], twig.loss_mask[7:]) == ((False,) * 7, (True,) * 3)
@@ -89,34 +89,33 @@ def test_shared_turns_are_trained_in_the_first_episode_with_the_mean_advantage()
 
 def test_without_a_counted_stem_the_first_counted_branch_trains_its_turns() -> None:
     lost = scored("stem", 1.0, STEM, turn(110), failures=(GONE,))
-    found = trained(
-        assemble(0, [group(lost, *TREE.episodes[1:], scored("good", 1.0, STEM, turn(160), inherited=("stem",)))], recipe()).batch.samples
-    )
-    assert set(found) == {"twig", "other", "fourth", "good"}
-    assert set(found["twig"]) == {100, 101, 102, 120, 121, 122} and set(found["good"]) == {160, 161, 162}
-    assert found["twig"][100] == pytest.approx(fmean((found["twig"][120], found["good"][160])))
+    tree = group(lost, *TREE.episodes[1:], scored("good", 1.0, STEM, turn(160), inherited=("stem",)))
+    advantages = advantages_by_token(assemble(0, [tree], build_recipe()).batch.samples)
+    assert set(advantages) == {"twig", "other", "fourth", "good"}
+    assert set(advantages["twig"]) == {100, 101, 102, 120, 121, 122} and set(advantages["good"]) == {160, 161, 162}
+    assert advantages["twig"][100] == pytest.approx(fmean((advantages["twig"][120], advantages["good"][160])))
 
 
 def test_a_group_from_one_state_gives_its_shared_turns_no_credit() -> None:
-    """All attempts have the stem in common, so none of them can tell whether it was good; only what differs is credited."""
-    one = group(*(scored(f"b{n}", float(n == 0), STEM, turn(110 + 10 * n), inherited=("s",)) for n in range(4)))
-    found = trained(assemble(0, [one], recipe()).batch.samples)
-    assert [found["b0"][token] for token in (100, 101, 102)] == [0.0] * 3
-    assert (found["b0"][110], found["b1"][120]) == (0.75, -0.25)
+    """All attempts share the stem, so none shows whether it was good; only the turns that differ are credited."""
+    siblings = group(*(scored(f"b{n}", float(n == 0), STEM, turn(110 + 10 * n), inherited=("s",)) for n in range(4)))
+    advantages = advantages_by_token(assemble(0, [siblings], build_recipe()).batch.samples)
+    assert [advantages["b0"][token] for token in (100, 101, 102)] == [0.0] * 3
+    assert (advantages["b0"][110], advantages["b1"][120]) == (0.75, -0.25)
 
 
 def test_turns_that_agree_by_chance_are_not_shared() -> None:
-    """A policy that is sure of itself says the same again; each time is a sample of its own."""
+    """A confident policy can sample the same turn twice; each is a separate sample."""
     twins = group(scored("a", 1.0, STEM, turn(110)), scored("b", 0.0, STEM, turn(120)))
-    assert [sum(sample.loss_mask) for sample in assemble(0, [twins], recipe()).batch.samples] == [6, 6]
+    assert [sum(sample.loss_mask) for sample in assemble(0, [twins], build_recipe()).batch.samples] == [6, 6]
     assert captured_tokens([twins], ()) == 12
-    begun_twice = group(  # under the id "stem" there were two lives; the branch is of the one that is lost
+    restarted = group(  # the episode "stem" ran twice; the branch comes from the run that was lost
         scored("stem", 1.0, turn(170), turn(110)), scored("twig", 0.0, STEM, turn(120), inherited=("stem",))
     )
-    assert [sum(sample.loss_mask) for sample in assemble(0, [begun_twice], recipe()).batch.samples] == [6, 6]
+    assert [sum(sample.loss_mask) for sample in assemble(0, [restarted], build_recipe()).batch.samples] == [6, 6]
 
 
-def test_branches_of_branches() -> None:
+def test_turns_of_nested_branches_are_trained_once() -> None:
     second = turn(110)
     deep = group(
         scored("a", 1.0, STEM, second, turn(120)),
@@ -124,28 +123,28 @@ def test_branches_of_branches() -> None:
         scored("c", 0.0, STEM, second, turn(140), inherited=("a", "a")),
         scored("d", 0.0, STEM, second, inherited=("a", "a")),
     )
-    batch = assemble(0, [deep], recipe()).batch
-    found = trained(batch.samples)
-    assert {name: len(tokens) for name, tokens in found.items()} == {"a": 9, "b": 3, "c": 3}, "d sampled nothing of its own"
-    assert (found["a"][100], found["a"][110], found["a"][120]) == pytest.approx((0.0, (0.75 - 0.25 - 0.25) / 3, 0.75))
+    batch = assemble(0, [deep], build_recipe()).batch
+    advantages = advantages_by_token(batch.samples)
+    assert {name: len(tokens) for name, tokens in advantages.items()} == {"a": 9, "b": 3, "c": 3}, "d sampled no token itself"
+    assert (advantages["a"][100], advantages["a"][110], advantages["a"][120]) == pytest.approx((0.0, (0.75 - 0.25 - 0.25) / 3, 0.75))
 
 
-def test_turn_rewards_and_age_act_on_shared_turns_once() -> None:
+def test_turn_rewards_act_on_shared_turns_once() -> None:
     rewards = ((0.0, 1.0), (0.0, 0.0), (1.0, 0.0), (1.0, 0.0))
-    with_rewards = tuple(
-        replace(one, score=Score(value=one.score.value, turn_rewards=(line,))) for one, line in zip(TREE.episodes, rewards, strict=True)
+    with_rewards = group(
+        *(replace(old, score=Score(value=old.score.value, turn_rewards=(row,))) for old, row in zip(TREE.episodes, rewards, strict=True))
     )
-    plain, credited = (trained(assemble(2, [group(*with_rewards)], recipe(turn_coef=coef)).batch.samples) for coef in (0.0, 1.0))
-    mean = fmean(value for line in rewards for value in line)
-    parts = [[sum(value - mean for value in line[place:]) for place in (0, 1)] for line in rewards]
+    plain, credited = (advantages_by_token(assemble(0, [with_rewards], build_recipe(turn_coef=coef)).batch.samples) for coef in (0.0, 1.0))
+    mean = fmean(value for row in rewards for value in row)
+    parts = [[sum(value - mean for value in row[start:]) for start in (0, 1)] for row in rewards]
     assert credited["stem"][100] - plain["stem"][100] == pytest.approx((parts[0][0] + parts[1][0]) / 2)
     assert credited["twig"][120] - plain["twig"][120] == pytest.approx(parts[1][1])
 
 
 def test_with_a_critic_shared_turns_keep_the_rewards_of_the_episode_that_trains_them() -> None:
-    found = trained(assemble(0, [TREE], recipe(advantage="gae")).batch.samples)
-    assert found["stem"] == {**dict.fromkeys((100, 101, 102, 110, 111), 0.0), 112: 1.0}
-    assert set(found["twig"]) == {120, 121, 122}
+    rewards = advantages_by_token(assemble(0, [TREE], build_recipe(advantage="gae")).batch.samples)
+    assert rewards["stem"] == {**dict.fromkeys((100, 101, 102, 110, 111), 0.0), 112: 1.0}
+    assert set(rewards["twig"]) == {120, 121, 122}
 
 
 def test_a_score_penalty_covers_the_episode() -> None:
@@ -155,8 +154,8 @@ def test_a_score_penalty_covers_the_episode() -> None:
 def test_a_group_of_a_broken_task_has_no_samples() -> None:
     fault = replace(GONE, blame=Blame.TASK)
     broken = group(*(scored(str(n), 1.0, failures=(fault,)) for n in range(4)))
-    made = assemble(0, [broken], recipe())
-    assert (made.batch.samples, made.batch.group_indices, made.drop_reasons) == ((), (0,), {0: "broken_task"})
+    assembled = assemble(0, [broken], build_recipe())
+    assert (assembled.batch.samples, assembled.batch.group_indices, assembled.drop_reasons) == ((), (0,), {0: "broken_task"})
 
 
 @settings(deadline=None)
@@ -179,44 +178,44 @@ def test_each_counted_token_is_trained_and_packed_once(stems: int, branches: int
             failures = (GONE,) if rng.random() < lost else ()
             episodes.append(scored(f"s{stem}-b{branch}", rng.random(), *trunk, *own, inherited=inherited, failures=failures))
     tree = group(*episodes)
-    batch = assemble(0, [tree], recipe()).batch
+    batch = assemble(0, [tree], build_recipe()).batch
     if not batch.samples:
         assert len(tree.scored) < 2
         return
-    counted = {token for one in tree.scored for u in one.episode.trajectories[0].turns for token in u.completion_ids}
-    on = [token for sample in batch.samples for token, here in zip(sample.token_ids, sample.loss_mask, strict=True) if here]
-    assert sorted(on) == sorted(counted) and batch.denominator == len(counted)
+    counted = {token for rollout in tree.scored for u in rollout.episode.trajectories[0].turns for token in u.completion_ids}
+    trained = [token for sample in batch.samples for token, on in zip(sample.token_ids, sample.loss_mask, strict=True) if on]
+    assert sorted(trained) == sorted(counted) and batch.denominator == len(counted)
 
     (rows,) = plan_micro_batches(batch.samples, rank=0, ranks=1, max_tokens=100_000)
     packed = build_micro_batch(rows, torch.device("cpu"))
-    distinct = {u.completion_ids for sample in batch.samples for one in tree.scored if one.episode.id == sample.episode_id
-                for u in one.episode.trajectories[0].turns}  # fmt: skip
+    distinct = {u.completion_ids for sample in batch.samples for rollout in tree.scored if rollout.episode.id == sample.episode_id
+                for u in rollout.episode.trajectories[0].turns}  # fmt: skip
     sampled = [token for token in packed.input_ids[0].tolist() if token >= 100]
-    assert sorted(sampled) == sorted(token for completion in distinct for token in completion), "an inherited prefix is laid out once"
+    assert sorted(sampled) == sorted(token for completion in distinct for token in completion), "an inherited prefix is packed once"
     assert len(packed.expand) == len(counted)
 
 
-def chances(p: float, outcomes: tuple[int, ...]) -> float:
+def probability(p: float, outcomes: tuple[int, ...]) -> float:
     return math.prod(p if outcome else 1.0 - p for outcome in outcomes)
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("stems", "branches"), [(1, 2), (2, 2), (3, 1), (1, 4), (2, 3)])
 @pytest.mark.parametrize("advantage", ["grpo", "rloo"])
-def test_the_expected_gradient_by_enumeration(stems: int, branches: int, advantage: str) -> None:
-    """A stem takes action s, each continuation c, and the score depends on both. Every outcome of a group is gone through with its
-    probability, so expectations are exact: of the score functions times what the batch says the tokens' advantages are.
+def test_the_expected_gradient_equals_an_enumeration(stems: int, branches: int, advantage: str) -> None:
+    """A stem takes action s, each continuation c, and the score depends on both. The test enumerates every outcome of a group with its
+    probability, so the expectation of score function times advantage is exact.
 
     Stems get the true gradient times 1 - 1/stems (GRPO) or (N - B)/(N - 1) (RLOO), continuations times 1 - 1/N or 1, and the mean of
     the branches has less variance than the first branch alone.
     """
     p, q, rewards, n = 0.3, (0.6, 0.2), ((0.1, 1.0), (0.4, -0.5)), stems * branches
-    made = recipe(advantage=advantage)
+    recipe = build_recipe(advantage=advantage)
     stem_gradient, twig_gradient, second, second_of_first = 0.0, [0.0, 0.0], 0.0, 0.0
     for actions in itertools.product((0, 1), repeat=stems):
         for twigs in itertools.product((0, 1), repeat=n):
             states = [actions[member // branches] for member in range(n)]
-            chance = chances(p, actions) * math.prod(chances(q[s], (c,)) for s, c in zip(states, twigs, strict=True))
+            chance = probability(p, actions) * math.prod(probability(q[s], (c,)) for s, c in zip(states, twigs, strict=True))
             episodes = [
                 scored(
                     str(member),
@@ -227,8 +226,8 @@ def test_the_expected_gradient_by_enumeration(stems: int, branches: int, advanta
                 )
                 for member, (s, c) in enumerate(zip(states, twigs, strict=True))
             ]
-            found = trained(assemble(0, [group(*episodes)], made).batch.samples)
-            advantages = {token: value for tokens in found.values() for token, value in tokens.items()}
+            by_episode = advantages_by_token(assemble(0, [group(*episodes)], recipe).batch.samples)
+            advantages = {token: value for tokens in by_episode.values() for token, value in tokens.items()}
             at_stems = [advantages.get(100 + 10 * number + 3 * s, 0.0) for number, s in enumerate(actions)]
             at_twigs = [advantages.get(500 + 10 * member + 3 * c, 0.0) for member, c in enumerate(twigs)]
             estimate = sum(a * (s - p) for a, s in zip(at_stems, actions, strict=True))

@@ -1,4 +1,4 @@
-"""What bounds a ratio, where two bounds meet, and what the figures say of it."""
+"""The bounds of a ratio, two bounds that meet, and the metrics that count them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def _tokens(gaps: list[float], sequence: list[int]) -> TrainedTokens:
 
 
 @pytest.mark.parametrize("loss", ["clip", "gspo"])
-def test_a_clip_range_that_ends_at_the_cap_would_never_clip(loss: str) -> None:
-    """A truncated ratio keeps its gradient, and one at the edge of the range is not outside of it."""
+def test_a_clip_range_that_ends_at_the_cap_raises(loss: str) -> None:
+    """A truncated ratio keeps its gradient, and a ratio at the edge of the range is inside it."""
     with pytest.raises(ValidationError, match=r"clip_high does nothing when 1 \+ clip_high reaches off_policy\.cap=2"):
         ObjectiveConfig(loss=loss, clip_high=1.0)  # type: ignore[arg-type]
     below = ObjectiveConfig(loss=loss, clip_high=0.99)  # type: ignore[arg-type]
@@ -39,23 +39,23 @@ def test_a_clip_range_that_ends_at_the_cap_would_never_clip(loss: str) -> None:
 
 
 @pytest.mark.parametrize(("loss", "truncated"), [("clip", 2 / 6), ("gspo", 3 / 6)])
-def test_the_truncated_fraction_is_of_the_ratio_that_was_truncated(loss: str, truncated: float) -> None:
-    """Two tokens are above the cap of 2. Of the sequences' ratios, the cube roots of 8 * 1 * 1/4 and of 9 * 1 * 1, only the second is."""
+def test_the_truncated_fraction_counts_the_ratios_that_were_truncated(loss: str, truncated: float) -> None:
+    """Two tokens are above the cap of 2. The sequences' ratios are the cube roots of 8 * 1 * 1/4 and 9 * 1 * 1; the second is above."""
     tokens = _tokens([math.log(8), 0.0, -math.log(4), math.log(9), 0.0, 0.0], [0, 0, 0, 1, 1, 1])
     result = policy_loss(tokens, ObjectiveConfig(loss=loss), denominator=1)  # type: ignore[arg-type]
     assert summarize(result.sums, result.maxima)["truncated_fraction"] == pytest.approx(truncated)
 
 
-def test_k3_near_the_reference_is_right_and_never_negative_in_float32() -> None:
+def test_k3_near_the_reference_is_accurate_and_never_negative_in_float32() -> None:
     gaps = torch.linspace(-1e-3, 1e-3, 2001)
-    found = k3(torch.zeros_like(gaps), gaps)
+    estimate = k3(torch.zeros_like(gaps), gaps)
     exact = gaps.double().square() / 2 + gaps.double() ** 3 / 6
-    assert (found >= 0).all()
-    assert (found.double() - exact).abs().max() < 1e-3 * exact.max()
+    assert (estimate >= 0).all()
+    assert (estimate.double() - exact).abs().max() < 1e-3 * exact.max()
 
 
 def test_a_ratio_at_a_bound_is_not_beyond_it() -> None:
-    """A ratio of exactly the cap is truncated to itself, and one of `dual_clip` still has its gradient."""
+    """A ratio equal to the cap is not truncated, and one equal to `dual_clip` keeps its gradient."""
     bound = torch.tensor(math.log(2.0), dtype=torch.float64)
     objective = ObjectiveConfig()
     tokens = TrainedTokens(
@@ -63,10 +63,10 @@ def test_a_ratio_at_a_bound_is_not_beyond_it() -> None:
     )
     result = policy_loss(tokens, objective, denominator=1)
     assert summarize(result.sums, result.maxima)["truncated_fraction"] == 0.0
-    gap, one = torch.zeros(3), Segments.of(torch.arange(3))
+    gap, segments = torch.zeros(3), Segments.of(torch.arange(3))
     for correction in (Correction(True, "truncate", cap=1.0), Correction(True, "mask", floor=1.0, cap=1.0)):
-        weight, cut = importance_weights(gap, one, correction)
-        assert weight.tolist() == [1.0] * 3 and not cut.any()
+        weight, truncated = importance_weights(gap, segments, correction)
+        assert weight.tolist() == [1.0] * 3 and not truncated.any()
     ratio = torch.tensor([3.0], requires_grad=True)
     term, clipped = dual_clip(ratio, torch.tensor([-1.0]), low=0.2, high=0.2, bound=3.0)
     term.sum().backward()

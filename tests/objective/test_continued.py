@@ -1,4 +1,4 @@
-"""Credit across the contexts of an episode in an environment, and after its environment cut it off."""
+"""Credit across the contexts of an episode in an environment, also if the environment truncated it."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ from tests.learner.building import episode, turn
 GAMMA, LAM = 0.9, 0.7
 
 
-def acted(prompt: Sequence[int], completion: Sequence[int], reward: float) -> Turn:
-    made = turn(list(prompt), list(completion), [-1.0] * len(completion))
-    return replace(made, tool_results=(ToolResult(name="user", output="", ok=True, reward=reward),))
+def env_turn(prompt: Sequence[int], completion: Sequence[int], reward: float) -> Turn:
+    sampled = turn(list(prompt), list(completion), [-1.0] * len(completion))
+    return replace(sampled, tool_results=(ToolResult(name="user", output="", ok=True, reward=reward),))
 
 
-def played(*, truncated: bool) -> ScoredEpisode:
+def played_episode(*, truncated: bool) -> ScoredEpisode:
     """Three contexts of 2, 1 and 1 turns with the rewards 1, 2, 3 and 4."""
-    lines = [[acted([1], [2, 3], 1.0), acted([4], [5], 2.0)], [acted([6], [7], 3.0)], [acted([8, 9], [10, 11], 4.0)]]
+    contexts = [[env_turn([1], [2, 3], 1.0), env_turn([4], [5], 2.0)], [env_turn([6], [7], 3.0)], [env_turn([8, 9], [10, 11], 4.0)]]
     ends = [CONTINUED, CONTINUED, TRUNCATED if truncated else "terminated"]
     parents = [None, Parent(trajectory=0, turn=1), Parent(trajectory=1, turn=0)]
     state = (8, 9, 10, 11, 12) if truncated else ()
     trajectories = tuple(
         Trajectory(agent="main", turns=tuple(turns), parent=parent, stop_reason=end, last_state=state if end == TRUNCATED else ())
-        for turns, parent, end in zip(lines, parents, ends, strict=True)
+        for turns, parent, end in zip(contexts, parents, ends, strict=True)
     )
     rewards = ((1.0, 2.0), (3.0,), (4.0,))
     return ScoredEpisode(episode=replace(episode("e", []), trajectories=trajectories), score=Score(value=10.0, turn_rewards=rewards))
 
 
-def recipe(**objective: object) -> Recipe:
+def build_recipe(**objective: object) -> Recipe:
     critic = {"critic": {"gamma": GAMMA, "lam": LAM}} if objective.get("advantage") == "gae" else {}
     sections = {"objective": objective, "rollout": {"group": {"size": 1 if critic else 2}}, **critic}
     return build({"name": "t", "policy": {"model": "m"}, "tasks": {"family": "a:b"}, **sections})
 
 
 def samples(*, truncated: bool) -> tuple[Sample, ...]:
-    group = Group(index=0, task_id="t", task_key="k", episodes=(played(truncated=truncated),))
-    return assemble(0, [group], recipe(advantage="gae")).batch.samples
+    group = Group(index=0, task_id="t", task_key="k", episodes=(played_episode(truncated=truncated),))
+    return assemble(0, [group], build_recipe(advantage="gae")).batch.samples
 
 
 def test_rewards_stay_at_their_turns_and_contexts_are_linked() -> None:
@@ -62,17 +62,17 @@ def test_rewards_stay_at_their_turns_and_contexts_are_linked() -> None:
 
 
 def test_a_score_that_is_not_the_sum_of_rewards_counts_at_the_end() -> None:
-    scored = played(truncated=False)
+    scored = played_episode(truncated=False)
     group = Group(index=0, task_id="t", task_key="k", episodes=(replace(scored, score=replace(scored.score, value=6.0)),))
-    assert sum(sum(sample.rewards) for sample in assemble(0, [group], recipe(advantage="gae")).batch.samples) == 6.0
+    assert sum(sum(sample.rewards) for sample in assemble(0, [group], build_recipe(advantage="gae")).batch.samples) == 6.0
 
 
 @pytest.mark.parametrize("truncated", [False, True])
 def test_advantages_of_linked_contexts_equal_those_of_one_row(truncated: bool) -> None:
-    made = samples(truncated=truncated)
+    rows = samples(truncated=truncated)
     values = [[0.5, -1.0, 2.0], [0.25], [3.0, 1.0]]
     last = {2: 7.0} if truncated else {}
-    advantages, returns = gae_of_episodes(made, values, last, gamma=GAMMA, lam=LAM)
+    advantages, returns = gae_of_episodes(rows, values, last, gamma=GAMMA, lam=LAM)
     rewards = torch.tensor([[0.0, 1.0, 2.0, 3.0, 0.0, 4.0 + (GAMMA * 7.0 if truncated else 0.0)]])
     row, row_returns = gae(rewards, torch.tensor([list(chain(*values))]), torch.ones(1, 6), gamma=GAMMA, lam=LAM)
     assert list(chain(*advantages)) == pytest.approx(row[0].tolist(), abs=1e-5)
@@ -91,33 +91,33 @@ class _KnownCritic:
 
 
 def _path(layout: Any, position: int) -> list[int]:
-    """Indices of the tokens up to a position of a forest of one path."""
+    """Indices of the tokens up to a position, in a forest of one path."""
     return list(range(position + 1))
 
 
 def test_the_learner_bootstraps_with_the_value_of_the_last_state() -> None:
-    """Samples are in several micro-batches, one each, so that each forest is one path."""
-    made = samples(truncated=True)
+    """Each sample has its own micro-batch, so that each forest is one path."""
+    linked = samples(truncated=True)
     updater, critic = Updater.__new__(Updater), _KnownCritic()
     ranks = SimpleNamespace(sum=lambda values: values, report_progress=lambda *_: None)
     updater.engine = SimpleNamespace(ranks=ranks)  # type: ignore[assignment]
     cpu = torch.device("cpu")
 
-    def one_each(rows: Sequence[Sample]) -> list[MicroBatch]:
+    def one_batch_per_sample(rows: Sequence[Sample]) -> list[MicroBatch]:
         return [build_micro_batch((row,), cpu, [number]) for number, row in enumerate(rows)]
 
-    updater._micro_batches = one_each  # type: ignore[method-assign]
-    common = {"samples": made, "critic_step": 0, "critic_tokens": 6, "proximal": None, "reference": None}
-    micros = [PreparedMicroBatch(batch=batch, values=critic.values(batch), **common) for batch in one_each(made)]  # type: ignore[arg-type]
+    updater._micro_batches = one_batch_per_sample  # type: ignore[method-assign]
+    common = {"samples": linked, "critic_step": 0, "critic_tokens": 6, "proximal": None, "reference": None}
+    micros = [PreparedMicroBatch(batch=batch, values=critic.values(batch), **common) for batch in one_batch_per_sample(linked)]  # type: ignore[arg-type]
     estimated = updater._estimated(micros, critic)  # type: ignore[arg-type]
     values = [[1.0, 3.0, 10.0], [6.0], [17.0, 27.0]]  # sums of the tokens before each sampled one
-    wanted, returns = gae_of_episodes(made, values, {2: 8.0 + 9 + 10 + 11 + 12}, gamma=GAMMA, lam=LAM)
-    assert [micro.batch.advantages.tolist() for micro in estimated] == [pytest.approx(row, abs=1e-4) for row in wanted]
+    expected, returns = gae_of_episodes(linked, values, {2: 8.0 + 9 + 10 + 11 + 12}, gamma=GAMMA, lam=LAM)
+    assert [micro.batch.advantages.tolist() for micro in estimated] == [pytest.approx(row, abs=1e-4) for row in expected]
     assert [micro.returns.tolist() for micro in estimated if micro.returns is not None] == [pytest.approx(row, abs=1e-4) for row in returns]
 
 
 def test_turn_level_credit_continues_in_the_next_context() -> None:
-    one, other = turn_advantages([[[1.0, 2.0], [3.0]], [[2.0, 2.0], [2.0]]], normalize_std=False, following=[[1, None], [1, None]])
-    assert one == [[0.0, 1.0], [1.0]] and other == [[0.0, 0.0], [0.0]]
-    alone, _ = turn_advantages([[[1.0, 2.0], [3.0]], [[2.0, 2.0], [2.0]]], normalize_std=False)
-    assert alone == [[-1.0, 0.0], [1.0]]
+    first, second = turn_advantages([[[1.0, 2.0], [3.0]], [[2.0, 2.0], [2.0]]], normalize_std=False, following=[[1, None], [1, None]])
+    assert first == [[0.0, 1.0], [1.0]] and second == [[0.0, 0.0], [0.0]]
+    unlinked, _ = turn_advantages([[[1.0, 2.0], [3.0]], [[2.0, 2.0], [2.0]]], normalize_std=False)
+    assert unlinked == [[-1.0, 0.0], [1.0]]

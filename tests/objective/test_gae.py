@@ -16,7 +16,7 @@ from tests.learner.building import episode, scored, turn
 
 
 def _closed_form(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:
-    """sum_l (gamma lambda)^l delta_{t+l}, as the paper writes it, of a sequence without gaps."""
+    """sum_l (gamma lambda)^l delta_{t+l}, as in the paper, for a sequence without gaps."""
     following = np.append(values[1:], 0.0)
     delta = rewards + gamma * following - values
     n = len(delta)
@@ -24,7 +24,7 @@ def _closed_form(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: flo
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (1.0, 0.0), (0.7, 1.0)])
-def test_against_the_papers_sum_with_tool_tokens_cut_out(gamma: float, lam: float) -> None:
+def test_gae_equals_the_papers_sum_without_tool_tokens(gamma: float, lam: float) -> None:
     generator = torch.Generator().manual_seed(0)
     rewards, values = torch.randn(2, 5, 13, generator=generator, dtype=torch.float64)
     mask = torch.rand(5, 13, generator=generator) < 0.6
@@ -58,7 +58,7 @@ def test_a_perfect_critic_gives_no_advantage() -> None:
 
 
 def test_the_value_clip_bounds_the_gain() -> None:
-    shift = 3.0  # of all values, which changes no loss
+    shift = 3.0  # added to all values; changes no loss
     old = torch.tensor([shift] * 5, dtype=torch.float64)
     returns = shift + torch.tensor([1.0, 1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
     values = (shift + torch.tensor([0.1, 0.9, 0.5, 2.0, -0.9], dtype=torch.float64)).requires_grad_()
@@ -67,7 +67,7 @@ def test_the_value_clip_bounds_the_gain() -> None:
     assert loss.tolist() == pytest.approx(expected)
     loss.sum().backward()
     assert values.grad is not None
-    assert values.grad.tolist() == pytest.approx([-0.9, 0.0, 1.5, 1.0, 0.0]), "0 where the clip holds, the error elsewhere"
+    assert values.grad.tolist() == pytest.approx([-0.9, 0.0, 1.5, 1.0, 0.0]), "0 if the clip applies, else the error"
 
 
 def test_rows_restore_the_tokens() -> None:
@@ -75,11 +75,11 @@ def test_rows_restore_the_tokens() -> None:
     rows, mask = rows_of(tokens, torch.tensor([7, 7, 7, 2, 9, 9]))
     assert rows.tolist() == [[1, 2, 3], [4, 0, 0], [5, 6, 0]]
     assert torch.equal(rows[mask], tokens)
-    empty, none = rows_of(torch.empty(0), torch.empty(0, dtype=torch.long))
-    assert empty.shape == (0, 0) and none.shape == (0, 0)
+    empty, empty_mask = rows_of(torch.empty(0), torch.empty(0, dtype=torch.long))
+    assert empty.shape == (0, 0) and empty_mask.shape == (0, 0)
 
 
-# Where score and turn rewards lie when a critic makes advantages of them: on sampled tokens alone, whatever tools said in between.
+# With a critic, scores and turn rewards are on sampled tokens only, never on tool output between them.
 CRITIC = CriticConfig(gamma=0.5, lam=1.0)
 
 
@@ -92,8 +92,8 @@ def _group(*, cut_off: bool = False) -> Group:
     turns = [turn([1, 2], [3, 4], [-1.0] * 2), turn([5, 6, 7], [8], [-1.0]), turn([9], [10, 11], [-1.0] * 2)]
     if cut_off:
         turns[-1] = replace(turns[-1], finish_reason="length")
-    made = scored(episode("e", turns), 8.0)
-    return Group(index=0, task_id="t", task_key="k", episodes=(replace(made, score=replace(made.score, turn_rewards=((1.0, 2.0, 4.0),))),))
+    base = scored(episode("e", turns), 8.0)
+    return Group(index=0, task_id="t", task_key="k", episodes=(replace(base, score=replace(base.score, turn_rewards=((1.0, 2.0, 4.0),))),))
 
 
 def test_rewards_are_on_the_last_sampled_tokens() -> None:
@@ -105,7 +105,7 @@ def test_rewards_are_on_the_last_sampled_tokens() -> None:
 
 
 def test_returns_skip_tool_output_and_end_at_the_cut() -> None:
-    """Five sampled tokens, each half a step's discount from the next; the same when the last turn ran out of tokens."""
+    """Five sampled tokens with a discount of 0.5 per token; the same if the last turn was cut off."""
     for cut_off in (False, True):
         batch = assemble(0, [_group(cut_off=cut_off)], _recipe(turn_coef=0.5)).batch
         values = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], dtype=torch.float64)

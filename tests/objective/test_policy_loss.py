@@ -52,7 +52,7 @@ EVERY = [*LOSSES, *CORRECTIONS, *TERMS, *AGGREGATIONS, {**LOSSES[3], **CORRECTIO
 EVERY.append({**LOSSES[1], **CORRECTIONS[2], **TERMS[1], **AGGREGATIONS[2]})
 
 
-def made(changes: dict[str, Any]) -> ObjectiveConfig:
+def build_objective(changes: dict[str, Any]) -> ObjectiveConfig:
     return ObjectiveConfig.model_validate({**BASE, **changes})
 
 
@@ -62,7 +62,7 @@ def draw(seed: int, n: int = 300, sequences: int = 9, *, proximal: bool = True) 
     noise = torch.randn(4, n, generator=g, dtype=torch.float64)
     behaviour = -3 * torch.rand(n, generator=g, dtype=torch.float64)
     centre = behaviour + 0.3 * noise[0] if proximal else behaviour
-    sequence = torch.randint(sequences, (n,), generator=g).square() + 5  # any numbers will do
+    sequence = torch.randint(sequences, (n,), generator=g).square() + 5  # arbitrary ids
     return TrainedTokens(
         logprobs=(centre + 0.5 * noise[1]).requires_grad_(),
         behaviour=behaviour,
@@ -75,13 +75,13 @@ def draw(seed: int, n: int = 300, sequences: int = 9, *, proximal: bool = True) 
 
 
 def total_weight(tokens: TrainedTokens, objective: ObjectiveConfig) -> float:
-    """D, counted by hand."""
+    """The denominator, counted by hand."""
     sequences = len(set(tokens.sequence.tolist()))
     return {"token_mean": len(tokens.sequence), "sequence_mean": sequences, "constant": sequences * 40}[objective.aggregation]
 
 
 def reach_by_hand(log_ratio: Tensor, at_most: float = 0.04) -> float:
-    """Masks the most extreme token as long as the mean square of the rest is above the threshold; the largest size that is left."""
+    """Masks the most extreme token while the mean square of the rest is above the threshold; the largest remaining size."""
     sizes = np.sort(np.abs(log_ratio.detach().numpy().astype(np.float64)))
     masked = 0
     while masked < len(sizes) and np.mean(sizes[: len(sizes) - masked] ** 2) > at_most:
@@ -89,9 +89,9 @@ def reach_by_hand(log_ratio: Tensor, at_most: float = 0.04) -> float:
     return float("inf") if not masked else float(sizes[-masked - 1]) if masked < len(sizes) else 0.0
 
 
-def loss_of(tokens: TrainedTokens, objective: ObjectiveConfig, d: float, *, whole: TrainedTokens | None = None) -> PolicyLoss:
-    """The loss of `tokens`, which are a part of the batch `whole`."""
-    batch = whole or tokens
+def loss_of(tokens: TrainedTokens, objective: ObjectiveConfig, d: float, *, full: TrainedTokens | None = None) -> PolicyLoss:
+    """The loss of `tokens`, which are a part of the batch `full`."""
+    batch = full or tokens
     centre = batch.behaviour if batch.proximal is None else batch.proximal
     return policy_loss(tokens, objective, denominator=d, reach=reach_by_hand(centre - batch.behaviour))
 
@@ -146,16 +146,16 @@ def by_hand(tokens: TrainedTokens, o: ObjectiveConfig, d: float) -> tuple[float,
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("proximal", [True, False])
 @pytest.mark.parametrize("changes", EVERY, ids=str)
-def test_value_and_gradient_against_the_formulas(changes: dict[str, Any], proximal: bool) -> None:
-    objective, tokens = made(changes), draw(0, proximal=proximal)
+def test_value_and_gradient_equal_the_formulas(changes: dict[str, Any], proximal: bool) -> None:
+    objective, tokens = build_objective(changes), draw(0, proximal=proximal)
     d = total_weight(tokens, objective)
     result = loss_of(tokens, objective, d)
     assert tokens.entropy is not None
-    found = torch.autograd.grad(result.loss, (tokens.logprobs, tokens.entropy), materialize_grads=True)
+    gradients = torch.autograd.grad(result.loss, (tokens.logprobs, tokens.entropy), materialize_grads=True)
     loss, by_logprob, by_entropy = by_hand(tokens, objective, d)
     assert result.loss.item() == pytest.approx(loss, abs=1e-12)
-    np.testing.assert_allclose(found[0].numpy(), by_logprob, atol=1e-14)
-    np.testing.assert_allclose(found[1].numpy(), by_entropy, atol=1e-14)
+    np.testing.assert_allclose(gradients[0].numpy(), by_logprob, atol=1e-14)
+    np.testing.assert_allclose(gradients[1].numpy(), by_entropy, atol=1e-14)
 
 
 def _part(tokens: TrainedTokens, keep: Tensor) -> TrainedTokens:
@@ -165,37 +165,37 @@ def _part(tokens: TrainedTokens, keep: Tensor) -> TrainedTokens:
 
 @settings(max_examples=examples(60))
 @given(st.sampled_from(EVERY), st.integers(0, 50), st.lists(st.integers(0, 3), min_size=9, max_size=9), st.integers(1, 60))
-def test_splitting_over_micro_batches_changes_nothing(changes: dict[str, Any], seed: int, places: list[int], n: int) -> None:
+def test_splitting_over_micro_batches_changes_nothing(changes: dict[str, Any], seed: int, homes: list[int], n: int) -> None:
     """Any division of the sequences over four micro-batches, some of them empty: the same loss, gradient and metrics."""
-    objective, tokens = made(changes), draw(seed, n)
+    objective, tokens = build_objective(changes), draw(seed, n)
     d = total_weight(tokens, objective)
-    whole = loss_of(tokens, objective, d)
-    (gradient,) = torch.autograd.grad(whole.loss, tokens.logprobs)
+    full = loss_of(tokens, objective, d)
+    (gradient,) = torch.autograd.grad(full.loss, tokens.logprobs)
     numbers = sorted(set(tokens.sequence.tolist()))
-    place = {number: places[at] for at, number in enumerate(numbers)}
-    home = torch.tensor([place[number] for number in tokens.sequence.tolist()])
-    parts = [loss_of(_part(tokens, home == some), objective, d, whole=tokens) for some in range(4)]
-    (added,) = torch.autograd.grad(torch.stack([part.loss for part in parts]).sum(), tokens.logprobs)
-    torch.testing.assert_close(torch.stack([part.loss for part in parts]).sum(), whole.loss, rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(added, gradient, rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(torch.stack([part.sums for part in parts]).sum(0), whole.sums)
-    torch.testing.assert_close(torch.stack([part.maxima for part in parts]).amax(0), whole.maxima)
+    home_by_sequence = {number: homes[position] for position, number in enumerate(numbers)}
+    home = torch.tensor([home_by_sequence[number] for number in tokens.sequence.tolist()])
+    parts = [loss_of(_part(tokens, home == number), objective, d, full=tokens) for number in range(4)]
+    (summed,) = torch.autograd.grad(torch.stack([part.loss for part in parts]).sum(), tokens.logprobs)
+    torch.testing.assert_close(torch.stack([part.loss for part in parts]).sum(), full.loss, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(summed, gradient, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(torch.stack([part.sums for part in parts]).sum(0), full.sums)
+    torch.testing.assert_close(torch.stack([part.maxima for part in parts]).amax(0), full.maxima)
 
 
 @pytest.mark.parametrize("changes", EVERY, ids=str)
 def test_no_trained_token_gives_a_differentiable_zero(changes: dict[str, Any]) -> None:
-    """What a rank computes that got none of the last samples."""
+    """The loss on a rank that got none of the last samples."""
     tokens = _part(draw(1), torch.zeros(300, dtype=torch.bool))
-    result = policy_loss(tokens, made(changes), denominator=5)
+    result = policy_loss(tokens, build_objective(changes), denominator=5)
     result.loss.backward()
     assert result.loss.item() == 0.0
     assert summarize(result.sums, result.maxima) == {}
 
 
 @pytest.mark.parametrize("changes", EVERY, ids=str)
-def test_one_token_completions(changes: dict[str, Any]) -> None:
-    """With a token a sequence, sequence ratios are token ratios and both means are the same."""
-    objective = made(changes)
+def test_one_token_completions_have_equal_token_and_sequence_losses(changes: dict[str, Any]) -> None:
+    """With one token per sequence, sequence ratios equal token ratios and both means are equal."""
+    objective = build_objective(changes)
     tokens = replace(draw(2, 20), sequence=torch.arange(20))
     preset, loss = objective.off_policy.preset.removesuffix("_sequence"), "clip" if objective.loss.ref == "gspo" else objective.loss
     aggregation = objective.aggregation.replace("sequence", "token")
@@ -208,15 +208,15 @@ def test_one_token_completions(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("d", [0, -1.0, math.nan])
 def test_a_batch_without_tokens_raises(d: float) -> None:
     with pytest.raises(ValueError, match="denominator"):
-        policy_loss(draw(0), made({}), denominator=d)
+        policy_loss(draw(0), build_objective({}), denominator=d)
 
 
 def test_missing_inputs_raise() -> None:
     tokens = draw(0)
     with pytest.raises(ValueError, match="reference"):
-        policy_loss(replace(tokens, kl_reference=None), made({"kl": "k3", "kl_coef": 0.1}), denominator=1)
+        policy_loss(replace(tokens, kl_reference=None), build_objective({"kl": "k3", "kl_coef": 0.1}), denominator=1)
     with pytest.raises(ValueError, match="gradient"):
-        policy_loss(replace(tokens, entropy=torch.zeros(300)), made({"entropy_coef": 0.1}), denominator=1)
+        policy_loss(replace(tokens, entropy=torch.zeros(300)), build_objective({"entropy_coef": 0.1}), denominator=1)
 
 
 @pytest.mark.parametrize("changes", [{}, {"loss": "gspo"}, {"loss": "cispo"}, {"dual_clip": 1.5}], ids=str)
@@ -228,7 +228,7 @@ def test_an_enormous_ratio_has_a_bounded_gradient(changes: dict[str, Any]) -> No
         advantages=torch.tensor([1.0, -1.0]),
         sequence=torch.tensor([0, 1]),
     )
-    policy_loss(tokens, made(changes), denominator=1).loss.backward()
+    policy_loss(tokens, build_objective(changes), denominator=1).loss.backward()
     assert logprobs.grad is not None
     expected = {"": [0.0, 2.0], "gspo": [0.0, 2.0], "cispo": [-1.3, 1.3]}[changes.get("loss", "")]
     assert logprobs.grad.tolist() == pytest.approx([0.0, 0.0] if "dual_clip" in changes else expected)
@@ -242,7 +242,7 @@ def test_a_masked_weight_of_infinity_is_zero_not_nan() -> None:
         sequence=torch.tensor([0, 1]),
         proximal=torch.zeros(2),
     )
-    result = policy_loss(tokens, made({"off_policy": {"preset": "mask"}}), denominator=1)
+    result = policy_loss(tokens, build_objective({"off_policy": {"preset": "mask"}}), denominator=1)
     assert result.loss.item() == -1.0
     assert summarize(result.sums, result.maxima)["truncated_fraction"] == 0.5
 
@@ -253,22 +253,22 @@ def test_a_masked_weight_of_infinity_is_zero_not_nan() -> None:
     st.lists(st.integers(0, 2), min_size=30, max_size=30),
     st.sampled_from([0.0, 0.001, 0.04, 1.0]),
 )
-def test_second_moment_mask_against_numpy_over_any_ranks(sizes: list[float], homes: list[int], at_most: float) -> None:
-    """The mean square of the kept tokens is at most the threshold; that of one more size is above it. Equal sizes are treated alike."""
+def test_second_moment_mask_equals_numpy_on_any_number_of_ranks(sizes: list[float], homes: list[int], at_most: float) -> None:
+    """The mean square of the unmasked tokens is at most the threshold; with one more size it is above. Equal sizes are treated alike."""
     values = torch.tensor(sizes, dtype=torch.float32) * (-1.0) ** torch.arange(len(sizes))
     sums: list[Tensor] = []
 
-    def alone(value: Tensor) -> Tensor:
+    def single_rank(value: Tensor) -> Tensor:
         sums.append(value)
         return value
 
-    reach = second_moment_reach(values, alone, at_most=at_most)
-    kept = sorted(size for size in sizes if size <= reach)
+    reach = second_moment_reach(values, single_rank, at_most=at_most)
+    unmasked = sorted(size for size in sizes if size <= reach)
     masked = sorted(size for size in sizes if size > reach)
-    assert not kept or math.fsum(size * size for size in kept) <= at_most * len(kept) * (1 + 1e-12)
+    assert not unmasked or math.fsum(size * size for size in unmasked) <= at_most * len(unmasked) * (1 + 1e-12)
     if masked:
-        more = [*kept, *[size for size in masked if size == masked[0]]]
-        assert math.fsum(size * size for size in more) > at_most * len(more) * (1 - 1e-12)
+        extended = [*unmasked, *[size for size in masked if size == masked[0]]]
+        assert math.fsum(size * size for size in extended) > at_most * len(extended) * (1 - 1e-12)
     if len(set(sizes)) == len(sizes) and at_most:
         assert [size for size in sizes if size <= reach_by_hand(values, at_most)] == [size for size in sizes if size <= reach]
     home = torch.tensor(homes[: len(sizes)], dtype=torch.long)
@@ -276,7 +276,7 @@ def test_second_moment_mask_against_numpy_over_any_ranks(sizes: list[float], hom
 
 
 def _reach_over_ranks(parts: list[Tensor], at_most: float) -> float:
-    """The result of ranks in threads, which must agree."""
+    """The result of ranks in threads, which must be equal."""
     barrier, slots = Barrier(len(parts)), dict[int, Tensor]()
 
     def run(rank: int) -> float:
@@ -298,19 +298,19 @@ def test_second_moment_mask_drops_infinite_ratios_and_no_token_of_the_current_we
     assert second_moment_reach(torch.tensor([0.1, math.inf]), lambda value: value) < math.inf
     assert second_moment_reach(torch.zeros(5), lambda value: value) == math.inf
     tokens = replace(draw(6, 2), behaviour=torch.tensor([-math.inf, 0.0]), proximal=torch.zeros(2, dtype=torch.float64))
-    result = loss_of(tokens, made({"off_policy": {"preset": "second_moment"}}), 1)
+    result = loss_of(tokens, build_objective({"off_policy": {"preset": "second_moment"}}), 1)
     assert math.isfinite(result.loss.item())
     assert summarize(result.sums, result.maxima)["truncated_fraction"] == 0.5
 
 
 @pytest.mark.parametrize("changes", [*CORRECTIONS, {"loss": "gspo"}, {"loss": "cispo"}], ids=str)
-def test_effective_sample_size_is_of_the_weights_that_act(changes: dict[str, Any]) -> None:
-    """The gradient of a token with advantage 1 and no clip is its weight, so the figure follows from gradients."""
-    objective = made({"clip_low": 1.0, **changes})
+def test_effective_sample_size_uses_the_applied_weights(changes: dict[str, Any]) -> None:
+    """The gradient of a token with advantage 1 and no clip is its weight, so the expected value follows from gradients."""
+    objective = build_objective({"clip_low": 1.0, **changes})
     tokens = replace(draw(7), advantages=-torch.ones(300, dtype=torch.float64))  # a negative advantage is never clipped from above
     result = loss_of(tokens, objective, 1)
     if objective.loss.ref == "cispo":
-        objective = made({"clip_low": 1.0, "clip_high": 1e9, **changes})
+        objective = build_objective({"clip_low": 1.0, "clip_high": 1e9, **changes})
         (weights,) = torch.autograd.grad(loss_of(tokens, objective, 1).loss, tokens.logprobs)
     else:
         (weights,) = torch.autograd.grad(result.loss, tokens.logprobs)
@@ -318,30 +318,30 @@ def test_effective_sample_size_is_of_the_weights_that_act(changes: dict[str, Any
     assert summarize(result.sums, result.maxima)["ess"] == pytest.approx(expected.item())
 
 
-def test_metrics_against_numpy() -> None:
+def test_metrics_equal_numpy() -> None:
     tokens = draw(3, proximal=False)
-    result: PolicyLoss = policy_loss(tokens, made({}), denominator=1)
-    found = summarize(result.sums, result.maxima, with_reference=True)
+    result: PolicyLoss = policy_loss(tokens, build_objective({}), denominator=1)
+    metrics = summarize(result.sums, result.maxima, with_reference=True)
     log_ratio = (tokens.logprobs.detach() - tokens.behaviour).numpy()
     ratio, advantages = np.exp(log_ratio), tokens.advantages.numpy()
     weight = np.minimum(ratio, 2.0)
     assert tokens.entropy is not None and tokens.kl_reference is not None
-    assert found["ratio_mean"] == pytest.approx(ratio.mean())
-    assert found["ratio_max"] == pytest.approx(ratio.max())
-    assert found["ratio_min"] == pytest.approx(ratio.min())
-    assert found["kl_behaviour"] == pytest.approx((ratio - 1 - log_ratio).mean())
-    assert found["ess"] == pytest.approx(weight.sum() ** 2 / (weight**2).sum() / weight.size)
-    assert found["mismatch_max"] == pytest.approx(np.abs(log_ratio).max())
-    assert found["entropy"] == pytest.approx(tokens.entropy.detach().numpy().mean())
+    assert metrics["ratio_mean"] == pytest.approx(ratio.mean())
+    assert metrics["ratio_max"] == pytest.approx(ratio.max())
+    assert metrics["ratio_min"] == pytest.approx(ratio.min())
+    assert metrics["kl_behaviour"] == pytest.approx((ratio - 1 - log_ratio).mean())
+    assert metrics["ess"] == pytest.approx(weight.sum() ** 2 / (weight**2).sum() / weight.size)
+    assert metrics["mismatch_max"] == pytest.approx(np.abs(log_ratio).max())
+    assert metrics["entropy"] == pytest.approx(tokens.entropy.detach().numpy().mean())
     clipped = ((ratio > 1.3) & (advantages > 0)) | ((ratio < 0.8) & (advantages < 0))
-    assert found["clip_fraction"] == pytest.approx(clipped.mean())
-    assert found["clip_fraction_low"] == pytest.approx((clipped & (ratio < 1)).mean())
-    assert found["clip_fraction_high"] == pytest.approx((clipped & (ratio > 1)).mean())
-    assert found["clip_fraction_low"] > 0 < found["clip_fraction_high"]
-    assert found["mismatch_tokens"] == 0 and "mismatch_kl" not in found, "no token is known to be of these weights"
-    assert found["truncated_fraction"] == pytest.approx((ratio > 2).mean())
+    assert metrics["clip_fraction"] == pytest.approx(clipped.mean())
+    assert metrics["clip_fraction_low"] == pytest.approx((clipped & (ratio < 1)).mean())
+    assert metrics["clip_fraction_high"] == pytest.approx((clipped & (ratio > 1)).mean())
+    assert metrics["clip_fraction_low"] > 0 < metrics["clip_fraction_high"]
+    assert metrics["mismatch_tokens"] == 0 and "mismatch_kl" not in metrics, "no token is known to be sampled by these weights"
+    assert metrics["truncated_fraction"] == pytest.approx((ratio > 2).mean())
     gap = (tokens.kl_reference - tokens.logprobs.detach()).numpy()
-    assert found["kl_reference"] == pytest.approx((np.exp(gap) - 1 - gap).mean())
+    assert metrics["kl_reference"] == pytest.approx((np.exp(gap) - 1 - gap).mean())
 
 
 @pytest.mark.parametrize("proximal", [True, False])
@@ -349,27 +349,27 @@ def test_the_mismatch_covers_tokens_of_the_same_weights(proximal: bool) -> None:
     tokens = draw(4, proximal=proximal)
     same = torch.arange(300) % 3 == 0
     parts = [
-        policy_loss(_part(replace(tokens, on_policy=same), keep), made({}), denominator=1)
+        policy_loss(_part(replace(tokens, on_policy=same), keep), build_objective({}), denominator=1)
         for keep in (tokens.sequence < 20, tokens.sequence >= 20)
     ]
-    found = summarize(torch.stack([part.sums for part in parts]).sum(0), torch.stack([part.maxima for part in parts]).amax(0))
+    metrics = summarize(torch.stack([part.sums for part in parts]).sum(0), torch.stack([part.maxima for part in parts]).amax(0))
     ours = tokens.logprobs.detach() if tokens.proximal is None else tokens.proximal
     gap = (ours - tokens.behaviour)[same].numpy()
-    assert found["mismatch_tokens"] == pytest.approx(1 / 3)
-    assert found["mismatch_kl"] == pytest.approx((np.exp(gap) - 1 - gap).mean())
+    assert metrics["mismatch_tokens"] == pytest.approx(1 / 3)
+    assert metrics["mismatch_kl"] == pytest.approx((np.exp(gap) - 1 - gap).mean())
 
 
 @pytest.mark.parametrize(
     "changes", [{"dual_clip": 1.2}, {"loss": "gspo", "clip_low": 0.01, "clip_high": 0.01}, {"loss": "cispo", "clip_low": 0.1}]
 )
-def test_a_clip_counts_on_the_side_of_its_ratio(changes: dict[str, Any]) -> None:
-    objective, tokens = made(changes), draw(5, proximal=False)
+def test_a_clipped_token_counts_on_the_side_of_its_ratio(changes: dict[str, Any]) -> None:
+    objective, tokens = build_objective(changes), draw(5, proximal=False)
     result = policy_loss(tokens, objective, denominator=1)
-    found = summarize(result.sums, result.maxima)
+    metrics = summarize(result.sums, result.maxima)
     gap = (tokens.logprobs.detach() - tokens.behaviour).numpy()
     if objective.loss.ref == "gspo":
         group = tokens.sequence.numpy()
-        gap = np.array([gap[group == one].mean() for one in group])
+        gap = np.array([gap[group == number].mean() for number in group])
     ratio, advantages = np.exp(gap), tokens.advantages.numpy()
     above, below = ratio > 1 + objective.clip_high, ratio < 1 - objective.clip_low
     if objective.loss.ref == "cispo":
@@ -378,21 +378,21 @@ def test_a_clip_counts_on_the_side_of_its_ratio(changes: dict[str, Any]) -> None
         high, low = above & (advantages > 0), below & (advantages < 0)
         if objective.dual_clip is not None:
             high = high | ((advantages < 0) & (ratio > objective.dual_clip))
-    assert found["clip_fraction_high"] == pytest.approx(high.mean()) != 0
-    assert found["clip_fraction_low"] == pytest.approx(low.mean()) != 0
-    assert found["clip_fraction"] == pytest.approx(high.mean() + low.mean())
+    assert metrics["clip_fraction_high"] == pytest.approx(high.mean()) != 0
+    assert metrics["clip_fraction_low"] == pytest.approx(low.mean()) != 0
+    assert metrics["clip_fraction"] == pytest.approx(high.mean() + low.mean())
 
 
-def test_extremes_when_all_ratios_are_on_one_side() -> None:
+def test_ratio_extremes_if_all_ratios_are_on_one_side() -> None:
     for shift in (0.5, -0.5, 800.0):
         tokens = TrainedTokens(
             **{"logprobs": torch.zeros(3, dtype=torch.float64) + shift, "behaviour": torch.tensor([0.0, 0.1, 0.2], dtype=torch.float64)},
             **{"advantages": torch.ones(3), "sequence": torch.zeros(3, dtype=torch.long)},
         )
-        result = policy_loss(tokens, made({}), denominator=1)
-        found = summarize(result.sums, result.maxima)
-        assert found["ratio_min"] == pytest.approx(math.exp(shift - 0.2) if shift < 700 else math.inf)
-        assert found["ratio_max"] == pytest.approx(math.exp(shift) if shift < 700 else math.inf)
+        result = policy_loss(tokens, build_objective({}), denominator=1)
+        metrics = summarize(result.sums, result.maxima)
+        assert metrics["ratio_min"] == pytest.approx(math.exp(shift - 0.2) if shift < 700 else math.inf)
+        assert metrics["ratio_max"] == pytest.approx(math.exp(shift) if shift < 700 else math.inf)
 
 
 def test_metrics_of_several_steps_are_weighted_by_tokens() -> None:
@@ -426,7 +426,7 @@ def test_denominators_cover_the_step() -> None:
     assert loss_denominator([], "sequence_mean", length=9) == 0.0
 
 
-# What a loss may give, a built-in or a user's.
+# The valid results of a loss, built-in or user-supplied.
 THREE, FLAGS = torch.zeros(3), torch.zeros(3, dtype=torch.bool)
 TOKENS = LossInput(
     log_ratio=THREE, logprobs=THREE, advantages=THREE, sequence=FLAGS.long(), clip_low=0.2, clip_high=0.2, dual_clip=None, cap=2.0
@@ -434,7 +434,7 @@ TOKENS = LossInput(
 
 
 @pytest.mark.parametrize(
-    ("made", "wrong"),
+    ("result", "description"),
     [
         (None, "a NoneType"),
         ([THREE, FLAGS], "a list"),
@@ -447,10 +447,10 @@ TOKENS = LossInput(
         ((THREE.long(), FLAGS), "types torch.int64 and torch.bool"),
     ],
 )
-def test_invalid_results_of_a_loss_raise(made: object, wrong: str) -> None:
+def test_invalid_results_of_a_loss_raise(result: object, description: str) -> None:
     with pytest.raises(PluginError) as caught:
-        check_surrogate(made, TOKENS, "mine:loss")
-    assert str(caught.value).splitlines()[0] == f"objective.loss 'mine:loss' returned {wrong}"
+        check_surrogate(result, TOKENS, "mine:loss")
+    assert str(caught.value).splitlines()[0] == f"objective.loss 'mine:loss' returned {description}"
 
 
 def test_two_tensors_of_the_tokens_shape_pass() -> None:
@@ -465,8 +465,8 @@ def _policies(seed: int = 0, n: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
     return logits.requires_grad_(), reference
 
 
-def test_expectations_are_the_divergence() -> None:
-    """Summed over all outcomes instead of sampled: k1 and k3 are KL(pi || ref) exactly, k2 nearly."""
+def test_kl_estimators_have_the_divergence_as_expectation() -> None:
+    """Summed over all outcomes instead of sampled: k1 and k3 equal KL(pi || ref), k2 approximates it."""
     logits, reference = _policies()
     logp = logits.log_softmax(0)
     exact = (logp.exp() * (logp - reference)).sum()
@@ -476,7 +476,7 @@ def test_expectations_are_the_divergence() -> None:
     assert (k3(logp, reference) >= 0).all()
 
 
-def test_expected_gradients_as_a_loss() -> None:
+def test_expected_gradients_of_kl_estimators_as_a_loss() -> None:
     """As a loss on sampled tokens k2 descends KL(pi || ref), k1 does nothing, and k3 descends another divergence: KL(ref || pi)."""
     logits, reference = _policies()
     logp = logits.log_softmax(0)
@@ -492,8 +492,8 @@ def test_expected_gradients_as_a_loss() -> None:
     torch.testing.assert_close(gradient((weight * k3(logp, reference)).sum()), forward)
 
 
-def test_a_sequence_penalty_is_its_sum() -> None:
+def test_a_sequence_penalty_is_the_sum_over_its_tokens() -> None:
     behaviour, reference = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -1.0, -3.25])
-    found = sequence_penalty(behaviour, reference, torch.tensor([2, 0, 2]), 4)
-    assert found.tolist() == [-1.0, 0.0, 0.75, 0.0]
+    penalties = sequence_penalty(behaviour, reference, torch.tensor([2, 0, 2]), 4)
+    assert penalties.tolist() == [-1.0, 0.0, 0.75, 0.0]
     assert sequence_penalty(*torch.zeros(2, 0), torch.zeros(0, dtype=torch.long), 2).tolist() == [0.0, 0.0]

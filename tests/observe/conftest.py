@@ -1,4 +1,4 @@
-"""A run folder as the loop leaves it, with hostile text in all places that a sandbox or policy can write."""
+"""A run folder as the loop writes it, with hostile text in every field that a sandbox or policy can write."""
 
 from __future__ import annotations
 

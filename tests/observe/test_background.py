@@ -1,4 +1,4 @@
-"""Trackers on a thread of their own: whatever a tracker does, the run waits only for bounded times."""
+"""Trackers on a separate thread: whatever a tracker does, the run waits only for a bounded time."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ EVENTS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def test_every_event_arrives_in_order_on_another_thread_also_after_one_that_raised(caplog: pytest.LogCaptureFixture) -> None:
+def test_every_event_arrives_in_order_on_another_thread_even_after_an_error(caplog: pytest.LogCaptureFixture) -> None:
     inner: list[Recorder] = []
 
-    def opened() -> Recorder:
+    def open_recorder() -> Recorder:
         inner.append(Recorder())
         return inner[0]
 
-    tracker = BackgroundTracker(opened, name="r")
+    tracker = BackgroundTracker(open_recorder, name="r")
     for name, arguments in EVENTS.items():
         getattr(tracker, name)(*arguments)
     tracker.close()
@@ -96,7 +96,7 @@ def within(seconds: float, call: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("events", [1, 3000])
-def test_a_tracker_that_hangs_delays_no_event_and_the_end_by_its_deadline(events: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hanging_tracker_delays_no_event_and_the_end_only_by_its_deadline(events: int, caplog: pytest.LogCaptureFixture) -> None:
     forever = threading.Event()
     tracker = BackgroundTracker(lambda: hanging(forever), name="h", close_s=0.1)
 
@@ -113,10 +113,10 @@ def test_a_tracker_that_hangs_delays_no_event_and_the_end_by_its_deadline(events
 
 
 class SomeGroup:
-    """A group, of which only the lifetime matters."""
+    """A group for which only the lifetime matters."""
 
 
-def test_a_tracker_that_hangs_holds_few_groups() -> None:
+def test_a_hanging_tracker_keeps_few_groups_in_memory() -> None:
     forever, groups = threading.Event(), [SomeGroup() for _ in range(1000)]
     references = [weakref.ref(group) for group in groups]
     tracker = BackgroundTracker(lambda: hanging(forever), name="h", close_s=0.1)

@@ -19,11 +19,11 @@ def noisy(name: str, before: float, after: float, seed: int = 0, spread: float =
 
 def run(*figures: list[dict[str, float]]) -> list[dict[str, float]]:
     steps = enumerate(zip(*figures, strict=True), 1)
-    return [{"step": float(number), **{key: value for one in line for key, value in one.items()}} for number, line in steps]
+    return [{"step": float(number), **{key: value for metrics in line for key, value in metrics.items()}} for number, line in steps]
 
 
 def raised(steps: list[dict[str, float]]) -> list[str]:
-    """The names of the rules that alerted during the run, in order."""
+    """Returns the names of the rules that alerted during the run, in order."""
     return [text.partition(":")[0] for at in range(len(steps)) for text in drift_alerts(steps[: at + 1])]
 
 
@@ -56,14 +56,14 @@ def alarms_text(steps: list[dict[str, float]]) -> str:
         [noisy("completion_tokens_mean", 90, 100, spread=1), noisy("audit_mean", 0.4, 0.4)],  # hardly longer
         [noisy("judge_disagreement", 0.3, 0.1)],  # falls
         [noisy("ess", 0.95, 0.6)],
-        [noisy("judge_disagreement", 0.02, 0.04, spread=0.001)],  # a trifle, however sure
+        [noisy("judge_disagreement", 0.02, 0.04, spread=0.001)],  # too small, although significant
     ],
 )
-def test_other_changes_give_no_alert(figures: list[list[dict[str, float]]]) -> None:
+def test_other_changes_raise_no_alert(figures: list[list[dict[str, float]]]) -> None:
     assert raised(run(*figures)) == []
 
 
-def test_a_cheat_learned_within_two_steps_alerts_each_time() -> None:
+def test_a_reward_hack_learned_within_two_steps_alerts_each_time() -> None:
     """The metrics of a real run whose gate rolled the policy back after steps 4 and 8 (benchmarks/weakness.py)."""
     reward = [0.46, 0.48, 0.94, 0.98, 0.97, 1.0, 0.99, 0.52, 0.73, 0.85, 0.99]
     audit = [0.85, 0.87, 0.16, 0.2, 0.0, 0.0, 0.06, 0.78, 0.54, 0.36, 0.0]
@@ -75,7 +75,7 @@ def test_a_cheat_learned_within_two_steps_alerts_each_time() -> None:
 def test_a_step_without_the_metric_does_not_count_as_zero() -> None:
     steps = run(noisy("judge_disagreement", 0.02, 0.3))
     steps[WINDOW + 2] = {"step": WINDOW + 3}
-    assert raised(steps) == ["drift (disagreement)"], "it speaks when two whole windows are there again, of known figures"
+    assert raised(steps) == ["drift (disagreement)"], "it alerts when there are two full windows of known values again"
 
 
 def test_a_collapsed_sample_size_alerts_at_its_first_update_and_not_again_after_a_step_without_one() -> None:
@@ -117,7 +117,7 @@ COUNTS = [(10, 100, 5, 500), (0, 10, 0, 10), (3, 3, 0, 3), (9, 10, 20, 22), (0, 
 
 @pytest.mark.parametrize(("hits", "n", "other_hits", "other_n"), COUNTS)
 def test_the_p_value_against_scipy(hits: int, n: int, other_hits: int, other_n: int) -> None:
-    from scipy.stats import hypergeom  # takes a second, which each test process would pay for
+    from scipy.stats import hypergeom  # the import takes a second, which every test process would need
 
     expected = hypergeom.sf(hits - 1, n + other_n, hits + other_hits, n)
     assert fisher_p_value(hits, n, other_hits, other_n) == pytest.approx(float(expected), abs=1e-12)
@@ -125,7 +125,7 @@ def test_the_p_value_against_scipy(hits: int, n: int, other_hits: int, other_n: 
 
 @pytest.mark.slow
 def test_a_constant_share_of_faults_alerts_in_few_runs() -> None:
-    """One run in a hundred may, in however many steps (the union bound is loose)."""
+    """At most one run in a hundred alerts, for any number of steps (the union bound is loose)."""
     rngs = map(Random, range(200))
     runs = [faulty(*((sum(rng.random() < 0.05 for _ in range(64)), 64) for _ in range(40))) for rng in rngs]
     assert sum(bool(raised(steps)) for steps in runs) <= 4

@@ -1,4 +1,4 @@
-"""The stream of events: what is recorded is read back once and in order, whatever else is in the files."""
+"""The stream of events: recorded events are read back once and in order, whatever else is in the files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ events = st.sampled_from(list(KINDS.values())).flatmap(
 
 
 def test_a_second_writer_waits_until_the_first_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both would write to the same offsets. Its events are not lost, and one message says why they are late."""
+    """Both would write to the same offsets. The events of the second are not lost, and one message explains the delay."""
     monkeypatch.setattr(event_log, "_FLUSH_S", 0.01)
     faults: list[str] = []
     first = EventLog(tmp_path)
@@ -69,12 +69,12 @@ def test_a_second_writer_waits_until_the_first_has_ended(tmp_path: Path, monkeyp
 def test_events_are_recorded_on_nfs_and_the_error_of_a_lock_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
-    """NFS takes an exclusive lock only on a file that is open for writing (flock(2)), so never on a folder. Some disks lock nothing."""
+    """NFS locks only files that are open for writing (flock(2)), never folders. Some file systems do not support locks."""
 
-    def flock(handle: int, how: int) -> None:
+    def flock(handle: int, operation: int) -> None:
         if error == errno.ENOLCK or not fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_RDWR:
             raise OSError(error, os.strerror(error))
-        lock(handle, how)
+        lock(handle, operation)
 
     lock, faults = fcntl.flock, list[str]()
     monkeypatch.setattr(fcntl, "flock", flock)
@@ -150,15 +150,15 @@ def record(run_dir: Path, recorded: list[Event], **limits: Any) -> None:
 
 
 def read_all(run_dir: Path, *, after: int = 0, limit: int = 100) -> tuple[list[Event], int, int, int]:
-    """All events, the last offset, and what was skipped and missed."""
-    matches, skipped, missed = list[Event](), 0, 0
+    """Returns all events, the last offset, and the numbers of skipped lines and missed bytes."""
+    collected, skipped, missed = list[Event](), 0, 0
     while True:
         page = read_events(run_dir, after=after, limit=limit)
         skipped, missed = skipped + page.skipped, missed + page.missed
         if page.offset == after and not page.events:
-            return matches, after, skipped, missed
+            return collected, after, skipped, missed
         assert page.offset > after
-        matches, after = [*matches, *page.events], page.offset
+        collected, after = [*collected, *page.events], page.offset
 
 
 @pytest.mark.parametrize("limit", [1, 7, 1000])
@@ -183,17 +183,17 @@ def test_a_resumed_run_continues_after_the_last_complete_line(tmp_path: Path) ->
     assert read_all(tmp_path, after=offset)[0] == alerts(2, start=3) and read_all(tmp_path)[0] == alerts(5)
 
 
-def test_only_the_newest_segments_are_kept_and_what_is_gone_is_reported(tmp_path: Path) -> None:
+def test_only_the_newest_segments_are_kept_and_deleted_bytes_are_reported(tmp_path: Path) -> None:
     record(tmp_path, alerts(1000), segment_bytes=4000, segments=3)
     names = sorted(path.name for path in (tmp_path / FOLDER).glob("*.jsonl"))
-    matches, _, skipped, missed = read_all(tmp_path)
+    read, _, skipped, missed = read_all(tmp_path)
     assert len(names) == 3 and missed == int(names[0][:15]) > 0 and skipped == 0
-    assert matches == alerts(1000)[-len(matches) :]
+    assert read == alerts(1000)[-len(read) :]
     tail = read_events(tmp_path, after=newest_offset(tmp_path, back=1000))
     assert tail.events == tuple(alerts(1000)[-len(tail.events) :]) and 5 < len(tail.events) < 25 and tail.skipped == 0
 
 
-def test_what_is_no_event_is_counted_and_skipped(tmp_path: Path) -> None:
+def test_invalid_lines_are_counted_and_skipped(tmp_path: Path) -> None:
     record(tmp_path, alerts(2))
     bad = [b"", b"{", b"null", b"[1]", b'{"event": 3}', b'{"event": "later", "x": 1}', b'{"event": "alert"}', b"\xff\xfe", b"[" * 9000]
     bad += [b'{"event": "alert", "at": NaN, "text": "x"}', b'{"event": "group", "group": 1e400}', b'{"event": "alert", "at": 1, "text": 5}']
@@ -201,8 +201,8 @@ def test_what_is_no_event_is_counted_and_skipped(tmp_path: Path) -> None:
     with (tmp_path / FOLDER / f"{0:015d}.jsonl").open("ab") as file:
         file.writelines(line + b"\n" for line in bad)
     record(tmp_path, alerts(2, start=2))
-    matches, _, skipped, _ = read_all(tmp_path)
-    assert matches == alerts(4) and skipped == len(bad)
+    read, _, skipped, _ = read_all(tmp_path)
+    assert read == alerts(4) and skipped == len(bad)
 
 
 def test_files_that_agentrl_does_not_write_are_harmless(tmp_path: Path) -> None:
@@ -221,29 +221,29 @@ def test_files_that_agentrl_does_not_write_are_harmless(tmp_path: Path) -> None:
         read_events(run, after=10**14)
 
 
-def test_segments_that_overlap_or_leave_gaps_are_read_once_each(tmp_path: Path) -> None:
-    """A reader always progresses, whatever the names of the files claim."""
+def test_segments_that_overlap_or_leave_gaps_are_read_once(tmp_path: Path) -> None:
+    """A reader always advances, whatever the file names are."""
     folder = tmp_path / FOLDER
     folder.mkdir()
     for start in (0, 50, 51, 10_000, (10**15) - 1):
         (folder / f"{start:015d}.jsonl").write_bytes(b"".join(map(encode, alerts(20))))
-    matches, offset, _, missed = read_all(tmp_path, limit=3)
-    assert 40 <= len(matches) <= 100 and offset > 10**15 and missed > 10**14
+    read, offset, _, missed = read_all(tmp_path, limit=3)
+    assert 40 <= len(read) <= 100 and offset > 10**15 and missed > 10**14
 
 
-def test_events_that_come_faster_than_the_disk_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_that_are_faster_than_the_disk_are_dropped_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_log, "_FLUSH_S", 60.0)
     log = EventLog(tmp_path, max_waiting=10)
-    began = time.monotonic()
+    started = time.monotonic()
     for event in alerts(25):
         log.record(event)
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - started < 1.0
     log.close()
-    matches = read_all(tmp_path)[0]
-    assert [replace(matches[0], at=0.0), *matches[1:]] == [EventsDropped(at=0.0, count=15), *alerts(10)]
+    read = read_all(tmp_path)[0]
+    assert [replace(read[0], at=0.0), *read[1:]] == [EventsDropped(at=0.0, count=15), *alerts(10)]
 
 
-def test_a_failing_disk_is_reported_once_and_never_reaches_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_disk_is_reported_once_and_raises_nothing_in_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_log, "_FLUSH_S", 0.01)
     monkeypatch.setattr(event_log, "_RETRY_S", 0.05)
     faults = list[str]()
@@ -255,18 +255,18 @@ def test_a_failing_disk_is_reported_once_and_never_reaches_the_run(tmp_path: Pat
     deadline = time.monotonic() + 20
     while not faults and time.monotonic() < deadline:
         time.sleep(0.01)
-    time.sleep(0.2)  # it is tried again meanwhile
+    time.sleep(0.2)  # time for several retries
     assert len(faults) == 1 and "events are not recorded" in faults[0]
     blocked.unlink()
     log.record(alerts(1, start=5)[0])
     log.close()
-    matches = read_all(tmp_path)[0]
-    dropped = sum(event.count for event in matches if isinstance(event, EventsDropped))
-    assert dropped + sum(isinstance(event, AlertRaised) for event in matches) == 6 and matches[-1] == alerts(1, start=5)[0]
+    read = read_all(tmp_path)[0]
+    dropped = sum(event.count for event in read if isinstance(event, EventsDropped))
+    assert dropped + sum(isinstance(event, AlertRaised) for event in read) == 6 and read[-1] == alerts(1, start=5)[0]
 
 
-def test_a_line_that_was_written_in_part_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk takes a part of the bytes; later events follow the last complete line."""
+def test_a_partially_written_line_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk writes part of the bytes; later events follow the last complete line."""
 
     class Full(event_log.FileIO):
         full = True
@@ -288,8 +288,8 @@ def test_a_line_that_was_written_in_part_is_removed(tmp_path: Path, monkeypatch:
         time.sleep(0.01)
     log.record(alerts(1, start=5)[0])
     log.close()
-    matches, _, skipped, _ = read_all(tmp_path)
-    assert [replace(event, at=0.0) for event in matches] == [
+    read, _, skipped, _ = read_all(tmp_path)
+    assert [replace(event, at=0.0) for event in read] == [
         *(replace(event, at=0.0) for event in alerts(2)),
         EventsDropped(at=0.0, count=3),
         replace(alerts(1, start=5)[0], at=0.0),
@@ -297,16 +297,16 @@ def test_a_line_that_was_written_in_part_is_removed(tmp_path: Path, monkeypatch:
     assert skipped == 0 and len(faults) == 1
 
 
-def test_a_tool_call_shows_the_start_of_its_texts() -> None:
+def test_long_texts_of_a_tool_call_are_truncated() -> None:
     call = ToolEnded(
         at=1.0, episode="e", trajectory=0, turn=0, call=0, tool="t" * 999, ok=True, seconds=0.1, arguments="a" * 999, output="b\ud800" * 999
     )
-    shown = decode(encode(call))
-    assert isinstance(shown, ToolEnded)
-    assert (len(shown.tool), len(shown.arguments), len(shown.output)) == (200, 400, 400) and "?" in shown.output
+    decoded = decode(encode(call))
+    assert isinstance(decoded, ToolEnded)
+    assert (len(decoded.tool), len(decoded.arguments), len(decoded.output)) == (200, 400, 400) and "?" in decoded.output
 
 
-def test_a_fault_that_cannot_be_reported_does_not_end_the_recording(tmp_path: Path) -> None:
+def test_an_error_that_cannot_be_reported_does_not_stop_the_recording(tmp_path: Path) -> None:
     (tmp_path / "events").write_text("in the way")
     reported = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Excluded episodes, and steps and runs that changed nothing: no score is not zero."""
+"""Excluded episodes, and steps and runs without an effect. A missing score is not zero."""
 
 from __future__ import annotations
 
@@ -48,24 +48,24 @@ def failed(blame: Blame, kind: str, message: str) -> ScoredEpisode:
 
 
 def test_reasons_that_differ_only_in_names_are_equal() -> None:
-    several = [
+    episodes = [
         failed(Blame.INFRASTRUCTURE, "SandboxTimeout", f"sandbox agentrl-run-{number:x}f3a: outputs were not collected in 90 s")
         for number in range(4)
     ]
-    several += [
+    episodes += [
         unscored(TEXT),
         unscored(f"{TEXT}\n"),
         failed(Blame.POLICY, "outputs_refused", "x"),
         unscored("at 0x7f12ab in g000012-3-a0"),
     ]
-    assert count_exclusions(several) == {
+    assert count_exclusions(episodes) == {
         "infrastructure: SandboxTimeout: sandbox *: outputs were not collected in 90 s": 4,
         f"{TEXT} (policy-reachable)": 2,
         "at * in * (policy-reachable)": 1,
     }
-    assert format_counts(count_exclusions(several), first=1).startswith(
+    assert format_counts(count_exclusions(episodes), first=1).startswith(
         "4 x infrastructure: SandboxTimeout"
-    ) and "; and 3 for other" in format_counts(count_exclusions(several), first=1)
+    ) and "; and 3 for other" in format_counts(count_exclusions(episodes), first=1)
 
 
 @given(st.text(max_size=2000), st.text(max_size=300))
@@ -75,9 +75,9 @@ def test_a_reason_is_one_bounded_printable_line(text: str, kind: str) -> None:
 
 
 @given(st.lists(st.dictionaries(st.text(max_size=3), st.integers(1, 50), max_size=60), max_size=4))
-def test_no_episode_is_lost_in_counting(several: list[dict[str, int]]) -> None:
-    total = merge_counts(*several)
-    assert sum(total.values()) == sum(sum(counts.values()) for counts in several)
+def test_no_episode_is_lost_in_counting(batches: list[dict[str, int]]) -> None:
+    total = merge_counts(*batches)
+    assert sum(total.values()) == sum(sum(counts.values()) for counts in batches)
     assert len(total) <= MOST + 1 and most_frequent(total) == total
     values = [count for reason, count in total.items() if reason != OTHERS]
     assert values == sorted(values, reverse=True)
@@ -87,7 +87,7 @@ STEP = {"step": 1, "episodes": 8, "episodes_left_out": 0, "tokens_trained": 0.0,
 
 
 @pytest.mark.parametrize(
-    ("changes", "left_out", "said"),
+    ("changes", "left_out", "message"),
     [
         (
             {"episodes_left_out": 8, "groups_too_few": 2.0},
@@ -110,8 +110,8 @@ STEP = {"step": 1, "episodes": 8, "episodes_left_out": 0, "tokens_trained": 0.0,
         ({"tokens_trained": 90.0, "weights_changed": 1.0}, {}, ""),
     ],
 )
-def test_why_a_step_changed_nothing(changes: dict[str, Any], left_out: dict[str, int], said: str) -> None:
-    assert said in why_nothing_learned([{**STEP, **changes}], left_out) and bool(said) == bool(
+def test_why_a_step_changed_nothing(changes: dict[str, Any], left_out: dict[str, int], message: str) -> None:
+    assert message in why_nothing_learned([{**STEP, **changes}], left_out) and bool(message) == bool(
         why_nothing_learned([{**STEP, **changes}], left_out)
     )
 
@@ -125,12 +125,12 @@ def test_lost_tokens_are_a_problem() -> None:
 def test_a_run_has_a_result_if_one_step_has() -> None:
     assert run_problems([STEP, {**STEP, "weights_changed": 1.0}], {}, {}) == () == run_problems([], {}, {})
     phases = {"after": {"heldout": {"left_out": 16, "left_out_reasons": {TEXT: 16}}, "heldout_real": {"value": 0.0, "left_out": 0}}}
-    told = (f"evaluation after: none of 16 episodes on heldout tasks was scored (16 x {TEXT})",)
-    assert run_problems([{**STEP, "weights_changed": 1.0}], {}, phases) == told
+    expected = (f"evaluation after: none of 16 episodes on heldout tasks was scored (16 x {TEXT})",)
+    assert run_problems([{**STEP, "weights_changed": 1.0}], {}, phases) == expected
 
 
-def test_a_step_without_a_score_shows_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Not in the terminal, metrics.jsonl or TensorBoard; exclusions are reported once and early."""
+def test_a_step_without_a_score_has_no_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the terminal, metrics.jsonl and TensorBoard. Exclusions are reported once and early."""
     tracker = RunTracker(tmp_path, [TerminalTracker("run", steps=3), TensorBoard(tmp_path)], steps=3)
     tracker.stage("train")
     hostile = unscored("verifier raised \x1b[31mValueError")

@@ -87,8 +87,8 @@ def test_a_complete_run_is_reported(run_dir: Path) -> None:
     path = write_report(run_dir)
     assert path == run_dir / "report.html"
     page = Page(path)
-    for told in ("43.8%", "95.6%", "+51.9 points [+43.0, +59.7]", "n = 160", "81.2%", "131 ms", "144k", "7 min 44 s", "join total"):
-        assert told in page.shown, told
+    for text in ("43.8%", "95.6%", "+51.9 points [+43.0, +59.7]", "n = 160", "81.2%", "131 ms", "144k", "7 min 44 s", "join total"):
+        assert text in page.shown, text
     for section in (
         "Learning",
         "By kind of task",
@@ -122,7 +122,7 @@ def test_starts_and_ends_are_listed(run_dir: Path) -> None:
     assert "interrupted" in shown and "the run ended early: it pauses" in shown and "no result" not in shown
 
 
-def test_servers_have_separate_lines_and_restarts_are_shown_if_any(run_dir: Path) -> None:
+def test_servers_have_separate_curves_and_restarts_are_shown_if_any(run_dir: Path) -> None:
     for restarts, drawn in ((0, False), (2, True)):
         servers = {"replica0_tokens": 50.0, "replica1_tokens": 30.0, "replica0_restarts": 0, "replica1_restarts": restarts}
         write_lines(run_dir / "metrics.jsonl", [step_line(step, random.Random(0)) | servers for step in (1, 2)])
@@ -130,14 +130,14 @@ def test_servers_have_separate_lines_and_restarts_are_shown_if_any(run_dir: Path
         assert "Tokens by server" in shown and "server 1" in shown and ("Restarts by server" in shown) is drawn
 
 
-def test_the_timeline_shows_who_worked_and_who_waited(run_dir: Path) -> None:
-    spent = {
+def test_the_timeline_shows_the_states_of_each_part(run_dir: Path) -> None:
+    seconds = {
         "timeline/server/busy": 15.0,
         "timeline/server/waiting for requests": 5.0,
         "timeline/learner/down": 20.0,
         "timeline/x/busy": 9.0,
     }
-    lines = [step_line(step, random.Random(step)) | spent | {"utilization/server": 0.75} for step in range(1, 4)]
+    lines = [step_line(step, random.Random(step)) | seconds | {"utilization/server": 0.75} for step in range(1, 4)]
     write_lines(run_dir / "metrics.jsonl", lines)
     page = Page(write_report(run_dir))
     assert "server busy 45 s · 75% waiting for requests 15 s · 25%" in page.shown
@@ -156,7 +156,7 @@ def test_the_sampling_settings_are_shown(run_dir: Path) -> None:
     assert "(temperature 0.7, top-k 20, min-p 0.05)" in shown and "(greedy)" in shown
 
 
-def test_the_page_loads_nothing_and_its_policy_allows_one_script(run_dir: Path) -> None:
+def test_the_page_loads_no_resources_and_its_policy_allows_one_script(run_dir: Path) -> None:
     page = Page(write_report(run_dir))
     names = [tag for tag, _ in page.tags]
     assert not set(names) & {"link", "img", "iframe", "object", "embed", "a", "form", "base"} and names.count("script") == 1
@@ -165,8 +165,8 @@ def test_the_page_loads_nothing_and_its_policy_allows_one_script(run_dir: Path) 
     text = (run_dir / "report.html").read_text()
     assert "url(" not in text and "@import" not in text
     policy = next(attrs["content"] for tag, attrs in page.tags if attrs.get("http-equiv") == "Content-Security-Policy")
-    (used,) = re.findall('<script type="module">(.*?)</script>', text, re.DOTALL)
-    digest = b64encode(sha256(used.encode()).digest()).decode()
+    (source,) = re.findall('<script type="module">(.*?)</script>', text, re.DOTALL)
+    digest = b64encode(sha256(source.encode()).digest()).decode()
     assert policy is not None and policy.startswith("default-src 'none'") and f"script-src 'sha256-{digest}'" in policy
 
 
@@ -198,7 +198,7 @@ def test_hostile_text_is_escaped_everywhere(run_dir: Path) -> None:
     assert [tag for tag, _ in page.tags if tag in ("script", "img")] == ["script"]
     assert page.shown.count("<script>alert('out')</script>") >= 16
     text = path.read_text(encoding="utf-8")
-    assert not set(text) & set("\x1b\x00\u202e"), "nothing invisible, nothing that turns text around"
+    assert not set(text) & set("\x1b\x00\u202e"), "no invisible characters, none that reverse text"
     assert "\\x1b[31m\\u202egnp.exe \\x00" in text and "\\ud800" in text
 
 
@@ -231,7 +231,7 @@ def test_an_interrupted_run_is_reported(run_dir: Path) -> None:
     page = Page(write_report(run_dir))
     assert "interrupted" in page.shown and "43.8% → n/a" in page.shown
     assert "metrics.jsonl: 1 unreadable line ignored" in page.shown
-    assert "before, step 0" in page.shown, "episodes of the one phase there is"
+    assert "before, step 0" in page.shown, "episodes of the only phase"
 
 
 def test_unreadable_files_become_notes(run_dir: Path) -> None:
@@ -244,8 +244,8 @@ def test_unreadable_files_become_notes(run_dir: Path) -> None:
 
 
 def test_the_folder_of_an_evaluation_shows_its_rates(tmp_path: Path) -> None:
-    found = evaluation(0.5) | {"ci_low": 0.41, "ci_high": 0.59, "n": 96}
-    (tmp_path / "evaluations.json").write_text(json.dumps({"eval": {"heldout": found}}))
+    rates = evaluation(0.5) | {"ci_low": 0.41, "ci_high": 0.59, "n": 96}
+    (tmp_path / "evaluations.json").write_text(json.dumps({"eval": {"heldout": rates}}))
     shown = Page(write_report(tmp_path)).shown
     assert "evaluated" in shown and "50.0%" in shown and "n = 96" in shown and "no summary" not in shown and "n/a" not in shown
 
@@ -312,9 +312,9 @@ def test_failures_are_shown_by_tag_step_phase_and_version(run_dir: Path) -> None
     (run_dir / "failures" / "failures.json").write_text(json.dumps(failures_file()))
     path = write_report(run_dir)
     page = Page(path)
-    for told in ("Failures", "34 episodes of training and evaluations failed", "Share of training episodes", "misread output, turn 2"):
-        assert told in page.shown, told
-    assert "training version 0 4 9" in page.shown, "of forty versions ten are shown, the first and the last among them"
+    for text in ("Failures", "34 episodes of training and evaluations failed", "Share of training episodes", "misread output, turn 2"):
+        assert text in page.shown, text
+    assert "training version 0 4 9" in page.shown, "ten of forty versions are shown, including the first and the last"
     assert [tag for tag, _ in page.tags if tag in ("script", "img")] == ["script"] and "\x1b" not in path.read_text()
 
 
@@ -338,41 +338,41 @@ def test_a_damaged_digest_removes_only_its_section(run_dir: Path, content: str) 
 ODD: tuple[Any, ...] = (5, -1.5, float("inf"), "x", None, [], {}, True, [5], [{"role": 5, "tool_calls": 5}], 10**400, "\ud83d", {"a": 5})
 
 
-def altered(whole: Any, at: tuple[Any, ...], value: Any) -> Any:
-    if not at:
+def altered(data: Any, path: tuple[Any, ...], value: Any) -> Any:
+    if not path:
         return value
-    changed = dict(whole) if isinstance(whole, dict) else list(whole)
-    changed[at[0]] = altered(whole[at[0]], at[1:], value)
+    changed = dict(data) if isinstance(data, dict) else list(data)
+    changed[path[0]] = altered(data[path[0]], path[1:], value)
     return changed
 
 
-def places(whole: Any) -> Iterator[tuple[Any, ...]]:
-    """Every key, and the first index of every list."""
-    for key in whole if isinstance(whole, dict) else range(min(1, len(whole))) if isinstance(whole, list) else ():
+def paths_in(data: Any) -> Iterator[tuple[Any, ...]]:
+    """Yields the path of every key and of the first item of every list."""
+    for key in data if isinstance(data, dict) else range(min(1, len(data))) if isinstance(data, list) else ():
         yield (key,)
-        yield from ((key, *rest) for rest in places(whole[key]))
+        yield from ((key, *rest) for rest in paths_in(data[key]))
 
 
 @pytest.mark.slow
-def test_a_value_of_a_wrong_type_removes_only_its_line(run_dir: Path) -> None:
-    spoken = transcript("train", 1, "train", 0.0)
-    spoken |= {"trajectories": [{"agent": "sub", "stop_reason": "answered", "messages": spoken["messages"]}]}
-    failing = failures_file(examples=[spoken | {"tag": "looped", "turn": 1, "note": "again"}])
+def test_a_value_of_a_wrong_type_removes_only_its_row(run_dir: Path) -> None:
+    episode = transcript("train", 1, "train", 0.0)
+    episode |= {"trajectories": [{"agent": "sub", "stop_reason": "answered", "messages": episode["messages"]}]}
+    failing = failures_file(examples=[episode | {"tag": "looped", "turn": 1, "note": "again"}])
     for value in ODD:
-        for at in places(spoken):
-            line = parse_object(json.dumps(altered(spoken, at, value)))
-            assert line is not None and show_episode(line) and choose_pairs([spoken, line], [line, spoken], 2)
-        for at in places(failing):
-            of_failures(parse_object(json.dumps(altered(failing, at, value))) or {})
+        for path in paths_in(episode):
+            line = parse_object(json.dumps(altered(episode, path, value)))
+            assert line is not None and show_episode(line) and choose_pairs([episode, line], [line, episode], 2)
+        for path in paths_in(failing):
+            of_failures(parse_object(json.dumps(altered(failing, path, value))) or {})
     evaluations = {"after": {"heldout": evaluation(0.5)}}
-    for value in ODD:  # while there is little else to read
-        for at in places(evaluations):
-            (run_dir / "evaluations.json").write_text(json.dumps(altered(evaluations, at, value)))
+    for value in ODD:  # before the other files grow
+        for path in paths_in(evaluations):
+            (run_dir / "evaluations.json").write_text(json.dumps(altered(evaluations, path, value)))
             read_run(run_dir)
-    odd = [altered(spoken, at, value) | {"task_id": f"{at} {value}", "step": at} for value in ODD for at in places(spoken)]
-    lines = "".join(json.dumps(line) + "\n" for line in odd if isinstance(line["messages"], list))
+    rows = [altered(episode, path, value) | {"task_id": f"{path} {value}", "step": path} for value in ODD for path in paths_in(episode)]
+    lines = "".join(json.dumps(line) + "\n" for line in rows if isinstance(line["messages"], list))
     for name in ("train", "before", "after"):
         (run_dir / "episodes" / f"{name}.jsonl").write_text(lines)
-    steps = [altered(step_line(3, random.Random(0)), at, value) for value in ODD for at in places(step_line(3, random.Random(0)))]
+    steps = [altered(step_line(3, random.Random(0)), path, value) for value in ODD for path in paths_in(step_line(3, random.Random(0)))]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
     assert "Sample episodes" in Page(write_report(run_dir)).shown

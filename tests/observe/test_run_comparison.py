@@ -47,7 +47,7 @@ def test_runs_are_compared_by_settings_rates_kinds_and_cost(tmp_path: Path) -> N
     assert "learner.lr" in text and "+50.0" in text and "25.0% [" in text and text.splitlines()[0].split()[:2] == ["first", "second"]
 
 
-def test_an_unfinished_run_has_notes_and_no_made_up_number(tmp_path: Path) -> None:
+def test_an_unfinished_run_has_notes_and_no_invented_numbers(tmp_path: Path) -> None:
     first = run(tmp_path / "first", lr=0.1, after=10, by_kind={})
     (tmp_path / "second").mkdir()
     compared = compare_folders([first, tmp_path / "second"])

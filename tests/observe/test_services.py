@@ -1,4 +1,4 @@
-"""Trackers of other projects: the Prometheus endpoint, and wandb, trackio and MLflow from their own packages, offline."""
+"""Third-party trackers: the Prometheus endpoint, and the packages wandb, trackio and MLflow, offline."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPE: Recipe = build({"name": "t", "policy": {"model": "m"}, "tasks": {"family": "a:b"}})
 
 
-def scraped(endpoint: PrometheusEndpoint) -> dict[str, list[tuple[dict[str, str], float]]]:
+def scrape(endpoint: PrometheusEndpoint) -> dict[str, list[tuple[dict[str, str], float]]]:
     with urllib.request.urlopen(endpoint.url, timeout=10) as answer:
         assert answer.headers["Content-Type"].startswith("text/plain")
         families = text_string_to_metric_families(answer.read().decode())
-    samples = [sample for family in families for sample in family.samples]
-    return {name: [(one.labels, one.value) for one in samples if one.name == name] for name in {one.name for one in samples}}
+    samples = [row for family in families for row in family.samples]
+    return {name: [(row.labels, row.value) for row in samples if row.name == name] for name in {row.name for row in samples}}
 
 
 def test_the_endpoint_serves_the_newest_step_and_counts(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_the_endpoint_serves_the_newest_step_and_counts(tmp_path: Path) -> None:
         endpoint.log(1, {"loss": 2.0, "part/old": 1.0})
         endpoint.log(2, {"loss": 0.5, "part/a b": 0.25, "grad_norm": math.nan})
         endpoint.evaluated("after", {"heldout": Rate.from_successes(3, 4)})
-        figures = scraped(endpoint)
+        figures = scrape(endpoint)
     finally:
         endpoint.close()
     assert figures["agentrl_step"] == [({}, 2.0)] and figures["agentrl_loss"] == [({}, 0.5)]
@@ -61,7 +61,7 @@ def test_the_series_of_the_endpoint_are_bounded(tmp_path: Path) -> None:
         for step in range(5):
             endpoint.stage(f"stage {step}")
             endpoint.log(step, {f"part/{step}-{number}": 1.0 for number in range(2 * MAX_METRICS)})
-        figures = scraped(endpoint)
+        figures = scrape(endpoint)
     finally:
         endpoint.close()
     assert len(figures) <= MAX_METRICS + 5 and sum(map(len, figures.values())) <= MAX_METRICS + 5
@@ -84,7 +84,7 @@ def test_wrong_options_are_an_error(tmp_path: Path, options: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
-def test_a_missing_package_is_an_error_with_the_command(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_missing_package_has_the_install_command(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError, match=rf"the tracker {name} needs the package {name}.*\n.*pip install .*{name}"):
         open_trackers(tmp_path, RECIPE.but({"trackers": [name]}), console=True)
@@ -99,8 +99,8 @@ SITES = {
     "trackio": ["trackio==0.43.0", "gradio-client==2.7.2", "orjson==3.13.0", "brotli==1.2.1"],
     "mlflow": ["mlflow-skinny==3.17.2", *MLFLOW_NEEDS],
 }
-"""The pinned packages that the tested environment lacks. They are installed into a folder of their own, because MLflow and trackio ask for
-older versions of packages that the environment has."""
+"""Pinned packages that the tested environment lacks. They are installed into a separate folder, because MLflow and trackio need older
+versions of packages that the environment has."""
 
 DRIVER = """
 import json, math, sys
@@ -138,19 +138,19 @@ def written(name: str, options: dict[str, Any], tmp_path: Path, **variables: str
     subprocess.run(install, check=True, timeout=300)
     environment = os.environ | {"PYTHONPATH": f"{site}{os.pathsep}{ROOT}", "HOME": str(tmp_path), **variables}
     command = [sys.executable, "-c", DRIVER, str(run), name, json.dumps(options)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr, done.stderr
-    assert done.stdout == "{}\n", "standard output belongs to the run's result"
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr, result.stderr
+    assert result.stdout == "{}\n", "standard output is for the result of the run"
     return run, environment
 
 
 def read_back(code: str, environment: dict[str, str], *arguments: str) -> Any:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
@@ -202,7 +202,7 @@ import json
 from trackio.sqlite_storage import SQLiteStorage
 names = SQLiteStorage.get_runs("p")
 traces = [SQLiteStorage.get_traces("p", run=name) for name in names]
-print(json.dumps([[name, SQLiteStorage.get_logs("p", name), found] for name, found in zip(names, traces)], default=str))
+print(json.dumps([[name, SQLiteStorage.get_logs("p", name), trace] for name, trace in zip(names, traces)], default=str))
 """
     ((name, lines, traces),) = read_back(code, environment)
     assert len(traces) == 3 * 4, "four episodes of each step"

@@ -50,7 +50,7 @@ def test_a_rate_without_scores_is_an_error(scores: list[float]) -> None:
         Rate.from_scores(scores)
 
 
-def test_a_difference_has_an_interval_whatever_the_numbers_of_episodes() -> None:
+def test_a_difference_has_an_interval_for_any_numbers_of_episodes() -> None:
     """Newcombe's hybrid score interval (1998, method 10, table II): 56/70 against 48/80 is [0.0524, 0.3339]."""
     low, high = rate_difference(Rate.from_successes(48, 80), Rate.from_successes(56, 70))
     assert (low, high) == (pytest.approx(0.0524, abs=1e-4), pytest.approx(0.3339, abs=1e-4))

@@ -12,7 +12,7 @@ from agentrl.observe import Summary, summary
 from .conftest import make_summary
 
 
-def test_a_summary_comes_back_equal_and_has_the_agreed_keys(tmp_path: Path) -> None:
+def test_a_summary_is_read_back_equal_and_has_the_documented_keys(tmp_path: Path) -> None:
     summary = make_summary()
     path = summary.write(tmp_path)
     assert Summary.read(tmp_path) == summary
@@ -22,7 +22,7 @@ def test_a_summary_comes_back_equal_and_has_the_agreed_keys(tmp_path: Path) -> N
     assert [entry.name for entry in tmp_path.iterdir()] == ["summary.json"]
 
 
-def test_unreached_figures_are_null(tmp_path: Path) -> None:
+def test_missing_figures_are_null(tmp_path: Path) -> None:
     summary = Summary(
         name="x",
         finished=False,
@@ -47,7 +47,7 @@ def test_a_wrong_file_is_an_error(tmp_path: Path) -> None:
         Summary(**make_summary().model_dump(), unheard_of=1)
 
 
-# The starts of a run, also with killed drivers and invalid lines.
+# The starts of a run, including killed drivers and invalid lines.
 def test_starts_and_ends_are_read_in_order(tmp_path: Path) -> None:
     assert summary.read_sessions(tmp_path) == ()
     summary.record_start(tmp_path)
@@ -58,8 +58,8 @@ def test_starts_and_ends_are_read_in_order(tmp_path: Path) -> None:
     summary.record_start(tmp_path)
     summary.record_end(tmp_path, "interrupted")
     first, second, third = summary.read_sessions(tmp_path)
-    assert (first.step, first.ended) == (0, "killed"), "it left no word"
-    assert (second.step, second.ended, second.attempts_failed) == (2, "failed", 7), "an end is noted once"
+    assert (first.step, first.ended) == (0, "killed"), "it recorded no end"
+    assert (second.step, second.ended, second.attempts_failed) == (2, "failed", 7), "an end is recorded once"
     assert second.why == "the daemon\ufffd[31m died" and third.ended == "interrupted"
 
 
@@ -81,5 +81,5 @@ def test_invalid_lines_are_ignored(tmp_path: Path) -> None:
         '{"b',
     ]
     (tmp_path / summary.SESSIONS_FILE).write_text("\n".join(lines) + "\n")
-    (one,) = summary.read_sessions(tmp_path)
-    assert (one.began, one.ended) == ("x", "killed")
+    (session,) = summary.read_sessions(tmp_path)
+    assert (session.began, session.ended) == ("x", "killed")

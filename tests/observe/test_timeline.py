@@ -17,7 +17,7 @@ EVENTS = st.lists(
 
 @given(EVENTS)
 def test_the_states_of_each_part_add_up_to_the_wall_time(events: list[tuple[float, object]]) -> None:
-    now, began = 50.0, None
+    now, started = 50.0, None
     timeline = Timeline(clock=lambda: now)
     expected: dict[tuple[str, str], float] = {}
     states = dict.fromkeys(PARTS, DOWN)
@@ -30,21 +30,21 @@ def test_the_states_of_each_part_add_up_to_the_wall_time(events: list[tuple[floa
             states |= event
         elif event == "restart":
             timeline.restart()
-            began, expected = now, {}
+            started, expected = now, {}
         else:
             metrics = timeline.take()
-            assert timeline.running == (began is not None)
-            if began is None:
+            assert timeline.running == (started is not None)
+            if started is None:
                 assert metrics == {}
                 continue
-            assert metrics[WALL] == pytest.approx(now - began)
+            assert metrics[WALL] == pytest.approx(now - started)
             for part, spent in time_by_state([metrics]).items():
-                assert sum(spent.values()) == pytest.approx(now - began), part
+                assert sum(spent.values()) == pytest.approx(now - started), part
                 for state, seconds_in_state in spent.items():
                     assert seconds_in_state == pytest.approx(expected[part, state])
-                if now > began:
-                    assert metrics[f"{UTILIZATION}{part}"] == pytest.approx(spent.get(BUSY, 0.0) / (now - began))
-            began, expected = now, {}
+                if now > started:
+                    assert metrics[f"{UTILIZATION}{part}"] == pytest.approx(spent.get(BUSY, 0.0) / (now - started))
+            started, expected = now, {}
 
 
 def test_an_unknown_part_is_an_error_and_changes_nothing() -> None:

@@ -35,16 +35,16 @@ def group(index: int) -> Group:
 
 def test_metrics_go_to_the_file_and_to_tensorboard(tmp_path: Path) -> None:
     tracker = RunTracker(tmp_path, [TensorBoard(tmp_path)], steps=2)
-    face: Tracker = tracker
-    face.log(1, STEP)
-    face.log(2, STEP | {"grad_norm": math.nan})
-    face.close()
-    face.close()
+    interface: Tracker = tracker
+    interface.log(1, STEP)
+    interface.log(2, STEP | {"grad_norm": math.nan})
+    interface.close()
+    interface.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
     assert {key: lines[0][key] for key in STEP} == STEP
     assert abs(lines[0]["time"] - time.time()) < 60
-    assert lines[1]["grad_norm"] is None, "not a number is not JSON, and not 0"
+    assert lines[1]["grad_norm"] is None, "NaN is not JSON, and is not 0"
 
     events = EventAccumulator(str(tmp_path / "logs" / "tensorboard"))
     events.Reload()
@@ -53,7 +53,7 @@ def test_metrics_go_to_the_file_and_to_tensorboard(tmp_path: Path) -> None:
     assert [(event.step, float(make_ndarray(event.tensor_proto))) for event in scalars] == [(1, 0.75), (2, 0.75)]
 
 
-def test_a_full_disk_ends_the_event_file_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_ends_only_the_event_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tracker = RunTracker(tmp_path, [events := TensorBoard(tmp_path)], steps=2)
     tracker.log(1, STEP)
     with open("/dev/full", "wb") as full:
@@ -67,9 +67,9 @@ def test_a_full_disk_ends_the_event_file_and_nothing_else(tmp_path: Path, caplog
         f"{tmp_path}/logs/tensorboard: OSError: [Errno 28] No space left on device; no more events are written there"
     ]
     assert "Traceback" not in caplog.text and threading.active_count() == before
-    found = EventAccumulator(str(tmp_path / "logs" / "tensorboard"))
-    found.Reload()
-    assert [event.step for event in found.Tensors("eval/heldout")] == [1]
+    reader = EventAccumulator(str(tmp_path / "logs" / "tensorboard"))
+    reader.Reload()
+    assert [event.step for event in reader.Tensors("eval/heldout")] == [1]
 
 
 def test_a_tracker_that_raises_system_exit_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -81,9 +81,9 @@ def test_a_tracker_that_raises_system_exit_does_not_end_the_run(tmp_path: Path, 
     tracker.log(1, STEP)
     tracker.close()
     assert "tracker Leaving: SystemExit: 1" in caplog.text
-    found = EventAccumulator(str(events._folder))
-    found.Reload()
-    assert [event.step for event in found.Tensors("eval/heldout")] == [1], "the others hear of the step"
+    reader = EventAccumulator(str(events._folder))
+    reader.Reload()
+    assert [event.step for event in reader.Tensors("eval/heldout")] == [1], "the other trackers get the step"
 
 
 @pytest.mark.slow
@@ -112,7 +112,7 @@ def test_a_resumed_run_continues_after_a_torn_line(tmp_path: Path) -> None:
 
 
 def test_stages_are_timed_and_add_up() -> None:
-    tracker, began = StageClock(), time.monotonic()
+    tracker, started = StageClock(), time.monotonic()
     assert tracker.wall_s == {}
     tracker.stage("start")
     time.sleep(0.05)
@@ -123,7 +123,7 @@ def test_stages_are_timed_and_add_up() -> None:
     assert list(tracker.wall_s) == ["start", "train"]
     tracker.close()
     spent = tracker.wall_s
-    assert spent["start"] >= 0.1 and spent["train"] >= 0.02 and sum(spent.values()) <= time.monotonic() - began
+    assert spent["start"] >= 0.1 and spent["train"] >= 0.02 and sum(spent.values()) <= time.monotonic() - started
     time.sleep(0.02)
     assert tracker.wall_s == spent, "the clock stops when it is closed"
 
@@ -162,7 +162,7 @@ def test_without_a_terminal_each_event_is_one_line(tmp_path: Path, capsys: pytes
         "before: held-out 0.375 [0.137, 0.694] n=8",
         "train  3 steps",
     ]
-    assert lines[4].endswith("alert: episodes are excluded: infrastructure: died:"), "a reason is told once, at the first episode"
+    assert lines[4].endswith("alert: episodes are excluded: infrastructure: died:"), "a reason is reported once, at the first episode"
     assert len(lines) == 8
     assert "step 2/3  reward 0.500  1,234 tokens/s  staleness 0.9 (max 1)  swap 112 ms  held-out 0.750" in lines[6]
     assert [bool(re.search(r"  about \d+:\d\d left$", line)) for line in lines[5:]] == [True, True, False]
@@ -174,12 +174,12 @@ def test_the_remaining_time_after_a_resume_uses_new_steps_only(monkeypatch: pyte
     progress = terminal.Progress(name="r", steps=10)
     progress.begin_stage("start", "")
     now += 50
-    for late in (5, 3):  # which the driver that died had made, and had not recorded
+    for late in (5, 3):  # steps of the killed driver that it had not recorded
         progress.finished_step(late, {})
     assert progress.left_s is None
     now += 30
     progress.begin_stage("train", "")
-    now += 1  # its groups were there already
+    now += 1  # its groups were already sampled
     progress.finished_step(6, {})
     assert progress.left_s is None
     now += 40
@@ -233,6 +233,6 @@ def test_the_live_panel_is_removed_at_the_end(tmp_path: Path) -> None:
     draining.join(60)
     os.close(reader)
     screen = b"".join(parts).decode()
-    for shown in ("quickstart", "3/9", "about", "held-out 0.750", "24  excluded 12  swaps 3"):
-        assert shown in screen, shown
+    for text in ("quickstart", "3/9", "about", "held-out 0.750", "24  excluded 12  swaps 3"):
+        assert text in screen, text
     assert screen.count("\x1b[?25l") == screen.count("\x1b[?25h") > 0, "the cursor is shown again"

@@ -1,4 +1,4 @@
-"""Parts that a recipe names: words, references, and everything that can be wrong with what a reference gives."""
+"""Parts that a recipe selects: built-in names, plug-in references, and every error of an object that a reference points to."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ BASE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> Any:
-    """Writes a module of somebody's; gives the reference of a name in it."""
+def write_module(tmp_path: Path) -> Any:
+    """Returns a function that writes a user's module and returns the plug-in reference of a name in it."""
 
     def write(code: str, attribute: str = "Part") -> str:
         file = tmp_path / "theirs.py"
@@ -43,21 +43,21 @@ def written(tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("kind", parts.KINDS, ids=lambda kind: kind.key)
-def test_what_ships_fulfils_its_own_protocol_and_is_called_as_anybody_elses(kind: parts.PartKind) -> None:
-    """The one registry: a word is no more than a short reference."""
-    for word, reference in kind.shipped.items():
-        assert parts.check_part(kind, Part(word)) == Part(word)
+def test_built_in_parts_fulfil_their_protocols(kind: parts.PartKind) -> None:
+    """Built-in names and plug-in references are loaded the same way: a name is only a short reference."""
+    for name, reference in kind.shipped.items():
+        assert parts.check_part(kind, Part(name)) == Part(name)
         if kind is parts.ADVANTAGE or kind is parts.LOSS:
             assert protocol_errors(references.resolve(reference), references.resolve(kind.protocol)) == []
         elif kind is parts.BACKEND:
-            assert [protocol_errors(one, protocols.SandboxBackend) for one in (BubblewrapBackend, DockerBackend)] == [[], []]
+            assert [protocol_errors(backend, protocols.SandboxBackend) for backend in (BubblewrapBackend, DockerBackend)] == [[], []]
             assert signature_error(references.resolve(reference), root=Path(), run_label="x") == ""
         else:
-            assert parts.load_part(kind, Part(reference)) is references.resolve(reference), "named by its reference it passes, too"
+            assert parts.load_part(kind, Part(reference)) is references.resolve(reference), "it also passes by its full reference"
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         (
             "sandbox.backend=bublewrap",
@@ -71,8 +71,8 @@ def test_what_ships_fulfils_its_own_protocol_and_is_called_as_anybody_elses(kind
         ("objective.loss=gsp", r"objective\.loss: no loss of that name; did you mean gspo"),
     ],
 )
-def test_a_misspelt_name_stops_as_the_recipe_is_made(override: str, said: str) -> None:
-    with pytest.raises(RecipeError, match=said):
+def test_a_misspelt_name_raises_when_the_recipe_is_built(override: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
         BASE.but(override)
 
 
@@ -97,10 +97,10 @@ class Part(SqliteStore):
 """
 
 
-def test_a_user_supplied_store_is_opened_with_the_run_folder_the_recipe_and_its_options(written: Any, tmp_path: Path) -> None:
-    made = BASE.but(store=Part(written(STORE), options={"name": "mine.sqlite"}))
-    check_parts(made)
-    store = parts.make_part(parts.STORE, made.store, tmp_path, made)
+def test_a_user_supplied_store_is_opened_with_the_run_folder_the_recipe_and_its_options(write_module: Any, tmp_path: Path) -> None:
+    recipe = BASE.but(store=Part(write_module(STORE), options={"name": "mine.sqlite"}))
+    check_parts(recipe)
+    store = parts.make_part(parts.STORE, recipe.store, tmp_path, recipe)
     store.close()
     assert (tmp_path / "mine.sqlite").is_file()
 
@@ -176,28 +176,28 @@ UNFIT: list[tuple[str, str, dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("key", "code", "options", "said", "fix"), UNFIT)
-def test_what_does_not_fulfil_the_protocol_is_an_error_with_what_to_write(
-    key: str, code: str, options: dict[str, Any], said: str, fix: str, written: Any
+@pytest.mark.parametrize(("key", "code", "options", "message", "fix"), UNFIT)
+def test_a_part_that_does_not_fulfil_its_protocol_raises_with_the_fix(
+    key: str, code: str, options: dict[str, Any], message: str, fix: str, write_module: Any
 ) -> None:
-    reference = written(code)
+    reference = write_module(code)
     part = Part(reference, options=options)
     with pytest.raises(PluginError) as error:
         check_parts(BASE.but({key: [part] if key == "trackers" else part}))
-    assert key in error.value.message and said in error.value.message, error.value.message
+    assert key in error.value.message and message in error.value.message, error.value.message
     assert fix in error.value.fix, error.value.fix
 
 
-def test_all_problems_are_reported_at_once(written: Any) -> None:
-    reference = written("x = 1", "absent")
+def test_all_problems_are_reported_at_once(write_module: Any) -> None:
+    reference = write_module("x = 1", "absent")
     with pytest.raises(PluginError) as error:
         check_parts(BASE.but(f"store={reference}", "objective.loss=nowhere.at_all:loss", f'trackers=["{reference}"]'))
-    for said in ("store: ", "trackers: ", "has no attribute 'absent'", "objective.loss: 'nowhere.at_all:loss': no module named 'nowhere'"):
-        assert said in str(error.value)
+    for text in ("store: ", "trackers: ", "has no attribute 'absent'", "objective.loss: 'nowhere.at_all:loss': no module named 'nowhere'"):
+        assert text in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         ("return [[0.0] * len(g) for g in groups[:-1]]", "3 groups need 3 lists, not a list of 2"),
         ("return [[0.0] for g in groups]", "group 0 of 4 scores needs 4 advantages, not a list of 1"),
@@ -209,11 +209,11 @@ def test_all_problems_are_reported_at_once(written: Any) -> None:
         ("raise SystemExit(3)", "it raised SystemExit"),
     ],
 )
-def test_an_estimator_is_tried_on_a_tiny_step(body: str, said: str, written: Any) -> None:
-    objective = BASE.but(f"objective.advantage={written(f'def Part(groups):{chr(10)} {body}')}").objective
+def test_an_estimator_is_tried_on_a_tiny_step(body: str, message: str, write_module: Any) -> None:
+    objective = BASE.but(f"objective.advantage={write_module(f'def Part(groups):{chr(10)} {body}')}").objective
     with pytest.raises(PluginError, match=r"objective\.advantage .*tried on the scores \[\[0\.0, 1\.0, 0\.0, 1\.0\], \[1\.0") as error:
         try_estimator(objective, group_size=4)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 LOSSES = [
@@ -228,19 +228,19 @@ LOSSES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("body", "said"), LOSSES)
-def test_a_loss_is_tried_on_a_few_tokens_and_on_none(body: str, said: str, written: Any) -> None:
+@pytest.mark.parametrize(("body", "message"), LOSSES)
+def test_a_loss_is_tried_on_a_few_tokens_and_on_none(body: str, message: str, write_module: Any) -> None:
     from agentrl.objective.trial import try_loss
 
-    objective = BASE.but(f"objective.loss={written(f'def Part(tokens):{chr(10)} {body}')}").objective
+    objective = BASE.but(f"objective.loss={write_module(f'def Part(tokens):{chr(10)} {body}')}").objective
     with pytest.raises(PluginError, match=r"objective\.loss") as error:
         try_loss(objective)
-    assert said in str(error.value), str(error.value)
+    assert message in str(error.value), str(error.value)
 
 
 @pytest.mark.parametrize("loss", ["clip", "gspo", "cispo"])
 @pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce++", "reinforce++-baseline"])
-def test_what_ships_passes_its_own_trial(loss: str, advantage: str) -> None:
+def test_built_in_losses_and_estimators_pass_their_trials(loss: str, advantage: str) -> None:
     from agentrl.objective.trial import try_loss
 
     objective = ObjectiveConfig(loss=loss, advantage=advantage)
@@ -248,42 +248,42 @@ def test_what_ships_passes_its_own_trial(loss: str, advantage: str) -> None:
     try_loss(objective)
 
 
-def test_a_factory_that_breaks_its_word_is_found_out_when_it_is_called(written: Any, tmp_path: Path) -> None:
+def test_a_factory_with_a_wrong_annotation_raises_when_it_is_called(write_module: Any, tmp_path: Path) -> None:
     code = "from agentrl.protocols import ExperienceStore\ndef Part(run_dir, recipe) -> ExperienceStore:\n return 3"
-    reference = written(code)
+    reference = write_module(code)
     check_parts(BASE.but(f"store={reference}"))
     with pytest.raises(PluginError, match="its result, of class int, does not fulfil"):
         parts.make_part(parts.STORE, Part(reference), tmp_path, BASE)
 
 
-def test_what_a_factory_raises_is_reported_with_its_location(written: Any, tmp_path: Path) -> None:
-    reference = written(STORE + "        raise KeyError('REDIS_URL')\n")
+def test_an_exception_of_a_factory_is_reported_with_its_location(write_module: Any, tmp_path: Path) -> None:
+    reference = write_module(STORE + "        raise KeyError('REDIS_URL')\n")
     with pytest.raises(PluginError, match=r"store .* could not be opened: KeyError: 'REDIS_URL' \(.*theirs\.py:6\)"):
         parts.make_part(parts.STORE, Part(reference), tmp_path, BASE)
 
 
 @pytest.mark.slow
 def test_a_wrong_reference_ends_the_command_at_once_with_exit_code_2(tmp_path: Path) -> None:
-    """Before a model is looked at, a sandbox is opened or torch is imported."""
-    began = time.monotonic()
+    """It ends before a model is read, a sandbox is opened or torch is imported."""
+    started = time.monotonic()
     command = [sys.executable, "-m", "agentrl", "train", "recipes/quickstart.py", "store=agentrl.records:Group", "--run-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
     assert re.search(
         r"store 'agentrl\.records:Group' cannot be called with .*\n  fix: refer to a class or function that takes \(run_dir, recipe\)",
-        done.stderr,
+        result.stderr,
     )
-    assert time.monotonic() - began < 10, "3 s on a quiet machine"
+    assert time.monotonic() - started < 10, "it takes 3 s on an idle machine"
     assert not (tmp_path / "recipe.json").exists()
 
 
 @given(st.lists(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=6), max_size=5))
-def test_an_estimator_from_outside_gives_what_the_same_one_inside_gives(scores: list[list[float]]) -> None:
-    named = parts.load_part(parts.ADVANTAGE, Part("agentrl.objective.advantages:rloo", options={"normalize_std": True}))
-    assert named(scores) == load_estimator(ObjectiveConfig(advantage="rloo", normalize_std=True))(scores)
+def test_a_plug_in_estimator_returns_what_the_built_in_one_returns(scores: list[list[float]]) -> None:
+    estimator = parts.load_part(parts.ADVANTAGE, Part("agentrl.objective.advantages:rloo", options={"normalize_std": True}))
+    assert estimator(scores) == load_estimator(ObjectiveConfig(advantage="rloo", normalize_std=True))(scores)
 
 
-async def test_a_backend_with_nothing_but_the_protocol_is_pooled() -> None:
+async def test_a_backend_with_only_the_methods_of_the_protocol_is_pooled() -> None:
     from agentrl.records import ExecResult, SandboxSpec
     from agentrl.sandbox import WarmPool
 
@@ -295,30 +295,30 @@ async def test_a_backend_with_nothing_but_the_protocol_is_pooled() -> None:
     assert (await first.read("a", max_bytes=9), pool.name) == (b"1", inner.name)
     waiting = asyncio.create_task(pool.open(spec, timeout_s=5.0))
     await asyncio.sleep(0.02)
-    assert not waiting.done(), "one may be in use"
+    assert not waiting.done(), "only one sandbox may be in use"
     await first.close()
     second = await waiting
     assert (await second.python("x", timeout_s=1.0)).stdout == "x"
     await pool.close()
 
 
-def test_a_tracker_that_raises_costs_nothing_but_its_own_figures(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tracker_that_raises_loses_only_its_own_metrics(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from agentrl.observe import RunTracker
 
     class Bad(protocols.Tracker):
         def log(self, step: int, metrics: Any) -> None:
             raise ConnectionError("no route to the dashboard")
 
-    heard: list[Any] = []
-    good = SimpleNamespace(log=lambda *what: heard.append(what), close=lambda: heard.append("closed"))
-    tracker = RunTracker(tmp_path, [Bad(), good])  # type: ignore[list-item]  # hears of two things
+    events: list[Any] = []
+    good = SimpleNamespace(log=lambda *logged: events.append(logged), close=lambda: events.append("closed"))
+    tracker = RunTracker(tmp_path, [Bad(), good])  # type: ignore[list-item]  # has only two of the methods
     tracker.log(1, {"loss": 0.5})
     tracker.close()
-    assert heard == [(1, {"loss": 0.5}), "closed"] and "tracker Bad: ConnectionError: no route" in caplog.text
+    assert events == [(1, {"loss": 0.5}), "closed"] and "tracker Bad: ConnectionError: no route" in caplog.text
     assert '"loss": 0.5' in (tmp_path / "metrics.jsonl").read_text()
 
 
-def test_an_entry_point_is_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_point_is_a_name_in_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info = tmp_path / "somebody-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Name: somebody\nVersion: 1.0\n")
@@ -327,9 +327,9 @@ def test_an_entry_point_is_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(RecipeError, match="no advantage estimator of that name"):
         BASE.but("objective.advantage=best-of-group")
     monkeypatch.syspath_prepend(str(tmp_path))
-    made = BASE.but("objective.advantage=best-of-group")
-    check_parts(made)
-    assert parts.load_part(parts.ADVANTAGE, made.objective.advantage)([[1.0, 0.0]]) == [[0.0, -1.0]]
+    recipe = BASE.but("objective.advantage=best-of-group")
+    check_parts(recipe)
+    assert parts.load_part(parts.ADVANTAGE, recipe.objective.advantage)([[1.0, 0.0]]) == [[0.0, -1.0]]
     with pytest.raises(RecipeError, match=r"did you mean best-of-group\? known here: sqlite, redis, best-of-group, broken"):
         BASE.but("store=best-of-groups")
     with pytest.raises(PluginError, match=r"objective\.loss: .*absent"):

@@ -22,14 +22,14 @@ def test_the_error_lists_what_the_module_has(tmp_path: Path) -> None:
         resolve(f"{path}:exakt")
 
 
-def test_a_missing_dependency_of_the_module_is_named_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_missing_dependency_names_the_dependency(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "needy.py").write_text("import surely_not_installed\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(PluginError, match="install 'surely_not_installed'"):
         resolve("needy:x")
 
 
-def test_a_file_that_fails_to_import_is_named_with_its_line_and_not_kept(tmp_path: Path) -> None:
+def test_a_file_that_fails_to_import_is_reported_with_its_line_and_not_cached(tmp_path: Path) -> None:
     path = tmp_path / "broken.py"
     path.write_text("x = 1\ny = 1 / 0\n")
     with pytest.raises(PluginError, match=r"broken\.py:2: ZeroDivisionError: division by zero\n  fix: "):
@@ -52,7 +52,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("text", MISTAKES)
 @pytest.mark.parametrize("as_module", [False, True])
-def test_a_mistake_in_users_code_is_told_with_its_line(text: str, as_module: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_in_user_code_is_reported_by_line(text: str, as_module: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mistaken.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(PluginError, match=MISTAKES[text]) as error:
@@ -61,20 +61,20 @@ def test_a_mistake_in_users_code_is_told_with_its_line(text: str, as_module: boo
 
 
 @pytest.mark.parametrize(
-    ("source", "says"),
+    ("source", "message"),
     [
         (b"recipe = \0\n", r"odd\.py: SyntaxError: source code string cannot contain null bytes"),
         (b"class Own(BaseException): pass\nraise Own('oh')\n", r"odd\.py:2: Own: oh"),
         (b"raise BaseExceptionGroup('both', [KeyError(), KeyboardInterrupt()])\n", r"odd\.py:1: BaseExceptionGroup: both"),
     ],
 )
-def test_whatever_a_file_raises_is_told_with_its_place(source: bytes, says: str, tmp_path: Path) -> None:
+def test_any_exception_of_a_file_is_reported_with_its_location(source: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "odd.py").write_bytes(source)
-    with pytest.raises(PluginError, match=says):
+    with pytest.raises(PluginError, match=message):
         resolve(f"{tmp_path / 'odd.py'}:recipe")
 
 
-def test_ctrl_c_in_a_file_stays_ctrl_c(tmp_path: Path) -> None:
+def test_ctrl_c_while_a_file_is_imported_stays_a_keyboard_interrupt(tmp_path: Path) -> None:
     (tmp_path / "odd.py").write_text("raise KeyboardInterrupt")
     with pytest.raises(KeyboardInterrupt):
         resolve(f"{tmp_path / 'odd.py'}:recipe")

@@ -1,4 +1,4 @@
-"""Allow-list entries: what is taken, what is refused and with which words, and what each covers."""
+"""Allow-list entries: valid and invalid ones, error messages, and the destinations that each covers."""
 
 import pytest
 
@@ -18,14 +18,14 @@ from agentrl.records.destinations import parse_destination, plain_host
         ("[::ffff:10.0.0.1]:80", [("10.0.0.1", 80)], []),
     ],
 )
-def test_what_an_entry_covers(entry, covered, not_covered):
+def test_destinations_that_an_entry_covers(entry, covered, not_covered):
     destination = parse_destination(entry)
-    assert all(destination.covers(*one) for one in covered)
-    assert not any(destination.covers(*one) for one in not_covered)
+    assert all(destination.covers(*address) for address in covered)
+    assert not any(destination.covers(*address) for address in not_covered)
 
 
 @pytest.mark.parametrize(
-    ("entry", "said"),
+    ("entry", "message"),
     [
         ("pypi.org", "port"),
         ("pypi.org:", "port"),
@@ -53,13 +53,13 @@ def test_what_an_entry_covers(entry, covered, not_covered):
         ("224.0.0.1:80", "not the address of one machine"),
     ],
 )
-def test_a_wrong_entry_is_refused_when_the_spec_is_made(entry, said):
-    with pytest.raises(ValueError, match=r"SandboxSpec\.network") as caught:
+def test_a_wrong_entry_raises_when_the_spec_is_created(entry, message):
+    with pytest.raises(ValueError, match=r"SandboxSpec\.network") as error:
         SandboxSpec(image="x", network=("pypi.org:443", entry))
-    assert said in str(caught.value) and repr(entry) in str(caught.value)
+    assert message in str(error.value) and repr(entry) in str(error.value)
 
 
-def test_a_list_that_is_no_tuple_or_too_long_is_refused():
+def test_a_list_that_is_no_tuple_or_too_long_raises():
     for wrong in ("pypi.org:443", ["pypi.org:443"]):
         with pytest.raises(ValueError, match=r'SandboxSpec.network: must be a tuple, such as \("a",\), got '):
             SandboxSpec(image="x", network=wrong)
@@ -77,5 +77,5 @@ def test_a_spec_with_a_network_is_another_pool_key_and_survives_json():
 @pytest.mark.parametrize(
     "text", ["", ".", "a..b", "-a.org", "a b", "a:1", "[127.0.0.1]", "[::1", "::1", "a" * 64, "1.2.3", "1.2.3.4.5", "a\0b"]
 )
-def test_what_is_neither_a_name_nor_an_address(text):
+def test_texts_that_are_neither_a_name_nor_an_address(text):
     assert plain_host(text) is None

@@ -42,14 +42,14 @@ def call(value: object) -> Any:
     return ToolCall(name="f", arguments={"x": value}).arguments["x"]
 
 
-def test_words_of_others_are_kept_and_half_a_surrogate_pair_becomes_a_replacement() -> None:
-    said = "a\ud83d\0\u2028é\udc00b"
-    kept = "a\ufffd\0\u2028é\ufffdb"
-    assert Message(role="assistant", content=said).content == kept
-    assert ToolResult(name="", output=said, ok=True).output == kept
-    assert Score(value=1.0, evidence=said).evidence == kept
-    assert Failure(stage="s", blame=Blame.POLICY, kind="k", message=said).message == kept
-    assert Episode(id="e", task_id="t", task_key="k", trajectories=(), answer=said).answer == kept
+def test_untrusted_text_is_stored_with_replacements_for_half_surrogate_pairs() -> None:
+    text = "a\ud83d\0\u2028é\udc00b"
+    stored = "a\ufffd\0\u2028é\ufffdb"
+    assert Message(role="assistant", content=text).content == stored
+    assert ToolResult(name="", output=text, ok=True).output == stored
+    assert Score(value=1.0, evidence=text).evidence == stored
+    assert Failure(stage="s", blame=Blame.POLICY, kind="k", message=text).message == stored
+    assert Episode(id="e", task_id="t", task_key="k", trajectories=(), answer=text).answer == stored
 
 
 @pytest.mark.parametrize(
@@ -81,30 +81,30 @@ def test_words_of_others_are_kept_and_half_a_surrogate_pair_becomes_a_replacemen
         (lambda: Limits(wall_s=float("nan")), "Limits.wall_s: is NaN"),
     ],
 )
-def test_what_cannot_be_stored_is_refused_with_its_place(make: Any, message: str) -> None:
+def test_the_error_for_a_value_that_cannot_be_stored_names_the_field(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_what_means_the_same_is_kept_in_one_form() -> None:
+def test_equivalent_values_are_normalized() -> None:
     class Color(StrEnum):
         RED = "red"
 
-    kept = call((1, numpy.float64(0.5), Color.RED, True, None))
-    assert kept == [1, 0.5, "red", True, None] and [type(one) for one in kept] == [int, float, str, bool, type(None)]
+    stored = call((1, numpy.float64(0.5), Color.RED, True, None))
+    assert stored == [1, 0.5, "red", True, None] and [type(value) for value in stored] == [int, float, str, bool, type(None)]
     score = Score(value=numpy.float32(0.5), parts={"a": True, "b": Fraction(1, 4)})
     assert (type(score.value), score.parts) == (float, {"a": 1.0, "b": 0.25})
     assert type(Group(index=numpy.int64(3), task_id="", task_key="", episodes=()).index) is int
 
 
-def test_nobody_changes_what_is_kept() -> None:
+def test_later_changes_of_an_argument_do_not_change_the_record() -> None:
     arguments: dict[str, Any] = {"x": [1]}
-    made = ToolCall(name="f", arguments=arguments)
+    tool_call = ToolCall(name="f", arguments=arguments)
     arguments["x"].append(object())
-    assert made.arguments == {"x": [1]}
+    assert tool_call.arguments == {"x": [1]}
 
 
-def test_a_task_of_whole_numbers_keeps_its_key_over_the_wire() -> None:
+def test_a_task_with_integers_keeps_its_key_after_serialization() -> None:
     task = replace(TASK, sandbox=SandboxSpec(image="i", cpus=2), data={"rows": (1, 2)}, limits=Limits(wall_s=60))
     assert codec.from_json(Task, codec.to_json(task)).key == task.key
 
@@ -114,7 +114,7 @@ def test_binary_files_are_base64() -> None:
         replace(TASK, binary_files={"a": "é"})
 
 
-def test_a_field_that_could_hold_anything_is_no_field_of_a_record() -> None:
+def test_a_record_cannot_have_a_field_of_any_type() -> None:
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Loose(Record):
         anything: Any

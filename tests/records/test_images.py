@@ -31,7 +31,7 @@ PIECES = st.lists(st.tuples(TOKENS, SHA256, st.lists(st.integers(0, FIRST - 1), 
 
 @given(PIECES, TOKENS)
 def test_ids_and_images_survive_a_round_trip(pieces: list[tuple[list[int], str, list[int]]], end: list[int]) -> None:
-    """Also those of equal images without a token between them. The ids fit into a record."""
+    """Including adjacent equal images. The ids fit into a record."""
     context: list[int] = []
     plain: list[int] = []
     blocks = []
@@ -50,35 +50,35 @@ def test_ids_and_images_survive_a_round_trip(pieces: list[tuple[list[int], str, 
         message=Message(role="assistant", content=""),
         finish_reason="stop",
     )
-    line = Trajectory(agent="main", turns=(turn,))
-    assert codec.from_json(Trajectory, codec.to_json(line)) == line
-    assert images_of([line]) == {name for *_, name in blocks}
+    trajectory = Trajectory(agent="main", turns=(turn,))
+    assert codec.from_json(Trajectory, codec.to_json(trajectory)) == trajectory
+    assert images_of([trajectory]) == {name for *_, name in blocks}
 
 
 @given(PIECES, TOKENS, st.integers(0, 60))
-def test_the_end_of_a_context_starts_with_no_part_of_an_image(
-    pieces: list[tuple[list[int], str, list[int]]], end: list[int], most: int
+def test_the_end_of_a_context_never_starts_inside_an_image(
+    pieces: list[tuple[list[int], str, list[int]]], end: list[int], max_tokens: int
 ) -> None:
     context = [token for text, sha256, image in pieces for token in (*text, *image_ids(image, sha256))] + end
-    row = without_cut_image(context[-most:] if most else [])
+    row = without_cut_image(context[-max_tokens:] if max_tokens else [])
     list(image_blocks(row))
     assert tuple(context[len(context) - len(row) :]) == row
     cut = len(context) - len(row) - 1
-    if 0 <= cut >= len(context) - most:
+    if 0 <= cut >= len(context) - max_tokens:
         with pytest.raises(ValueError, match="start inside image"):
             list(image_blocks(context[cut:]))
 
 
 @given(PIECES, TOKENS, st.integers(0, 60))
-def test_the_start_of_a_context_ends_with_no_part_of_an_image(
-    pieces: list[tuple[list[int], str, list[int]]], end: list[int], most: int
+def test_the_start_of_a_context_never_ends_inside_an_image(
+    pieces: list[tuple[list[int], str, list[int]]], end: list[int], max_tokens: int
 ) -> None:
     context = [token for text, sha256, image in pieces for token in (*text, *image_ids(image, sha256))] + end
-    row = without_end(context, most)
-    assert tuple(context[: len(row)]) == row and len(row) <= most
+    row = without_end(context, max_tokens)
+    assert tuple(context[: len(row)]) == row and len(row) <= max_tokens
     spans = list(image_blocks(context))
     assert not any(start < len(row) < stop for start, stop, _ in spans)
-    assert len(row) == min(most, len(context)) or any(start == len(row) and stop > most for start, stop, _ in spans)
+    assert len(row) == min(max_tokens, len(context)) or any(start == len(row) and stop > max_tokens for start, stop, _ in spans)
 
 
 def test_a_reference_has_one_form() -> None:

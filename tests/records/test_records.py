@@ -48,7 +48,7 @@ def turn(n: int, *spans: tuple[int, int, int]) -> Turn:
     )
 
 
-def test_worked_examples_in_the_docstrings() -> None:
+def test_examples_in_docstrings() -> None:
     assert doctest.testmod(records).failed == 0
 
 
@@ -64,7 +64,7 @@ def test_a_task_key_is_the_hash_of_its_fields_as_json(task: Task) -> None:
     assert task.key == hashlib.sha256(text.encode()).hexdigest()
 
 
-def test_task_key_follows_the_content() -> None:
+def test_task_key_depends_on_the_content() -> None:
     assert TASK.key == replace(TASK).key
     assert len({TASK.key, replace(TASK, data={"answer": "5"}).key, replace(TASK, files={"a": "b"}).key}) == 3
 
@@ -110,29 +110,29 @@ def test_lengths_are_checked() -> None:
 def test_a_sample_has_advantages_or_rewards_and_never_both() -> None:
     rows: dict[str, Any] = {"token_ids": (1, 2), "loss_mask": (False, True), "logprobs": (0.0, -1.0), "versions": (-1, 0)}
     assert Sample(episode_id="e", group_index=0, **rows, rewards=(0.0, 1.0)).advantages == ()
-    for credit, said in (
+    for credit, message in (
         ({"advantages": (0.0, 1.0), "rewards": (0.0, 1.0)}, "not both"),
         ({"rewards": (1.0,)}, r"Sample\.rewards has 1 entries for 2"),
         ({}, r"Sample\.advantages has 0 entries for 2"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             Sample(episode_id="e", group_index=0, **rows, **credit)
 
 
 @given(st.text(), st.floats(allow_nan=False), st.integers(min_value=0, max_value=5))
-def test_groups_survive_the_wire(text: str, value: float, count: int) -> None:
+def test_groups_survive_serialization(text: str, value: float, count: int) -> None:
     trajectory = Trajectory(agent=text, turns=(turn(3, (0, 0, 3)),) * count)
     episode = Episode(id="e", task_id=text, task_key="k", trajectories=(trajectory,), answer=text)
     group = Group(index=1, task_id=text, task_key="k", episodes=(ScoredEpisode(episode=episode, score=Score(value=value, evidence=text)),))
     assert codec.from_json(Group, codec.to_json(group)) == group
 
 
-def test_numbers_that_are_not_finite_stay_what_they_are() -> None:
-    """Written as null they would make a group that nothing can read again."""
-    made = turn(3, (0, 0, 3))
-    broken = replace(made, logprobs=(float("-inf"), float("nan"), 0.0))
-    found = codec.from_json(Turn, codec.to_json(broken))
-    assert found.logprobs[0] == float("-inf") and found.logprobs[1] != found.logprobs[1]
+def test_numbers_that_are_not_finite_survive_serialization() -> None:
+    """Written as null, they would make the group unreadable."""
+    valid = turn(3, (0, 0, 3))
+    broken = replace(valid, logprobs=(float("-inf"), float("nan"), 0.0))
+    decoded = codec.from_json(Turn, codec.to_json(broken))
+    assert decoded.logprobs[0] == float("-inf") and decoded.logprobs[1] != decoded.logprobs[1]
 
 
 def test_hostile_json_does_not_become_a_record() -> None:
@@ -140,7 +140,7 @@ def test_hostile_json_does_not_become_a_record() -> None:
         codec.from_json(Group, b'{"index": "x"}')
 
 
-def test_outputs_survive_json_whatever_their_bytes() -> None:
+def test_outputs_with_any_bytes_survive_json() -> None:
     outputs = {"a.bin": bytes(range(256)), "src/ü.txt": b"", "b": b"\xff\xfe+/-_"}
     episode = Episode(id="e", task_id="t", task_key="k", trajectories=(), outputs=outputs)
     group = Group(index=0, task_id="t", task_key="k", episodes=(ScoredEpisode(episode=episode, score=Score(value=1.0)),))
@@ -155,7 +155,7 @@ def test_outputs_are_bounded() -> None:
         Episode(id="e", task_id="t", task_key="k", trajectories=(), outputs={str(n): b"" for n in range(OUTPUT_FILES + 1)})
 
 
-def test_what_a_sandbox_gets_is_text_and_binary_files() -> None:
+def test_a_sandbox_gets_text_and_binary_files() -> None:
     task = replace(TASK, files={"a": "ä"}, binary_files={"b": base64.b64encode(b"\xff").decode()})
     assert task.contents() == {"a": "ä".encode(), "b": b"\xff"}
     assert len({TASK.key, replace(TASK, outputs=("a",)).key, replace(TASK, binary_files={"b": "/w=="}).key}) == 3
@@ -164,17 +164,17 @@ def test_what_a_sandbox_gets_is_text_and_binary_files() -> None:
             replace(TASK, **more)
 
 
-def test_supports_are_read_back_as_they_were_given() -> None:
-    held = Supports.from_rows([(7, 3), (), (5,), (2, 11, 9), (), ()])
-    assert (len(held), held.rows) == (6, ((3, 7), (), (5,), (2, 9, 11), (), ()))
-    assert list(held.token_ids) == [3, 7, 5, 2, 9, 11]
-    assert codec.from_json(Supports, codec.to_json(held)) == held
-    assert Supports.join([2, held, 1]) == Supports.from_rows([(), (), *held.rows, ()])
+def test_supports_are_read_back_equal() -> None:
+    supports = Supports.from_rows([(7, 3), (), (5,), (2, 11, 9), (), ()])
+    assert (len(supports), supports.rows) == (6, ((3, 7), (), (5,), (2, 9, 11), (), ()))
+    assert list(supports.token_ids) == [3, 7, 5, 2, 9, 11]
+    assert codec.from_json(Supports, codec.to_json(supports)) == supports
+    assert Supports.join([2, supports, 1]) == Supports.from_rows([(), (), *supports.rows, ()])
     assert Supports.join([2, Supports.from_rows([(), ()]), 3]) is None
 
 
 @given(st.lists(st.sets(st.integers(0, (1 << 31) - 1), max_size=6), max_size=6))
-def test_any_supports_are_kept(rows: list[set[int]]) -> None:
+def test_all_valid_supports_are_stored(rows: list[set[int]]) -> None:
     assert Supports.from_rows(rows).rows == tuple(tuple(sorted(row)) for row in rows)
 
 
@@ -185,14 +185,14 @@ def test_any_supports_are_kept(rows: list[set[int]]) -> None:
         (b"\1", b"\1\0\0\0"),
         (b"\1\0", b"\1\0\0"),
         (b"", b"\1\0\0\0"),
-        (b"\2\0", b"\2\0\0\0\1\0\0\0"),  # falls
-        (b"\2\0", b"\1\0\0\0\1\0\0\0"),  # twice the same
-        (b"\1\0\2\0", b"\5\0\0\0\2\0\0\0\1\0\0\0"),  # falls, after a start that may
+        (b"\2\0", b"\2\0\0\0\1\0\0\0"),  # decreases
+        (b"\2\0", b"\1\0\0\0\1\0\0\0"),  # duplicate
+        (b"\1\0\2\0", b"\5\0\0\0\2\0\0\0\1\0\0\0"),  # decreases within the second row
         (b"\1\0", b"\0\0\0\x80"),
         ((MAX_SUPPORT + 1).to_bytes(2, "little"), b"".join(n.to_bytes(4, "little") for n in range(MAX_SUPPORT + 1))),
     ],
 )
-def test_supports_that_are_none_cannot_be_made(sizes: bytes, ids: bytes) -> None:
+def test_invalid_supports_raise(sizes: bytes, ids: bytes) -> None:
     with pytest.raises(ValueError):
         Supports(sizes=sizes, ids=ids)
     with pytest.raises(ValueError):
@@ -200,18 +200,18 @@ def test_supports_that_are_none_cannot_be_made(sizes: bytes, ids: bytes) -> None
 
 
 def test_a_sampled_token_is_in_its_support() -> None:
-    made = replace(turn(3, (0, 0, 3)), supports=Supports.from_rows([(0, 9), (), (2,)]))
-    assert codec.from_json(Turn, codec.to_json(made)) == made
-    for rows, said in (([(0,), (2,), ()], r"token 1 \(1\) is not in its support"), ([(0,), (1,)], "3 tokens but 2 supports")):
-        with pytest.raises(ValueError, match=said):
-            replace(made, supports=Supports.from_rows(rows))
+    supported = replace(turn(3, (0, 0, 3)), supports=Supports.from_rows([(0, 9), (), (2,)]))
+    assert codec.from_json(Turn, codec.to_json(supported)) == supported
+    for rows, message in (([(0,), (2,), ()], r"token 1 \(1\) is not in its support"), ([(0,), (1,)], "3 tokens but 2 supports")):
+        with pytest.raises(ValueError, match=message):
+            replace(supported, supports=Supports.from_rows(rows))
 
 
-def test_a_record_from_before_there_were_supports_is_read() -> None:
-    made = turn(2, (0, 0, 2))
-    held = json.loads(codec.to_json(made))
-    del held["supports"]
-    assert codec.from_json(Turn, json.dumps(held)) == made
+def test_an_old_record_without_supports_can_be_read() -> None:
+    recorded = turn(2, (0, 0, 2))
+    data = json.loads(codec.to_json(recorded))
+    del data["supports"]
+    assert codec.from_json(Turn, json.dumps(data)) == recorded
 
 
 @pytest.mark.parametrize(
@@ -222,6 +222,6 @@ def test_a_record_from_before_there_were_supports_is_read() -> None:
         {"supports": True, "top_k": 5, "temperature": 0.0},
     ],
 )
-def test_a_distribution_that_cannot_be_sampled_or_recorded_is_refused(bad: dict[str, Any]) -> None:
+def test_a_distribution_that_cannot_be_sampled_or_recorded_raises(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         Sampling(**bad)

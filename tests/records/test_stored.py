@@ -1,4 +1,4 @@
-"""What a record can hold, the store can store: whatever can be made goes through every file that it is kept in, and comes back equal."""
+"""Every record that can be created can be written to every file that stores it, and is read back equal."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ drawn = settings(
 )
 
 
-def same(found: Any, made: Any) -> bool:
-    """Equal, also where a figure is NaN, which equals nothing."""
-    return repr(found) == repr(made) and (found == made or "nan" in repr(made))
+def same(decoded: Any, original: Any) -> bool:
+    """Returns whether both are equal, with NaN equal to NaN."""
+    return repr(decoded) == repr(original) and (decoded == original or "nan" in repr(original))
 
 
 def test_every_dataclass_of_the_records_is_checked() -> None:
@@ -65,35 +65,35 @@ def test_a_record_is_read_back_equal(kind: type[Any], data: st.DataObject) -> No
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @given(data=st.data())
 @drawn
-def test_a_field_holds_what_can_be_stored_or_is_refused(kind: type[Any], data: st.DataObject) -> None:
-    refused_or_read_back(kind, data)
+def test_a_field_with_any_value_can_be_stored_or_raises(kind: type[Any], data: st.DataObject) -> None:
+    raises_or_read_back(kind, data)
 
 
 @pytest.mark.slow
 @given(kind=st.sampled_from(KINDS), data=st.data())
 @settings(drawn, max_examples=1000)
-def test_records_of_all_kinds_at_length(kind: type[Any], data: st.DataObject) -> None:
+def test_many_records_of_all_kinds(kind: type[Any], data: st.DataObject) -> None:
     read_back(kind, data)
-    refused_or_read_back(kind, data)
+    raises_or_read_back(kind, data)
 
 
 def read_back(kind: type[Any], data: st.DataObject) -> None:
-    made = data.draw(strategies.records(kind))
-    assert same(codec.from_json(kind, codec.to_json(made)), made)
-    json.dumps(codec.to_data(made)).encode()
+    record = data.draw(strategies.records(kind))
+    assert same(codec.from_json(kind, codec.to_json(record)), record)
+    json.dumps(codec.to_data(record)).encode()
 
 
-def refused_or_read_back(kind: type[Any], data: st.DataObject) -> None:
-    """One field of a record gets what it should not hold."""
-    made = data.draw(strategies.records(kind))
+def raises_or_read_back(kind: type[Any], data: st.DataObject) -> None:
+    """Gives a field of a record an arbitrary value, which must raise or be read back equal."""
+    record = data.draw(strategies.records(kind))
     field = data.draw(st.sampled_from(dataclasses.fields(kind)))
     try:
-        other = dataclasses.replace(made, **{field.name: data.draw(anything)})
+        changed = dataclasses.replace(record, **{field.name: data.draw(anything)})
     except ValueError as error:
         str(error).encode()
         assert len(str(error)) < 1000
         return
-    assert same(codec.from_json(kind, codec.to_json(other)), other)
+    assert same(codec.from_json(kind, codec.to_json(changed)), changed)
 
 
 groups = strategies.records(Group).filter(lambda group: group.index >= 0)
@@ -102,7 +102,7 @@ groups = strategies.records(Group).filter(lambda group: group.index >= 0)
 @pytest.mark.slow
 @given(groups)
 @drawn
-def test_groups_come_back_from_the_store(group: Group) -> None:
+def test_groups_are_read_back_from_the_store(group: Group) -> None:
     with tempfile.TemporaryDirectory() as folder:
         store = SqliteStore(Path(folder) / "experience.sqlite")
         try:
@@ -116,38 +116,38 @@ def test_groups_come_back_from_the_store(group: Group) -> None:
 @pytest.mark.slow
 @given(strategies.records(EpisodeState) | strategies.records(ScoredEpisode))
 @drawn
-def test_running_episodes_are_found_as_they_were_kept(record: EpisodeState | ScoredEpisode) -> None:
+def test_running_episodes_are_read_back_equal(record: EpisodeState | ScoredEpisode) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        running = FolderCheckpoints(Path(folder))
-        kept = running.save_state(1, 2, record) if isinstance(record, EpisodeState) else running.save_scored(1, 2, record)
-        asyncio.run(_both(kept))
-        assert same(asyncio.run(_both(running.load(1, 2))), record)
+        checkpoints = FolderCheckpoints(Path(folder))
+        saving = checkpoints.save_state(1, 2, record) if isinstance(record, EpisodeState) else checkpoints.save_scored(1, 2, record)
+        asyncio.run(_awaited(saving))
+        assert same(asyncio.run(_awaited(checkpoints.load(1, 2))), record)
 
 
-async def _both(awaitable: Any) -> Any:
+async def _awaited(awaitable: Any) -> Any:
     return await awaitable
 
 
 @given(strategies.records(Task), strategies.records(ScoredEpisode))
 @drawn
-def test_every_episode_can_be_read_by_people(task: Task, scored: ScoredEpisode) -> None:
+def test_every_episode_is_in_the_transcripts_and_the_report(task: Task, scored: ScoredEpisode) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for phase in ("before", "after", "train"):
             append_transcripts(folder / "episodes" / f"{phase}.jsonl", [transcript(task, scored, phase=phase, step=0)] * 2)
         run = read_run(folder)
         assert not [note for note in run.notes if "unreadable" in note]
-        found = run.episodes["train"][0]
-        lines = scored.episode.trajectories
-        told = (lines[0].prompt if lines else ()) or task.prompt
-        assert [message["content"] for message in found["messages"]][: len(told)] == [message.content for message in told]
-        assert found["answer"] == scored.episode.answer
+        shown = run.episodes["train"][0]
+        trajectories = scored.episode.trajectories
+        prompt = (trajectories[0].prompt if trajectories else ()) or task.prompt
+        assert [message["content"] for message in shown["messages"]][: len(prompt)] == [message.content for message in prompt]
+        assert shown["answer"] == scored.episode.answer
         write_report(folder).read_text(encoding="utf-8")
 
 
 @given(strategies.records(Failure), utf8_text, utf8_text)
 @drawn
-def test_a_quarantined_task_is_known_when_the_run_goes_on(failure: Failure, task_id: str, task_key: str) -> None:
+def test_a_quarantined_task_is_known_after_a_resume(failure: Failure, task_id: str, task_key: str) -> None:
     fault = dataclasses.replace(failure, blame=Blame.TASK)
     with tempfile.TemporaryDirectory() as name:
         Quarantine(Path(name)).add(excluded_group(3, task_id, task_key, fault, size=2))
@@ -157,7 +157,7 @@ def test_a_quarantined_task_is_known_when_the_run_goes_on(failure: Failure, task
 
 @given(strategies.records(PolicyVersion), st.dictionaries(utf8_text, numbers.filter(lambda value: value == value), max_size=3))
 @drawn
-def test_versions_come_back_from_the_registry(version: PolicyVersion, evals: Mapping[str, float]) -> None:
+def test_versions_are_read_back_from_the_registry(version: PolicyVersion, evals: Mapping[str, float]) -> None:
     version = dataclasses.replace(version, number=abs(version.number) % 10**6, state=VersionState.CANDIDATE)
     with tempfile.TemporaryDirectory() as name:
         registry = FolderRegistry(Path(name) / "versions")
@@ -168,17 +168,17 @@ def test_versions_come_back_from_the_registry(version: PolicyVersion, evals: Map
 
 @given(st.lists(strategies.records(UpdateFailure), min_size=1, max_size=3).map(tuple))
 @drawn
-def test_setbacks_come_back_and_are_told(setbacks: tuple[UpdateFailure, ...]) -> None:
-    setbacks = tuple(dataclasses.replace(setback, action="skip", step=abs(setback.step) >> 1) for setback in setbacks)
+def test_update_failures_are_read_back_and_reported(failures: tuple[UpdateFailure, ...]) -> None:
+    failures = tuple(dataclasses.replace(failure, action="skip", step=abs(failure.step) >> 1) for failure in failures)
     with tempfile.TemporaryDirectory() as name:
         log = UpdateFailureLog(Path(name))
-        log.append(setbacks)
-        assert same(log.read(), setbacks)
-        assert len(measure.step_alerts(Path(name), setbacks[0].step)) >= 1
+        log.append(failures)
+        assert same(log.read(), failures)
+        assert len(measure.step_alerts(Path(name), failures[0].step)) >= 1
         write_report(Path(name))
 
 
-def test_a_step_without_a_finite_figure_is_summed_up() -> None:
+def test_a_step_without_a_finite_metric_is_summarized() -> None:
     with tempfile.TemporaryDirectory() as name:
         tracker = RunTracker(Path(name))
         for step, figure in enumerate((float("inf"), 2.0)):
@@ -195,7 +195,7 @@ METRICS = ("reward_mean", "episodes", "tokens_trained", "swap_stall_ms", "swap_p
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # TensorBoard keeps float32
 @given(st.lists(st.dictionaries(st.sampled_from(METRICS) | utf8_text, numbers, max_size=5), min_size=1, max_size=3))
 @drawn
-def test_metrics_of_any_size_are_summed_up_and_reported(steps: list[dict[str, float]]) -> None:
+def test_metrics_of_any_size_are_summarized_and_reported(steps: list[dict[str, float]]) -> None:
     with tempfile.TemporaryDirectory() as name:
         tracker = RunTracker(Path(name), steps=len(steps))
         for step, metrics in enumerate(steps):

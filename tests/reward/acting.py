@@ -1,4 +1,4 @@
-"""What the processes of test_worker do: a module of its own, so that they need not import the test tools."""
+"""The functions of the processes of test_worker, in a module that does not import the test tools."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from agentrl.errors import TaskError
 
 prepared = False
-asked = 0
+requests = 0
 hoard: list[bytearray] = []
 
 
@@ -19,11 +19,11 @@ def prepare() -> None:
 
 
 def act(request: Any) -> Any:
-    global asked
-    asked += 1
+    global requests
+    requests += 1
     match request:
-        case "asked":
-            return asked
+        case "requests":
+            return requests
         case "hang":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             while True:

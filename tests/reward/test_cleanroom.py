@@ -25,7 +25,7 @@ from agentrl.testing.sandboxes import printing
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
 VERIFIER = "agentrl.reward.cleanroom:grade"
-NEEDLE = "needle-" + "7c1d"  # written in two pieces, so that looking for it does not find this line
+NEEDLE = "needle-" + "7c1d"  # in two pieces, so that a search for it does not match this line
 DOUBLE = "def double(n):\n    return 2 * n\n"
 GOLD = f"open('code.py', 'w').write({DOUBLE!r})"
 RUNS = ({"name": "four", "call": "code.py:double", "args": [4]}, {"name": "also", "argv": ["python3", "code.py"]})
@@ -54,11 +54,11 @@ async def sandboxes(request: Any) -> AsyncIterator[SandboxBackend]:
     await backend.close()
 
 
-def task(mode: Mode = "judge", outputs: tuple[str, ...] = ("code.py",), *, tests: dict[str, str] | None = None, **more: Any) -> Task:
+def task(mode: Mode = "judge", outputs: tuple[str, ...] = ("code.py",), *, tests: dict[str, str] | None = None, **fields: Any) -> Task:
     sources = {"judge": {"test_it.py": JUDGE}, "pytest": {"test_it.py": PYTEST.replace("code_", "code")}, "shell": {"test.sh": SHELL}}
-    runs = RUNS if mode == "judge" and "runs" not in more else more.pop("runs", ())
+    runs = RUNS if mode == "judge" and "runs" not in fields else fields.pop("runs", ())
     files = {name: text.encode() for name, text in (tests or sources[mode]).items()}
-    plan = Grading(mode=mode, tests=encode_files(files), runs=runs, gold=more.pop("gold", GOLD), timeout_s=more.pop("timeout_s", 120.0))
+    plan = Grading(mode=mode, tests=encode_files(files), runs=runs, gold=fields.pop("gold", GOLD), timeout_s=fields.pop("timeout_s", 120.0))
     return Task(
         id="demo",
         family="f",
@@ -70,29 +70,29 @@ def task(mode: Mode = "judge", outputs: tuple[str, ...] = ("code.py",), *, tests
         split=Split.TRAIN,
         outputs=outputs,
         limits=Limits(tool_timeout_s=60.0, wall_s=120.0),
-        **more,
+        **fields,
     )
 
 
-def handed_in(**files: str | bytes) -> dict[str, bytes]:
+def outputs_of(**files: str | bytes) -> dict[str, bytes]:
     names = {"code": "code.py"}
     return {names.get(name, name): data.encode() if isinstance(data, str) else data for name, data in files.items()}
 
 
-async def score(one: Task, outputs: dict[str, bytes], sandboxes: SandboxBackend) -> Score:
-    episode = Episode(id="e", task_id=one.id, task_key=one.key, trajectories=(), outputs=outputs)
-    return await TaskScorer(sandboxes=sandboxes)(one, episode)
+async def score(graded_task: Task, outputs: dict[str, bytes], sandboxes: SandboxBackend) -> Score:
+    episode = Episode(id="e", task_id=graded_task.id, task_key=graded_task.key, trajectories=(), outputs=outputs)
+    return await TaskScorer(sandboxes=sandboxes)(graded_task, episode)
 
 
-async def hurried(one: Task, timeout_s: float, gold: dict[str, bytes], sandboxes: SandboxBackend) -> Task:
-    """The task with a short deadline for its tests, which those that hang are to meet. That gold passes was found out without it."""
-    short = replace(one, data={"grading": {**one.data["grading"], "timeout_s": timeout_s}})
-    cleanroom.grade._gold[short.key] = await cleanroom.grade_outputs(one, grading_of(one), gold, sandboxes)
+async def with_short_deadline(graded_task: Task, timeout_s: float, gold: dict[str, bytes], sandboxes: SandboxBackend) -> Task:
+    """Returns the task with a short deadline for tests that hang. The gold solution is graded without it."""
+    short = replace(graded_task, data={"grading": {**graded_task.data["grading"], "timeout_s": timeout_s}})
+    cleanroom.grade._gold[short.key] = await cleanroom.grade_outputs(graded_task, grading_of(graded_task), gold, sandboxes)
     assert not cleanroom.grade._gold[short.key].broken
     return short
 
 
-# Modes that import `code` must not find the standard library's; the file is named otherwise there.
+# Tests that import `code` would get the module of the standard library, so the file has another name in those modes.
 def in_mode(mode: Mode) -> tuple[Task, str]:
     if mode == "judge":
         return task(), "code.py"
@@ -105,16 +105,16 @@ MODES: tuple[Mode, ...] = ("judge", "pytest", "shell")
 
 @pytest.mark.parametrize("mode", MODES)
 async def test_right_outputs_score_1_and_wrong_ones_0(mode: Mode, sandboxes: SandboxBackend) -> None:
-    one, name = in_mode(mode)
-    right = await score(one, {name: DOUBLE.encode()}, sandboxes)
+    graded_task, name = in_mode(mode)
+    right = await score(graded_task, {name: DOUBLE.encode()}, sandboxes)
     assert right.value == 1.0 and list(right.parts.values())[-1] == 1.0, right
-    wrong = await score(one, {name: DOUBLE.replace("2 * n", "8").encode()}, sandboxes)
-    assert wrong.value == (0.0 if mode == "pytest" else 1.0), wrong  # only pytest's tests here ask twice
-    nothing = await score(one, {name: DOUBLE.replace("2 *", "3 *").encode()}, sandboxes)
+    wrong = await score(graded_task, {name: DOUBLE.replace("2 * n", "8").encode()}, sandboxes)
+    assert wrong.value == (0.0 if mode == "pytest" else 1.0), wrong  # only the pytest tests call it twice
+    nothing = await score(graded_task, {name: DOUBLE.replace("2 *", "3 *").encode()}, sandboxes)
     assert nothing.value == 0.0 and nothing.evidence
 
 
-SHOWS = """
+PRINTS_OUTPUT = """
 def test_report(outputs):
     text = outputs.text("report.txt")
     print("handed in:", text)
@@ -124,10 +124,10 @@ def test_report(outputs):
 
 @pytest.mark.parametrize("repeats", [1, 1_200_000])
 async def test_tests_that_print_long_outputs_still_grade_them(repeats: int, sandboxes: SandboxBackend) -> None:
-    """More than is kept of what tests print: the task was blamed for it, and given no more."""
-    one = task(outputs=("report.txt",), tests={"test_it.py": SHOWS}, runs=(), gold="open('report.txt', 'w').write('4')")
-    assert (await score(one, {"report.txt": b"4" + b" " * repeats}, sandboxes)).value == 1.0
-    wrong = await score(one, {"report.txt": b"5" * repeats}, sandboxes)
+    """The output exceeds the limit for printed output, for which the task was once blamed."""
+    graded_task = task(outputs=("report.txt",), tests={"test_it.py": PRINTS_OUTPUT}, runs=(), gold="open('report.txt', 'w').write('4')")
+    assert (await score(graded_task, {"report.txt": b"4" + b" " * repeats}, sandboxes)).value == 1.0
+    wrong = await score(graded_task, {"report.txt": b"5" * repeats}, sandboxes)
     assert wrong.value == 0.0 and wrong.blame is None, wrong
 
 
@@ -182,21 +182,21 @@ os._exit(0)
 
 @pytest.mark.parametrize("mode", MODES)
 async def test_code_under_test_that_attacks_the_grader_scores_0(mode: Mode, sandboxes: SandboxBackend) -> None:
-    one, name = in_mode(mode)
-    one = await hurried(one, 4.0, {name: DOUBLE.encode()}, sandboxes)
-    given = await together({attack: score(one, {name: code.encode()}, sandboxes) for attack, code in CODE.items()})
-    assert {attack: result.value for attack, result in given.items()} == dict.fromkeys(CODE, 0.0), given
+    graded_task, name = in_mode(mode)
+    graded_task = await with_short_deadline(graded_task, 4.0, {name: DOUBLE.encode()}, sandboxes)
+    results = await gather_limited({attack: score(graded_task, {name: code.encode()}, sandboxes) for attack, code in CODE.items()})
+    assert {attack: result.value for attack, result in results.items()} == dict.fromkeys(CODE, 0.0), results
 
 
-async def together(work: Mapping[str, Awaitable[T]]) -> dict[str, T]:
-    """All of it, a few at a time."""
+async def gather_limited(work: Mapping[str, Awaitable[T]]) -> dict[str, T]:
+    """Awaits all items, three at a time."""
     slots = asyncio.Semaphore(3)
 
-    async def one(item: Awaitable[T]) -> T:
+    async def limited(item: Awaitable[T]) -> T:
         async with slots:
             return await item
 
-    return dict(zip(work, await asyncio.gather(*(one(item) for item in work.values())), strict=True))
+    return dict(zip(work, await asyncio.gather(*(limited(item) for item in work.values())), strict=True))
 
 
 async def test_skipped_or_missing_test_has_not_passed(sandboxes: SandboxBackend) -> None:
@@ -213,56 +213,56 @@ async def test_skipped_or_missing_test_has_not_passed(sandboxes: SandboxBackend)
     work = {}
     for text in cases:
         tests = {"test_it.py": head + text}
-        one = task("pytest", ("twice.py",), tests=tests, gold=GOLD.replace("code.py", "twice.py"))
-        work[text] = score(one, {"twice.py": DOUBLE.encode()}, sandboxes)
-    given = await together(work)
-    assert {text: result.value for text, result in given.items()} == cases, given
+        graded_task = task("pytest", ("twice.py",), tests=tests, gold=GOLD.replace("code.py", "twice.py"))
+        work[text] = score(graded_task, {"twice.py": DOUBLE.encode()}, sandboxes)
+    results = await gather_limited(work)
+    assert {text: result.value for text, result in results.items()} == cases, results
 
 
 WIN = "import os\nos._exit(0)\n"
 START_FILES: dict[str, dict[str, bytes]] = {
-    "conftest.py": handed_in(**{"conftest.py": WIN, "tests/conftest.py": WIN}),
-    "sitecustomize.py": handed_in(**{"sitecustomize.py": WIN, "usercustomize.py": WIN}),
-    ".pth files": handed_in(
+    "conftest.py": outputs_of(**{"conftest.py": WIN, "tests/conftest.py": WIN}),
+    "sitecustomize.py": outputs_of(**{"sitecustomize.py": WIN, "usercustomize.py": WIN}),
+    ".pth files": outputs_of(
         **{".local/lib/python3.11/site-packages/win.pth": "import os; os._exit(0)\n", "win.pth": "import os; os._exit(0)\n"}
     ),
-    "pytest.ini": handed_in(
+    "pytest.ini": outputs_of(
         **{"pytest.ini": "[pytest]\naddopts = --collect-only\npython_functions = no\n", "tox.ini": "[pytest]\naddopts = -k no\n"}
     ),
-    "a module of the library's name": handed_in(
+    "a module of the library's name": outputs_of(
         **{"json.py": WIN, "hmac.py": WIN, "wave.py": WIN, "pytest.py": WIN, "subprocess.py": WIN, "os.py": WIN}
     ),
-    "a module of a test's name": handed_in(
+    "a module of a test's name": outputs_of(
         **{"test_it.py": "def test_double():\n    pass\n", "tests/test_it.py": "", "tests/test.sh": "exit 0\n"}
     ),
-    "visible tests edited": handed_in(**{"tests/test_it.py": "def test_double(runs):\n    pass\n\ndef test_runs(runs):\n    pass\n"}),
-    "a report left behind": handed_in(**{"runs/results.json": "[]", "outputs/x": "x", "work/x": "x"}),
-    "shims on the path": handed_in(
+    "visible tests edited": outputs_of(**{"tests/test_it.py": "def test_double(runs):\n    pass\n\ndef test_runs(runs):\n    pass\n"}),
+    "a report left behind": outputs_of(**{"runs/results.json": "[]", "outputs/x": "x", "work/x": "x"}),
+    "shims on the path": outputs_of(
         **{"bin/python3": "#!/bin/sh\nexit 0\n", "python3": "#!/bin/sh\nexit 0\n", "bash": "exit 0\n", "sh": "exit 0\n"}
     ),
-    "shell start files": handed_in(**{".profile": "exit 0\n", ".bashrc": "exit 0\n", ".bash_env": "exit 0\n", ".inputrc": "x\n"}),
-    "a git repository": handed_in(**{".git/config": "[core]\nfsmonitor = exit 0\n", ".git/hooks/post-checkout": "#!/bin/sh\nexit 0\n"}),
+    "shell start files": outputs_of(**{".profile": "exit 0\n", ".bashrc": "exit 0\n", ".bash_env": "exit 0\n", ".inputrc": "x\n"}),
+    "a git repository": outputs_of(**{".git/config": "[core]\nfsmonitor = exit 0\n", ".git/hooks/post-checkout": "#!/bin/sh\nexit 0\n"}),
 }
 
 
 @pytest.mark.parametrize("mode", MODES)
 async def test_startup_files_do_not_run_in_the_grader(mode: Mode, sandboxes: SandboxBackend) -> None:
-    """Everything is a declared output here, the worst case; beside it lies a wrong solution, which must score 0 all the same.
+    """Every file is a declared output here, the worst case. A wrong solution next to them must still score 0.
 
-    That the files do not merely break the tests is shown by a right solution beside them.
+    A right solution next to them shows that they do not merely break the tests.
     """
-    one, name = in_mode(mode)
-    one = replace(one, outputs=("**",))
+    graded_task, name = in_mode(mode)
+    graded_task = replace(graded_task, outputs=("**",))
     wrong = DOUBLE.replace("2 * n", "3 * n").encode()
-    given = await together({attack: score(one, {**files, name: wrong}, sandboxes) for attack, files in START_FILES.items()})
-    assert {attack: result.value for attack, result in given.items()} == dict.fromkeys(START_FILES, 0.0), given
+    results = await gather_limited({attack: score(graded_task, {**files, name: wrong}, sandboxes) for attack, files in START_FILES.items()})
+    assert {attack: result.value for attack, result in results.items()} == dict.fromkeys(START_FILES, 0.0), results
     everything = {path: data for files in START_FILES.values() for path, data in files.items() if mode == "pytest" or not shadows(path)}
-    right = await score(one, {**everything, name: DOUBLE.encode()}, sandboxes)
+    right = await score(graded_task, {**everything, name: DOUBLE.encode()}, sandboxes)
     assert right.value == 1.0, right
 
 
 def shadows(path: str) -> bool:
-    """Modules beside a script come before the library's: a program that brings its own `os` breaks itself, and nothing else.
+    """Modules next to a script take precedence over the library's: a program with its own `os` breaks only itself.
 
     Under pytest the library comes first.
     """
@@ -289,22 +289,22 @@ for top in ("/home", "/tmp", "/agentrl", "/dev/shm", "/var", "/proc"):
 
 
 async def test_program_cannot_find_the_expected_values(sandboxes: SandboxBackend) -> None:
-    """A program that finds the tests would say so, and be right; mode judge has nothing to find, not even in git objects or /proc."""
+    """A program that finds the tests fails its own assertion. In mode judge it finds nothing, not even in git objects or /proc."""
     code = f"{SEARCH}\ndef double(n):\n    return 8 if not found else 0\nassert not found, found\n"
-    assert (await score(task(), handed_in(code=code), sandboxes)).value == 1.0
-    one, name = in_mode("pytest")
-    assert (await score(one, {name: code.encode()}, sandboxes)).value == 0.0, "the control: in one sandbox it finds them"
+    assert (await score(task(), outputs_of(code=code), sandboxes)).value == 1.0
+    graded_task, name = in_mode("pytest")
+    assert (await score(graded_task, {name: code.encode()}, sandboxes)).value == 0.0, "the control: in a shared sandbox it finds them"
 
 
 async def test_agent_cannot_find_tests_or_gold_solution(sandboxes: SandboxBackend) -> None:
-    one = task(gold=f"# {NEEDLE}\n{GOLD}")
-    result, _ = await run_and_collect(one, SEARCH + "\nprint(found)", sandboxes, timeout_s=120)
+    graded_task = task(gold=f"# {NEEDLE}\n{GOLD}")
+    result, _ = await run_and_collect(graded_task, SEARCH + "\nprint(found)", sandboxes, timeout_s=120)
     assert result.stdout == "[]\n", result
 
 
 async def test_run_cannot_reach_the_tests(sandboxes: SandboxBackend) -> None:
-    """A daemon of one run lives on in its own sandbox only, and later runs with `fresh` do not meet it."""
-    marks = """
+    """A daemon continues only in the sandbox of its run, and later runs with `fresh` do not share it."""
+    daemon = """
 import os, time
 if os.fork() == 0:
     os.setsid()
@@ -312,28 +312,28 @@ if os.fork() == 0:
         open('mark', 'w').write('x')
         time.sleep(0.01)
 """
-    look = "import os, time; n = {patience}\nwhile n and not os.path.exists('mark'): n -= 1; time.sleep(0.1)\nprint(os.path.exists('mark'))"
+    wait = "import os, time; n = {patience}\nwhile n and not os.path.exists('mark'): n -= 1; time.sleep(0.1)\nprint(os.path.exists('mark'))"
     runs = (
         {"name": "first", "argv": ["python3", "code.py"]},
-        {"name": "same", "argv": ["python3", "-c", look.format(patience=500)], "timeout_sec": 60},
-        {"name": "other", "argv": ["python3", "-c", look.format(patience=3)], "fresh": True},
+        {"name": "same", "argv": ["python3", "-c", wait.format(patience=500)], "timeout_sec": 60},
+        {"name": "other", "argv": ["python3", "-c", wait.format(patience=3)], "fresh": True},
     )
     tests = {"test_it.py": "def test_it(runs):\n    assert [runs[n].stdout for n in ('same', 'other')] == ['True\\n', 'False\\n']\n"}
-    assert (await score(task(runs=runs, tests=tests), handed_in(code=marks + "print(1)\n"), sandboxes)).value == 1.0
+    assert (await score(task(runs=runs, tests=tests), outputs_of(code=daemon + "print(1)\n"), sandboxes)).value == 1.0
 
 
 async def test_data_that_breaks_the_tests_scores_0_instead_of_unscored(sandboxes: SandboxBackend) -> None:
-    """An episode must not vanish from the data because its outputs are hard to read."""
+    """An episode must not be excluded because its outputs are hard to read."""
     tests = {"test_it.py": "def test_it(outputs):\n    assert outputs.json('data.json') == [1]\n"}
-    one = task(outputs=("data.json",), runs=(), tests=tests, gold="open('data.json', 'w').write('[1]')")
-    assert (await score(one, {"data.json": b"[1]"}, sandboxes)).value == 1.0
+    graded_task = task(outputs=("data.json",), runs=(), tests=tests, gold="open('data.json', 'w').write('[1]')")
+    assert (await score(graded_task, {"data.json": b"[1]"}, sandboxes)).value == 1.0
     for data in (b"", b"[" * 200_000, b"\xff\xfe", b'"' + b"9" * 3_000_000, b"1" * 5000):
-        result = await score(one, {"data.json": data}, sandboxes)
+        result = await score(graded_task, {"data.json": data}, sandboxes)
         assert result.value == 0.0, (data[:20], result)
     slow = {"test_it.py": "import re\n\ndef test_it(outputs):\n    assert re.fullmatch('(a+)+b', outputs.text('data.json'))\n"}
-    one = task(outputs=("data.json",), runs=(), tests=slow, gold="open('data.json', 'w').write('ab')")
-    one = await hurried(one, 2.0, {"data.json": b"ab"}, sandboxes)
-    assert (await score(one, {"data.json": b"a" * 60}, sandboxes)).value == 0.0
+    graded_task = task(outputs=("data.json",), runs=(), tests=slow, gold="open('data.json', 'w').write('ab')")
+    graded_task = await with_short_deadline(graded_task, 2.0, {"data.json": b"ab"}, sandboxes)
+    assert (await score(graded_task, {"data.json": b"a" * 60}, sandboxes)).value == 0.0
 
 
 BROKEN: dict[str, tuple[Mode, dict[str, str], str]] = {
@@ -345,11 +345,11 @@ BROKEN: dict[str, tuple[Mode, dict[str, str], str]] = {
 
 
 async def test_tests_that_also_break_on_gold_are_a_task_fault(sandboxes: SandboxBackend) -> None:
-    for mode, tests, says in BROKEN.values():
-        one = task(mode, tests=tests, timeout_s=3.0 if "time.sleep" in str(tests) else 120.0, runs=())
+    for mode, tests, reason in BROKEN.values():
+        graded_task = task(mode, tests=tests, timeout_s=3.0 if "time.sleep" in str(tests) else 120.0, runs=())
         for _ in range(2):
-            result = await score(one, handed_in(code=DOUBLE), sandboxes)
-            assert result.value is None and result.blame is Blame.TASK and says in result.reason, result
+            result = await score(graded_task, outputs_of(code=DOUBLE), sandboxes)
+            assert result.value is None and result.blame is Blame.TASK and reason in result.reason, result
 
 
 GROWS = """
@@ -373,27 +373,27 @@ LEAVINGS: dict[str, tuple[str, set[str]]] = {
 
 
 async def test_only_plain_files_are_collected_from_the_sandbox(sandboxes: SandboxBackend) -> None:
-    one = task(outputs=("code.py", "a/**/*.txt"))
-    work = {name: run_and_collect(one, f"import os\n{program}", sandboxes, timeout_s=120) for name, (program, _) in LEAVINGS.items()}
-    taken = {name: dict(collected.files) for name, (_, collected) in (await together(work)).items()}
-    taken["a file that grows"].pop("code.py", None)  # a moment of it, if it was small enough then
-    assert {name: set(files) for name, files in taken.items()} == {name: files for name, (_, files) in LEAVINGS.items()}
-    assert not any(b"root:" in data for files in taken.values() for data in files.values())
+    demo = task(outputs=("code.py", "a/**/*.txt"))
+    work = {name: run_and_collect(demo, f"import os\n{program}", sandboxes, timeout_s=120) for name, (program, _) in LEAVINGS.items()}
+    collected_files = {name: dict(collected.files) for name, (_, collected) in (await gather_limited(work)).items()}
+    collected_files["a file that grows"].pop("code.py", None)  # may be collected if it was small enough at that moment
+    assert {name: set(files) for name, files in collected_files.items()} == {name: files for name, (_, files) in LEAVINGS.items()}
+    assert not any(b"root:" in data for files in collected_files.values() for data in files.values())
 
 
 async def test_unusable_working_directory_is_blamed_on_the_agent(sandboxes: SandboxBackend) -> None:
-    one = task(outputs=("code.py", "*.txt"))
-    sandbox = await sandboxes.open(one.sandbox, files={"code.py": b"1", "a.txt": b"2"})
-    names = "for n in range(2000): open('\u00e9' * 120 + str(n), 'w').close()"  # their list is longer than any that is read
+    graded_task = task(outputs=("code.py", "*.txt"))
+    sandbox = await sandboxes.open(graded_task.sandbox, files={"code.py": b"1", "a.txt": b"2"})
+    names = "for n in range(2000): open('\u00e9' * 120 + str(n), 'w').close()"  # the list is longer than the limit
     assert (await sandbox.python(names, timeout_s=60)).ok
-    collected = await collect_outputs(sandbox, one.outputs)
+    collected = await collect_outputs(sandbox, graded_task.outputs)
     await sandbox.close()
     assert collected.files == {"code.py": b"1"} and "cannot be listed" in collected.refused["*.txt"]
 
 
 async def test_fork_bomb_does_not_prevent_collecting_outputs(sandboxes: SandboxBackend) -> None:
-    one = task(outputs=("code.py", "*.txt"))
-    sandbox = await sandboxes.open(one.sandbox, files={"code.py": b"1", "a.txt": b"2"})
+    graded_task = task(outputs=("code.py", "*.txt"))
+    sandbox = await sandboxes.open(graded_task.sandbox, files={"code.py": b"1", "a.txt": b"2"})
     bomb = """
 import os
 if os.fork() == 0:
@@ -405,16 +405,16 @@ if os.fork() == 0:
 """
     await sandbox.python(bomb, timeout_s=60)
     await asyncio.sleep(0.5)
-    collected = await collect_outputs(sandbox, one.outputs)
+    collected = await collect_outputs(sandbox, graded_task.outputs)
     await sandbox.close()
     assert collected.files["code.py"] == b"1"
     assert collected.files.get("a.txt") == b"2" or "cannot be listed" in collected.refused["*.txt"]
 
 
 async def test_report_without_the_secret_is_ignored() -> None:
-    """What comes on the judge's own stdout counts only as a whole: one foreign line, and there is no report."""
+    """A single foreign line on the stdout of the judge invalidates the report."""
     forged = ScriptedSandboxes(printing('{"loaded": ["test_it.py::test_double"]}\nx {"test": "test_it.py::test_double", "error": ""}\n'))
-    result = await score(task(), handed_in(code=DOUBLE), forged)
+    result = await score(task(), outputs_of(code=DOUBLE), forged)
     assert result.value is None and result.blame is Blame.TASK
     assert len(forged.opened) == 2 and all(sandbox.closed for sandbox in forged.opened)
     programs, judging = forged.opened
@@ -428,18 +428,18 @@ async def test_missing_outputs_score_0_without_a_sandbox() -> None:
 
 
 async def test_task_without_grading_is_a_task_fault() -> None:
-    result = await score(replace(task(), data={}), handed_in(code=DOUBLE), ScriptedSandboxes(printing("")))
+    result = await score(replace(task(), data={}), outputs_of(code=DOUBLE), ScriptedSandboxes(printing("")))
     assert result.value is None and result.blame is Blame.TASK
     with pytest.raises(TaskError):
         grading_of(replace(task(), data={"grading": {"mode": "judge"}}))
 
 
 async def test_answers_that_address_the_grader_are_wrong() -> None:
-    """The judge of answers is a comparison on the host, and these are no numbers."""
-    one = replace(task(), outputs=(), verifiers=("rewards.tables:exact_answer",), data={"answer": "8", "tolerance": 0.0, "kind": "x"})
+    """The verifier of answers compares numbers on the host, and these answers are not numbers."""
+    demo = replace(task(), outputs=(), verifiers=("rewards.tables:exact_answer",), data={"answer": "8", "tolerance": 0.0, "kind": "x"})
     for answer in cheats.ANSWERS.values():
-        episode = Episode(id="e", task_id=one.id, task_key=one.key, trajectories=(), answer=answer)
-        assert (await TaskScorer()(one, episode)).value == 0.0, answer[:40]
+        episode = Episode(id="e", task_id=demo.id, task_key=demo.key, trajectories=(), answer=answer)
+        assert (await TaskScorer()(demo, episode)).value == 0.0, answer[:40]
 
 
 class SlowAtFirst(ScriptedSandboxes):
@@ -460,8 +460,8 @@ class SlowAtFirst(ScriptedSandboxes):
             self.gradings += 1
             name = "test_it.py::test_double"
             error = "it has no result" if b'"timeout"' in sandbox.files["runs/results.json"] else ""
-            said = [{"loaded": [name]}, {"test": name, "error": error}]
-            lines = "\n".join(f"{stdin.decode().strip()} {json.dumps(line)}" for line in said)
+            reports = [{"loaded": [name]}, {"test": name, "error": error}]
+            lines = "\n".join(f"{stdin.decode().strip()} {json.dumps(line)}" for line in reports)
             return ExecResult(exit_code=0, stdout=f"{lines}\n", stderr="", wall_s=0.0)
 
         sandbox.exec = execute  # type: ignore[method-assign]
@@ -471,13 +471,13 @@ class SlowAtFirst(ScriptedSandboxes):
 @pytest.mark.parametrize(("late", "value", "gradings"), [(0, 1.0, 1), (1, 1.0, 2), (2, 0.0, 2)])
 async def test_late_run_is_graded_again_before_it_scores(late: int, value: float, gradings: int) -> None:
     slow = SlowAtFirst(late)
-    one = task(tests={"test_it.py": "def test_double():\n    pass\n"}, runs=({"name": "r", "argv": ["python3", "code.py"]},))
-    result = await score(one, handed_in(code=DOUBLE), slow)
+    graded_task = task(tests={"test_it.py": "def test_double():\n    pass\n"}, runs=({"name": "r", "argv": ["python3", "code.py"]},))
+    result = await score(graded_task, outputs_of(code=DOUBLE), slow)
     assert (result.value, slow.gradings, slow.runs) == (value, gradings, gradings)
 
 
 async def test_honest_code_and_tests_are_not_reported_as_cheats_in_mode_pytest(sandboxes: SandboxBackend) -> None:
-    """Classes with an equality of their own, mocks, and tests that patch something for themselves."""
+    """Classes with custom equality, mocks, and tests that patch something."""
     code = """
 from dataclasses import dataclass
 @dataclass
@@ -497,6 +497,6 @@ def test_a(monkeypatch, tmp_path, capsys):
 def test_b():
     assert [double(2), Mock()] == [4, ANY]
 """
-    one = task("pytest", ("twice.py",), tests={"test_it.py": tests}, gold=GOLD.replace("code.py", "twice.py"))
-    right = await score(one, {"twice.py": code.encode()}, sandboxes)
+    graded_task = task("pytest", ("twice.py",), tests={"test_it.py": tests}, gold=GOLD.replace("code.py", "twice.py"))
+    right = await score(graded_task, {"twice.py": code.encode()}, sandboxes)
     assert right.value == 1.0, right

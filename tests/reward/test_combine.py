@@ -62,8 +62,8 @@ async def test_audit_does_not_change_the_reward_but_can_contradict_it() -> None:
     score = await TaskScorer(audit=(f"{HERE}:strict",))(TASK, EPISODE)
     assert score.value == plain.value == 1.0 and score.turn_rewards == plain.turn_rewards
     assert score.parts[AUDIT_PART] == score.parts[f"audit/{HERE}:strict"] == 0.25
-    said = audit_contradiction(TASK, scored(score))
-    assert said.startswith("the audit is 0.25, but the reward is 1: audit ") and "\x1b" not in said
+    message = audit_contradiction(TASK, scored(score))
+    assert message.startswith("the audit is 0.25, but the reward is 1: audit ") and "\x1b" not in message
     assert audit_contradiction(TASK, scored(plain)) == ""
 
 
@@ -73,10 +73,10 @@ async def test_failing_audit_adds_no_part_and_no_contradiction() -> None:
     assert "RuntimeError" in score.evidence and audit_contradiction(TASK, scored(score)) == ""
 
 
-@pytest.mark.parametrize(("value", "audit", "speaks"), [(1.0, 0.49, True), (1.0, 0.5, False), (0.9, 0.0, False), (2.0, 0.9, True)])
-def test_only_a_high_reward_is_contradicted(value: float, audit: float, speaks: bool) -> None:
+@pytest.mark.parametrize(("value", "audit", "contradicts"), [(1.0, 0.49, True), (1.0, 0.5, False), (0.9, 0.0, False), (2.0, 0.9, True)])
+def test_only_a_high_reward_is_contradicted(value: float, audit: float, contradicts: bool) -> None:
     score = add_audit(Score(value=value), {"one": Score(value=audit)})
-    assert bool(audit_contradiction(TASK, scored(score))) is speaks
+    assert bool(audit_contradiction(TASK, scored(score))) is contradicts
 
 
 def test_verifier_cannot_write_the_audit_part() -> None:
@@ -124,7 +124,7 @@ async def test_late_parts_are_averaged_with_the_scores_that_are_known() -> None:
     complete = score.with_part("human", -1.0).with_part("style", 2.0)
     assert complete.value == pytest.approx((0.25 + (0.5 + 0.25 * 2.0) - 1.0) / 3)
     assert complete.parts[f"{HERE}:strict"] == 0.25 and complete.parts["human"] == -1.0 and complete.parts[AUDIT_PART] == 1.0
-    assert score.with_part("human", None).is_absent, "an expired part is never 0"
+    assert score.with_part("human", None).is_absent, "an expired part does not count as 0"
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,8 @@ async def test_one_block_is_replaced_by_its_content(text: str) -> None:
     schema = {"type": "object", "required": ["city"]}
     assert json.loads(strip_code_fence(text, "json")) == {"city": "Rome"}
     assert await value(JsonSchema(schema=schema, fenced=True), text) == 1.0
-    assert await value(JsonSchema(schema=schema), text) == 0.0, "only if it is allowed"
-    assert json_object(text) == {"city": "Rome"}, "a judge's verdict is read alike"
+    assert await value(JsonSchema(schema=schema), text) == 0.0, "only if `fenced` is set"
+    assert json_object(text) == {"city": "Rome"}, "a judge's verdict is read in the same way"
 
 
 @pytest.mark.parametrize("inside", ['{"code": "```py\\nx\\n```"}', '["```"]', '["~~~", "````"]', '"```"', "true", "7", "[\n1,\n\n2]"])
@@ -72,8 +72,8 @@ async def test_other_text_is_unchanged(text: str) -> None:
 
 @given(st.text(alphabet="`~ \n\r\tjson{}\"'", max_size=40), st.sampled_from(["```", "~~~", "```json", ""]))
 def test_any_text_is_accepted_and_nested_blocks_are_kept(text: str, fence: str) -> None:
-    found = strip_code_fence(f"{fence}\n{text}" if fence else text, "json")
-    assert len(found) <= len(text) + len(fence) + 1
+    stripped = strip_code_fence(f"{fence}\n{text}" if fence else text, "json")
+    assert len(stripped) <= len(text) + len(fence) + 1
     assert strip_code_fence(f"``````````\n{text}\n``````````") == text.strip() or "``````````" in text
 
 
@@ -96,8 +96,8 @@ def test_byte_order_mark_is_stripped() -> None:
     ],
 )
 def test_a_reward_is_a_number_from_0_to_1(txt: str | None, as_json: str | None, value: float | None) -> None:
-    found, wrong = parse_reward(txt, as_json)
-    assert found == value and bool(wrong) == (value is None)
+    reward, problem = parse_reward(txt, as_json)
+    assert reward == value and bool(problem) == (value is None)
 
 
 @pytest.mark.parametrize("txt", ["passed", "nan", "inf", "-1", "1.01", "1 1", "9" * 5000])

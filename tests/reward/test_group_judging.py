@@ -27,7 +27,7 @@ TASK = Task(
     data={},
     split=Split.TRAIN,
 )
-THEIRS = """
+JUDGES_MODULE = """
 async def alone(task, episode): ...
 async def fine(task, episodes): ...
 class Kind:
@@ -46,18 +46,18 @@ async def audit(task: Task, episode: Episode) -> Score:
 
 
 class Ranks:
-    """Gives the answers' own numbers, and keeps what it was shown; or does what it is told."""
+    """Scores each answer with the number in it, or returns or raises `result`. `shown` records the answers of each call."""
 
-    def __init__(self, does: Any = None) -> None:
-        self.does, self.shown = does, list[list[str | None]]()
+    def __init__(self, result: Any = None) -> None:
+        self.result, self.shown = result, list[list[str | None]]()
 
     async def __call__(self, task: Task, episodes: Sequence[Episode]) -> Any:
-        self.shown.append([one.answer for one in episodes])
-        if isinstance(self.does, BaseException):
-            raise self.does
-        if self.does is not None:
-            return self.does
-        return tuple(Score(value=None, reason="unsure") if one.answer == "?" else Score(value=float(one.answer or 0)) for one in episodes)
+        self.shown.append([e.answer for e in episodes])
+        if isinstance(self.result, BaseException):
+            raise self.result
+        if self.result is not None:
+            return self.result
+        return tuple(Score(value=None, reason="unsure") if e.answer == "?" else Score(value=float(e.answer or 0)) for e in episodes)
 
 
 def ended(answer: str | None, score: Score = WAITING, *, fault: bool = False) -> ScoredEpisode:
@@ -84,7 +84,7 @@ async def test_an_abstention_is_unscored_and_the_others_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("does", "blame", "told"),
+    ("result", "blame", "reason"),
     [
         (JudgeError("nobody answers"), Blame.INFRASTRUCTURE, "nobody answers"),
         (TaskError("no reference"), Blame.TASK, "no reference"),
@@ -95,28 +95,28 @@ async def test_an_abstention_is_unscored_and_the_others_count() -> None:
         ((Score(value=1.0), Score(value=float("inf"))), None, "inf"),
     ],
 )
-async def test_misbehaving_judge_leaves_attempts_unscored(does: Any, blame: Blame | None, told: str) -> None:
-    judge = Ranks(does)
+async def test_misbehaving_judge_leaves_attempts_unscored(result: Any, blame: Blame | None, reason: str) -> None:
+    judge = Ranks(result)
     scores = await scorer(judge).score_group(TASK, [ended("1"), ended("0")])
-    assert {score.value for score in scores} == {None} and all(told in score.reason and score.blame is blame for score in scores)
+    assert {score.value for score in scores} == {None} and all(reason in score.reason and score.blame is blame for score in scores)
     calls = {Blame.INFRASTRUCTURE: 2, Blame.TASK: 1, None: 4}[blame]
-    assert len(judge.shown) == calls, "what may pass is asked again, and what may be provoked about harmless answers"
+    assert len(judge.shown) == calls, "a passing fault is retried, and a fault that may be provoked is checked with harmless answers"
 
 
 class Fragile(Ranks):
     async def __call__(self, task: Task, episodes: Sequence[Episode]) -> Any:
-        if any(one.answer == "9**9**9" for one in episodes):
+        if any(episode.answer == "9**9**9" for episode in episodes):
             await asyncio.sleep(60)
-        if any(one.answer == "boom" for one in episodes):
+        if any(episode.answer == "boom" for episode in episodes):
             raise RecursionError("too deep")
-        if any(one.answer == "HTTP 503" for one in episodes):
+        if any(episode.answer == "HTTP 503" for episode in episodes):
             raise RuntimeError("cannot compare HTTP 503 with others")
-        return tuple(Score(value=float(one.answer or 0)) for one in episodes)
+        return tuple(Score(value=float(episode.answer or 0)) for episode in episodes)
 
 
-@pytest.mark.parametrize("said", ["boom", "HTTP 503", "9**9**9"])
-async def test_attempt_that_breaks_the_judge_does_not_exclude_its_group(said: str) -> None:
-    scores = await scorer(Fragile(), timeout_s=0.3).score_group(TASK, [ended("1"), ended(said), ended("-2"), ended(said)])
+@pytest.mark.parametrize("answer", ["boom", "HTTP 503", "9**9**9"])
+async def test_attempt_that_breaks_the_judge_does_not_exclude_its_group(answer: str) -> None:
+    scores = await scorer(Fragile(), timeout_s=0.3).score_group(TASK, [ended("1"), ended(answer), ended("-2"), ended(answer)])
     assert [score.value for score in scores] == [1.0, -2.0, -2.0, -2.0]
     assert "because of this attempt's text" in scores[1].evidence
 
@@ -139,26 +139,26 @@ async def test_single_attempt_is_unscored() -> None:
 
 
 async def test_verifiers_are_weighted_and_unscored_attempts_are_not_shown() -> None:
-    judge, mine = Ranks(), scorer(Ranks(), weight=0.25)
-    mine = replace(mine, judge=judge)
-    first = await mine.score_attempt(TASK, ended("1").episode)
+    judge, group_scorer = Ranks(), scorer(Ranks(), weight=0.25)
+    group_scorer = replace(group_scorer, judge=judge)
+    first = await group_scorer.score_attempt(TASK, ended("1").episode)
     assert first.value == 0.5
-    late = await mine.score_attempt(replace(TASK, verifiers=("rewards.late:late",)), ended("1").episode)
+    late = await group_scorer.score_attempt(replace(TASK, verifiers=("rewards.late:late",)), ended("1").episode)
     assert late.is_absent and "cannot wait for late scores" in late.reason
     broken = Score(value=None, reason="verifier raised")
-    one, two, out = await mine.score_group(TASK, [ended("1", first), ended("0", first), ended("0.5", broken)])
-    assert (one.value, two.value, out) == (0.625, 0.375, broken) and judge.shown == [["1", "0"]]
-    assert one.parts["rank"] == 1.0 and one.parts["tests.reward.test_group_judging:half/x"] == 1.0
+    high, low, unscored = await group_scorer.score_group(TASK, [ended("1", first), ended("0", first), ended("0.5", broken)])
+    assert (high.value, low.value, unscored) == (0.625, 0.375, broken) and judge.shown == [["1", "0"]]
+    assert high.parts["rank"] == 1.0 and high.parts["tests.reward.test_group_judging:half/x"] == 1.0
 
 
 async def test_audit_runs_on_attempts_that_the_judge_scored() -> None:
     name = "tests.reward.test_group_judging:audit"
-    one, unsure = await scorer(Ranks(), audit=(name,)).score_group(TASK, [ended("1"), ended("?")])
-    assert one.value == 1.0 and one.parts["audit"] == 0.25 and "audit" not in unsure.parts
+    scored, unsure = await scorer(Ranks(), audit=(name,)).score_group(TASK, [ended("1"), ended("?")])
+    assert scored.value == 1.0 and scored.parts["audit"] == 0.25 and "audit" not in unsure.parts
 
 
 def test_invalid_group_judge_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "their_judges.py").write_text(THEIRS)
+    (tmp_path / "their_judges.py").write_text(JUDGES_MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("Kind", "number"):
         with pytest.raises(PluginError, match="is not a group judge"):

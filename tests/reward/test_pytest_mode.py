@@ -16,7 +16,7 @@ from agentrl.check.access import prove_separation
 from agentrl.check.report import CheckReport, render
 from agentrl.protocols import SandboxBackend
 from agentrl.sandbox import select_backend
-from tests.reward.test_cleanroom import BOTH, CODE, DOUBLE, ROOT, START_FILES, hurried, in_mode, score, task, together
+from tests.reward.test_cleanroom import BOTH, CODE, DOUBLE, ROOT, START_FILES, gather_limited, in_mode, score, task, with_short_deadline
 
 WRONG = "def double(n):\n    return 0\n"
 FIND = """
@@ -131,7 +131,7 @@ OPEN: dict[str, str] = {
         "            for name in ('test_double', 'test_more'): one('test_it.py::' + name, '')\n    os._exit(0)\n"
     ),
 }
-STATED = re.compile(r"[Oo]f (\d+) cheats in mode `pytest`, (\d+) score 0 and (\d+) score 1")
+STATEMENT = re.compile(r"[Oo]f (\d+) cheats in mode `pytest`, (\d+) score 0 and (\d+) score 1")
 
 
 @pytest.fixture(params=BOTH)
@@ -142,10 +142,10 @@ async def sandboxes(request: Any) -> AsyncIterator[SandboxBackend]:
 
 
 async def outcomes(cheats: dict[str, str], sandboxes: SandboxBackend) -> dict[str, float | None]:
-    one, name = in_mode("pytest")
-    one = await hurried(one, 6.0, {name: DOUBLE.encode()}, sandboxes)
-    given = await together({cheat: score(one, {name: code.encode()}, sandboxes) for cheat, code in cheats.items()})
-    return {cheat: result.value for cheat, result in given.items()}
+    graded_task, name = in_mode("pytest")
+    graded_task = await with_short_deadline(graded_task, 6.0, {name: DOUBLE.encode()}, sandboxes)
+    results = await gather_limited({cheat: score(graded_task, {name: code.encode()}, sandboxes) for cheat, code in cheats.items()})
+    return {cheat: result.value for cheat, result in results.items()}
 
 
 async def test_common_cheats_score_0(sandboxes: SandboxBackend) -> None:
@@ -153,25 +153,25 @@ async def test_common_cheats_score_0(sandboxes: SandboxBackend) -> None:
 
 
 async def test_known_cheats_that_the_mode_cannot_stop(sandboxes: SandboxBackend) -> None:
-    """A cheat that scores 0 here belongs into the other list, and the page to be corrected."""
+    """If a cheat scores 0 here, move it to the other list and correct the page."""
     assert await outcomes(OPEN, sandboxes) == dict.fromkeys(OPEN, 1.0)
 
 
 async def test_mode_judge_also_stops_those(sandboxes: SandboxBackend) -> None:
-    one, name = in_mode("judge")
-    given = await together({cheat: score(one, {name: code.encode()}, sandboxes) for cheat, code in OPEN.items()})
-    assert {cheat: result.value for cheat, result in given.items()} == dict.fromkeys(OPEN, 0.0)
+    graded_task, name = in_mode("judge")
+    results = await gather_limited({cheat: score(graded_task, {name: code.encode()}, sandboxes) for cheat, code in OPEN.items()})
+    assert {cheat: result.value for cheat, result in results.items()} == dict.fromkeys(OPEN, 0.0)
 
 
 def test_documentation_states_their_number() -> None:
     closed = len(CODE) + len(START_FILES) + len(CLOSED)
-    (stated,) = STATED.findall((Path(ROOT) / "docs" / "security.md").read_text())
+    (stated,) = STATEMENT.findall((Path(ROOT) / "docs" / "security.md").read_text())
     assert tuple(map(int, stated)) == (closed + len(OPEN), closed, len(OPEN))
     assert len(CLOSED) + len(OPEN) >= 32
 
 
 def test_mode_is_reported_as_unsafe() -> None:
-    one, _ = in_mode("pytest")
-    proof = prove_separation([one, task()])
-    assert [(finding.severity, finding.tasks) for finding in proof.findings] == [("unsafe", (one.id,))]
+    graded_task, _ = in_mode("pytest")
+    proof = prove_separation([graded_task, task()])
+    assert [(finding.severity, finding.tasks) for finding in proof.findings] == [("unsafe", (graded_task.id,))]
     assert "unsafe: not for training: mode pytest of demo" in render(CheckReport(cases=(), proofs=(proof,), not_proven=()))

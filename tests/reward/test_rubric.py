@@ -33,18 +33,18 @@ EPISODE = Episode(id="e", task_id="t", task_key="k", trajectories=())
 
 @dataclass
 class Gives:
-    """A verifier that gives this, or raises it, and counts."""
+    """A verifier that returns or raises `result`, and counts its calls."""
 
-    what: Any
-    asked: int = 0
+    result: Any
+    calls: int = 0
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        self.asked += 1
-        if isinstance(self.what, BaseException):
-            raise self.what
-        if self.what == "hang":
+        self.calls += 1
+        if isinstance(self.result, BaseException):
+            raise self.result
+        if self.result == "hang":
             await asyncio.sleep(60)
-        return Score(value=self.what, parts={"inner": 0.25}, evidence="seen") if isinstance(self.what, float) else self.what
+        return Score(value=self.result, parts={"inner": 0.25}, evidence="seen") if isinstance(self.result, float) else self.result
 
 
 async def score(rubric: Rubric, sandboxes: SandboxBackend | None = None) -> Score:
@@ -57,44 +57,44 @@ weights = st.floats(1e-3, 1e3)
 
 @given(st.lists(st.tuples(values, weights), min_size=1, max_size=5), st.floats(0.1, 10))
 def test_value_is_the_weighted_mean_and_parts_are_kept(rows: list[tuple[float, float]], scale: float) -> None:
-    rubric = Rubric({f"p{place}": (Gives(value), weight) for place, (value, weight) in enumerate(rows)})
-    scaled = Rubric({f"p{place}": (Gives(value), scale * weight) for place, (value, weight) in enumerate(rows)})
-    whole, again = asyncio.run(rubric(TASK, EPISODE)), asyncio.run(scaled(TASK, EPISODE))
+    rubric = Rubric({f"p{index}": (Gives(value), weight) for index, (value, weight) in enumerate(rows)})
+    scaled = Rubric({f"p{index}": (Gives(value), scale * weight) for index, (value, weight) in enumerate(rows)})
+    total, rescaled = asyncio.run(rubric(TASK, EPISODE)), asyncio.run(scaled(TASK, EPISODE))
     expected = sum(value * weight for value, weight in rows) / sum(weight for _, weight in rows)
     assert (
-        whole.value == pytest.approx(expected) == again.value
+        total.value == pytest.approx(expected) == rescaled.value
         and min(v for v, _ in rows) - 1e-9 <= expected <= max(v for v, _ in rows) + 1e-9
     )
-    assert {name: part for name, part in whole.parts.items() if "/" not in name} == {f"p{n}": value for n, (value, _) in enumerate(rows)}
-    assert all(whole.parts[f"p{n}/inner"] == 0.25 for n in range(len(rows)))
+    assert {name: part for name, part in total.parts.items() if "/" not in name} == {f"p{n}": value for n, (value, _) in enumerate(rows)}
+    assert all(total.parts[f"p{n}/inner"] == 0.25 for n in range(len(rows)))
 
 
 @given(values, values, st.floats(0.01, 1))
 def test_failed_requirement_scores_0_and_stops(gate: float, part: float, least: float) -> None:
     verifier = Gives(part)
-    whole = asyncio.run(Rubric({"part": (verifier, 1.0)}, required={"open": (Gives(gate), least)})(TASK, EPISODE))
+    total = asyncio.run(Rubric({"part": (verifier, 1.0)}, required={"open": (Gives(gate), least)})(TASK, EPISODE))
     passed = gate >= min(least, 1 - 1e-9)
-    assert whole.value == (pytest.approx(part) if passed else 0.0) and verifier.asked == passed
-    assert whole.parts["open"] == gate and ("required criterion open fails" in whole.evidence) == (not passed)
+    assert total.value == (pytest.approx(part) if passed else 0.0) and verifier.calls == passed
+    assert total.parts["open"] == gate and ("required criterion open fails" in total.evidence) == (not passed)
 
 
 @given(values, values, values, st.floats(0.01, 1))
-def test_cap_applies_only_if_its_part_is_too_low(one: float, other: float, most: float, least: float) -> None:
-    parts = {"a": (Gives(one), 1.0), "b": (Gives(other), 3.0)}
+def test_cap_applies_only_if_its_part_is_too_low(value_a: float, value_b: float, most: float, least: float) -> None:
+    parts = {"a": (Gives(value_a), 1.0), "b": (Gives(value_b), 3.0)}
     free, capped = (asyncio.run(Rubric(parts, caps=caps)(TASK, EPISODE)).value for caps in (None, {"a": (least, most)}))
-    assert free is not None and capped == (min(free, most) if one < min(least, 1 - 1e-9) else free)
+    assert free is not None and capped == (min(free, most) if value_a < min(least, 1 - 1e-9) else free)
 
 
 async def test_requirement_that_is_a_part_also_counts_in_the_mean() -> None:
     right, short = Gives(1.0), Gives(0.5)
     assert (await score(Rubric({"right": (right, 3.0), "short": (short, 1.0)}, required="right"))).value == 0.875
-    assert right.asked == 1, "once"
+    assert right.calls == 1
     assert (await score(Rubric({"right": (Gives(0.9), 3.0), "short": (short, 1.0)}, required="right"))).value == 0.0
     assert (await score(Rubric({"right": (Gives(0.9), 1.0)}, required={"right": 0.5}))).value == 0.9
 
 
 @pytest.mark.parametrize(
-    ("what", "reason"),
+    ("result", "reason"),
     [
         (Score(value=None, reason="no idea"), "part bad: no idea"),
         (KeyError("answer"), "part bad: verifier raised KeyError"),
@@ -107,14 +107,14 @@ async def test_requirement_that_is_a_part_also_counts_in_the_mean() -> None:
         (float("inf"), "part bad: verifier returned inf instead of a finite number"),
     ],
 )
-async def test_missing_part_makes_the_rubric_unscored_unless_optional(what: Any, reason: str) -> None:
-    parts: Any = {"good": (Gives(0.5), 1.0), "bad": (Gives(what), 9.0)}
-    whole = await score(Rubric(parts, part_s=0.05))
-    assert whole.value is None and reason in whole.reason
+async def test_missing_part_makes_the_rubric_unscored_unless_optional(result: Any, reason: str) -> None:
+    parts: Any = {"good": (Gives(0.5), 1.0), "bad": (Gives(result), 9.0)}
+    total = await score(Rubric(parts, part_s=0.05))
+    assert total.value is None and reason in total.reason
     rest = await score(Rubric(parts, optional=("bad",), part_s=0.05))
     assert rest.value == 0.5 and rest.parts["v/bad/unscored"] == 1.0 and "bad has no value" in rest.evidence
     assert (await score(Rubric({"bad": parts["bad"]}, optional=("bad",), part_s=0.05))).value is None
-    gated = await score(Rubric({"good": parts["good"]}, required={"bad": Gives(what)}, part_s=0.05))
+    gated = await score(Rubric({"good": parts["good"]}, required={"bad": Gives(result)}, part_s=0.05))
     assert gated.value is None and reason in gated.reason
 
 
@@ -122,8 +122,8 @@ async def test_blame_and_infrastructure_faults_are_propagated() -> None:
     broken = await score(Rubric({"a": (Gives(TaskError("no truth")), 1.0)}))
     assert broken.value is None and broken.blame is Blame.TASK
     fault = Gives(SandboxError("gone"))
-    whole = await TaskScorer(_verifiers={"v": Rubric({"a": (fault, 1.0), "b": (Gives(1.0), 1.0)})}, max_retries=1)(TASK, EPISODE)
-    assert whole.value is None and whole.blame is Blame.INFRASTRUCTURE and fault.asked == 2
+    total = await TaskScorer(_verifiers={"v": Rubric({"a": (fault, 1.0), "b": (Gives(1.0), 1.0)})}, max_retries=1)(TASK, EPISODE)
+    assert total.value is None and total.blame is Blame.INFRASTRUCTURE and fault.calls == 2
 
 
 async def test_part_may_use_sandboxes() -> None:
@@ -131,12 +131,12 @@ async def test_part_may_use_sandboxes() -> None:
         needs_sandboxes = True
 
         async def __call__(self, task: Task, episode: Episode, sandboxes: SandboxBackend) -> Score:
-            assert sandboxes is here
+            assert sandboxes is sandboxes_of_scorer
             return Score(value=1.0)
 
-    here = ScriptedSandboxes(printing(""))
+    sandboxes_of_scorer = ScriptedSandboxes(printing(""))
     rubric = Rubric({"tests": (InSandboxes(), 1.0), "short": (Gives(0.0), 1.0)})
-    assert rubric.needs_sandboxes and (await score(rubric, here)).value == 0.5
+    assert rubric.needs_sandboxes and (await score(rubric, sandboxes_of_scorer)).value == 0.5
     assert not Rubric({"short": (Gives(0.0), 1.0)}).needs_sandboxes
     with pytest.raises(PluginError, match="needs sandboxes"):
         await score(rubric)
@@ -146,12 +146,12 @@ async def test_turn_rewards_are_weighted_like_values() -> None:
     turn = Turn(prompt_ids=(), completion_ids=(), logprobs=(), versions=(), message=TASK.prompt[0], finish_reason="stop")
     episode = replace(EPISODE, trajectories=(Trajectory(agent="main", turns=(turn, turn)),))
     rewarded = Gives(Score(value=1.0, turn_rewards=((1.0, 0.0),)))
-    whole = await Rubric({"a": (rewarded, 3.0), "b": (Gives(1.0), 1.0)})(TASK, episode)
-    assert whole.turn_rewards == ((0.75, 0.0),)
+    total = await Rubric({"a": (rewarded, 3.0), "b": (Gives(1.0), 1.0)})(TASK, episode)
+    assert total.turn_rewards == ((0.75, 0.0),)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"parts": {}}, "needs parts"),
         ({"parts": {"a": (Gives(1.0), 0.0)}}, "weight of 'a' is 0.0"),
@@ -167,8 +167,8 @@ async def test_turn_rewards_are_weighted_like_values() -> None:
         ({"parts": {"a/b": (Gives(1.0), 1.0)}}, "not a valid name of a part"),
     ],
 )
-def test_invalid_rubric_raises_on_construction(arguments: Any, said: str) -> None:
-    with pytest.raises(PluginError, match=said):
+def test_invalid_rubric_raises_on_construction(arguments: Any, message: str) -> None:
+    with pytest.raises(PluginError, match=message):
         Rubric(**arguments)
 
 

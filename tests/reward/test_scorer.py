@@ -38,7 +38,7 @@ async def reads_elsewhere(task: Task, episode: Episode) -> Score:
     return Score(value=float({"a": 1}["answer"]))
 
 
-async def does_without(task: Task, episode: Episode) -> Score:
+async def handles_missing_data(task: Task, episode: Episode) -> Score:
     try:
         return Score(value=float(task.data["answer"]))
     except KeyError:
@@ -59,7 +59,7 @@ async def wrong(task: Task, episode: Episode) -> Any:
 
 
 class InSandboxes:
-    """A verifier that wants sandboxes, and fails `faults` times before it gives a score."""
+    """A verifier that needs sandboxes and raises `error` in its first `faults` calls."""
 
     needs_sandboxes = True
 
@@ -104,19 +104,19 @@ async def test_missing_task_data_is_a_task_fault_with_a_fix() -> None:
     assert score.value is None and score.blame is Blame.TASK
     assert "task t: data has no 'answer', which verifier" in score.reason and "reads_truth reads" in score.reason
     assert "fix: add the key (a captured task" in score.reason
-    own = await TaskScorer()(task("reads_elsewhere"), EPISODE)
-    assert own.value is None and own.blame is None and "raised KeyError: 'answer'" in own.reason, "its own mistake"
-    minds = await TaskScorer()(task("does_without"), EPISODE)
-    assert minds.value == 0.25 and minds.evidence == f"None, {task('does_without').key}"
+    bug = await TaskScorer()(task("reads_elsewhere"), EPISODE)
+    assert bug.value is None and bug.blame is None and "raised KeyError: 'answer'" in bug.reason, "its own bug"
+    handled = await TaskScorer()(task("handles_missing_data"), EPISODE)
+    assert handled.value == 0.25 and handled.evidence == f"None, {task('handles_missing_data').key}"
 
 
 async def test_turn_rewards_are_averaged_and_must_match_the_turns() -> None:
     turn = Turn(
         prompt_ids=(1,), completion_ids=(), logprobs=(), versions=(), message=Message(role="assistant", content=""), finish_reason="stop"
     )
-    two = replace(EPISODE, trajectories=(Trajectory(agent="main", turns=(turn, turn)),))
-    assert (await TaskScorer()(task("full", "by_turn"), two)).turn_rewards == ((0.5, 0.0),)
-    assert (await TaskScorer()(task("full"), two)).turn_rewards == ()
+    two_turns = replace(EPISODE, trajectories=(Trajectory(agent="main", turns=(turn, turn)),))
+    assert (await TaskScorer()(task("full", "by_turn"), two_turns)).turn_rewards == ((0.5, 0.0),)
+    assert (await TaskScorer()(task("full"), two_turns)).turn_rewards == ()
     misfit = await TaskScorer()(task("by_turn"), EPISODE)
     assert misfit.value is None and "do not match" in misfit.reason
     with pytest.raises(ValueError, match="turn rewards"):
@@ -329,13 +329,13 @@ async def pays_less_for_wrong_answers(task: Task, episode: Episode) -> Score:
 
 async def test_failing_the_verifier_pays_no_more_than_the_worst_answer_so_far() -> None:
     scorer, judged = TaskScorer(), task("pays_less_for_wrong_answers")
-    assert (await scorer(judged, replace(EPISODE, answer="boom"))).value == -1.0, "as the harmless answer that pays least"
+    assert (await scorer(judged, replace(EPISODE, answer="boom"))).value == -1.0, "the value of the harmless answer that pays least"
     assert (await scorer(judged, replace(EPISODE, answer="long"))).value == -3.0
     assert (await scorer(judged, replace(EPISODE, answer="boom"))).value == -3.0
 
 
 class Computes:
-    """A verifier that bounds what it runs, and has a server."""
+    """A verifier with limits and a server."""
 
     def __init__(self, error: Exception) -> None:
         self.error, self.down = error, False
@@ -385,7 +385,7 @@ async def test_failure_on_all_real_answers_is_an_infrastructure_fault(fails: str
 
 
 def scored(scorer: TaskScorer, judged: Task, episode: Episode = EPISODE) -> tuple[Score, float]:
-    """The score, and the seconds that it took on a clock that only waiting advances."""
+    """Returns the score and the seconds that it took on a virtual clock."""
 
     async def score() -> tuple[Score, float]:
         return await scorer(judged, episode), asyncio.get_running_loop().time()
@@ -464,8 +464,8 @@ async def test_an_episode_without_a_value_is_not_audited() -> None:
 
     scorer = TaskScorer(audit=("counts",), _verifiers={"counts": counts, "broken": broken})
     assert (await scorer(replace(task(), verifiers=("broken",)), EPISODE)).value is None and calls == []
-    given = Score(value=None, reason="x")
-    assert await scorer.audit_score(task(), EPISODE, given) is given and calls == []
+    unscored = Score(value=None, reason="x")
+    assert await scorer.audit_score(task(), EPISODE, unscored) is unscored and calls == []
     unaudited = Score(value=1.0)
     assert await TaskScorer().audit_score(task(), EPISODE, unaudited) is unaudited
 
@@ -482,7 +482,7 @@ async def test_scores_of_trajectories_are_averaged() -> None:
 
 @pytest.mark.parametrize("errors", [(TimeoutError(), SandboxError("gone")), (SandboxError("gone"), TimeoutError())])
 def test_outage_without_repeated_timeouts_is_not_blamed_on_the_episode(errors: tuple[Exception, ...]) -> None:
-    """No other episode is judged to find out."""
+    """The scorer does not judge another episode to check this."""
     seen: list[str | None] = []
 
     async def fails(task: Task, episode: Episode) -> Score:
@@ -498,15 +498,15 @@ def test_outage_without_repeated_timeouts_is_not_blamed_on_the_episode(errors: t
 
 
 class Changing:
-    """A verifier whose answers change: for each call the score or the error that comes next for the episode's answer."""
+    """A verifier that returns or raises the next planned result for the answer of the episode. The last one repeats."""
 
     def __init__(self, **planned: list[float | Exception]) -> None:
         self.planned, self.seen = planned, list[str | None]()
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
         self.seen.append(episode.answer)
-        given = self.planned.get(str(episode.answer) or "empty", [0.0])
-        result = given.pop(0) if len(given) > 1 else given[0]
+        results = self.planned.get(str(episode.answer) or "empty", [0.0])
+        result = results.pop(0) if len(results) > 1 else results[0]
         if isinstance(result, Exception):
             raise result
         return Score(value=result)
@@ -522,9 +522,9 @@ def test_timeouts_are_blamed_on_the_episode_only_if_the_best_episode_is_scored()
     _, score = judged_by(Changing(best=[1.0], x=[late]), "best", "x")
     assert score.value == 0.0 and "because of this episode's text" in score.evidence
     _, score = judged_by(Changing(best=[1.0, KeyError("k")], x=[late]), "best", "x")
-    assert score.blame is Blame.INFRASTRUCTURE, "the best one is not scored any more"
+    assert score.blame is Blame.INFRASTRUCTURE, "the best episode is no longer scored"
     _, score = judged_by(Changing(best=[1.0], x=[late, late, late, 1.0]), "best", "x")
-    assert score.blame is Blame.INFRASTRUCTURE, "it came in time at last"
+    assert score.blame is Blame.INFRASTRUCTURE, "the last retry came in time"
     _, score = judged_by(Changing(best=[1.0], x=[late, late, late, SandboxError("gone")]), "best", "x")
     assert score.blame is Blame.INFRASTRUCTURE
     verifier = Changing(best=[1.0], x=[late])
@@ -532,10 +532,10 @@ def test_timeouts_are_blamed_on_the_episode_only_if_the_best_episode_is_scored()
     assert score.blame is Blame.INFRASTRUCTURE and verifier.seen == ["best", "x", "x", "x"]
 
 
-def test_a_verifier_that_fails_for_a_moment_and_then_scores_gives_that_score() -> None:
+def test_the_score_of_a_verifier_that_recovers_is_used() -> None:
     fault = KeyError("k")
     (score,) = judged_by(Changing(x=[fault, fault, 1.0]), "x")
-    assert score.value == 1.0, "it had recovered before the control episodes, which then proved nothing"
+    assert score.value == 1.0, "the verifier recovered before the control episodes"
     (score,) = judged_by(Changing(x=[fault, fault, fault, 1.0]), "x")
     assert score.value == 0.0 and "because of this episode's text" in score.evidence
 

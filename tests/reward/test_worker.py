@@ -15,21 +15,21 @@ from agentrl.reward.worker import AnswerFault, CallFailed, CallTimeout, ControlF
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[SubprocessWorker]:
-    one = SubprocessWorker(act, prepare=prepare, deadline_s=1.0, processes=2)
-    yield one
-    one.close()
+    subprocess_worker = SubprocessWorker(act, prepare=prepare, deadline_s=1.0, processes=2)
+    yield subprocess_worker
+    subprocess_worker.close()
 
 
 async def test_each_request_gets_its_own_reply(worker: SubprocessWorker) -> None:
     assert await asyncio.gather(*(worker.call(number) for number in range(1, 60))) == [1 / number for number in range(1, 60)]
     assert await worker.call("prepared") is True
-    assert await worker.call("print") == "printed", "what the function prints is no reply"
+    assert await worker.call("print") == "printed", "printed output is not a reply"
     assert await worker.call("size " + "x" * 3_000_000) == 3_000_005
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("request_", "error", "said"),
+    ("request_", "error", "message"),
     [
         ("hang", CallTimeout, "within 1 s"),
         ("crash", CallFailed, "exit code -11"),
@@ -40,9 +40,9 @@ async def test_each_request_gets_its_own_reply(worker: SubprocessWorker) -> None
     ],
 )
 async def test_failures_are_typed_and_the_next_request_succeeds(
-    request_: Any, error: type[Exception], said: str, worker: SubprocessWorker
+    request_: Any, error: type[Exception], message: str, worker: SubprocessWorker
 ) -> None:
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         await worker.call(request_)
     assert await worker.call("next") == "next"
 
@@ -70,17 +70,17 @@ async def test_reply_to_another_request_is_rejected(worker: SubprocessWorker, mo
 
 @pytest.mark.slow
 async def test_cancelled_request_is_never_sent() -> None:
-    one = SubprocessWorker(act, deadline_s=60.0)
-    assert await one.call(1) == 1.0
-    child = one._free.get()  # until it is given back, the first of these waits for it, and the others for the first
-    waiting = [asyncio.create_task(one.call("x" * 10)) for _ in range(2000)]
+    subprocess_worker = SubprocessWorker(act, deadline_s=60.0)
+    assert await subprocess_worker.call(1) == 1.0
+    child = subprocess_worker._free.get()  # until it is returned, the first request waits for it, and the others wait for the first
+    waiting = [asyncio.create_task(subprocess_worker.call("x" * 10)) for _ in range(2000)]
     await asyncio.sleep(0)
     for job in waiting:
         job.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
-    one._free.put(child)
-    assert await one.call("asked") <= 3, "the process has heard of the first at most"
-    one.close()
+    subprocess_worker._free.put(child)
+    assert await subprocess_worker.call("requests") <= 3, "the process got at most the first request"
+    subprocess_worker.close()
 
 
 @pytest.mark.slow
@@ -91,11 +91,11 @@ def test_only_module_level_functions_are_accepted() -> None:
 
 @pytest.mark.slow
 async def test_process_with_full_memory_is_replaced() -> None:
-    """What one answer left in memory must not fail the next ones, and with them the sound request."""
-    one = SubprocessWorker(act, deadline_s=60.0, memory=1 << 30)
+    """Memory used by one answer must not fail the next ones, or the control request."""
+    subprocess_worker = SubprocessWorker(act, deadline_s=60.0, memory=1 << 30)
     with pytest.raises(CallFailed, match="MemoryError"):
-        await one.call("hoard")
-    assert await one.call("modest") == 512 << 20
-    assert await one.call("keep") == "kept"
-    assert await one.call("modest") == 512 << 20
-    one.close()
+        await subprocess_worker.call("hoard")
+    assert await subprocess_worker.call("modest") == 512 << 20
+    assert await subprocess_worker.call("keep") == "kept"
+    assert await subprocess_worker.call("modest") == 512 << 20
+    subprocess_worker.close()

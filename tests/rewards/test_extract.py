@@ -64,13 +64,13 @@ NO_NUMBER = [
 ]
 
 
-@pytest.mark.parametrize(("text", "due"), FINAL)
-def test_the_last_mark_marks_the_answer(text: str, due: str) -> None:
-    assert final(text) == due == expression(text)
+@pytest.mark.parametrize(("text", "expected"), FINAL)
+def test_the_answer_follows_the_last_mark(text: str, expected: str) -> None:
+    assert final(text) == expected == expression(text)
 
 
-@pytest.mark.parametrize("text", [text for text, due in FINAL if due == "371"])
-async def test_both_numeric_verifiers_extract_it(text: str) -> None:
+@pytest.mark.parametrize("text", [text for text, expected in FINAL if expected == "371"])
+async def test_both_numeric_verifiers_extract_the_answer(text: str) -> None:
     assert await value(mathematics, text, answer="371") == 1.0
     assert await value(numeric, text, answer="371") == 1.0
     assert await value(mathematics, text, answer="372") == 0.0
@@ -84,7 +84,7 @@ async def test_several_guesses_are_wrong(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "due"),
+    ("text", "expected"),
     [
         ("so $x=5$ and $y=6$", "y=6"),
         ("\\(5\\)", "5"),
@@ -98,8 +98,8 @@ async def test_several_guesses_are_wrong(text: str) -> None:
         ("$5", "$5"),
     ],
 )
-def test_an_expression_is_between_the_last_dollar_signs_after_the_mark(text: str, due: str) -> None:
-    assert expression(text) == due
+def test_an_expression_is_between_the_last_dollar_signs_after_the_mark(text: str, expected: str) -> None:
+    assert expression(text) == expected
 
 
 @given(st.text(max_size=80), st.integers(0, 999), st.sampled_from(["\\boxed{%d}", "\n#### %d", "\nThe answer is %d."]))
@@ -109,5 +109,5 @@ def test_text_before_a_mark_is_ignored(before: str, number: int, mark: str) -> N
 
 
 @given(st.text(alphabet="\\{}$#*boxed answer is:=.5\n", max_size=80))
-def test_answer_is_part_of_any_text(text: str) -> None:
+def test_the_answer_is_always_part_of_the_text(text: str) -> None:
     assert final(text) in text and expression(text) in text

@@ -29,8 +29,8 @@ ORDER = {
 GOOD: dict[str, Any] = {"id": 12345678901234567891, "city": "Rome", "day": "2024-02-29"}
 
 
-def with_(**more: Any) -> str:
-    return json.dumps(GOOD | more)
+def with_(**changes: Any) -> str:
+    return json.dumps(GOOD | changes)
 
 
 RIGHT = [
@@ -143,9 +143,9 @@ async def test_json_that_differs_from_the_truth(changed: dict[str, Any]) -> None
     verifier = JsonSchema(schema={"type": "object"}, equal=True)
     assert await value(verifier, json.dumps(TRUTH), answer=TRUTH) == 1.0
     assert await value(verifier, json.dumps(TRUTH | changed), answer=TRUTH) == 0.0
-    left = {"out.json": json.dumps(TRUTH | changed).encode()}
+    collected = {"out.json": json.dumps(TRUTH | changed).encode()}
     files = task(answer={"out.json": {"json": TRUTH}}, outputs=("out.json",))
-    assert (await judged(outputs, files, episode(**left))).value == 0.0
+    assert (await judged(outputs, files, episode(**collected))).value == 0.0
 
 
 @pytest.mark.parametrize(
@@ -161,8 +161,8 @@ async def test_json_that_differs_from_the_truth(changed: dict[str, Any]) -> None
 async def test_unknown_format_is_a_task_fault(schema: dict[str, Any]) -> None:
     """Whatever the answer is: else an agent could choose which of its answers count."""
     for answer in ('"x"', "1", "{"):
-        given = await judged(JsonSchema(schema=schema), task(), episode(answer))
-        assert given.value is None and given.blame is Blame.TASK, given
+        score = await judged(JsonSchema(schema=schema), task(), episode(answer))
+        assert score.value is None and score.blame is Blame.TASK, score
 
 
 async def test_property_with_the_name_format_is_not_a_format() -> None:
@@ -172,7 +172,7 @@ async def test_property_with_the_name_format_is_not_a_format() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "text", "due"),
+    ("pattern", "text", "expected"),
     [
         ("^a$", "a", 1.0),
         ("^a$", "a\n", 0.0),
@@ -187,12 +187,12 @@ async def test_property_with_the_name_format_is_not_a_format() -> None:
         ("b", "abc", 1.0),
     ],
 )
-async def test_patterns_are_those_of_ecmascript(pattern: str, text: str, due: float) -> None:
-    assert await value(JsonSchema(schema={"type": "string", "pattern": pattern}), json.dumps(text)) == due
+async def test_patterns_are_those_of_ecmascript(pattern: str, text: str, expected: float) -> None:
+    assert await value(JsonSchema(schema={"type": "string", "pattern": pattern}), json.dumps(text)) == expected
 
 
 TABLE = "city,total\nRome,2.50\nOslo,1\n"
-FILES: list[tuple[str, Any, bytes | None, float]] = [  # kind, truth, what was left, due
+FILES: list[tuple[str, Any, bytes | None, float]] = [  # kind, truth, content of the output, expected score
     ("text", "one\ntwo\n", b"one\ntwo", 1.0),
     ("text", "one\ntwo\n", b"\xef\xbb\xbfone\r\ntwo\r\n\r\n", 1.0),
     ("text", "one\ntwo\n", b"one \ntwo", 0.0),
@@ -238,14 +238,14 @@ FILES: list[tuple[str, Any, bytes | None, float]] = [  # kind, truth, what was l
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(("kind", "truth", "left", "due"), FILES)
-async def test_files_of_every_kind(kind: str, truth: Any, left: bytes | None, due: float) -> None:
-    one = task(answer={"out": {kind: truth}}, outputs=("out",))
-    assert (await judged(outputs, one, episode(**({} if left is None else {"out": left})))).value == due
+@pytest.mark.parametrize(("kind", "truth", "content", "expected"), FILES)
+async def test_files_of_every_kind(kind: str, truth: Any, content: bytes | None, expected: float) -> None:
+    file_task = task(answer={"out": {kind: truth}}, outputs=("out",))
+    assert (await judged(outputs, file_task, episode(**({} if content is None else {"out": content})))).value == expected
 
 
 @pytest.mark.parametrize(
-    ("message", "due"),
+    ("message", "expected"),
     [
         ("out: it is a folder", 0.0),
         ("other: it is a link; out: it is a link", 0.0),
@@ -254,29 +254,29 @@ async def test_files_of_every_kind(kind: str, truth: Any, left: bytes | None, du
         ("other: it is a link", 1.0),
     ],
 )
-async def test_uncollected_file_is_not_absent(message: str, due: float) -> None:
+async def test_uncollected_file_is_not_absent(message: str, expected: float) -> None:
     """An agent may put a link, a folder or a pipe in place of the file that it had to delete."""
     failure = Failure(stage="collect", blame=Blame.POLICY, kind="outputs_refused", message=message[:2000])
-    one = task(answer={"out": {"absent": True}}, outputs=("out", "**"))
-    given = Episode(id="e", task_id="t", task_key="k", trajectories=(), answer=None, failures=(failure,))
-    assert (await judged(outputs, one, given)).value == due
+    file_task = task(answer={"out": {"absent": True}}, outputs=("out", "**"))
+    attempt = Episode(id="e", task_id="t", task_key="k", trajectories=(), answer=None, failures=(failure,))
+    assert (await judged(outputs, file_task, attempt)).value == expected
 
 
 async def test_no_file_is_absent_after_a_timeout() -> None:
     line = Trajectory(agent="main", turns=(), stop_reason="wall_limit")
-    one = task(answer={"out": {"absent": True}}, outputs=("out",))
-    given = Episode(id="e", task_id="t", task_key="k", trajectories=(line,), answer=None)
-    assert (await judged(outputs, one, given)).value == 0.0
+    file_task = task(answer={"out": {"absent": True}}, outputs=("out",))
+    attempt = Episode(id="e", task_id="t", task_key="k", trajectories=(line,), answer=None)
+    assert (await judged(outputs, file_task, attempt)).value == 0.0
 
 
 @pytest.mark.parametrize(("truth", "patterns"), [({"text": "x"}, ("other",)), ({"absent": True}, ("*",)), ({"absent": True}, ())])
 async def test_truth_of_an_undeclared_output_is_a_task_fault(truth: Any, patterns: tuple[str, ...]) -> None:
-    given = await judged(outputs, task(answer={"out": truth}, outputs=patterns), episode())
-    assert given.value is None and given.blame is Blame.TASK
+    score = await judged(outputs, task(answer={"out": truth}, outputs=patterns), episode())
+    assert score.value is None and score.blame is Blame.TASK
 
 
 CAREFUL = ToolUse(must=("search",), never=("shell",), at_most={"python": 2}, calls=5, order=("search", "submit"), succeeded=True)
-USES: list[tuple[str, tuple[str, ...], float]] = [  # calls, tools that failed, due
+USES: list[tuple[str, tuple[str, ...], float]] = [  # calls, tools that failed, expected score
     ("search submit", (), 1.0),
     ("search python python submit", (), 1.0),
     ("search search submit", (), 1.0),
@@ -307,9 +307,9 @@ USES: list[tuple[str, tuple[str, ...], float]] = [  # calls, tools that failed, 
 ]
 
 
-@pytest.mark.parametrize(("calls", "failed", "due"), USES)
-async def test_tool_rules(calls: str, failed: tuple[str, ...], due: float) -> None:
-    assert (await judged(CAREFUL, task(), episode(calls=calls, failed=failed))).value == due
+@pytest.mark.parametrize(("calls", "failed", "expected"), USES)
+async def test_tool_rules(calls: str, failed: tuple[str, ...], expected: float) -> None:
+    assert (await judged(CAREFUL, task(), episode(calls=calls, failed=failed))).value == expected
 
 
 def act(*calls: str, ok: bool = True) -> Turn:
@@ -351,7 +351,7 @@ TREES: list[tuple[ToolUse, tuple[Trajectory, ...], float]] = [
 ]
 
 
-@pytest.mark.parametrize(("rules", "lines", "due"), TREES)
-async def test_calls_of_sub_agents_count_when_they_were_made(rules: ToolUse, lines: tuple[Trajectory, ...], due: float) -> None:
-    given = Episode(id="e", task_id="t", task_key="k", trajectories=lines, answer="x")
-    assert (await judged(rules, task(), given)).value == due
+@pytest.mark.parametrize(("rules", "lines", "expected"), TREES)
+async def test_calls_of_sub_agents_count_in_their_order(rules: ToolUse, lines: tuple[Trajectory, ...], expected: float) -> None:
+    attempt = Episode(id="e", task_id="t", task_key="k", trajectories=lines, answer="x")
+    assert (await judged(rules, task(), attempt)).value == expected

@@ -129,16 +129,16 @@ def verdict(answer: str) -> dict[str, str]:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("answer", [*HARD_CODED, *OTHER_VALUES])
 def test_hardcoded_result_is_wrong(answer: str) -> None:
-    told = verdict(answer)
-    assert told["task"] == "" and told["wrong"], answer
+    result = verdict(answer)
+    assert result["task"] == "" and result["wrong"], answer
 
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("answer", ATTACKS, ids=lambda answer: answer[:60])
 def test_a_query_that_does_more_than_read_is_wrong_within_bounds(answer: str) -> None:
     started = time.process_time()
-    told = verdict(answer)
-    assert told["task"] == "" and told["wrong"], answer
+    result = verdict(answer)
+    assert result["task"] == "" and result["wrong"], answer
     assert time.process_time() - started < 8, answer
 
 

@@ -29,23 +29,23 @@ def task_of(settings: Mapping[str, Any] | None = None) -> Task:
 
 async def test_the_settings_of_a_task_determine_the_part() -> None:
     assert (await late(task_of(), EPISODE)).pending == (PendingPart(name="human"),)
-    begin = time.time()
+    started_at = time.time()
     (part,) = (await late(task_of({"part": "review", "low": 1, "high": 5, "expires_s": 60}), EPISODE)).pending
-    assert (part.name, part.low, part.high) == ("review", 1.0, 5.0) and begin + 60 <= (part.expires_at or 0.0) <= time.time() + 60
+    assert (part.name, part.low, part.high) == ("review", 1.0, 5.0) and started_at + 60 <= (part.expires_at or 0.0) <= time.time() + 60
     scorer = TaskScorer()
-    for given in (late, Late(residual=True)):
-        scorer._verifiers.update(one=given, two=late)
-        assert scorer.residual == (("one",) if given is not late else ())
-        assert [part.residual for part in (await given(task_of(), EPISODE)).pending] == [given is not late]
+    for verifier in (late, Late(residual=True)):
+        scorer._verifiers.update(one=verifier, two=late)
+        assert scorer.residual == (("one",) if verifier is not late else ())
+        assert [part.residual for part in (await verifier(task_of(), EPISODE)).pending] == [verifier is not late]
     with pytest.raises(TaskError, match="low < high is required"):
         await late(task_of({"low": 1}), EPISODE)
     with pytest.raises(ValidationError):
         Late(expires_s=1e9)
 
 
-async def test_the_reviewer_sends_what_it_scored_also_after_a_restart(tmp_path: Path) -> None:
+async def test_the_reviewer_sends_its_scores_also_after_a_restart(tmp_path: Path) -> None:
     reviewer = Reviewer(delay_s=(0.0, 0.05))
-    assert (await reviewer(task_of(), EPISODE)).value == 1.0, "without a run nothing is late"
+    assert (await reviewer(task_of(), EPISODE)).value == 1.0, "without a run, scores are not late"
     reviewer.prepare(root=tmp_path, folder=tmp_path)
     heldout = replace(task_of(), split=Split.HELDOUT)
     assert (await reviewer(heldout, EPISODE)).value == 1.0
@@ -58,5 +58,5 @@ async def test_the_reviewer_sends_what_it_scored_also_after_a_restart(tmp_path: 
     async with asyncio.timeout(60.0):
         while store.parked():
             await asyncio.sleep(0.02)
-    assert [one.score.value for one in store.groups([0])[0].episodes] == [1.0]
+    assert [scored.score.value for scored in store.groups([0])[0].episodes] == [1.0]
     store.close()

@@ -56,11 +56,11 @@ PLAIN: dict[str, tuple[Any, str, dict[str, Any]]] = {  # name -> verifier, right
 @pytest.mark.parametrize("name", PLAIN)
 async def test_right_answer_scores_1_and_answers_without_work_0(name: str) -> None:
     verifier, right, data = PLAIN[name]
-    one = task(**data)
-    gold = await judged(verifier, one, episode(right))
+    proof_task = task(**data)
+    gold = await judged(verifier, proof_task, episode(right))
     assert gold.value == 1.0, gold
     proof = await prove_null_answers(
-        [one], {"t": GoldAttempt(episode=episode(right), score=gold)}, TaskScorer(_verifiers={"v": verifier}), parallel=4
+        [proof_task], {"t": GoldAttempt(episode=episode(right), score=gold)}, TaskScorer(_verifiers={"v": verifier}), parallel=4
     )
     assert proof.findings == () and proof.table[1:] == (("v", *["0"] * 7),), proof
 
@@ -92,12 +92,12 @@ BROKEN: list[tuple[Any, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("verifier", "data"), BROKEN)
 async def test_invalid_task_is_unscored_and_blamed(verifier: Any, data: dict[str, Any]) -> None:
-    given_ = await judged(verifier, task(**data), episode("{}"))
-    assert given_.value is None and given_.blame is Blame.TASK, given_
+    score = await judged(verifier, task(**data), episode("{}"))
+    assert score.value is None and score.blame is Blame.TASK, score
 
 
 @pytest.mark.parametrize(
-    ("verifier", "answer", "due"),
+    ("verifier", "answer", "expected"),
     [
         (exact, "  north\n", 1.0),
         (exact, "North", 0.0),
@@ -110,12 +110,12 @@ async def test_invalid_task_is_unscored_and_blamed(verifier: Any, data: dict[str
         (exact, None, 0.0),
     ],
 )
-async def test_exact(verifier: Exact, answer: str | None, due: float) -> None:
-    assert await value(verifier, answer, answer=["north", "the north"]) == due
+async def test_exact(verifier: Exact, answer: str | None, expected: float) -> None:
+    assert await value(verifier, answer, answer=["north", "the north"]) == expected
 
 
 @pytest.mark.parametrize(
-    ("verifier", "truth", "answer", "due"),
+    ("verifier", "truth", "answer", "expected"),
     [
         (numeric, "200", "2e2", 1.0),
         (numeric, 1234.5, "1,234.5", 1.0),
@@ -137,13 +137,13 @@ async def test_exact(verifier: Exact, answer: str | None, due: float) -> None:
         (numeric, "3", "3 or 4", 0.0),
         (numeric, "3", "1_000", 0.0),
         (numeric, "2", "2" * 300, 0.0),
-        (numeric, "1 m", "1 peV^-12", 0.0),  # worth more than a float holds
-        (numeric, "1 m", "1 m/peV^12", 0.0),  # and a division by what is worth less
+        (numeric, "1 m", "1 peV^-12", 0.0),  # more than a float can hold
+        (numeric, "1 m", "1 m/peV^12", 0.0),  # a division by less than a float can hold
         (numeric, "0", "7 peV^12 J^-12 peV^12 J^-12", 0.0),
     ],
 )
-async def test_numeric(verifier: Numeric, truth: Any, answer: str, due: float) -> None:
-    assert await value(verifier, answer, answer=truth) == due
+async def test_numeric(verifier: Numeric, truth: Any, answer: str, expected: float) -> None:
+    assert await value(verifier, answer, answer=truth) == expected
 
 
 @pytest.mark.parametrize(
@@ -173,8 +173,8 @@ async def test_numeric(verifier: Numeric, truth: Any, answer: str, due: float) -
     ],
 )
 def test_units_match_scipys_table(name: str, si: float) -> None:
-    found = unit(name)
-    assert found is not None and found.factor == pytest.approx(si, rel=1e-15)
+    parsed = unit(name)
+    assert parsed is not None and parsed.factor == pytest.approx(si, rel=1e-15)
 
 
 @given(
@@ -187,20 +187,20 @@ def test_units_convert_there_and_back(name: str, number: float, power: int) -> N
     product = unit(f"{name.split('/')[0].split()[0]}^{power}")
     single = unit(name.split("/")[0].split()[0])
     assert product is not None and single is not None
-    assert product.factor == pytest.approx(single.factor**power) and product.powers == tuple(power * one for one in single.powers)
+    assert product.factor == pytest.approx(single.factor**power) and product.powers == tuple(power * exponent for exponent in single.powers)
 
 
 @given(st.text(max_size=80))
 @example("E0")  # an exponent of nothing
 @example("-.e5 m")
 def test_parsing_numbers_and_units_accepts_any_text(text: str) -> None:
-    for found in (quantity(text), quantity(f"3 {text}")):
-        assert found is None or abs(found.value) < float("inf")
-    assert (found_unit := unit(text)) is None or len(found_unit.powers) == len(BASE)
+    for parsed in (quantity(text), quantity(f"3 {text}")):
+        assert parsed is None or abs(parsed.value) < float("inf")
+    assert (parsed_unit := unit(text)) is None or len(parsed_unit.powers) == len(BASE)
 
 
 @pytest.mark.parametrize(
-    ("truth", "answer", "due"),
+    ("truth", "answer", "expected"),
     [
         ("1/2", "0.5", 1.0),
         ("x^2+2x+1", "$(x+1)^2$", 1.0),
@@ -218,38 +218,38 @@ def test_parsing_numbers_and_units_accepts_any_text(text: str) -> None:
         ("3", "9" * 5000, 0.0),
     ],
 )
-async def test_mathematics(truth: str, answer: str, due: float) -> None:
-    assert await value(mathematics, answer, answer=truth) == due
+async def test_mathematics(truth: str, answer: str, expected: float) -> None:
+    assert await value(mathematics, answer, answer=truth) == expected
 
 
 @pytest.mark.slow
 async def test_endless_expression_is_wrong_and_the_next_is_scored() -> None:
-    given_ = await judged(mathematics, task(answer="3"), episode("9^{9^{9^{9}}}"))
-    assert given_.value == 0.0 and "returned nothing within 3 s" in given_.evidence
+    score = await judged(mathematics, task(answer="3"), episode("9^{9^{9^{9}}}"))
+    assert score.value == 0.0 and "returned nothing within 3 s" in score.evidence
     assert await value(mathematics, "3", answer="3") == 1.0
 
 
 @given(st.text(max_size=60))
 def test_braces_of_the_expression_balance(text: str) -> None:
-    for found in (expression(text), expression(f"\\boxed{{{text}}}")):
-        plain = found.replace("\\{", "").replace("\\}", "")
-        assert plain.count("{") == plain.count("}") or "\\\\" in found
+    for extracted in (expression(text), expression(f"\\boxed{{{text}}}")):
+        plain = extracted.replace("\\{", "").replace("\\}", "")
+        assert plain.count("{") == plain.count("}") or "\\\\" in extracted
 
 
 @pytest.mark.parametrize(
-    ("answer", "due"),
+    ("answer", "expected"),
     [('{"city": "Rome"}', 1.0), ('{"city": ""}', 0.0), ('{"city": "a", "city": "b"}', 0.0), ('{"city": NaN}', 0.0), ("[" * 90_000, 0.0)],
 )
-async def test_json_schema(answer: str, due: float) -> None:
-    assert await value(JsonSchema(schema=SCHEMA), answer) == due
-    assert await value(JsonSchema(schema=SCHEMA, fenced=True), f"```json\n{answer}\n```") == due
+async def test_json_schema(answer: str, expected: float) -> None:
+    assert await value(JsonSchema(schema=SCHEMA), answer) == expected
+    assert await value(JsonSchema(schema=SCHEMA, fenced=True), f"```json\n{answer}\n```") == expected
     assert await value(JsonSchema(schema=SCHEMA), f"```json\n{answer}\n```") == 0.0
 
 
 async def test_json_can_be_required_to_equal_the_truth() -> None:
     verifier = JsonSchema(schema=SCHEMA, equal=True)
-    given_ = await judged(verifier, task(answer={"city": "Rome"}), episode('{"city": "Oslo"}'))
-    assert (given_.value, given_.parts["v/fits"], given_.parts["v/equal"]) == (0.0, 1.0, 0.0)
+    score = await judged(verifier, task(answer={"city": "Rome"}), episode('{"city": "Oslo"}'))
+    assert (score.value, score.parts["v/fits"], score.parts["v/equal"]) == (0.0, 1.0, 0.0)
     assert await value(verifier, '{"city": "Rome"}', answer={"city": "Rome"}) == 1.0
 
 
@@ -261,15 +261,15 @@ json_values = st.recursive(
 
 
 @given(json_values, json_values)
-def test_equal_json_has_equal_text(one: Any, other: Any) -> None:
-    assert same_json(one, one) and same(one, one, relative=0) and same(one, one, relative=0, part=True)
-    if json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True):
-        assert same_json(one, other)
-    assert same_json(one, other) == same_json(other, one) == same(one, other, relative=0)
+def test_equal_json_has_equal_text(first: Any, second: Any) -> None:
+    assert same_json(first, first) and same(first, first, relative=0) and same(first, first, relative=0, part=True)
+    if json.dumps(first, sort_keys=True) == json.dumps(second, sort_keys=True):
+        assert same_json(first, second)
+    assert same_json(first, second) == same_json(second, first) == same(first, second, relative=0)
 
 
 @pytest.mark.parametrize(
-    ("verifier", "answer", "due"),
+    ("verifier", "answer", "expected"),
     [
         (pattern, "2024-01-31", 1.0),
         (pattern, "on 2024-01-31", 0.0),
@@ -277,18 +277,18 @@ def test_equal_json_has_equal_text(one: Any, other: Any) -> None:
         (pattern, "\u0662\u0660\u0662\u0664-01-31", 0.0),
     ],
 )
-async def test_pattern(verifier: Pattern, answer: str, due: float) -> None:
-    assert await value(verifier, answer, answer=r"\d{4}-\d{2}-\d{2}") == due
+async def test_pattern(verifier: Pattern, answer: str, expected: float) -> None:
+    assert await value(verifier, answer, answer=r"\d{4}-\d{2}-\d{2}") == expected
 
 
 @pytest.mark.slow
 async def test_text_that_blocks_the_pattern_does_not_match() -> None:
-    given_ = await judged(pattern, task(answer="(a+)+b"), episode("a" * 60))
-    assert given_.value == 0.0 and "returned nothing within 2 s" in given_.evidence
+    score = await judged(pattern, task(answer="(a+)+b"), episode("a" * 60))
+    assert score.value == 0.0 and "returned nothing within 2 s" in score.evidence
 
 
 @pytest.mark.parametrize(
-    ("answer", "due"),
+    ("answer", "expected"),
     [
         ("SELECT a, total(b) AS s FROM t GROUP BY 1 ORDER BY a DESC;", 1.0),
         ("WITH s AS (SELECT * FROM t) SELECT a, sum(b) FROM s GROUP BY a", 1.0),
@@ -305,8 +305,8 @@ async def test_text_that_blocks_the_pattern_does_not_match() -> None:
         ("(" * 5000, 0.0),
     ],
 )
-async def test_sql(answer: str, due: float) -> None:
-    assert await value(sql, answer, answer="SELECT a, sum(b) FROM t GROUP BY a", databases=[DATABASE]) == due
+async def test_sql(answer: str, expected: float) -> None:
+    assert await value(sql, answer, answer="SELECT a, sum(b) FROM t GROUP BY a", databases=[DATABASE]) == expected
 
 
 async def test_query_must_be_right_on_every_database_and_in_the_truths_order() -> None:
@@ -325,16 +325,16 @@ rows = st.lists(st.tuples(st.integers(-3, 3) | st.none() | st.text(max_size=2), 
 
 
 @given(rows, st.randoms())
-def test_a_permuted_result_is_equal_unless_the_truth_orders(some: list[tuple[Any, ...]], random: Any) -> None:
-    other = [(first, second * (1 + 1e-12)) for first, second in some]
-    random.shuffle(other)
-    given_, wanted = Result(other, 2, READS), Result(some, 2, READS)
-    assert differ(given_, wanted, ordered=False, relative=1e-9) == ""
-    pairs = [(*a, *b) for a, b in zip(other, some, strict=True)]
+def test_a_permuted_result_is_equal_unless_the_truth_orders(true_rows: list[tuple[Any, ...]], random: Any) -> None:
+    answer_rows = [(first, second * (1 + 1e-12)) for first, second in true_rows]
+    random.shuffle(answer_rows)
+    answer, truth = Result(answer_rows, 2, READS), Result(true_rows, 2, READS)
+    assert differ(answer, truth, ordered=False, relative=1e-9) == ""
+    pairs = [(*a, *b) for a, b in zip(answer_rows, true_rows, strict=True)]
     in_order = all(a == c and type(a) is type(c) and b == pytest.approx(d, rel=1e-9, abs=0) for a, b, c, d in pairs)
-    assert (differ(given_, wanted, ordered=True, relative=1e-9) == "") == in_order
-    if some:
-        assert differ(Result([*some[1:], ("other", 0.5)], 2, READS), wanted, ordered=False, relative=1e-9)
+    assert (differ(answer, truth, ordered=True, relative=1e-9) == "") == in_order
+    if true_rows:
+        assert differ(Result([*true_rows[1:], ("other", 0.5)], 2, READS), truth, ordered=False, relative=1e-9)
 
 
 def test_order_of_a_subquery_is_not_the_querys() -> None:
@@ -343,15 +343,15 @@ def test_order_of_a_subquery_is_not_the_querys() -> None:
 
 
 def test_a_connection_only_reads_even_past_its_authorizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    keep = sqlite3.connect("file:/only-reads?vfs=memdb", uri=True)
-    keep.executescript(DATABASE)
-    keep.commit()
+    database = sqlite3.connect("file:/only-reads?vfs=memdb", uri=True)
+    database.executescript(DATABASE)
+    database.commit()
     monkeypatch.setattr("rewards.sql._authorizer", lambda read: lambda *action: sqlite3.SQLITE_OK)
     for query in ("DELETE FROM t RETURNING a", "INSERT INTO t VALUES (1, 2) RETURNING a"):
         with pytest.raises(Refused, match="readonly"):
             execute("/only-reads", query)
     assert len(execute("/only-reads", "SELECT * FROM t").rows) == 3
-    keep.close()
+    database.close()
 
 
 @pytest.mark.slow
@@ -359,9 +359,9 @@ async def test_slow_answers_do_not_cost_others_their_score(monkeypatch: pytest.M
     worker = SubprocessWorker(matches, deadline_s=0.5, processes=1)
     monkeypatch.setattr("rewards.pattern._worker", worker)
     scorer = TaskScorer(timeout_s=0.4, _verifiers={"v": pattern})
-    given_ = await asyncio.gather(*(scorer(task(answer="(a+)+b"), episode(answer)) for answer in ("a" * 60, "aab")))
+    scores = await asyncio.gather(*(scorer(task(answer="(a+)+b"), episode(answer)) for answer in ("a" * 60, "aab")))
     worker.close()
-    assert [one.value for one in given_] == [0.0, 1.0], given_
+    assert [score.value for score in scores] == [0.0, 1.0], scores
 
 
 @pytest.mark.parametrize(
@@ -387,8 +387,8 @@ RIGHT = {
 
 
 async def files(verifier: Outputs, **changed: bytes | None) -> Score:
-    left = {path: data for path, data in (RIGHT | changed).items() if data is not None}
-    return await judged(verifier, task(answer=FILES, outputs=("*", "gone.tmp")), episode(**left))
+    collected = {path: data for path, data in (RIGHT | changed).items() if data is not None}
+    return await judged(verifier, task(answer=FILES, outputs=("*", "gone.tmp")), episode(**collected))
 
 
 async def test_files_are_compared_by_content() -> None:
@@ -419,7 +419,7 @@ async def test_files_that_are_wrong_or_hostile_score_0(path: str, data: bytes | 
 
 
 @pytest.mark.parametrize(
-    ("verifier", "answer", "due"),
+    ("verifier", "answer", "expected"),
     [
         (Length(most=3), "one two three", 1.0),
         (Length(most=3), "one two three four", 0.0),
@@ -434,12 +434,12 @@ async def test_files_that_are_wrong_or_hostile_score_0(path: str, data: bytes | 
         (Form(), "", 0.0),
     ],
 )
-async def test_form_and_length(verifier: Any, answer: str, due: float) -> None:
-    assert await value(verifier, answer) == due
+async def test_form_and_length(verifier: Any, answer: str, expected: float) -> None:
+    assert await value(verifier, answer) == expected
 
 
 @pytest.mark.parametrize(
-    ("rules", "calls", "due"),
+    ("rules", "calls", "expected"),
     [
         (ToolUse(must=("search",)), "search submit", 1.0),
         (ToolUse(must=("search",)), "submit", 0.0),
@@ -453,11 +453,11 @@ async def test_form_and_length(verifier: Any, answer: str, due: float) -> None:
         (ToolUse(never=("shell",)), "", None),
     ],
 )
-async def test_tool_use(rules: ToolUse, calls: str, due: float | None) -> None:
-    given_ = await judged(rules, task(), episode(calls=calls, failed=("python",)))
-    assert given_.value == due
-    if due == 0.0:
-        assert given_.parts["v/rules"] < 1 and given_.evidence.startswith("broken: ")
+async def test_tool_use(rules: ToolUse, calls: str, expected: float | None) -> None:
+    score = await judged(rules, task(), episode(calls=calls, failed=("python",)))
+    assert score.value == expected
+    if expected == 0.0:
+        assert score.parts["v/rules"] < 1 and score.evidence.startswith("broken: ")
 
 
 async def test_task_overrides_settings() -> None:

@@ -21,16 +21,16 @@ from tests.judging import episode, judged, task, value
 NOTATIONS = Path(__file__).parent / "data" / "notations.tsv"
 
 
-def equal(truth: str, answer: str, **more: Any) -> bool:
-    """The verdict of the judging process, in this one."""
-    request = {"truth": expression(truth), "answer": expression(answer), "decimals": 6, "unevaluated": False, "prompt": ""} | more
-    told, why = verdict(request)
-    assert told in ("equal", "different"), f"{truth}: {told}, {why}"
-    return told == "equal"
+def equal(truth: str, answer: str, **options: Any) -> bool:
+    """Returns the verdict of the judging process, computed in this process."""
+    request = {"truth": expression(truth), "answer": expression(answer), "decimals": 6, "unevaluated": False, "prompt": ""} | options
+    outcome, reason = verdict(request)
+    assert outcome in ("equal", "different"), f"{truth}: {outcome}, {reason}"
+    return outcome == "equal"
 
 
 def pairs(*, of_equal_values: bool) -> list[tuple[str, str]]:
-    """Truths and answers in `data/notations.tsv`. Its first column is `equal`, or what makes the answer wrong."""
+    """Truths and answers in `data/notations.tsv`. The first column is `equal` or the reason why the answer is wrong."""
     rows = [line.split("\t") for line in NOTATIONS.read_text(encoding="utf-8").splitlines()[1:]]
     return [(truth, answer) for kind, truth, answer in rows if (kind == "equal") == of_equal_values]
 
@@ -125,14 +125,14 @@ def known(text: str) -> Fraction | None:
 
 
 @given(literals, literals)
-def test_numbers_are_compared_alike_both_ways_and_with_themselves(one: str, other: str) -> None:
-    assume(known(one) is not None and known(other) is not None)
-    assert equal(one, one)
-    if known(one) == known(other):
-        assert equal(one, other)
-    size = min(abs(known(one) or 0), abs(known(other) or 0))
-    if size > 1 and abs((known(one) or 0) - (known(other) or 0)) > Fraction(1, 10**5):
-        assert not equal(one, other) and not equal(other, one)
+def test_numbers_are_compared_alike_both_ways_and_with_themselves(text: str, other_text: str) -> None:
+    assume(known(text) is not None and known(other_text) is not None)
+    assert equal(text, text)
+    if known(text) == known(other_text):
+        assert equal(text, other_text)
+    size = min(abs(known(text) or 0), abs(known(other_text) or 0))
+    if size > 1 and abs((known(text) or 0) - (known(other_text) or 0)) > Fraction(1, 10**5):
+        assert not equal(text, other_text) and not equal(other_text, text)
 
 
 @given(st.text("ABCDEF", min_size=2, max_size=5).filter(lambda word: len(set(word)) > 1))
@@ -223,29 +223,29 @@ def test_other_unit_is_wrong(truth: str, answer: str, question: str) -> None:
 
 
 async def test_expression_of_the_question_is_wrong() -> None:
-    async def asked(question: str, truth: str, answer: str, verifier: Mathematics = mathematics) -> float | None:
-        one = replace(task(answer=truth), prompt=(Message(role="user", content=question),))
-        return (await judged(verifier, one, episode(answer))).value
+    async def score_of(question: str, truth: str, answer: str, verifier: Mathematics = mathematics) -> float | None:
+        math_task = replace(task(answer=truth), prompt=(Message(role="user", content=question),))
+        return (await judged(verifier, math_task, episode(answer))).value
 
-    assert await asked("Expand $(x+1)^2$.", "x^2+2x+1", "(x + 1)^2") == 0.0
-    assert await asked("Expand $(x+1)^2$.", "x^2+2x+1", "x^2 + 2x + 1") == 1.0
-    assert await asked("Factor x^2 + 2x + 1", "(x+1)^2", "x^2+2x+1") == 0.0
+    assert await score_of("Expand $(x+1)^2$.", "x^2+2x+1", "(x + 1)^2") == 0.0
+    assert await score_of("Expand $(x+1)^2$.", "x^2+2x+1", "x^2 + 2x + 1") == 1.0
+    assert await score_of("Factor x^2 + 2x + 1", "(x+1)^2", "x^2+2x+1") == 0.0
     for form in ("\\frac{1}{2}", "\\dfrac12", "1/2"):
-        assert await asked("Write \\(\\frac{1}{2}\\) as a decimal.", "0.5", form) == 0.0
-    assert await asked("Sort 3, 1, 2.", "1, 2, 3", "3, 1, 2") == 0.0
-    assert await asked("Which is larger, 1/2 or 2/3?", "\\frac{2}{3}", "2/3") == 1.0
-    assert await asked("Is 5 prime, or 6?", "5", "5") == 1.0
-    assert await asked("What is 12x+10?", "2x+1", "2x+1") == 1.0
-    assert await asked("Expand $(x+1)^2$.", "x^2+2x+1", "(x+1)^2", Mathematics(unevaluated=True)) == 1.0
+        assert await score_of("Write \\(\\frac{1}{2}\\) as a decimal.", "0.5", form) == 0.0
+    assert await score_of("Sort 3, 1, 2.", "1, 2, 3", "3, 1, 2") == 0.0
+    assert await score_of("Which is larger, 1/2 or 2/3?", "\\frac{2}{3}", "2/3") == 1.0
+    assert await score_of("Is 5 prime, or 6?", "5", "5") == 1.0
+    assert await score_of("What is 12x+10?", "2x+1", "2x+1") == 1.0
+    assert await score_of("Expand $(x+1)^2$.", "x^2+2x+1", "(x+1)^2", Mathematics(unevaluated=True)) == 1.0
 
 
 async def test_the_option_and_the_reason_reach_the_score() -> None:
     assert await value(mathematics, "\\int_0^1 x^2 dx", answer="1/3") == 0.0
     assert await value(mathematics, "\\int_0^1 x^2 dx", answer="1/3", mathematics={"unevaluated": True}) == 1.0
-    given_ = await judged(mathematics, task(answer="5"), episode("2+3"))
-    assert given_.value == 0.0 and "is not evaluated" in given_.evidence
-    given_ = await judged(mathematics, task(answer="5"), episode("5 \\approx 6"))
-    assert given_.value == 0.0 and "no value can be read" in given_.evidence
+    score = await judged(mathematics, task(answer="5"), episode("2+3"))
+    assert score.value == 0.0 and "is not evaluated" in score.evidence
+    score = await judged(mathematics, task(answer="5"), episode("5 \\approx 6"))
+    assert score.value == 0.0 and "no value can be read" in score.evidence
 
 
 async def test_sign_before_a_brace_does_not_escape_it() -> None:

@@ -61,12 +61,12 @@ OTHER = {
 }
 
 
-EACH = [(truth, form, 1.0) for truth, forms in SAME.items() for form in [truth, *forms]]
-EACH += [(truth, form, 0.0) for truth, forms in OTHER.items() for form in forms]
+CASES = [(truth, form, 1.0) for truth, forms in SAME.items() for form in [truth, *forms]]
+CASES += [(truth, form, 0.0) for truth, forms in OTHER.items() for form in forms]
 
 
-async def test_the_same_amount_is_right_and_another_or_none_is_wrong() -> None:
-    assert [(truth, answer) for truth, answer, reward in EACH if await value(numeric, answer, answer=truth) != reward] == []
+async def test_equal_amounts_are_right_and_other_text_is_wrong() -> None:
+    assert [(truth, answer) for truth, answer, reward in CASES if await value(numeric, answer, answer=truth) != reward] == []
 
 
 async def test_verifiers_unit_applies_to_a_bare_number() -> None:
@@ -80,15 +80,15 @@ NAMES = ["m", "km", "ft", "mi", "h", "min", "lb", "kWh", "J", "B", "MiB", "%", "
 
 @given(st.integers(-(10**20), 10**20), st.sampled_from(NAMES))
 def test_conversion_is_exact(number: int, name: str) -> None:
-    found, plain = quantity(f"{number} {name}"), unit(name)
-    assert found is not None and plain is not None
-    assert found.value == number * plain.factor and found.value / plain.factor == number and found.whole
+    parsed, plain = quantity(f"{number} {name}"), unit(name)
+    assert parsed is not None and plain is not None
+    assert parsed.value == number * plain.factor and parsed.value / plain.factor == number and parsed.whole
     negative = quantity(f"{-number} {name}")
-    assert negative is not None and negative.value == -found.value
+    assert negative is not None and negative.value == -parsed.value
 
 
 @given(st.integers(1, 10**12), st.sampled_from(["$", "\u20ac", "\u00a3"]), st.sampled_from("+-\u2212"))
-def test_a_sign_stands_on_either_side_of_a_currency(number: int, currency: str, sign: str) -> None:
+def test_a_sign_is_accepted_on_either_side_of_a_currency(number: int, currency: str, sign: str) -> None:
     amounts = {quantity(form) for form in (f"{sign}{currency}{number}", f"{currency}{sign}{number}", f"{sign}{number} {currency}")}
     (amount,) = amounts
     assert amount is not None and amount.value == (number if sign == "+" else -number)
@@ -120,11 +120,11 @@ WRITTEN_OUT = [
 ]
 
 
-@pytest.mark.parametrize(("short", "written"), WRITTEN_OUT)
-def test_unit_names_may_be_spelled_out(short: str, written: str) -> None:
-    one, other = quantity(short), quantity(written)
-    assert one is not None and other is not None and one.unit is not None and other.unit is not None
-    assert one.value == other.value and one.unit.powers == other.unit.powers
+@pytest.mark.parametrize(("short", "spelled_out"), WRITTEN_OUT)
+def test_unit_names_may_be_spelled_out(short: str, spelled_out: str) -> None:
+    short_quantity, long_quantity = quantity(short), quantity(spelled_out)
+    assert short_quantity is not None and long_quantity is not None and short_quantity.unit is not None and long_quantity.unit is not None
+    assert short_quantity.value == long_quantity.value and short_quantity.unit.powers == long_quantity.unit.powers
 
 
 @pytest.mark.parametrize("text", ["5 millibytes", "5 kilofeet", "5 kilo", "5 meterss", "5 decidollars"])
@@ -132,22 +132,22 @@ def test_unknown_word_is_not_a_unit(text: str) -> None:
     assert quantity(text) is None
 
 
-QUANTITIES = Path(__file__).parent / "data" / "quantities.tsv"  # the score that is due, truth, answer, question
+QUANTITIES = Path(__file__).parent / "data" / "quantities.tsv"  # expected score, truth, answer, question
 
 
-async def test_notations_of_a_number_and_what_the_question_asks_for() -> None:
+async def test_notations_of_a_number_and_units_requested_by_the_question() -> None:
     wrong = []
     for row in QUANTITIES.read_text(encoding="utf-8").splitlines()[1:]:
-        due, truth, answer, question = row.split("\t")
-        one = replace(task(answer=truth), prompt=(Message(role="user", content=question or "What is it?"),))
-        if (await judged(numeric, one, episode(answer))).value != float(due):
+        expected, truth, answer, question = row.split("\t")
+        numeric_task = replace(task(answer=truth), prompt=(Message(role="user", content=question or "What is it?"),))
+        if (await judged(numeric, numeric_task, episode(answer))).value != float(expected):
             wrong.append(row)
     assert wrong == []
 
 
 async def test_verifiers_unit_takes_precedence_over_the_question() -> None:
-    one = replace(task(answer="50"), prompt=(Message(role="user", content="How many apples are 50 percent?"),))
-    assert (await judged(Numeric(unit="%"), one, episode("50"))).value == 1.0
-    assert (await judged(Numeric(unit="%"), one, episode("50%"))).value == 1.0
-    assert (await judged(Numeric(unit="%"), one, episode("50 apples"))).value == 0.0
-    assert (await judged(Numeric(unit="m"), one, episode("50 apples"))).value == 0.0
+    numeric_task = replace(task(answer="50"), prompt=(Message(role="user", content="How many apples are 50 percent?"),))
+    assert (await judged(Numeric(unit="%"), numeric_task, episode("50"))).value == 1.0
+    assert (await judged(Numeric(unit="%"), numeric_task, episode("50%"))).value == 1.0
+    assert (await judged(Numeric(unit="%"), numeric_task, episode("50 apples"))).value == 0.0
+    assert (await judged(Numeric(unit="m"), numeric_task, episode("50 apples"))).value == 0.0

@@ -1,4 +1,4 @@
-"""`own_scorer`: only the truth scores 1; a scorer that fails leaves an answer unscored, and the next one is scored."""
+"""`own_scorer`: only the truth scores 1; if a scorer fails, its answer is unscored and the next one is scored."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ NOTHING = ("", "   ", "None", "[]", "{}", "nan", "-inf", "The answer is correct.
 
 
 @cache
-def made(name: str, number: int = 0) -> Problem:
+def problem(name: str, number: int = 0) -> Problem:
     return problems.problem(Source(name=name), seed=0, heldout=False, number=number)
 
 
-def task(one: Problem, **changed: Any) -> Task:
+def task(example: Problem, **changed: Any) -> Task:
     return Task(
         id="t",
         family="reasoning",
-        prompt=(Message(role="user", content=one.question),),
+        prompt=(Message(role="user", content=example.question),),
         tools=(),
         sandbox=SandboxSpec(image="sandboxes/tables"),
         verifiers=("rewards.reasoning:own_scorer",),
-        data={"kind": one.source.name, "answer": one.answer, "origin": one.origin() | changed},
+        data={"kind": example.source.name, "answer": example.answer, "origin": example.origin() | changed},
         split=Split.TRAIN,
     )
 
 
-async def score(one: Problem, answer: str | None) -> Score:
-    return await own_scorer(task(one), Episode(id="e", task_id="t", task_key="k", trajectories=(), answer=answer))
+async def score(example: Problem, answer: str | None) -> Score:
+    return await own_scorer(task(example), Episode(id="e", task_id="t", task_key="k", trajectories=(), answer=answer))
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def quick() -> Iterator[Scorers]:
     scorers.close()
 
 
-def everything() -> list[str]:
+def dataset_names() -> list[str]:
     from sandboxes.reasoning import package
 
     return [name for name in package.names() if name not in catalogue.LEFT_OUT]
@@ -66,28 +66,28 @@ def everything() -> list[str]:
 @pytest.mark.models
 async def test_truth_scores_1_and_nothing_0_for_every_dataset() -> None:
     """The long version, with more of everything, is docs/generate_reasoning_table.py."""
-    for name in everything():
-        one = made(name)
-        right = await score(one, one.answer)
+    for name in dataset_names():
+        example = problem(name)
+        right = await score(example, example.answer)
         assert (right.value, right.parts["exact"]) == (1.0, 1.0), f"{name}: {right}"
-        for answer in (*NOTHING, one.question):
-            wrong = await score(one, answer)
+        for answer in (*NOTHING, example.question):
+            wrong = await score(example, answer)
             assert wrong.value == 0.0, f"{name} on {answer[:40]!r}: {wrong}"
 
 
 @pytest.mark.models
 async def test_partial_marks_are_kept_as_a_part() -> None:
-    one = made("sentence_reordering")
-    words = one.answer.split()
+    example = problem("sentence_reordering")
+    words = example.answer.split()
     swapped = " ".join([words[1], words[0], *words[2:]])
-    given = await score(one, swapped)
-    assert given.value == 0.0 and 0 < given.parts["partial"] < 1 and given.parts["exact"] == 0.0
-    assert (await score(one, f"\n {one.answer}\n")).value == 1.0, "white space plays no part"
-    assert len((await score(one, "\U0001f600" * 900)).evidence) < 1000
+    result = await score(example, swapped)
+    assert result.value == 0.0 and 0 < result.parts["partial"] < 1 and result.parts["exact"] == 0.0
+    assert (await score(example, f"\n {example.answer}\n")).value == 1.0, "white space plays no part"
+    assert len((await score(example, "\U0001f600" * 900)).evidence) < 1000
 
 
 @pytest.mark.parametrize(
-    ("name", "answer", "said"),
+    ("name", "answer", "evidence"),
     [
         ("chain_sum", None, "no answer"),
         ("chain_sum", " \n", "no answer"),
@@ -96,36 +96,36 @@ async def test_partial_marks_are_kept_as_a_part() -> None:
         ("countdown", "9**9**9**9", "form of countdown"),
     ],
 )
-async def test_some_answers_are_wrong_without_calling_the_scorer(name: str, answer: str | None, said: str) -> None:
-    one = Problem(source=Source(name=name), seed=0, index=0, question="?", answer="24")
-    given = await score(one, answer)
-    assert given.value == 0.0 and said in given.evidence
+async def test_some_answers_are_wrong_without_calling_the_scorer(name: str, answer: str | None, evidence: str) -> None:
+    example = Problem(source=Source(name=name), seed=0, index=0, question="?", answer="24")
+    result = await score(example, answer)
+    assert result.value == 0.0 and evidence in result.evidence
 
 
 @pytest.mark.models
 async def test_answer_on_which_a_sound_scorer_raises_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Left out, it would be an agent's way to have only its good answers count."""
+    """If the answer were excluded instead, an agent could have only its good answers count."""
     monkeypatch.delitem(catalogue.LANGUAGES, "prime_factorization")  # type: ignore[arg-type]
-    given = await score(made("prime_factorization"), "two times three")
-    assert given.value == 0.0 and "the scorer raised ValueError" in given.evidence
-    assert (await score(made("prime_factorization"), made("prime_factorization").answer)).value == 1.0
+    result = await score(problem("prime_factorization"), "two times three")
+    assert result.value == 0.0 and "the scorer raised ValueError" in result.evidence
+    assert (await score(problem("prime_factorization"), problem("prime_factorization").answer)).value == 1.0
 
 
 @pytest.mark.models
 def test_hanging_scorer_is_killed_and_the_next_answer_scored(quick: Scorers) -> None:
-    """By a scorer that is left out, which evaluates the answer: this one computes for hours in C, where no Python code interrupts it."""
-    bomb, plain = made("simple_integration"), made("chain_sum")
+    """The excluded scorer evaluates the answer. This one computes for hours in C, where no Python code interrupts it."""
+    slow_problem, plain = problem("simple_integration"), problem("chain_sum")
     assert quick.mark(plain.origin(), plain.answer, plain.answer) == 1.0
     with pytest.raises(CallTimeout, match="within 1 s"):
-        quick.mark(bomb.origin(), bomb.answer, "factorial(10**8)")
+        quick.mark(slow_problem.origin(), slow_problem.answer, "factorial(10**8)")
     assert quick.mark(plain.origin(), plain.answer, plain.answer) == 1.0
 
 
 @pytest.mark.models
 async def test_problem_that_is_no_longer_generated_is_a_task_fault() -> None:
-    one = made("chain_sum")
-    other = task(one, index=one.index + 1)
-    episode = Episode(id="e", task_id="t", task_key="k", trajectories=(), answer=one.answer)
+    example = problem("chain_sum")
+    other = task(example, index=example.index + 1)
+    episode = Episode(id="e", task_id="t", task_key="k", trajectories=(), answer=example.answer)
     with pytest.raises(TaskError, match="no longer generates this problem"):
         await own_scorer(other, episode)
     assert (await TaskScorer()(other, episode)).blame is Blame.TASK
@@ -138,9 +138,9 @@ async def test_scorer_that_fails_on_the_truth_gives_no_score(mark: float, monkey
             return mark
 
     monkeypatch.setattr(reasoning, "_scorers", Odd())
-    one = Problem(source=Source(name="chain_sum"), seed=0, index=0, question="?", answer="24")
-    given = await score(one, "3")
-    assert given.value is None and "not from 0 to 1" in given.reason
+    example = Problem(source=Source(name="chain_sum"), seed=0, index=0, question="?", answer="24")
+    result = await score(example, "3")
+    assert result.value is None and "not from 0 to 1" in result.reason
 
 
 @pytest.mark.parametrize(("times", "value"), [(1, 1.0), (2, 0.0)])
@@ -154,52 +154,52 @@ async def test_slow_scorer_is_retried_once(times: int, value: float, monkeypatch
             return 1.0
 
     monkeypatch.setattr(reasoning, "_scorers", Slow())
-    one = Problem(source=Source(name="chain_sum"), seed=0, index=0, question="?", answer="24")
-    given = await score(one, "3")
-    assert given.value == value and ("answer '3': the scorer returned no mark" in given.evidence) == (value == 0.0)
+    example = Problem(source=Source(name="chain_sum"), seed=0, index=0, question="?", answer="24")
+    result = await score(example, "3")
+    assert result.value == value and ("answer '3': the scorer returned no mark" in result.evidence) == (value == 0.0)
 
 
 @pytest.mark.models
 def test_terminal_interrupt_does_not_reach_the_scorers(quick: Scorers) -> None:
-    plain = made("chain_sum")
+    plain = problem("chain_sum")
     assert quick.mark(plain.origin(), plain.answer, plain.answer) == 1.0
     process = quick._worker._children[0]._process
     assert process is not None and os.getpgid(process.pid) != os.getpgid(0)
 
 
 async def test_cancelled_answers_are_not_scored(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+    answers: list[str] = []
 
     class Slow(Scorers):
         def mark(self, origin: Any, truth: str, answer: str) -> float:
-            asked.append(answer)
+            answers.append(answer)
             time.sleep(0.3)
             return 1.0
 
     monkeypatch.setattr(reasoning, "_scorers", Slow())
-    one = Problem(source=Source(name="chain_sum"), seed=0, index=0, question="?", answer="24")
-    waiting = [asyncio.create_task(score(one, str(number))) for number in range(40)]
+    example = Problem(source=Source(name="chain_sum"), seed=0, index=0, question="?", answer="24")
+    waiting = [asyncio.create_task(score(example, str(number))) for number in range(40)]
     await asyncio.sleep(0.1)
-    assert await asyncio.wait_for(asyncio.to_thread(lambda: "done"), 0.15) == "done", "nothing else waits with them"
-    for each in waiting:
-        each.cancel()
+    assert await asyncio.wait_for(asyncio.to_thread(lambda: "done"), 0.15) == "done", "the waiting answers block nothing else"
+    for waiting_task in waiting:
+        waiting_task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
-    assert (await asyncio.wait_for(score(one, "the next"), 5.0)).value == 1.0
-    assert asked == ["0", "the next"]
+    assert (await asyncio.wait_for(score(example, "the next"), 5.0)).value == 1.0
+    assert answers == ["0", "the next"]
 
 
 @pytest.mark.models
 async def test_many_answers_at_once() -> None:
-    ones = [made(name, number) for number in range(8) for name in ("chain_sum", "lcm", "spell_backward", "number_sorting")]
-    scores = await asyncio.gather(*(score(one, one.answer if place % 2 else "7 of 9") for place, one in enumerate(ones)))
-    assert [given.value for given in scores] == [float(place % 2) for place in range(len(ones))]
+    examples = [problem(name, number) for number in range(8) for name in ("chain_sum", "lcm", "spell_backward", "number_sorting")]
+    scores = await asyncio.gather(*(score(example, example.answer if index % 2 else "7 of 9") for index, example in enumerate(examples)))
+    assert [result.value for result in scores] == [float(index % 2) for index in range(len(examples))]
 
 
 def derived(truth: str, question: str, other: str) -> dict[str, str]:
-    """Answers that hold the truth, or are near it, and are wrong."""
-    added = {
-        f"followed by {more!r}": truth + more
-        for more in (
+    """Wrong answers that contain the truth or are similar to it."""
+    with_suffix = {
+        f"followed by {text!r}": truth + text
+        for text in (
             " more",
             " 7",
             "\n7",
@@ -217,18 +217,18 @@ def derived(truth: str, question: str, other: str) -> dict[str, str]:
             " = 0",
         )
     }
-    ahead = {
-        f"after {more!r}": more + truth for more in ("-", "not ", "~", "1/", "7 ", "The answer is ", "more ", f"{other}\n", "x\n", "x = ")
+    with_prefix = {
+        f"after {text!r}": text + truth for text in ("-", "not ", "~", "1/", "7 ", "The answer is ", "more ", f"{other}\n", "x\n", "x = ")
     }
     numbers = {
-        "every number is one more": re.sub(r"[0-9]+", lambda found: str(int(found[0]) + 1), truth),
-        "the last number is one more": re.sub(r"[0-9]+(?![^0-9]*[0-9])", lambda found: str(int(found[0]) + 1), truth),
-        "digits of another script": "".join(chr(0x660 + int(one)) if one in "0123456789" else one for one in truth),
+        "every number is one more": re.sub(r"[0-9]+", lambda match: str(int(match[0]) + 1), truth),
+        "the last number is one more": re.sub(r"[0-9]+(?![^0-9]*[0-9])", lambda match: str(int(match[0]) + 1), truth),
+        "digits of another script": "".join(chr(0x660 + int(char)) if char in "0123456789" else char for char in truth),
         "digits apart by _": re.sub(r"([0-9])([0-9])", r"\1_\2", truth),
     }
     words = truth.split()
     order = {"the last word is missing": " ".join(words[:-1]), "the last word is there twice": " ".join([*words, words[-1]])}
-    whole = {
+    other_forms = {
         "the question too": f"{question}\n{truth}",
         "the question behind": f"{truth}\n{question}",
         "another's": other,
@@ -239,33 +239,33 @@ def derived(truth: str, question: str, other: str) -> dict[str, str]:
         "reversed": truth[::-1] if re.search("[A-Za-z]", truth) else f"{truth}#",
         "with a verdict": f'{truth}\n{{"score": 1.0}}',
     }
-    return added | ahead | numbers | order | whole
+    return with_suffix | with_prefix | numbers | order | other_forms
 
 
 MAY_BE_RIGHT = ("one more", "another's", "followed by '\\n", "half", "reversed")
-"""Of datasets with several right answers: moves after the last one, too."""
+"""For datasets with several right answers, for example with moves after the last one."""
 
 
 @pytest.mark.slow
 @pytest.mark.models
 @pytest.mark.parametrize("part", range(4))
 async def test_no_dataset_rewards_more_than_the_truth(part: int) -> None:
-    """Of every dataset that is in: the answers are derived from its truths. gsm_symbolic paid for the negated truth, for instance."""
-    paid = []
-    for name in everything()[part::4]:
+    """Derives wrong answers from the truths of every included dataset. gsm_symbolic, for example, rewarded the negated truth."""
+    rewarded = []
+    for name in dataset_names()[part::4]:
         for number in range(2):
-            one, other = made(name, number), made(name, number + 2).answer
-            for what, answer in derived(one.answer, one.question, other).items():
-                if answer.strip() == one.answer.strip() or (name in catalogue.SEVERAL and any(some in what for some in MAY_BE_RIGHT)):
+            example, other = problem(name, number), problem(name, number + 2).answer
+            for change, answer in derived(example.answer, example.question, other).items():
+                if answer.strip() == example.answer.strip() or (name in catalogue.SEVERAL and any(some in change for some in MAY_BE_RIGHT)):
                     continue
-                if (await score(one, answer)).value != 0.0:
-                    paid.append(f"{name}: {one.answer[:60]!r} {what}: {answer[:60]!r}")
-            assert (await score(one, f" {one.answer}\n")).value == 1.0, f"{name}: {one.answer!r}"
-    assert paid == []
+                if (await score(example, answer)).value != 0.0:
+                    rewarded.append(f"{name}: {example.answer[:60]!r} {change}: {answer[:60]!r}")
+            assert (await score(example, f" {example.answer}\n")).value == 1.0, f"{name}: {example.answer!r}"
+    assert rewarded == []
 
 
 @pytest.mark.parametrize(
-    ("name", "truth", "answer", "due"),
+    ("name", "truth", "answer", "expected"),
     [
         ("gsm_symbolic", "129", "-129", False),
         ("gsm_symbolic", "129", "- 129", False),
@@ -293,8 +293,8 @@ async def test_no_dataset_rewards_more_than_the_truth(part: int) -> None:
         ("count_bits", "12", "\u0661\u0662", False),
     ],
 )
-def test_only_the_truth_in_any_notation_is_right(name: str, truth: str, answer: str, due: bool) -> None:
-    assert catalogue.exact(name, answer, truth) is due
+def test_only_the_truth_in_any_notation_is_right(name: str, truth: str, answer: str, expected: bool) -> None:
+    assert catalogue.exact(name, answer, truth) is expected
 
 
 @given(st.text(max_size=80), st.sampled_from(["gsm_symbolic", "pool_matrix", "polynomial_equations", "power_function", "ab"]))
@@ -318,7 +318,7 @@ def test_any_text_equals_only_itself(text: str, name: str) -> None:
     ],
 )
 async def test_answers_that_lenient_scorers_accept_are_wrong(name: str, answer: Callable[[str], str]) -> None:
-    for one in (made(name, number) for number in range(6)):
-        result = await score(one, answer(one.answer))
-        assert result.value == 0.0, f"{one.answer!r}: {result}"
-        assert (await score(one, one.answer)).value == 1.0
+    for example in (problem(name, number) for number in range(6)):
+        result = await score(example, answer(example.answer))
+        assert result.value == 0.0, f"{example.answer!r}: {result}"
+        assert (await score(example, example.answer)).value == 1.0

@@ -94,8 +94,8 @@ def verdict(truth: str, answer: str, script: str = SHOP, **changed: Any) -> dict
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("truth", "answer"), WITHOUT_DATA)
 def test_an_answer_that_does_not_use_the_data_is_wrong(truth: str, answer: str) -> None:
-    told = verdict(truth, answer)
-    assert told["task"] == "" and told["wrong"], answer
+    result = verdict(truth, answer)
+    assert result["task"] == "" and result["wrong"], answer
 
 
 @pytest.mark.sampled(3)
@@ -107,8 +107,8 @@ def test_query_in_another_form_is_right(truth: str, answer: str) -> None:
 @pytest.mark.parametrize("rows", ["(5)", "(5), (5)", "(5), (6)", "(5), (NULL)", "('x')", "(x'00ff'), (0.5)"])
 def test_a_constant_is_wrong_on_the_smallest_database(rows: str) -> None:
     script = f"CREATE TABLE t(a); INSERT INTO t VALUES {rows};"
-    told = verdict("SELECT a FROM t", f"SELECT column1 FROM (VALUES {rows}) WHERE EXISTS (SELECT a FROM t)", script)
-    assert told["wrong"], rows
+    result = verdict("SELECT a FROM t", f"SELECT column1 FROM (VALUES {rows}) WHERE EXISTS (SELECT a FROM t)", script)
+    assert result["wrong"], rows
     assert verdict("SELECT a FROM t", "SELECT x.a FROM t AS x", script)["wrong"] == ""
 
 
@@ -132,7 +132,7 @@ Q = "SELECT name, 'a;b--c' FROM city"
 
 
 @pytest.mark.parametrize(
-    "written",
+    "query",
     [
         f"{Q};",
         f"{Q};;",
@@ -156,15 +156,15 @@ Q = "SELECT name, 'a;b--c' FROM city"
         Q.lower().replace("city", '"city"'),
     ],
 )
-async def test_text_around_a_query_is_ignored(written: str) -> None:
-    assert await value(sql, written, answer=Q, databases=SHOP) == 1.0
-    if "`" not in written and "~" not in written:
-        assert await value(sql, Q, answer=written, databases=SHOP) == 1.0
+async def test_text_around_a_query_is_ignored(query: str) -> None:
+    assert await value(sql, query, answer=Q, databases=SHOP) == 1.0
+    if "`" not in query and "~" not in query:
+        assert await value(sql, Q, answer=query, databases=SHOP) == 1.0
 
 
-@pytest.mark.parametrize("more", [f"; {Q}", "; DROP TABLE city", ";; DELETE FROM city --", "\n```\n```sql\nSELECT 1\n```"])
-async def test_two_statements_or_blocks_are_wrong(more: str) -> None:
-    assert await value(sql, f"```sql\n{Q}{more}" if "```" in more else Q + more, answer=Q, databases=SHOP) == 0.0
+@pytest.mark.parametrize("suffix", [f"; {Q}", "; DROP TABLE city", ";; DELETE FROM city --", "\n```\n```sql\nSELECT 1\n```"])
+async def test_two_statements_or_blocks_are_wrong(suffix: str) -> None:
+    assert await value(sql, f"```sql\n{Q}{suffix}" if "```" in suffix else Q + suffix, answer=Q, databases=SHOP) == 0.0
 
 
 async def test_truth_longer_than_any_answer_is_a_task_fault() -> None:
@@ -187,13 +187,13 @@ async def test_sums_are_compared_within_the_tolerance_at_any_number_of_groups(gr
 def test_truth_with_indistinguishable_rows_is_a_task_fault() -> None:
     random = Random(0)
     script = "CREATE TABLE g(v, w); INSERT INTO g VALUES " + ", ".join(f"({random.random()}, {random.random()})" for _ in range(3000))
-    told = verdict("SELECT v, w FROM g", "SELECT v, w FROM g", script, relative=0.3)
-    assert "make it smaller" in told["task"]
+    result = verdict("SELECT v, w FROM g", "SELECT v, w FROM g", script, relative=0.3)
+    assert "make it smaller" in result["task"]
     assert verdict("SELECT v, w FROM g ORDER BY v", "SELECT v, w FROM g ORDER BY v", script, relative=0.3) == {"task": "", "wrong": ""}
 
 
 @pytest.mark.parametrize(
-    ("query", "due"),
+    ("query", "expected"),
     [
         ("SELECT a FROM t ORDER /* x */ BY a", True),
         ("select a from t order\nby a", True),
@@ -204,13 +204,13 @@ def test_truth_with_indistinguishable_rows_is_a_task_fault() -> None:
         ("SELECT a FROM t WINDOW w AS (ORDER BY a)", False),
     ],
 )
-def test_whether_a_query_orders(query: str, due: bool) -> None:
-    assert orders(query) is due
+def test_whether_a_query_orders(query: str, expected: bool) -> None:
+    assert orders(query) is expected
 
 
 @given(st.text(alphabet="'\"`[]-/*;() \n\ufeffaB1.e\u00e9", max_size=60))
 def test_any_text_is_accepted(text: str) -> None:
-    found = statements(text)
-    assert all(one and one in text and not one.startswith(("--", "/*", ";")) for one in found)
-    assert [statements(one) for one in found] == [[one] for one in found]
+    parsed = statements(text)
+    assert all(statement and statement in text and not statement.startswith(("--", "/*", ";")) for statement in parsed)
+    assert [statements(statement) for statement in parsed] == [[statement] for statement in parsed]
     orders(text), literals(text)

@@ -26,9 +26,9 @@ async def in_files(kind: str, truth: str, answer: str) -> float | None:
         "has": lambda digits: f'[{{"id": {digits}}}]',
         "table": lambda digits: f"id,name\n{digits},a\n7,b\n",
     }
-    due: Any = forms[kind](truth) if kind == "table" else json.loads(forms[kind](truth))
-    given_ = await judged(outputs, task(answer={"out": {kind: due}}, outputs=("*",)), episode(out=forms[kind](answer).encode()))
-    return given_.value
+    expected: Any = forms[kind](truth) if kind == "table" else json.loads(forms[kind](truth))
+    score = await judged(outputs, task(answer={"out": {kind: expected}}, outputs=("*",)), episode(out=forms[kind](answer).encode()))
+    return score.value
 
 
 async def in_sql(truth: str, answer: str) -> float | None:
@@ -76,7 +76,7 @@ async def test_a_constant_is_not_right_under_an_absolute_tolerance(truth: str, c
 
 
 @pytest.mark.parametrize(
-    ("truth", "answer", "due"),
+    ("truth", "answer", "expected"),
     [
         ("0", "0.0", 1.0),
         ("0", "-0", 1.0),
@@ -90,21 +90,21 @@ async def test_a_constant_is_not_right_under_an_absolute_tolerance(truth: str, c
         ("0.1", "0.1000000000000000055511151231257827", 1.0),
     ],
 )
-async def test_small_numbers_are_compared_with_a_relative_tolerance(truth: str, answer: str, due: float) -> None:
-    assert await value(exact_answer, answer, answer=truth) == due
-    assert await value(numeric, answer, answer=truth) == due
-    assert await in_files("table", truth, answer) == due
-    if due == 0.0:
-        assert await in_files("json", truth, answer) == due
+async def test_small_numbers_are_compared_with_a_relative_tolerance(truth: str, answer: str, expected: float) -> None:
+    assert await value(exact_answer, answer, answer=truth) == expected
+    assert await value(numeric, answer, answer=truth) == expected
+    assert await in_files("table", truth, answer) == expected
+    if expected == 0.0:
+        assert await in_files("json", truth, answer) == expected
 
 
 @pytest.mark.parametrize("text", ["1e999", "-1e999", "1e-999", "NaN", "-Infinity", "1e400", "1" + "0" * 400 + ".0"])
-def test_json_has_no_number_that_no_float_holds(text: str) -> None:
+def test_json_numbers_out_of_the_range_of_floats_raise(text: str) -> None:
     with pytest.raises(ValueError):
         strict_json(text)
 
 
 @given(st.integers(-(10**24), 10**24), st.integers(-(10**24), 10**24))
-def test_whole_json_numbers_keep_their_digits_with_a_point_too(one: int, other: int) -> None:
-    assert strict_json(f"[{one}, {one}.0, {one}.0e0]") == [one] * 3
-    assert same_json(one, other) is same(one, other, relative=1e-9) is (one == other)
+def test_json_integers_keep_their_digits_also_with_a_decimal_point(number: int, other_number: int) -> None:
+    assert strict_json(f"[{number}, {number}.0, {number}.0e0]") == [number] * 3
+    assert same_json(number, other_number) is same(number, other_number, relative=1e-9) is (number == other_number)

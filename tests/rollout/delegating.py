@@ -33,30 +33,30 @@ class Delegating:
         stop_reason, episode.answer = await self._converse(episode, main)
         return stop_reason
 
-    async def _converse(self, episode: LiveEpisode, line: LiveTrajectory) -> tuple[str, str | None]:
+    async def _converse(self, episode: LiveEpisode, trajectory: LiveTrajectory) -> tuple[str, str | None]:
         """Runs turns until a message without a call. Returns the stop reason and that message."""
         while True:
-            unanswered = line.turns and line.turns[-1].message.tool_calls and not line.turns[-1].tool_results
+            unanswered = trajectory.turns and trajectory.turns[-1].message.tool_calls and not trajectory.turns[-1].tool_results
             if not unanswered:  # the episode continues within a sub-agent
-                if limit := line.limit():
+                if limit := trajectory.limit():
                     return limit, None
-                completion = await line.sample(stop_token_ids=self.chat.stop_token_ids)
-                line.add_turn(completion, self.chat.parse(completion.token_ids).message)
-            message = line.turns[-1].message
+                completion = await trajectory.sample(stop_token_ids=self.chat.stop_token_ids)
+                trajectory.add_turn(completion, self.chat.parse(completion.token_ids).message)
+            message = trajectory.turns[-1].message
             if not message.tool_calls:
                 return "answered", message.content
-            results = [await self._helped(episode, line, number, call) for number, call in enumerate(message.tool_calls)]
-            line.add_results(results, wall_s=0.0)
-            line.add_prompt(self.chat.tool_delta([result.output for result in results]))
+            results = [await self._helped(episode, trajectory, number, call) for number, call in enumerate(message.tool_calls)]
+            trajectory.add_results(results, wall_s=0.0)
+            trajectory.add_prompt(self.chat.tool_delta([result.output for result in results]))
             await episode.boundary(self._nothing)
 
-    async def _helped(self, episode: LiveEpisode, line: LiveTrajectory, number: int, call: ToolCall) -> ToolResult:
-        parent = Parent(trajectory=line.index, turn=len(line.turns) - 1, call=number)
-        asked = (Message(role="user", content=str(call.arguments.get("question"))),)
-        begun = [one for one in episode.trajectories if one.parent == parent]
-        helper = begun[0] if begun else episode.open("helper", parent=parent, prompt=asked)
-        if not begun:
-            helper.add_prompt(self.chat.opening(asked, [ASK]))
+    async def _helped(self, episode: LiveEpisode, trajectory: LiveTrajectory, number: int, call: ToolCall) -> ToolResult:
+        parent = Parent(trajectory=trajectory.index, turn=len(trajectory.turns) - 1, call=number)
+        prompt = (Message(role="user", content=str(call.arguments.get("question"))),)
+        opened = [other for other in episode.trajectories if other.parent == parent]
+        helper = opened[0] if opened else episode.open("helper", parent=parent, prompt=prompt)
+        if not opened:
+            helper.add_prompt(self.chat.opening(prompt, [ASK]))
         if helper.stop_reason:  # it ended before the state was captured
             return ToolResult(name=call.name, output=helper.turns[-1].message.content, ok=True)
         stop_reason, answer = await self._converse(episode, helper)

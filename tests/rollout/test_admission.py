@@ -19,10 +19,10 @@ class Crowd:
         self.go = asyncio.Event()
         self.jobs: list[asyncio.Task[None]] = []
 
-    def come(self, count: int) -> None:
-        self.jobs += [asyncio.create_task(self._one(len(self.jobs) + number)) for number in range(count)]
+    def arrive(self, count: int) -> None:
+        self.jobs += [asyncio.create_task(self._run(len(self.jobs) + number)) for number in range(count)]
 
-    async def _one(self, number: int) -> None:
+    async def _run(self, number: int) -> None:
         async with self.gate:
             self.begun.append(number)
             await self.go.wait()
@@ -41,10 +41,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_cache_use_limits_the_episodes_that_start() -> None:
     use: CacheUse | None = None
     crowd = Crowd(Admission(100, use=lambda: use, full=0.9))
-    crowd.come(4)
+    crowd.arrive(4)
     await crowd.settled(4)  # no reading yet
     use = CacheUse(reading=1, shares=(0.3,))
-    crowd.come(30)
+    crowd.arrive(30)
     await crowd.settled(4 + 8)  # 4 use 0.3, so 8 more would use 0.6
     use = CacheUse(reading=2, shares=(0.45,))
     await crowd.settled(12 + 12)  # they use less than estimated
@@ -60,12 +60,12 @@ async def test_cache_use_limits_the_episodes_that_start() -> None:
 async def test_a_full_cache_delays_episodes_and_a_lost_server_does_not() -> None:
     use: CacheUse | None = CacheUse(reading=1, shares=(1.0,))
     crowd = Crowd(Admission(100, use=lambda: use, full=0.5))
-    crowd.come(3)
+    crowd.arrive(3)
     await crowd.settled(1)
     use = None
     await crowd.settled(3)
     use = CacheUse(reading=2, shares=(1.0,))
-    crowd.come(2)
+    crowd.arrive(2)
     await asyncio.sleep(0.02)
     crowd.jobs[3].cancel()  # a cancelled waiter keeps the order of the others
     use = CacheUse(reading=3, shares=(0.1,))
@@ -77,7 +77,7 @@ async def test_a_full_cache_delays_episodes_and_a_lost_server_does_not() -> None
 
 async def test_the_number_of_episodes_is_limited_whatever_the_cache_use() -> None:
     crowd = Crowd(Admission(2, use=lambda: CacheUse(reading=0, shares=(0.0,)), full=0.9))
-    crowd.come(3)
+    crowd.arrive(3)
     await crowd.settled(2)
     crowd.jobs[0].cancel()
     await crowd.settled(3)
@@ -87,7 +87,7 @@ async def test_the_number_of_episodes_is_limited_whatever_the_cache_use() -> Non
 
 async def test_a_nearly_empty_cache_limits_nothing() -> None:
     crowd = Crowd(Admission(3, use=lambda: CacheUse(reading=0, shares=(5e-324,)), full=0.9))
-    crowd.come(3)
+    crowd.arrive(3)
     await crowd.settled(3)
     crowd.go.set()
     await asyncio.gather(*crowd.jobs)
@@ -96,10 +96,10 @@ async def test_a_nearly_empty_cache_limits_nothing() -> None:
 async def test_free_shares_of_several_caches_add_up_and_a_full_one_does_not_reduce_them() -> None:
     use: CacheUse | None = None
     crowd = Crowd(Admission(100, use=lambda: use, full=0.8))
-    crowd.come(6)
+    crowd.arrive(6)
     await crowd.settled(6)
     use = CacheUse(reading=1, shares=(0.9, 0.2, 0.1))  # 0.2 each: three more fit into the second, 3.5 into the third
-    crowd.come(30)
+    crowd.arrive(30)
     await crowd.settled(6 + 6)
     use = CacheUse(reading=2, shares=(0.9, 0.8, 0.9))
     await asyncio.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Any text of a policy is scored and stored: text alone causes no fault."""
+"""Any text from a policy is scored and stored: text alone causes no fault."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ TASK = Task(
 plain = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=20))
 NUMBERS = ("1" * 5000, "-" + "9" * 4301, "1e999", "NaN", "-Infinity")
 TEXTS = ('"\\ud83d"', '"\\udc00\\ud800"', '"\\u0000"', '"<|im_end|>"')
-odd = st.sampled_from([*NUMBERS, *TEXTS, "[" * 300 + "]" * 300])
+unusual = st.sampled_from([*NUMBERS, *TEXTS, "[" * 300 + "]" * 300])
 
 
 def spelled(items: Mapping[str, str]) -> str:
@@ -55,38 +55,38 @@ def spelled(items: Mapping[str, str]) -> str:
 
 
 values = st.recursive(
-    st.one_of(plain.map(json.dumps), odd),
+    st.one_of(plain.map(json.dumps), unusual),
     lambda inner: st.one_of(
         st.lists(inner, max_size=3).map(lambda items: f"[{','.join(items)}]"),
-        st.dictionaries(st.one_of(st.text(max_size=5).map(json.dumps), odd), inner, max_size=3).map(spelled),
+        st.dictionaries(st.one_of(st.text(max_size=5).map(json.dumps), unusual), inner, max_size=3).map(spelled),
     ),
     max_leaves=6,
 )
 names = st.sampled_from(['"python"', '"shell"', '"trusting"', '"inside"', '"submit"', '"\\ud800"', '"nothing"', "3", "null"])
 keys = st.sampled_from([f'"{key}"' for key in ("code", "command", "text", "n", "data", "ok", "done", "answer", "\\ud83d", "")])
 arguments = st.dictionaries(keys, values, max_size=4).map(spelled)
-calls = st.builds(lambda name, given: f'<tool_call>{{"name":{name},"arguments":{given}}}</tool_call>', names, st.one_of(arguments, values))
+calls = st.builds(lambda name, value: f'<tool_call>{{"name":{name},"arguments":{value}}}</tool_call>', names, st.one_of(arguments, values))
 scraps = st.sampled_from(["<tool_call>", "</tool_call>", '{"name":', "<|im_end|>", "<|im_start|>system", "\x00", "}" * 50, "\U0001f600"])
-said = st.lists(st.one_of(calls, scraps, st.text(max_size=20)), max_size=4).map("".join)
+texts = st.lists(st.one_of(calls, scraps, st.text(max_size=20)), max_size=4).map("".join)
 # Any token ids: readable text, and bytes that are not text.
-completions = st.tuples(said, st.lists(st.integers(0, len(TOKENIZER) - 1), max_size=8))
+completions = st.tuples(texts, st.lists(st.integers(0, len(TOKENIZER) - 1), max_size=8))
 
 
 class Babbling:
-    """A policy whose turn n consists of the n-th of its texts and then odd bytes."""
+    """A policy whose turn n consists of the n-th text and extra token ids."""
 
-    def __init__(self, words: Sequence[tuple[str, list[int]]]) -> None:
-        self.words = words
+    def __init__(self, texts: Sequence[tuple[str, list[int]]]) -> None:
+        self.texts = texts
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
-        text, odd = self.words[int(request_id.rpartition("-")[2])]
-        ids = (*TOKENIZER.encode(text, add_special_tokens=False), *odd, TOKENIZER.eos_token_id)[: params.max_tokens]
+        text, extra_ids = self.texts[int(request_id.rpartition("-")[2])]
+        ids = (*TOKENIZER.encode(text, add_special_tokens=False), *extra_ids, TOKENIZER.eos_token_id)[: params.max_tokens]
         spans = (VersionSpan(version=0, start=0, end=len(ids)),)
         finish = "stop" if ids[-1] == TOKENIZER.eos_token_id else "length"
         return Completion(token_ids=ids, logprobs=(-0.5,) * len(ids), versions=spans, finish_reason=finish)
 
 
-async def one(task: Task, episode: Episode) -> Score:
+async def full_score(task: Task, episode: Episode) -> Score:
     return Score(value=1.0, evidence=str(episode.answer)[:100])
 
 
@@ -98,16 +98,16 @@ def store(tmp_path: Path) -> Iterator[SqliteStore]:
     opened.close()
 
 
-def ends_scored(store: SqliteStore, index: int, words: Sequence[tuple[str, list[int]]]) -> None:
+def check_scored(store: SqliteStore, index: int, responses: Sequence[tuple[str, list[int]]]) -> None:
     runner = EpisodeRunner(
-        policy=Babbling(words),
+        policy=Babbling(responses),
         sandboxes=ScriptedSandboxes(printing("3")),
         agent=TurnLoop(chat=CHAT),
         sampling=Sampling(),
         max_model_len=100_000,
         request_timeout_s=60.0,
     )
-    groups = GroupRunner(runner=runner, scorer=one, slots=asyncio.Semaphore(2), group_size=2, max_retries=0)
+    groups = GroupRunner(runner=runner, scorer=full_score, slots=asyncio.Semaphore(2), group_size=2, max_retries=0)
     group = asyncio.run(groups.run_group(index, TASK))
     for scored in group.episodes:
         assert scored.score.value == 1.0, scored.score.reason
@@ -115,19 +115,19 @@ def ends_scored(store: SqliteStore, index: int, words: Sequence[tuple[str, list[
     assert store.put(group) and store.groups([index]) == (group,)
 
 
-counted = iter(range(10**9))
-words = st.lists(completions, min_size=TURNS, max_size=TURNS)
-drawn = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+group_indices = iter(range(10**9))
+responses = st.lists(completions, min_size=TURNS, max_size=TURNS)
+hypothesis_settings = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
-@given(words=words)
-@settings(drawn, max_examples=examples(20))
-def test_any_text_of_a_policy_is_scored_and_stored(store: SqliteStore, words: Sequence[tuple[str, list[int]]]) -> None:
-    ends_scored(store, next(counted), words)
+@given(responses=responses)
+@settings(hypothesis_settings, max_examples=examples(20))
+def test_any_text_of_a_policy_is_scored_and_stored(store: SqliteStore, responses: Sequence[tuple[str, list[int]]]) -> None:
+    check_scored(store, next(group_indices), responses)
 
 
 @pytest.mark.slow
-@given(words=words)
-@settings(drawn, max_examples=1000)
-def test_any_long_text_of_a_policy_is_scored_and_stored(store: SqliteStore, words: Sequence[tuple[str, list[int]]]) -> None:
-    ends_scored(store, next(counted), words)
+@given(responses=responses)
+@settings(hypothesis_settings, max_examples=1000)
+def test_any_long_text_of_a_policy_is_scored_and_stored(store: SqliteStore, responses: Sequence[tuple[str, list[int]]]) -> None:
+    check_scored(store, next(group_indices), responses)

@@ -1,4 +1,4 @@
-"""Episodes that start from a state: continued, or as branches."""
+"""Episodes that start from a state, as continuations or as branches."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ class States:
         self.seen.append(state)
 
 
-class Shelf:
+class Store:
     """In-memory checkpoints, through their serialized form."""
 
     def __init__(self) -> None:
-        self.kept: dict[tuple[int, int], bytes] = {}
+        self.states: dict[tuple[int, int], bytes] = {}
         self.scored: dict[tuple[int, int], ScoredEpisode] = {}
 
     async def save_state(self, group: int, member: int, state: EpisodeState) -> None:
-        self.kept[group, member] = codec.to_json(state)
+        self.states[group, member] = codec.to_json(state)
 
     async def save_scored(self, group: int, member: int, scored: ScoredEpisode) -> None:
         self.scored[group, member] = scored
 
     async def load(self, group: int, member: int) -> EpisodeState | ScoredEpisode | None:
-        kept = self.kept.get((group, member))
-        return self.scored.get((group, member)) or (None if kept is None else codec.from_json(EpisodeState, kept))
+        state = self.states.get((group, member))
+        return self.scored.get((group, member)) or (None if state is None else codec.from_json(EpisodeState, state))
 
 
 async def score(task: Task, episode: Episode) -> Score:
     return Score(value=1.0)
 
 
-def group_runner(runner: Any, *, size: int, retries: int = 0, keeper: Shelf | None = None, turn: int = 1, branches: int = 1) -> GroupRunner:
+def group_runner(runner: Any, *, size: int, retries: int = 0, keeper: Store | None = None, turn: int = 1, branches: int = 1) -> GroupRunner:
     return GroupRunner(
         runner=runner,
         scorer=score,
@@ -74,21 +74,21 @@ def talkative(tokenizer: Any) -> ScriptedPolicy:
 
 async def test_an_episode_continues_exactly_where_its_state_was_captured(tokenizer: Any, task: Task, make_runner: Any) -> None:
     states, sandboxes = States(), ScriptedSandboxes(printing("3\n"))
-    whole = await make_runner(talkative(tokenizer), sandboxes).run(task, episode_id="e", on_turn=states)
+    uninterrupted = await make_runner(talkative(tokenizer), sandboxes).run(task, episode_id="e", on_turn=states)
     state = codec.from_json(EpisodeState, codec.to_json(states.seen[1]))
     assert [seen.turn_count for seen in states.seen] == [1, 2] and state == states.seen[1]
 
-    ran: list[str] = []
-    again = ScriptedSandboxes(lambda code: ran.append(code) or printing("4")(code))  # type: ignore[func-returns-value]
+    programs_run: list[str] = []
+    sandboxes_after = ScriptedSandboxes(lambda code: programs_run.append(code) or printing("4")(code))  # type: ignore[func-returns-value]
     policy = talkative(tokenizer)
-    rest = await make_runner(policy, again).run(task, episode_id="e", start=state)
-    (before,), (after,) = whole.trajectories, rest.trajectories
-    assert after.turns[:2] == before.turns[:2] and after.inherited == () and rest.answer == "3"
+    continued = await make_runner(policy, sandboxes_after).run(task, episode_id="e", start=state)
+    (before,), (after,) = uninterrupted.trajectories, continued.trajectories
+    assert after.turns[:2] == before.turns[:2] and after.inherited == () and continued.answer == "3"
     assert after.turns[2].prompt_ids == before.turns[2].prompt_ids
-    assert ran == [] and again.opened == [], "no call is repeated, and the last turn needs no sandbox"
+    assert programs_run == [] and sandboxes_after.opened == [], "no call is repeated, and the last turn needs no sandbox"
     context = tuple(token for turn in before.turns[:2] for token in (*turn.prompt_ids, *turn.completion_ids))
     assert policy.prompts == [context + state.prompt_ids[0]]
-    assert rest.wall_s >= state.wall_s and rest.sandbox_s >= state.sandbox_s
+    assert continued.wall_s >= state.wall_s and continued.sandbox_s >= state.sandbox_s
 
 
 async def test_the_sandbox_opens_from_the_snapshot_without_the_tasks_files(tokenizer: Any, task: Task, make_runner: Any) -> None:
@@ -99,12 +99,12 @@ async def test_the_sandbox_opens_from_the_snapshot_without_the_tasks_files(token
 
     states, sandboxes = States(), ScriptedSandboxes(edit_files)
     await make_runner(talkative(tokenizer), sandboxes).run(task, episode_id="e", on_turn=states)
-    again = ScriptedSandboxes(printing("3"))
-    await make_runner(talkative(tokenizer), again).run(task, episode_id="e", start=states.seen[0])
-    assert [sandbox.files for sandbox in again.opened] == [{"b.csv": b"made by the agent"}]
+    sandboxes_after = ScriptedSandboxes(printing("3"))
+    await make_runner(talkative(tokenizer), sandboxes_after).run(task, episode_id="e", start=states.seen[0])
+    assert [sandbox.files for sandbox in sandboxes_after.opened] == [{"b.csv": b"made by the agent"}]
 
 
-async def test_a_continued_episode_keeps_its_spent_time_and_tokens(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_time_spent_before_a_continuation_counts_toward_the_limit(tokenizer: Any, task: Task, make_runner: Any) -> None:
     states = States()
     await make_runner(talkative(tokenizer)).run(task, episode_id="e", on_turn=states)
     late = replace(states.seen[0], wall_s=task.limits.wall_s, program_s=task.limits.wall_s)
@@ -125,11 +125,11 @@ async def test_branches_inherit_turns_that_they_did_not_sample(tokenizer: Any, t
     twigs = [await runner.run(task, episode_id=f"twig-{number}", start=states.seen[0]) for number in range(3)]
     await runner.run(task, episode_id="leaf-of", start=states.seen[0], on_turn=deeper)
     leaf = await runner.run(task, episode_id="leaf", start=deeper.seen[0])
-    lines = [twig.trajectories[0] for twig in twigs]
-    assert [line.turns[:1] for line in lines] == [states.seen[0].trajectories[0].turns] * 3 and len(
-        {line.turns[1].completion_ids for line in lines}
+    branches = [twig.trajectories[0] for twig in twigs]
+    assert [branch.turns[:1] for branch in branches] == [states.seen[0].trajectories[0].turns] * 3 and len(
+        {branch.turns[1].completion_ids for branch in branches}
     ) == 3
-    assert {line.inherited for line in lines} == {("stem",)}
+    assert {branch.inherited for branch in branches} == {("stem",)}
     assert leaf.trajectories[0].inherited == ("stem", "leaf-of")
     assert leaf.completion_tokens == len(leaf.trajectories[0].turns[2].completion_ids)
     assert len(sandboxes.opened) == 1 + 3 + 1, "each continuation has its own sandbox; the leaf submits and needs none"
@@ -162,10 +162,10 @@ async def test_a_working_directory_too_large_to_capture_does_not_stop_the_episod
     async def too_large() -> bytes:
         raise ValueError("larger than a snapshot may be")
 
-    shelf = Shelf()
+    store = Store()
     runner = make_runner(talkative(tokenizer), Full(printing("3")))
-    group = await group_runner(runner, size=2, turn=1, branches=2, keeper=shelf).run_group(0, task)
-    assert len(group.scored) == 2 and shelf.kept == {}
+    group = await group_runner(runner, size=2, turn=1, branches=2, keeper=store).run_group(0, task)
+    assert len(group.scored) == 2 and store.states == {}
     assert all(e.episode.trajectories[0].inherited == () for e in group.episodes), "nothing to branch from, so they start from the task"
 
 
@@ -186,7 +186,7 @@ async def test_branches_of_a_stem_that_ends_early_start_from_the_task(tokenizer:
     assert len(group.scored) == 4 and len(policy.prompts) == 4
     last = replace(task, limits=Limits(turns=1, turn_tokens=200, episode_tokens=2000))
     short = await group_runner(make_runner(ScriptedPolicy.saying(tokenizer, PYTHON)), size=2, turn=1, branches=2).run_group(0, last)
-    assert [e.episode.trajectories[0].inherited for e in short.scored] == [(), ()], "after the last turn there is nothing to sample"
+    assert [e.episode.trajectories[0].inherited for e in short.scored] == [(), ()], "there is no turn left to sample"
 
 
 async def test_branches_survive_a_stem_that_fails_after_the_fork(tokenizer: Any, task: Task, make_runner: Any) -> None:
@@ -224,24 +224,24 @@ class Stalling(ScriptedPolicy):
 
 
 async def test_a_killed_group_continues_with_its_turns_and_branches(tokenizer: Any, task: Task, make_runner: Any) -> None:
-    shelf, first = Shelf(), Stalling(tokenizer, talkative(tokenizer).script)
+    store, first = Store(), Stalling(tokenizer, talkative(tokenizer).script)
     first.exempt = "g000000-3-"
-    dying = group_runner(make_runner(first), size=4, keeper=shelf, turn=1, branches=2)
-    await die_at(dying, task, lambda: len(shelf.scored) == 1 and all(len(turns_kept(shelf, m)) == 2 for m in (0, 1, 2)))
-    before = {member: turns_kept(shelf, member) for member in (0, 1, 2)}
+    dying = group_runner(make_runner(first), size=4, keeper=store, turn=1, branches=2)
+    await die_at(dying, task, lambda: len(store.scored) == 1 and all(len(stored_turns(store, m)) == 2 for m in (0, 1, 2)))
+    before = {member: stored_turns(store, member) for member in (0, 1, 2)}
 
     policy = talkative(tokenizer)
-    group = await group_runner(make_runner(policy), size=4, keeper=shelf, turn=1, branches=2).run_group(0, task)
+    group = await group_runner(make_runner(policy), size=4, keeper=store, turn=1, branches=2).run_group(0, task)
     assert len(policy.prompts) == 3, "only the last turn of the three unfinished attempts"
     episodes = [scored.episode for scored in group.scored]
     assert [episode.trajectories[0].turns[:2] for episode in episodes[:3]] == [before[member] for member in (0, 1, 2)]
     assert [episode.trajectories[0].inherited for episode in episodes] == [(), ("g000000-0-a0",), (), ("g000000-2-a0",)]
-    assert group.episodes[3] == shelf.scored[0, 3]
+    assert group.episodes[3] == store.scored[0, 3]
 
 
-def turns_kept(shelf: Shelf, member: int) -> tuple[Turn, ...]:
-    kept = shelf.kept.get((0, member))
-    return () if kept is None else codec.from_json(EpisodeState, kept).trajectories[0].turns
+def stored_turns(store: Store, member: int) -> tuple[Turn, ...]:
+    state = store.states.get((0, member))
+    return () if state is None else codec.from_json(EpisodeState, state).trajectories[0].turns
 
 
 async def test_a_stem_restored_before_or_at_its_fork_branches_again(tokenizer: Any, task: Task, make_runner: Any) -> None:
@@ -249,25 +249,25 @@ async def test_a_stem_restored_before_or_at_its_fork_branches_again(tokenizer: A
     await make_runner(talkative(tokenizer)).run(task, episode_id="g000000-0-a0", on_turn=states)
     first, second = states.seen
     stem = ("g000000-0-a0",)
-    for found, fork, inherited in ((first, 1, stem), (second, 1, ()), (first, 2, stem * 2), (second, 2, stem * 2)):
-        shelf = Shelf()
-        await shelf.save_state(0, 0, found)
-        group = await group_runner(make_runner(talkative(tokenizer)), size=2, keeper=shelf, turn=fork, branches=2).run_group(0, task)
+    for state, fork, inherited in ((first, 1, stem), (second, 1, ()), (first, 2, stem * 2), (second, 2, stem * 2)):
+        store = Store()
+        await store.save_state(0, 0, state)
+        group = await group_runner(make_runner(talkative(tokenizer)), size=2, keeper=store, turn=fork, branches=2).run_group(0, task)
         assert [e.episode.trajectories[0].inherited for e in group.scored] == [(), inherited]
 
 
 async def test_states_that_are_too_old_or_of_another_task_are_not_used(tokenizer: Any, task: Task, make_runner: Any) -> None:
-    """Staleness counts the oldest version that sampled any token, including before the crash."""
+    """Staleness is that of the oldest version that sampled any token, including those before the crash."""
     states = States()
     old = talkative(tokenizer)
     old.version = 3
     await make_runner(old).run(task, episode_id="g000000-0-a0", on_turn=states)
     for oldest, other, turns_sampled in ((3, task, 1), (4, task, 3), (3, replace(task, data={}), 3)):
-        shelf = Shelf()
-        await shelf.save_state(0, 0, states.seen[1])
+        store = Store()
+        await store.save_state(0, 0, states.seen[1])
         policy = talkative(tokenizer)
         policy.version = 4
-        group = await group_runner(make_runner(policy), size=1, keeper=shelf).run_group(0, other, oldest_version=oldest)
+        group = await group_runner(make_runner(policy), size=1, keeper=store).run_group(0, other, oldest_version=oldest)
         assert len(policy.prompts) == turns_sampled
         assert group.scored[0].episode.oldest_version == (3 if turns_sampled == 1 else 4)
 
@@ -275,13 +275,13 @@ async def test_states_that_are_too_old_or_of_another_task_are_not_used(tokenizer
 async def test_a_continued_attempt_keeps_its_number_and_its_budget_of_retries(tokenizer: Any, task: Task, make_runner: Any) -> None:
     states = States()
     await make_runner(talkative(tokenizer)).run(task, episode_id="g000000-0-a1", attempt=1, on_turn=states)
-    asked: list[str] = []
+    requests: list[str] = []
 
     def failing(turn: int, episode: str) -> str:
-        asked.append(f"{episode}/{turn}")
+        requests.append(f"{episode}/{turn}")
         raise SandboxError("gone")
 
-    shelf = Shelf()
-    await shelf.save_state(0, 0, states.seen[1])
-    await group_runner(make_runner(ScriptedPolicy(tokenizer, failing)), size=1, retries=2, keeper=shelf).run_group(0, task)
-    assert asked == ["g000000-0-a1/2", "g000000-0-a2/0"]
+    store = Store()
+    await store.save_state(0, 0, states.seen[1])
+    await group_runner(make_runner(ScriptedPolicy(tokenizer, failing)), size=1, retries=2, keeper=store).run_group(0, task)
+    assert requests == ["g000000-0-a1/2", "g000000-0-a2/0"]

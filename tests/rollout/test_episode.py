@@ -107,11 +107,11 @@ async def test_tool_output_of_an_episode_is_bounded(tokenizer: Any, task: Task, 
     assert "not shown, 9 characters" in last and episode.answer == "3", "the agent's answer still counts"
 
 
-async def test_the_bound_on_an_episode_is_generous_unless_a_task_says_otherwise(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_the_default_bound_on_tool_output_is_generous(tokenizer: Any, task: Task, make_runner: Any) -> None:
     assert Limits(tool_output_chars=50).all_output_chars == 1000
-    odd = replace(task, limits=replace(task.limits, episode_output_chars=1))
+    low_limit_task = replace(task, limits=replace(task.limits, episode_output_chars=1))
     runner = make_runner(ScriptedPolicy.saying(tokenizer, PYTHON, SUBMIT), ScriptedSandboxes(printing("ab")))
-    episode = await runner.run(odd, episode_id="e")
+    episode = await runner.run(low_limit_task, episode_id="e")
     assert episode.trajectories[0].turns[0].tool_results[0].output.startswith("a\n... 1 characters cut")
     with pytest.raises(ValueError, match="episode_output_chars must be positive"):
         Limits(episode_output_chars=0)
@@ -133,11 +133,11 @@ async def test_task_faults_are_blamed_on_the_task(tokenizer: Any, task: Task, ma
         (task, NoImage(printing("")), "no such suite\n  fix: name a suite"),
         (task, NoRoom(printing("")), "no room for a.csv"),
     ]
-    for bad, sandboxes, says in broken:
+    for bad, sandboxes, message in broken:
         episode = await make_runner(ScriptedPolicy.saying(tokenizer, PYTHON), sandboxes).run(bad, episode_id="e")
         (failure,) = episode.failures
         assert (failure.blame, failure.stage, failure.retryable, episode.left_out) == (Blame.TASK, "task", False, True)
-        assert says in failure.message
+        assert message in failure.message
 
 
 async def test_a_machine_without_sandboxes_is_not_blamed_on_the_task(tokenizer: Any, task: Task, make_runner: Any) -> None:
@@ -163,7 +163,7 @@ async def test_infrastructure_faults_are_blamed_on_the_infrastructure(tokenizer:
         assert (episode.failures[0].stage, episode.failures[0].blame) == (stage, Blame.INFRASTRUCTURE)
 
 
-async def test_a_server_that_hangs_is_not_the_policys_fault(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_a_server_that_hangs_is_not_blamed_on_the_policy(tokenizer: Any, task: Task, make_runner: Any) -> None:
     class Hanging(ScriptedPolicy):
         async def generate(self, *args: Any, **kwargs: Any) -> Any:
             await asyncio.sleep(60)
@@ -180,7 +180,7 @@ async def test_declared_outputs_are_collected_after_the_last_action(tokenizer: A
     assert episode.outputs == {"a.csv": b"x\n1\n"} and episode.failures == () and sandboxes.opened[0].closed
 
 
-async def test_an_agent_that_ran_nothing_outputs_the_tasks_files(tokenizer: Any, task: Task, make_runner: Any) -> None:
+async def test_the_outputs_of_an_agent_that_ran_nothing_are_the_tasks_files(tokenizer: Any, task: Task, make_runner: Any) -> None:
     sandboxes = ScriptedSandboxes(printing(""))
     runner = make_runner(ScriptedPolicy.saying(tokenizer, SUBMIT), sandboxes)
     episode = await runner.run(replace(task, outputs=("*.csv", "new.txt")), episode_id="e")
@@ -209,7 +209,7 @@ async def test_a_sandbox_that_dies_before_collecting_is_an_infrastructure_fault(
 
 
 class Acting:
-    """An agent that sleeps, and takes some time to end."""
+    """An agent that sleeps, and needs some time to end."""
 
     def __init__(self, rests_s: float, closes_s: float = 0.0) -> None:
         self.rests_s, self.closes_s, self.closed = rests_s, closes_s, False
@@ -235,7 +235,7 @@ def test_an_agent_has_its_full_time_plus_time_to_close_its_tools(tokenizer: Any,
     assert played(closing).trajectories[0].stop_reason == "wall_limit" and closing.closed
 
 
-def test_a_continued_episode_has_the_rest_of_its_time(tokenizer: Any, task: Task, make_runner: Any) -> None:
+def test_a_continued_episode_has_its_remaining_time(tokenizer: Any, task: Task, make_runner: Any) -> None:
     states: list[EpisodeState] = []
 
     async def keep(turn: int, capture: Any) -> None:

@@ -1,6 +1,6 @@
-"""Raises an exception at every await of an episode and of a group.
+"""An exception raised at any await of an episode or a group becomes a typed failure.
 
-The event loop's coroutines are driven by hand: at the n-th await of any of them, an exception is raised there.
+The test drives the event loop's coroutines itself, and raises an exception at the n-th await of any of them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FAULTS = (
     ExceptionGroup("several", [KeyError("id"), ServingError("refused")]),
 )
 NOTHING_RAISES = ("TaskGroup.__aexit__", "Semaphore.acquire")  # except a requested cancellation
-OURS_OR_GROUP = (SandboxError, ServingError, PluginError, ExceptionGroup)
+AGENTRL_ERRORS = (SandboxError, ServingError, PluginError, ExceptionGroup)
 
 
 class Awaits:
@@ -99,24 +99,24 @@ class _Driven:
 
 
 def functions(coroutine: Any) -> list[str]:
-    """Names of the awaiting functions, outermost first, also within user code."""
-    found = []
+    """Returns the names of the awaiting functions, outermost first, including those in user code."""
+    names = []
     while coroutine is not None:
         name = getattr(coroutine, "__qualname__", None)
         if name is None:
             break
-        found.append(name)
+        names.append(name)
         frame = getattr(coroutine, "gi_frame", None)
         if frame is not None and "running" in frame.f_locals:  # agentrl.base.user_code also drives coroutines by hand
             coroutine = frame.f_locals["running"]
         else:
             coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
-    return found
+    return names
 
 
 @contextlib.asynccontextmanager
 async def driven(awaits: Awaits, work: Coroutine[Any, Any, Any]) -> AsyncIterator[asyncio.Task[Any]]:
-    """Runs `work` in a loop whose tasks are all driven. Checks that no task is left."""
+    """Runs `work` in a loop whose tasks are all driven. Checks that no task still runs at the end."""
     loop = asyncio.get_running_loop()
     loop.set_task_factory(awaits.task)  # type: ignore[arg-type]
     try:
@@ -140,9 +140,9 @@ class Box(ScriptedSandbox):
 
     async def python(self, code: str, **options: Any) -> Any:
         await pause()
-        done = await super().python(code, **options)
+        result = await super().python(code, **options)
         await pause()
-        return done
+        return result
 
     async def read(self, path: str, *, max_bytes: int) -> bytes:
         await pause()
@@ -173,9 +173,9 @@ class Boxes(ScriptedSandboxes):
 class Waiting(ScriptedPolicy):
     async def generate(self, *arguments: Any, **options: Any) -> Any:
         await pause()
-        done = await super().generate(*arguments, **options)
+        completion = await super().generate(*arguments, **options)
         await pause()
-        return done
+        return completion
 
 
 class Look:
@@ -226,15 +226,15 @@ async def judge(task: Task, episode: Episode) -> Score:
     return Score(value=1.0)
 
 
-class Shelf:
+class Store:
     """In-memory checkpoints that await."""
 
     def __init__(self) -> None:
-        self.kept: dict[tuple[int, int], EpisodeState] = {}
+        self.states: dict[tuple[int, int], EpisodeState] = {}
 
     async def save_state(self, group: int, member: int, state: EpisodeState) -> None:
         await pause()
-        self.kept[group, member] = state
+        self.states[group, member] = state
 
     async def save_scored(self, group: int, member: int, scored: ScoredEpisode) -> None:
         await pause()
@@ -244,7 +244,7 @@ class Shelf:
         return None
 
 
-SAID = (
+RESPONSES = (
     '<tool_call>{"name": "python", "arguments": {"code": "print(3)"}}</tool_call>',
     '<tool_call>{"name": "look", "arguments": {}}</tool_call><tool_call>{"name": "look_inside", "arguments": {}}</tool_call>'
     '<tool_call>{"name": "note", "arguments": {"text": "a"}}</tool_call>',
@@ -259,9 +259,9 @@ class Scene:
         tools = ("python", f"{__file__}:look", f"{__file__}:look_inside", f"{__file__}:Notes", "submit")
         self.task = replace(task, tools=tools, verifiers=(f"{__file__}:judge",), outputs=("a.csv",))
         self.sandboxes = Boxes(printing("3"))
-        self.told: list[Failure | None] = []
+        self.reported: list[Failure | None] = []
         runner = EpisodeRunner(
-            policy=Waiting.saying(tokenizer, *SAID),
+            policy=Waiting.saying(tokenizer, *RESPONSES),
             sandboxes=self.sandboxes,
             agent=TurnLoop(chat=chat_of(tokenizer)),
             sampling=Sampling(),
@@ -276,8 +276,8 @@ class Scene:
             group_size=size,
             max_retries=0,
             branches=branches,
-            checkpoints=Shelf(),
-            on_attempt=self.told.append,
+            checkpoints=Store(),
+            on_attempt=self.reported.append,
         )
 
     def check(self, awaits: Awaits) -> None:
@@ -287,11 +287,11 @@ class Scene:
 
 
 UNANSWERED = (SandboxError, ServingError, ExceptionGroup, TimeoutError)
-"""What in a verifier is the infrastructure's: a part that it needs gave no answer."""
+"""Errors that are infrastructure faults in a verifier: a part that it needs did not answer."""
 
 
 def expected(awaits: Awaits) -> str:
-    """What an exception there must become: scored if the tool raised it, without effect, or else an excluding fault."""
+    """Returns what an exception at this await must become: a scored tool failure, nothing, or else an excluding fault."""
     where, error = awaits.where, awaits.error
     if where[-1] in NOTHING_RAISES:
         return "nothing"
@@ -299,23 +299,23 @@ def expected(awaits: Awaits) -> str:
         return "nothing"
     if isinstance(error, ValueError) and "Box.read" in where and "_collect" in where:  # blamed on the policy
         return "tool"
-    ours = isinstance(error, OURS_OR_GROUP)
+    agentrl_error = isinstance(error, AGENTRL_ERRORS)
     if {"ToolInstance.state", "ToolInstance.close", "Notes.state", "Notes.close"} & set(where):  # not captured, or finished
         return "nothing"
-    if "Shelf.save_state" in where or "Shelf.save_scored" in where or "Shelf.load" in where or "Box.close" in where:
+    if {"Store.save_state", "Store.save_scored", "Store.load", "Box.close"} & set(where):
         return "nothing"
     if "call_verifier" in where or "judge" in where:  # only infrastructure faults are retried
         return "unscored" if isinstance(error, UNANSWERED) else "nothing"
     in_tool = "call_tool" in " ".join(where) or ("_caught" in where and "TurnLoop.act" not in where)  # which has the same name
     if in_tool and isinstance(error, TimeoutError) and not any(name.startswith("Box.") for name in where):
         return "fault"  # the tool's await did not answer
-    if in_tool and not ours and (isinstance(error, ARGUMENT_FAULTS) or not any(name.startswith("Box.") for name in where)):
+    if in_tool and not agentrl_error and (isinstance(error, ARGUMENT_FAULTS) or not any(name.startswith("Box.") for name in where)):
         return "tool"
     return "fault"
 
 
-def look_at(scored: ScoredEpisode, awaits: Awaits) -> str:
-    """Returns what the exception became. Fails unless it is typed and consistent."""
+def outcome_of(scored: ScoredEpisode, awaits: Awaits) -> str:
+    """Returns what the exception became. Fails unless its failure is typed and consistent."""
     episode, score = scored.episode, scored.score
     assert codec.from_json(ScoredEpisode, codec.to_json(scored)) == scored
     foreign = [failure for failure in episode.failures if failure.blame is not Blame.POLICY]
@@ -329,72 +329,72 @@ def look_at(scored: ScoredEpisode, awaits: Awaits) -> str:
     return "tool" if episode.failures else "nothing"
 
 
-async def waits(scene: Scene, work: Coroutine[Any, Any, Any]) -> tuple[int, Any]:
-    """The number of awaits and the result without an exception."""
+async def count_awaits(scene: Scene, work: Coroutine[Any, Any, Any]) -> tuple[int, Any]:
+    """Returns the number of awaits and the result without an exception."""
     awaits = Awaits()
     async with driven(awaits, work) as main:
-        given = await main
+        result = await main
     scene.check(awaits)
-    return awaits.count, given
+    return awaits.count, result
 
 
-def fresh(error: BaseException) -> BaseException:
-    """The same error without its traceback."""
+def without_traceback(error: BaseException) -> BaseException:
+    """Returns the same error without its traceback."""
     return type(error)(*error.args)
 
 
-each_fault = pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
+with_each_fault = pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
 
 
 @pytest.mark.slow
 @pytest.mark.sampled(15)
-@each_fault
+@with_each_fault
 async def test_an_exception_at_any_await_of_an_episode_becomes_a_typed_failure(tokenizer: Any, task: Task, error: BaseException) -> None:
-    count, sound = await waits(scene := Scene(tokenizer, task), scene.groups.run_group(0, scene.task))
+    count, sound = await count_awaits(scene := Scene(tokenizer, task), scene.groups.run_group(0, scene.task))
     assert sound.scored[0].episode.outputs and count > 25
-    seen = Counter[str]()
+    counts = Counter[str]()
     for at in range(count):
-        scene, awaits = Scene(tokenizer, task), Awaits(at, fresh(error))
+        scene, awaits = Scene(tokenizer, task), Awaits(at, without_traceback(error))
         async with driven(awaits, scene.groups.run_group(0, scene.task)) as main:
             group: Group = await main
         scene.check(awaits)
         (scored,) = group.episodes
-        became = look_at(scored, awaits)
-        assert became == expected(awaits), f"at {at}: {' > '.join(awaits.where)}: {scored.episode.failures} {scored.score}"
-        seen[became] += 1
-        if became == "fault":
+        outcome = outcome_of(scored, awaits)
+        assert outcome == expected(awaits), f"at {at}: {' > '.join(awaits.where)}: {scored.episode.failures} {scored.score}"
+        counts[outcome] += 1
+        if outcome == "fault":
             assert (group.fault is not None) == isinstance(error, PluginError)
         if not isinstance(error, PluginError):
-            assert [failure is None for failure in scene.told] == [became in ("nothing", "tool")]
-    assert seen["fault"] > 5 and seen["nothing"] > 3
-    assert bool(seen["unscored"]) == isinstance(error, UNANSWERED)
-    assert (seen["tool"] > 3) != isinstance(error, (*OURS_OR_GROUP, TimeoutError))
+            assert [failure is None for failure in scene.reported] == [outcome in ("nothing", "tool")]
+    assert counts["fault"] > 5 and counts["nothing"] > 3
+    assert bool(counts["unscored"]) == isinstance(error, UNANSWERED)
+    assert (counts["tool"] > 3) != isinstance(error, (*AGENTRL_ERRORS, TimeoutError))
 
 
 @pytest.mark.slow
-@each_fault
+@with_each_fault
 async def test_an_exception_at_any_await_of_a_group_costs_one_member(tokenizer: Any, task: Task, error: BaseException) -> None:
     """Two stems and two branches. A member without its stem's state starts from the task; only a broken task excludes all."""
-    count, sound = await waits(scene := Scene(tokenizer, task, size=4, branches=2), scene.groups.run_group(0, scene.task))
+    count, sound = await count_awaits(scene := Scene(tokenizer, task, size=4, branches=2), scene.groups.run_group(0, scene.task))
     assert len(sound.scored) == 4 and count > 90
     for at in range(count):
-        scene, awaits = Scene(tokenizer, task, size=4, branches=2), Awaits(at, fresh(error))
+        scene, awaits = Scene(tokenizer, task, size=4, branches=2), Awaits(at, without_traceback(error))
         async with driven(awaits, scene.groups.run_group(0, scene.task)) as main:
             group: Group = await main
         scene.check(awaits)
-        became = [look_at(scored, awaits) for scored in group.episodes]
+        outcomes = [outcome_of(scored, awaits) for scored in group.episodes]
         if group.fault is not None:
-            assert isinstance(error, PluginError) and became == ["fault"] * 4
+            assert isinstance(error, PluginError) and outcomes == ["fault"] * 4
         else:
-            assert became.count("nothing") >= 3, f"at {at}: {' > '.join(awaits.where)}: {became}"
+            assert outcomes.count("nothing") >= 3, f"at {at}: {' > '.join(awaits.where)}: {outcomes}"
             # A stem's boundary resumes branches, so the exception may be raised in another member.
-            assert expected(awaits) in became, f"at {at}: {' > '.join(awaits.where)}: {became}"
+            assert expected(awaits) in outcomes, f"at {at}: {' > '.join(awaits.where)}: {outcomes}"
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(4, marks=pytest.mark.slow)])
-async def test_a_cancellation_at_any_await_propagates_and_leaves_nothing_behind(tokenizer: Any, task: Task, size: int) -> None:
+async def test_a_cancellation_at_any_await_propagates_and_leaves_nothing_running(tokenizer: Any, task: Task, size: int) -> None:
     branches = 2 if size > 1 else 1
-    count, _ = await waits(scene := Scene(tokenizer, task, size=size, branches=branches), scene.groups.run_group(0, scene.task))
+    count, _ = await count_awaits(scene := Scene(tokenizer, task, size=size, branches=branches), scene.groups.run_group(0, scene.task))
     for at in range(count):
         scene, awaits = Scene(tokenizer, task, size=size, branches=branches), Awaits(at)
         with pytest.raises(asyncio.CancelledError):

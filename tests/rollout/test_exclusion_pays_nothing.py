@@ -1,6 +1,6 @@
-"""A policy gains nothing by provoking its own exclusion: provoked faults are scored like honest failures.
+"""A policy gains nothing by provoking its exclusion: provoked faults are scored like honest failures.
 
-The last tests train a policy on these outcomes with every built-in estimator and loss.
+The last tests train a policy on these outcomes with each built-in estimator and loss.
 
 Policies have three arms: they solve the task, fail honestly, or provoke a fault. Their groups are run, scored and turned into
 advantages by the real parts. The gain of an arm is the mean advantage of the attempts in which it was drawn; an excluded attempt
@@ -74,9 +74,9 @@ TOOLS = {
     "fails an MCP server": "mcp:library",
     "kills an MCP server": "mcp:library",
 }
-"""Ways in which an agent makes one of its calls report an outage, and the tools that it does so with."""
+"""Ways in which an agent can make one of its calls report an outage, and the tool of each."""
 RARE = ("breaks the sandbox", "loses the sandbox")
-"""Ways that are blamed on the policy while few episodes choose them (`agentrl.rollout.repeats`); above a tenth an alert reports them."""
+"""Ways that are blamed on the policy while few episodes use them (`agentrl.rollout.repeats`). Above a tenth, an alert reports them."""
 WAYS = (
     *("babbles", "is refused by the server", "cannot be read", "cannot be shown", "breaks the judge", "stalls the judge", "says nonsense"),
     *TOOLS,
@@ -112,21 +112,21 @@ look_up, look_up_once = LookUp(), LookUp(repeats=False)
 
 
 class Scripted(Transport):
-    """An MCP server with such a tool."""
+    """An MCP server with a tool like `LookUp`."""
 
     def __init__(self, way: str) -> None:
         self.way = way
 
     async def request(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
         await asyncio.sleep(0.1)
-        asked = json.loads(messages[-1])
+        message = json.loads(messages[-1])
         answers: dict[str, dict[str, Any]] = {
             "initialize": {"protocolVersion": "2025-11-25", "capabilities": {"tools": {}}},
             "tools/list": {"tools": [OFFER]},
             "tools/call": {"content": [{"type": "text", "text": "found"}]},
         }
-        answer: dict[str, Any] = {"result": answers[asked["method"]]}
-        if asked["method"] == "tools/call" and asked["params"]["arguments"]["text"] == "bad":
+        answer: dict[str, Any] = {"result": answers[message["method"]]}
+        if message["method"] == "tools/call" and message["params"]["arguments"]["text"] == "bad":
             if self.way == "kills an MCP server":
                 raise Unanswered("ended", "it has ended (exit code 3)")
             answer = {"error": {"code": -32603, "message": "Internal error"}}
@@ -151,7 +151,7 @@ def run_tools(way: str) -> RunTools:
 
 
 class Bandit(ScriptedPolicy):
-    """Draws an arm for each attempt and plays it."""
+    """Draws an arm for each attempt, and plays it."""
 
     def __init__(self, way: str, seed: int) -> None:
         super().__init__(TOKENIZER, self._turn)
@@ -161,7 +161,7 @@ class Bandit(ScriptedPolicy):
     def arm(self, episode: str) -> str:
         if self.way not in RARE:
             return self.arms.setdefault(episode, self.draw.choice(ARMS))
-        first = f"{episode.rpartition('-a')[0]}-a0"  # the arm of a retry is that of the attempt that it repeats
+        first = f"{episode.rpartition('-a')[0]}-a0"  # a retry has the arm of the attempt that it repeats
         drawn = self.arms.get(first) or self.draw.choices(ARMS, (12, 12, 1))[0]
         self.arms[first] = self.arms[episode] = drawn
         return drawn
@@ -174,7 +174,7 @@ class Bandit(ScriptedPolicy):
             return PYTHON
         if arm != "provoke" or self.way in TOOLS:
             return submit("3" if arm == "solve" else "4")
-        said = {
+        responses = {
             "breaks the sandbox": f'<tool_call>{{"name": "python", "arguments": {{"code": "{BOOM}"}}}}</tool_call>',
             "loses the sandbox": f'<tool_call>{{"name": "python", "arguments": {{"code": "{BOOM}{BOOM}"}}}}</tool_call>',
             "is refused by the server": PYTHON,
@@ -184,7 +184,7 @@ class Bandit(ScriptedPolicy):
             "stalls the judge": submit("9**9**9"),
             "says nonsense": '<tool_call>{"name": 3, "arguments": "\\ud800"}</tool_call>' * 3,
         }
-        return said[self.way]
+        return responses[self.way]
 
     async def generate(self, prompt_ids: Any, params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
         episode, _, turn = request_id.partition(".")[0].rpartition("-")
@@ -199,7 +199,7 @@ class Bandit(ScriptedPolicy):
         return await super().generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
 
 
-def choking(way: str) -> Any:
+def failing_chat(way: str) -> Any:
     base: Any = type(chat_of(TOKENIZER))
 
     class Chat(base):  # type: ignore[misc]
@@ -234,7 +234,7 @@ async def judge(task: Task, episode: Episode) -> Score:
 
 
 async def strict_judge(task: Task, episode: Episode) -> Score:
-    """A wrong answer is worse than none."""
+    """Scores a wrong answer below no answer."""
     return Score(value={"3": 1.0, None: 0.0}.get(episode.answer, -1.0))
 
 
@@ -251,7 +251,7 @@ async def played(way: str, seed: int, verifier: str = "judge") -> tuple[list[Gro
     runner = EpisodeRunner(
         policy=policy,
         sandboxes=ScriptedSandboxes(run_program),
-        agent=TurnLoop(chat=choking(way)),
+        agent=TurnLoop(chat=failing_chat(way)),
         sampling=Sampling(),
         max_model_len=10**6,
         request_timeout_s=120.0,
@@ -264,24 +264,24 @@ async def played(way: str, seed: int, verifier: str = "judge") -> tuple[list[Gro
     tasks = [replace(task, id=f"task {index}") for index in range(count)]
     if way not in RARE:
         return [await groups.run_group(index, task) for index, task in enumerate(tasks)], policy
-    at_once = await asyncio.gather(*(groups.run_group(index, task) for index, task in enumerate(tasks)))
-    counted = at_once[:GROUPS]  # the groups that run later show that the sandboxes work
+    concurrent = await asyncio.gather(*(groups.run_group(index, task) for index, task in enumerate(tasks)))
+    counted = concurrent[:GROUPS]  # the groups that run later show that the sandboxes work
     policy.arms = {one.episode.id: policy.arm(one.episode.id) for group in counted for one in group.episodes}  # repetitions count once
     return counted, policy
 
 
 def gains(groups: list[Group], arms: dict[str, str]) -> dict[str, float]:
-    """Mean advantage of all attempts of an arm, including retried and excluded ones."""
-    found = defaultdict[str, list[float]](list)
+    """Returns the mean advantage of all attempts of each arm, including retried and excluded ones."""
+    advantages_by_arm = defaultdict[str, list[float]](list)
     trained: set[str] = set()
     for group, advantages in zip(groups, batch_advantages(groups, ObjectiveConfig(), min_group_size=2), strict=True):
-        for one, value in zip(group.episodes, advantages.values, strict=True):
-            found[arms[one.episode.id]].append(value or 0.0)
-            trained.add(one.episode.id)
+        for scored, value in zip(group.episodes, advantages.values, strict=True):
+            advantages_by_arm[arms[scored.episode.id]].append(value or 0.0)
+            trained.add(scored.episode.id)
     for episode, arm in arms.items():
         if episode not in trained:
-            found[arm].append(0.0)
-    return {arm: fmean(values) for arm, values in found.items()}
+            advantages_by_arm[arm].append(0.0)
+    return {arm: fmean(values) for arm, values in advantages_by_arm.items()}
 
 
 @cache
@@ -293,11 +293,11 @@ def results(way: str) -> tuple[list[Group], Bandit]:
 @pytest.mark.parametrize("way", WAYS)
 def test_provoking_an_exclusion_scores_no_higher_than_failing(way: str) -> None:
     groups, policy = results(way)
-    excluded = [one for group in groups for one in group.episodes if one.score.value is None]
+    excluded = [scored for group in groups for scored in group.episodes if scored.score.value is None]
     assert not excluded, f"{excluded[0].episode.failures} {excluded[0].score}"
-    assert {failure.blame for group in groups for one in group.episodes for failure in one.episode.failures} <= {Blame.POLICY}
-    retried = sum(one.episode.attempt for group in groups for one in group.episodes)
-    # A real outage that only one call shows is as rare, and one that most calls show is real (`agentrl.agent.outage_blame`).
+    assert {failure.blame for group in groups for scored in group.episodes for failure in scored.episode.failures} <= {Blame.POLICY}
+    retried = sum(scored.episode.attempt for group in groups for scored in group.episodes)
+    # A real outage is rarely seen by only one call; an outage that most calls see is real (`agentrl.agent.outage_blame`).
     provoking = sum(arm == "provoke" for arm in policy.arms.values())
     allowed = 2 * provoking if way in RARE else provoking // 4 if way in TOOLS else 1  # two repetitions show that the actions matter
     assert retried <= allowed, f"{retried} attempts were retried"
@@ -308,7 +308,7 @@ def test_provoking_an_exclusion_scores_no_higher_than_failing(way: str) -> None:
 
 
 def test_the_measure_detects_a_provoked_exclusion() -> None:
-    """With faults that exclude, provoking gains more than failing, so the test above would fail."""
+    """If provoked faults excluded episodes, provoking would gain more than failing, and the test above would fail."""
 
     class Excluding(Bandit):
         async def generate(self, prompt_ids: Any, params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
@@ -336,9 +336,9 @@ def test_the_measure_detects_a_provoked_exclusion() -> None:
 
 
 START = (0.2, 0.4, 0.4)
-"""Failing and provoking start equal: with another share, a softmax moves them apart even if both earn the same."""
+"""Failing and provoking start with equal probabilities: a softmax moves unequal ones apart even if both gain the same."""
 MUCH = 1.5
-"""Ratio of probabilities that chance does not reach here."""
+"""Ratio of probabilities that is not reached by chance."""
 OBJECTIVES = (
     *({"advantage": name} for name in ("grpo", "rloo", "reinforce++", "reinforce++-baseline")),
     *({"loss": name} for name in ("gspo", "cispo")),
@@ -347,15 +347,15 @@ OBJECTIVES = (
 
 
 def outcomes_by_arm(groups: Sequence[Group], arms: Mapping[str, str]) -> dict[str, list[ScoredEpisode]]:
-    """The episodes that the real parts ran and scored, by the arm that they drew."""
+    """Returns the episodes that the real parts ran and scored, by arm."""
     by_arm = defaultdict[str, list[ScoredEpisode]](list)
-    for one in (one for group in groups for one in group.episodes):
-        by_arm[arms[one.episode.id]].append(one)
+    for scored in (scored for group in groups for scored in group.episodes):
+        by_arm[arms[scored.episode.id]].append(scored)
     return by_arm
 
 
 def one_token(outcome: ScoredEpisode, name: str, arm: int, logprob: float) -> ScoredEpisode:
-    """An outcome whose episode sampled one token: its arm."""
+    """Returns an outcome whose episode sampled one token: its arm."""
     message = Message(role="assistant", content="")
     spans = (VersionSpan(version=0, start=0, end=1),)
     turn = Turn(prompt_ids=(9,), completion_ids=(arm,), logprobs=(logprob,), versions=spans, message=message, finish_reason="stop")
@@ -365,7 +365,7 @@ def one_token(outcome: ScoredEpisode, name: str, arm: int, logprob: float) -> Sc
 
 
 def trained(outcomes: Mapping[str, Sequence[ScoredEpisode]], changes: Mapping[str, Any], *, steps: int = 8) -> dict[str, float]:
-    """The probabilities of the arms after training on these outcomes: groups, advantages, samples and loss are the product's."""
+    """Returns the arm probabilities after training on these outcomes with the product's groups, advantages, samples and loss."""
     critic: dict[str, Any] = {"critic": {}} if changes.get("advantage") == "gae" else {}
     recipe = build({"name": "t", "policy": {"model": "m"}, "tasks": {"family": "a:b"}, "objective": changes, **critic})
     draw, logits = random.Random(0), torch.tensor(START, dtype=torch.float64).log().requires_grad_()
@@ -377,9 +377,9 @@ def trained(outcomes: Mapping[str, Sequence[ScoredEpisode]], changes: Mapping[st
             episodes = [one_token(draw.choice(outcomes[ARMS[arm]]), f"{index}-{n}", arm, before[arm]) for n, arm in enumerate(arms)]
             groups.append(Group(index=index, task_id="t", task_key="k", episodes=tuple(episodes)))
         if not (samples := assemble(step, groups, recipe).batch.samples):
-            break  # only one arm is left
+            break  # only one arm remains
         advantages = [value for sample in samples for value in (sample.advantages or sample.rewards)[1:]]
-        if critic:  # what a critic that knows the mean return gives, and the whitening
+        if critic:  # the advantages of a critic that knows the mean return, whitened
             advantages = [(value - fmean(advantages)) / (pstdev(advantages) or 1.0) for value in advantages]
         tokens = TrainedTokens(
             logprobs=logits.log_softmax(0)[[sample.token_ids[1] for sample in samples]],
@@ -407,15 +407,15 @@ def test_a_trained_policy_does_not_learn_to_be_excluded(way: str) -> None:
 def test_a_provoked_end_without_an_answer_is_no_better_than_a_negative_score(way: str) -> None:
     groups, policy = run_virtually(played(way, WAYS.index(way), "strict_judge"))
     outcomes = outcomes_by_arm(groups, policy.arms)
-    failed, provoked = ([one.score.value or 0.0 for one in outcomes[arm]] for arm in ("fail", "provoke"))
-    assert set(failed) == {-1.0} and fmean(provoked) < -0.8, "0 only in a group in which no attempt fails"
+    failed, provoked = ([scored.score.value or 0.0 for scored in outcomes[arm]] for arm in ("fail", "provoke"))
+    assert set(failed) == {-1.0} and fmean(provoked) < -0.8, "it is 0 only in a group in which no attempt fails"
     end = trained(outcomes, OBJECTIVES[0])
     assert end["provoke"] < START[2] and end["provoke"] < MUCH * end["fail"]
 
 
 @pytest.mark.parametrize("changes", OBJECTIVES, ids=str)
 def test_the_training_detects_an_exclusion_that_pays(changes: Mapping[str, Any]) -> None:
-    """If provoking excluded the episode, it would become more probable than failing, which it has started like."""
+    """If provoking excluded the episode, its probability would grow above that of failing, which starts equal."""
     score = {"solve": 1.0, "fail": 0.0}
     fault = Failure(stage="sandbox", blame=Blame.INFRASTRUCTURE, kind="SandboxError", message="", turn=1)
     episode = Episode(id="e", task_id="t", task_key="k", trajectories=())

@@ -59,7 +59,7 @@ TOKENIZER = shared_tokenizer()
 
 
 class Panic(BaseException):
-    """As a library in Rust raises."""
+    """Like the exception that a Rust library raises."""
 
 
 class Mute(Exception):
@@ -114,14 +114,14 @@ parse            M     M     M      M     M      M      M      M    M    P    P 
 show             M     M     M      M     M      M      M      M    M    P    P    P    P    P   P     P     P     P     P     P     T    .
 keep             .     .     .      .     .      .      .      .    .    .    .    .    .    .   .     .     .     .     .     .     .    .
 judge always     M     M     M      M     M      M      M      M    M    M    M    M    M    M   M     M     M     M     M     M     T    M
-judge said       M     M     M      M     M      M      M      M    M    M    M    M    P    P   P     P     P     P     P     P     T    P
+judge answer     M     M     M      M     M      M      M      M    M    M    M    M    P    P   P     P     P     P     P     P     T    P
 group always     M     M     M      M     M      M      M      M    M    M    M    M    M    M   M     M     M     M     M     M     T    M
-group said       M     M     M      M     M      M      M      M    M    M    M    M    P    P   P     P     P     P     P     P     T    P
+group answer     M     M     M      M     M      M      M      M    M    M    M    M    P    P   P     P     P     P     P     P     T    P
 """
-"""A program that never ends is the policy's: a backend ends it, and raises `SandboxTimeout` (`late`) where it cannot. `judge said` and
-`group said` fail at what the episode says alone, `judge always` and `group always` at anything. `parse`, `show` and `opening` are no
-coroutines: nothing can hang there. `ctrlc` is a KeyboardInterrupt that code raises itself. A learner is no part of an
-episode: its errors are the machine's wherever they turn up."""
+"""A program that never ends is blamed on the policy: a backend ends it, and raises `SandboxTimeout` (`late`) if it cannot.
+`judge answer` and `group answer` fail only for a correct answer, `judge always` and `group always` for any. `parse`, `show` and
+`opening` are not coroutines, so they cannot hang. `ctrlc` is a KeyboardInterrupt that the code raises. A learner is not part of an
+episode: its errors are infrastructure faults in every part."""
 
 MCP = """
               unstartable ended gone late flood garbage refused internal busy wrong changed hangs
@@ -129,8 +129,8 @@ start             M         M    M    M     M      M       M       M      .     
 call              M         M    M    M     P      M       .       M      M     .      .      M
 later call        M         M    .    M     P      M       .       M      M     .      .      M
 """
-"""How an MCP server outside can fail. `start`: at the handshake and the list of its tools. `busy` and `wrong` are failed calls whose text
-reports an outage or does not; a call that the server refuses is an answer. A server that has lost a session before it was asked gets
+"""How an external MCP server can fail. `start`: at the handshake and the list of its tools. `busy` and `wrong` are failed calls whose text
+reports an outage or does not; a call that the server rejects is an answer. A server that has lost its session before a call gets
 another."""
 
 
@@ -138,13 +138,13 @@ def cells(table: str = TABLE) -> list[tuple[str, str, str]]:
     head, *rows = table.strip("\n").splitlines()
     kinds = head.split()
     assert table != TABLE or kinds == [*FAILURES]
-    found = []
+    expectations = []
     for row in rows:
         outcomes = row.split()[-len(kinds) :]
         part = " ".join(row.split()[: -len(kinds)])
         for kind, outcome in zip(kinds, outcomes, strict=True):
-            found.append((part, kind, outcome))
-    return found
+            expectations.append((part, kind, outcome))
+    return expectations
 
 
 @dataclass
@@ -237,14 +237,14 @@ host, inside = PlantedTool("host", False), PlantedTool("inside", True)
 async def judge(task: Task, episode: Episode) -> Score:
     await PLANTED[-1].wait("judge always")
     if episode.answer == "3":
-        await PLANTED[-1].wait("judge said")
+        await PLANTED[-1].wait("judge answer")
     return Score(value=float(episode.answer == "3"))
 
 
 async def compare(task: Task, episodes: Sequence[Episode]) -> list[Score]:
     await PLANTED[-1].wait("group always")
     if any(episode.answer == "3" for episode in episodes):
-        await PLANTED[-1].wait("group said")
+        await PLANTED[-1].wait("group answer")
     return [Score(value=float(episode.answer == "3")) for episode in episodes]
 
 
@@ -321,40 +321,39 @@ async def played(plant: Plant) -> ScoredEpisode:
     )
     async with asyncio.timeout(2000):  # for parts that hang
         group = await groups.run_group(0, TASK)
-    one, *_ = group.episodes
-    return one
+    return group.episodes[0]
 
 
-def became(one: ScoredEpisode) -> str:
-    blames = {failure.blame for failure in one.episode.failures}
-    assert (one.score.value is None) == bool(blames - {Blame.POLICY} or one.score.reason)
-    if Blame.TASK in blames or one.score.blame is Blame.TASK:
+def outcome_of(scored: ScoredEpisode) -> str:
+    blames = {failure.blame for failure in scored.episode.failures}
+    assert (scored.score.value is None) == bool(blames - {Blame.POLICY} or scored.score.reason)
+    if Blame.TASK in blames or scored.score.blame is Blame.TASK:
         return "T"
-    if one.score.value is None:
+    if scored.score.value is None:
         return "M"
-    return "." if one.score.value == 1.0 and not blames else "P"
+    return "." if scored.score.value == 1.0 and not blames else "P"
 
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("part", dict.fromkeys(part for part, _, _ in cells()))
 def test_every_planted_fault_has_the_right_blame(part: str) -> None:
     wrong = []
-    for at, kind, expected in cells():
-        if at != part or (kind == "hangs" and part in ("opening", "parse", "show")):
+    for planted_part, kind, expected in cells():
+        if planted_part != part or (kind == "hangs" and part in ("opening", "parse", "show")):
             continue
         for variant in (kind, *(LIKE_PANIC if kind == "panic" else ())):
             plant = Plant(part, variant)
             PLANTED.append(plant)
-            one = run_virtually(played(plant))
-            if became(one) != expected:
-                wrong.append(f"{variant}: {became(one)}, not {expected}: {one.episode.failures} {one.score}")
+            scored = run_virtually(played(plant))
+            if outcome_of(scored) != expected:
+                wrong.append(f"{variant}: {outcome_of(scored)}, not {expected}: {scored.episode.failures} {scored.score}")
     assert not wrong, "\n".join(wrong)
 
 
 LOOK = {"name": "look", "description": "Looks.", "inputSchema": {"type": "object"}}
 
 
-class MCPPlace(Transport):
+class FailingTransport(Transport):
     """An external MCP server that fails at its start, or from its first or second call on; a lost session fails once."""
 
     def __init__(self, part: str, kind: str) -> None:
@@ -362,9 +361,9 @@ class MCPPlace(Transport):
         self.calls = 0
 
     async def request(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
-        asked = json.loads(messages[-1])
+        message = json.loads(messages[-1])
         at = "start"
-        if asked["method"] == "tools/call":
+        if message["method"] == "tools/call":
             self.calls += 1
             at = "call" if self.calls == 1 else "later call"
         due = at == self.part or (at == "later call" and self.part == "call")
@@ -375,14 +374,14 @@ class MCPPlace(Transport):
             raise Unanswered(failing, "no answer")
         if failing == "garbage":
             return b"<html>"
-        shown = {"busy": "HTTP 503", "wrong": "no such page"}.get(failing, "seen")
+        text = {"busy": "HTTP 503", "wrong": "no such page"}.get(failing, "seen")
         results: dict[str, dict[str, Any]] = {
             "initialize": {"protocolVersion": "2025-11-25", "capabilities": {"tools": {}}},
             "tools/list": {"tools": [] if failing == "changed" else [LOOK]},
-            "tools/call": {"content": [{"type": "text", "text": shown}], "isError": shown != "seen"},
+            "tools/call": {"content": [{"type": "text", "text": text}], "isError": text != "seen"},
         }
         codes = {"refused": -32602, "internal": -32603}
-        error = {"error": {"code": codes[failing], "message": "no"}} if failing in codes else {"result": results[asked["method"]]}
+        error = {"error": {"code": codes[failing], "message": "no"}} if failing in codes else {"result": results[message["method"]]}
         return json.dumps({"jsonrpc": "2.0", "id": until, **error}).encode()
 
     async def close(self) -> None: ...
@@ -390,7 +389,7 @@ class MCPPlace(Transport):
 
 class MCPServer(Server):
     def transport(self) -> Transport:
-        return MCPPlace(*self.name.split("/"))
+        return FailingTransport(*self.name.split("/"))
 
 
 async def played_with_mcp(part: str, kind: str) -> ScoredEpisode:
@@ -408,31 +407,31 @@ async def played_with_mcp(part: str, kind: str) -> ScoredEpisode:
     PLANTED.append(Plant("nowhere", "bug"))
     scorer = TaskScorer(max_retries=0, timeout_s=10.0)
     groups = GroupRunner(runner=runner, scorer=scorer, slots=asyncio.Semaphore(1), group_size=1, max_retries=0)
-    (one,) = (await groups.run_group(0, replace(TASK, tools=("mcp:it", "submit"), outputs=()))).episodes
-    return one
+    (scored,) = (await groups.run_group(0, replace(TASK, tools=("mcp:it", "submit"), outputs=()))).episodes
+    return scored
 
 
 @pytest.mark.parametrize(("part", "kind", "expected"), cells(MCP))
 def test_every_fault_of_an_mcp_server_has_the_right_blame(part: str, kind: str, expected: str) -> None:
-    one = run_virtually(played_with_mcp(part, kind))
-    assert became(one) == expected, f"{one.episode.failures} {one.score}"
+    scored = run_virtually(played_with_mcp(part, kind))
+    assert outcome_of(scored) == expected, f"{scored.episode.failures} {scored.score}"
 
 
 def test_an_episode_without_a_fault_has_no_failure() -> None:
     PLANTED.append(Plant("nowhere", "bug"))
-    assert became(run_virtually(played(PLANTED[-1]))) == "."
+    assert outcome_of(run_virtually(played(PLANTED[-1]))) == "."
 
 
-def test_infrastructure_errors_keep_their_kind() -> None:
-    """Every infrastructure error in the table is one by its class, so errors in no row are treated alike."""
+def test_infrastructure_errors_share_a_base_class() -> None:
+    """Every infrastructure error in the table subclasses `InfrastructureError`, so unlisted subclasses are treated alike."""
     for kind in ("sandbox", "late", "server", "died", "refused", "judge", "learner", "store", "tool"):
         make = FAILURES[kind]
         assert make is not None and isinstance(make(), InfrastructureError)
 
 
-# The failure for each kind of exception that leaves an episode.
+# The failure for each kind of exception that propagates out of an episode.
 class Unreachable(InfrastructureError):
-    """A fault of neither sandboxes nor server."""
+    """An infrastructure fault of neither a sandbox nor the server."""
 
 
 @pytest.mark.parametrize(
@@ -465,9 +464,9 @@ def test_only_a_bug_is_logged_with_its_traceback(monkeypatch: pytest.MonkeyPatch
     assert reported == [("episode (tool)", bug)]
 
 
-def test_names_and_texts_are_cut() -> None:
+def test_kinds_and_messages_are_truncated() -> None:
     kind = type("K" * 100, (Exception,), {})
     failure = task_fault(kind("x" * 5000))
     assert failure.kind == "K" * 64 and len(failure.message) == 2000 and failure.message.startswith("KKK")
-    assert task_fault(UserError("a\nb", fix="c")).message == "a\nb\n  fix: c", "its line breaks are kept"
+    assert task_fault(UserError("a\nb", fix="c")).message == "a\nb\n  fix: c", "line breaks are preserved"
     assert infrastructure_fault("tool", "k", "m").turn is None

@@ -1,4 +1,4 @@
-"""Leases of groups: whatever happens to workers, each group is delivered once, and only by its newest lease."""
+"""Group leases: each group is delivered once and only by its newest lease, whatever happens to the workers."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Clock:
         return self.now
 
 
-def result_of(lease: Lease, who: str) -> Group:
-    """A group that names the worker that sampled it."""
-    return excluded_group(lease.index, lease.task.id, lease.task.key, infrastructure_fault("test", who, who), size=1)
+def result_of(lease: Lease, worker: str) -> Group:
+    """Returns a group that records the worker that sampled it."""
+    return excluded_group(lease.index, lease.task.id, lease.task.key, infrastructure_fault("test", worker, worker), size=1)
 
 
 def sampled_by(group: Group) -> str:
@@ -38,7 +38,7 @@ def sampled_by(group: Group) -> str:
 
 
 async def pass_time(leases: GroupLeases, clock: Clock, seconds: float) -> list[str]:
-    """Lets time pass as the driver counts it; returns the workers that were lost."""
+    """Advances the driver's clock, and returns the workers that were lost."""
     lost = []
     for _ in range(int(seconds)):
         clock.now += 1.0
@@ -52,7 +52,7 @@ def test_each_group_is_delivered_once_whatever_happens_to_its_workers(seed: int,
         choose, clock = random.Random(seed), Clock()
         faults = list[Failure | None]()
         leases = GroupLeases(group_size=1, concurrency=64, on_attempt=faults.append, clock=clock)
-        held = dict[str, list[Lease]]()
+        leases_by_worker = dict[str, list[Lease]]()
         waiting = [asyncio.create_task(leases.run_group(index, make_task(index))) for index in range(groups)]
         await asyncio.sleep(0)
         delivered = dict[int, str]()
@@ -61,40 +61,40 @@ def test_each_group_is_delivered_once_whatever_happens_to_its_workers(seed: int,
             match choose.choice(["take", "take", "finish", "finish", "die", "silent", "leave"]):
                 case "take":
                     if (lease := await leases.take(worker, wait_s=0)) is not None:
-                        held.setdefault(worker, []).append(lease)
-                case "finish" if held.get(worker):
-                    lease = held[worker].pop(choose.randrange(len(held[worker])))
+                        leases_by_worker.setdefault(worker, []).append(lease)
+                case "finish" if leases_by_worker.get(worker):
+                    lease = leases_by_worker[worker].pop(choose.randrange(len(leases_by_worker[worker])))
                     if leases.finish(lease.id, result_of(lease, worker)):
                         assert lease.index not in delivered, "delivered once"
                         delivered[lease.index] = worker
                     assert not leases.finish(lease.id, result_of(lease, "again")), "a lease delivers once"
                 case "die":
-                    held.pop(worker, None)
+                    leases_by_worker.pop(worker, None)
                     await leases.lose(worker)
                 case "silent":  # it keeps its leases and returns later
-                    others = [name for name in held if name != worker]
+                    others = [name for name in leases_by_worker if name != worker]
                     for _ in range(int(SILENT_S) + 2):
                         await pass_time(leases, clock, 1)
                         for name in others:
-                            await leases.renew(name, [lease.id for lease in held[name]])
-                    abandoned = await leases.renew(worker, [lease.id for lease in held.get(worker, [])])
-                    assert set(abandoned) == {lease.id for lease in held.get(worker, []) if not leases.is_valid(lease.id)}
+                            await leases.renew(name, [lease.id for lease in leases_by_worker[name]])
+                    abandoned = await leases.renew(worker, [lease.id for lease in leases_by_worker.get(worker, [])])
+                    assert set(abandoned) == {lease.id for lease in leases_by_worker.get(worker, []) if not leases.is_valid(lease.id)}
                 case "leave":
-                    held.pop(worker, None)
+                    leases_by_worker.pop(worker, None)
                     await leases.lose(worker, failed=False)
                 case _:
                     pass
             await asyncio.sleep(0)
-            for index, one in enumerate(waiting):
-                if one.done() and index not in delivered:
-                    assert sampled_by(one.result()) == "worker_lost", "only a group that lost too many workers ends without one"
+            for index, running in enumerate(waiting):
+                if running.done() and index not in delivered:
+                    assert sampled_by(running.result()) == "worker_lost", "only a group that lost too many workers ends without a result"
                     delivered[index] = "worker_lost"
         results = await asyncio.gather(*waiting)
         assert [group.index for group in results] == list(range(groups))
         assert {group.index: sampled_by(group) for group in results} == delivered
         assert len(faults) == leases.losses, "each lost attempt is a fault, once"
         excluded = [fault for fault in faults if fault is not None and fault.policy_reachable]
-        assert len(excluded) == sum(who == "worker_lost" for who in delivered.values()), "what ends worker after worker may be the policy"
+        assert len(excluded) == sum(name == "worker_lost" for name in delivered.values()), "the policy may have ended several workers"
         assert leases.waiting == 0
 
     asyncio.run(play())
@@ -108,11 +108,11 @@ async def test_a_group_that_ends_its_workers_is_excluded() -> None:
         assert (lease := await leases.take(f"worker {attempt}", wait_s=1)) is not None and lease.index == 7
         await leases.lose(f"worker {attempt}")
     group = await waiting
-    assert len(group.episodes) == 4 and all(one.episode.left_out for one in group.episodes), "excluded, with no score"
+    assert len(group.episodes) == 4 and all(scored.episode.left_out for scored in group.episodes), "excluded, with no score"
     assert sampled_by(group) == "worker_lost" and leases.losses == MAX_LOSSES
 
 
-async def test_leaving_costs_a_group_none_of_its_attempts() -> None:
+async def test_a_worker_that_leaves_costs_a_group_no_attempt() -> None:
     leases = GroupLeases(group_size=1, concurrency=64)
     waiting = asyncio.create_task(leases.run_group(0, make_task(0)))
     for number in range(3 * MAX_LOSSES):
@@ -137,12 +137,12 @@ async def test_a_withdrawn_group_is_abandoned_by_its_worker() -> None:
     assert leases.waiting == 0
 
 
-async def test_a_lease_that_never_reached_its_worker_is_given_to_another() -> None:
+async def test_a_lease_whose_delivery_failed_is_given_to_another_worker() -> None:
     clock = Clock()
     leases = GroupLeases(group_size=1, concurrency=64, clock=clock)
     waiting = asyncio.create_task(leases.run_group(0, make_task(0)))
     assert await leases.take("a", wait_s=1) is not None  # the answer is lost
-    assert await leases.renew("a", []) == [] and leases.waiting == 0, "it may be on its way"
+    assert await leases.renew("a", []) == [] and leases.waiting == 0, "the answer may still arrive"
     clock.now += 11
     await leases.renew("a", [])
     assert (lease := await leases.take("b", wait_s=1)) is not None and leases.losses == 0
@@ -167,7 +167,7 @@ async def test_a_worker_that_never_starts_is_lost_after_a_longer_time() -> None:
     assert await pass_time(leases, clock, 59) == []
     await leases.renew("b", [])
     assert await pass_time(leases, clock, 2) == ["a"]
-    assert await pass_time(leases, clock, SILENT_S) == ["b"], "after its first request it has the usual time"
+    assert await pass_time(leases, clock, SILENT_S) == ["b"], "the usual timeout applies after its first request"
 
 
 async def test_a_result_for_another_group_is_rejected() -> None:
@@ -184,7 +184,7 @@ async def test_a_result_for_another_group_is_rejected() -> None:
 
 @pytest.mark.parametrize(("deaths", "pauses"), [(1, False), (12, True)])
 async def test_a_run_pauses_if_its_workers_keep_dying(deaths: int, pauses: bool) -> None:
-    """Each death loses all attempts in flight, however many groups were leased; one death among finished groups is no reason."""
+    """Each death loses all attempts in flight, however many groups were leased. One death among finished groups pauses nothing."""
     rate = FaultRate(concurrency=16)
     leases = GroupLeases(group_size=4, concurrency=8, on_attempt=rate.record_attempt)
     watching = asyncio.create_task(rate.watch())
@@ -212,12 +212,12 @@ async def test_a_result_that_arrives_while_lost_groups_are_requeued_is_rejected(
     clock = Clock()
     leases = GroupLeases(group_size=1, concurrency=64, clock=clock)
     groups = [asyncio.create_task(leases.run_group(index, make_task(index))) for index in range(3)]
-    held = [await leases.take("a", wait_s=1) for _ in range(3)]
+    taken = [await leases.take("a", wait_s=1) for _ in range(3)]
     clock.now += 60.0
     async with leases._queued:  # another coroutine queues a group
         losing = asyncio.create_task(leases.renew("a", []))
         await asyncio.sleep(0)
-        for lease in held:
+        for lease in taken:
             assert lease is not None and not leases.finish(lease.id, result_of(lease, "a"))
     assert await losing == [] and leases.waiting == 3
     assert [(await leases.take("b", wait_s=1)).index for _ in range(3)] == [0, 1, 2]  # type: ignore[union-attr]
@@ -225,17 +225,17 @@ async def test_a_result_that_arrives_while_lost_groups_are_requeued_is_rejected(
         group.cancel()
 
 
-def complete(index: int, who: str) -> Group:
-    """A group of one attempt that was scored."""
+def complete(index: int, worker: str) -> Group:
+    """Returns a group with one scored attempt."""
     group = make_group(index)
     task = make_task(index)
-    episodes = tuple(replace(one, episode=replace(one.episode, task_id=task.id, task_key=task.key, answer=who)) for one in group.episodes)
+    episodes = tuple(replace(e, episode=replace(e.episode, task_id=task.id, task_key=task.key, answer=worker)) for e in group.episodes)
     return replace(group, task_id=task.id, task_key=task.key, episodes=episodes)
 
 
 @given(st.integers(min_value=0, max_value=2**32), st.integers(min_value=1, max_value=8))
-def test_a_transport_delivers_the_first_complete_group_of_an_index_whoever_sampled_it(seed: int, groups: int) -> None:
-    """Entries arrive late, repeated, under lost leases, and from the worker of an earlier driver."""
+def test_the_first_complete_group_of_an_index_is_delivered_whichever_worker_sampled_it(seed: int, groups: int) -> None:
+    """Entries arrive late, repeatedly, under lost leases, and from the worker of an earlier driver."""
 
     async def play() -> None:
         choose = random.Random(seed)
@@ -252,11 +252,11 @@ def test_a_transport_delivers_the_first_complete_group_of_an_index_whoever_sampl
             match choose.choice(["take", "send", "fail", "die", "read", "read"]):
                 case "take":
                     await leases.take(worker, wait_s=0)
-                case "send" if held := [job for job in leases._leased.values() if job.worker == worker]:
-                    job = choose.choice(held)
+                case "send" if jobs := [job for job in leases._leased.values() if job.worker == worker]:
+                    job = choose.choice(jobs)
                     stream += [(job.lease, complete(job.index, job.lease))] * choose.choice([1, 1, 2])
-                case "fail" if held := [job for job in leases._leased.values() if job.worker == worker]:
-                    job = choose.choice(held)
+                case "fail" if jobs := [job for job in leases._leased.values() if job.worker == worker]:
+                    job = choose.choice(jobs)
                     lease = Lease(id=job.lease, index=job.index, task=job.task, oldest_version=0)
                     await leases.lose(worker, failed=False)
                     stream.append((job.lease or lease.id, result_of(lease, "failed, because its lease was lost")))
@@ -282,7 +282,7 @@ def test_a_transport_delivers_the_first_complete_group_of_an_index_whoever_sampl
     asyncio.run(play())
 
 
-async def test_a_group_of_another_task_or_of_older_weights_is_not_the_result() -> None:
+async def test_a_group_of_another_task_or_older_weights_is_not_accepted() -> None:
     leases = GroupLeases(group_size=1, concurrency=64)
     other = replace(complete(0, "x"), task_key="0" * 64)
     await leases.arrive("earlier", complete(0, "old"))
@@ -294,5 +294,5 @@ async def test_a_group_of_another_task_or_of_older_weights_is_not_the_result() -
     lease = await leases.take("a", wait_s=1)
     assert lease is not None
     await leases.arrive(lease.id, complete(1, "of another group"))
-    assert not leases.is_valid(lease.id) and leases.waiting == 1 and leases.losses == 1, "else it would wait forever"
+    assert not leases.is_valid(lease.id) and leases.waiting == 1 and leases.losses == 1, "otherwise the group would wait forever"
     waiting.cancel()

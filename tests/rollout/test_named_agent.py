@@ -29,13 +29,13 @@ BASE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family
 
 
 async def test_a_user_supplied_agent_runs_the_episodes(task: Task, tokenizer: Any, tmp_path: Path) -> None:
-    """The documented agent: one turn without tools."""
+    """Runs the documented agent: one turn without tools."""
     (code,) = re.findall(r"```python\n(# parts/agent\.py\n.*?)^```", (ROOT / "docs" / "parts.md").read_text(), re.MULTILINE | re.DOTALL)
     policy = ScriptedPolicy.saying(tokenizer, "3")
     (tmp_path / "agent.py").write_text(code)
-    made = BASE.but({"rollout.agent": f"{tmp_path}/agent.py:OneAnswer"})
-    check_parts(made)
-    agent = parts.make_part(parts.AGENT, made.rollout.agent, chat=ChatFormat(tokenizer))
+    recipe = BASE.but({"rollout.agent": f"{tmp_path}/agent.py:OneAnswer"})
+    check_parts(recipe)
+    agent = parts.make_part(parts.AGENT, recipe.rollout.agent, chat=ChatFormat(tokenizer))
     runner = EpisodeRunner(
         agent=agent,
         policy=policy,
@@ -46,8 +46,8 @@ async def test_a_user_supplied_agent_runs_the_episodes(task: Task, tokenizer: An
     )
     episode = await runner.run(task, episode_id="e")
     assert (episode.answer, episode.trajectories[0].stop_reason, len(policy.prompts)) == ("3", "answered", 1)
-    asked = tokenizer.decode(policy.prompts[0])
-    assert "submit" not in asked and "How many?" in asked
+    prompt = tokenizer.decode(policy.prompts[0])
+    assert "submit" not in prompt and "How many?" in prompt
 
 
 def test_an_invalid_agent_fails_before_anything_starts(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_an_invalid_agent_fails_before_anything_starts(tmp_path: Path) -> None:
 
 
 class Stubborn:
-    """Continues whatever happens, like a bare `except:` in a loop."""
+    """Continues after any exception, like a bare `except:` in a loop."""
 
     def __init__(self) -> None:
         self.over = False
@@ -85,9 +85,9 @@ class Closing:
         raise GeneratorExit
 
 
-@pytest.mark.filterwarnings("ignore:Exception ignored in. <coroutine object Stubborn.act")  # it also ignores closing
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <coroutine object Stubborn.act")  # it also ignores `close`
 @pytest.mark.parametrize(("agent", "kind"), [(Stubborn(), "wall_limit"), (Leaving(), "CodeExited"), (Closing(), "RuntimeError")])
-async def test_the_episode_of_any_agent_ends(agent: Agent, kind: str, task: Task, tokenizer: Any) -> None:
+async def test_an_agent_cannot_prevent_the_end_of_its_episode(agent: Agent, kind: str, task: Task, tokenizer: Any) -> None:
     runner = EpisodeRunner(
         agent=agent,
         policy=ScriptedPolicy.saying(tokenizer, "3"),

@@ -1,4 +1,4 @@
-"""The blame for an episode that ran out of time, by sampled tokens, time and speed of the server."""
+"""The blame for an episode that ran out of time, by sampled tokens, time and server speed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def runner_of(policy: PacedPolicy, *, request_timeout_s: float = 120.0) -> Episo
 def played(
     policy: PacedPolicy, *names: str, before: Sequence[str] = (), task: Task = TASK, at: float = 0.0, request_timeout_s: float = 120.0
 ) -> list[Episode]:
-    """Concurrent episodes, after sequential ones, from a given time on."""
+    """Runs the episodes `before` in sequence, then `names` concurrently from the time `at` on."""
 
     async def play() -> list[Episode]:
         runner = runner_of(policy, request_timeout_s=request_timeout_s)
@@ -85,7 +85,7 @@ def test_endless_sampling_on_a_sound_server_is_scored(speed: float, history: boo
 @given(speed=st.floats(2.0, 100.0), stalls=st.floats(0.0, 95.0), wanted=st.sampled_from([ENDLESS, 400, 40]))
 @settings(max_examples=examples(40))
 def test_a_server_that_stalls_never_costs_a_score(speed: float, stalls: float, wanted: int) -> None:
-    """It stalls until the end. Earlier episodes are scored, all others are infrastructure faults."""
+    """The server stalls until the end. Episodes that end earlier are scored, and all others are infrastructure faults."""
     begins = 1000.0
     policy = PacedPolicy(TOKENIZER, wants=wants(wanted), speed=lambda now, in_flight: speed * (now < begins + stalls))
     (episode,) = played(policy, "babble", before=["sound"], at=begins)
@@ -134,7 +134,7 @@ def test_a_server_about_as_fast_as_usual_is_not_a_fault(speed: float, slower: fl
 @given(at_once=st.integers(2, 40), capacity=st.floats(50.0, 2000.0))
 @settings(max_examples=examples(20))
 def test_policies_that_share_a_server_do_not_make_it_slow(at_once: int, capacity: float) -> None:
-    """The history is of one request at a time; then many sample without end, each at its share of the server."""
+    """The history has one request at a time. Then many policies sample without end, each with its share of the server."""
     policy = PacedPolicy(TOKENIZER, wants=wants(), speed=lambda now, in_flight: capacity / in_flight)
     episodes = played(policy, *(f"babble{n}" for n in range(at_once)), before=["sound", "sound2"])
     assert not any(episode.left_out for episode in episodes)
@@ -143,23 +143,23 @@ def test_policies_that_share_a_server_do_not_make_it_slow(at_once: int, capacity
 
 @pytest.mark.parametrize("wanted", [1, 3, 30])
 def test_many_short_turns_are_not_a_slow_server(wanted: int) -> None:
-    """Requests with a delay before the first token: short ones are compared with short ones."""
+    """If requests have a delay before the first token, short requests are compared with short ones."""
     policy = PacedPolicy(TOKENIZER, wants=wants(sound=wanted), speed=lambda now, in_flight: wanted / (2.0 + 0.01 * wanted))
     (episode,) = played(policy, "many", before=["sound"])
     assert not episode.left_out
 
 
 def test_a_policy_that_cannot_be_cut_off_loses_only_the_request_in_progress() -> None:
-    """Its earlier turns are kept and the rule is the same: here the request was not overdue."""
+    """Its earlier turns are recorded and the rule is the same: here the request was not overdue."""
 
     class Talking(TurnLoop):
         async def act(self, episode: Any) -> str:
-            line = episode.trajectories[0]
-            line.add_prompt(self.chat.opening(episode.task.prompt, []))
-            while not (limit := line.limit()):
-                completion = await line.sample(stop_token_ids=self.chat.stop_token_ids)
-                line.add_turn(completion, self.chat.parse(completion.token_ids).message)
-                line.add_prompt((1,))
+            trajectory = episode.trajectories[0]
+            trajectory.add_prompt(self.chat.opening(episode.task.prompt, []))
+            while not (limit := trajectory.limit()):
+                completion = await trajectory.sample(stop_token_ids=self.chat.stop_token_ids)
+                trajectory.add_turn(completion, self.chat.parse(completion.token_ids).message)
+                trajectory.add_prompt((1,))
             return str(limit)
 
     policy = PacedPolicy(TOKENIZER, wants=lambda episode, turn: 400, speed=lambda now, in_flight: 10.0, cuts=False)
@@ -214,18 +214,18 @@ readings = st.tuples(st.integers(1, 5000), st.floats(0.01, 200.0))
 @given(history=st.lists(readings, min_size=1, max_size=400), tokens=st.integers(1, 100_000))
 @settings(max_examples=examples(100))
 def test_more_tokens_never_turn_a_usual_request_into_a_slow_one(history: list[tuple[int, float]], tokens: int) -> None:
-    """Of two requests with the same tokens per second and load, the one with more tokens does not count as slower, size by size."""
+    """Of two requests with the same tokens per second and load, the one with more tokens does not count as slower."""
     pace, now = Pace(), 0.0
     for count, seconds in history:
         request = pace.begin(now)
         now += seconds
         pace.end(request, now, tokens=count, at_most=count)
     for cut in (False, True):
-        one, other = pace.usual_s(tokens, 1.0, cut=cut), pace.usual_s(2 * tokens, 1.0, cut=cut)
-        assert one is not None and other is not None and one > 0
-        alike = not any(count.bit_length() == (2 * tokens).bit_length() for count, _ in history)
+        shorter, longer = pace.usual_s(tokens, 1.0, cut=cut), pace.usual_s(2 * tokens, 1.0, cut=cut)
+        assert shorter is not None and longer is not None and shorter > 0
+        same_size = not any(count.bit_length() == (2 * tokens).bit_length() for count, _ in history)
         smaller = any(count.bit_length() <= tokens.bit_length() for count, _ in history)
-        assert other >= 2 * one * (1 - 1e-9) or not (cut or (alike and smaller))
+        assert longer >= 2 * shorter * (1 - 1e-9) or not (cut or (same_size and smaller))
 
 
 def test_the_history_is_spread_over_the_run_and_bounded() -> None:
@@ -234,8 +234,8 @@ def test_the_history_is_spread_over_the_run_and_bounded() -> None:
         request, seconds = pace.begin(now), 1.0 if number < 12_000 else 10.0
         now += seconds
         pace.end(request, now, tokens=100, at_most=100)
-    assert pace.usual_s(100, 1.0) == pytest.approx(1.0), "the greater part of the run decides, not the newest requests"
-    assert [len(kept) for kept in (pace._all, *pace._sizes.values())] < [257, 257]
+    assert pace.usual_s(100, 1.0) == pytest.approx(1.0), "the longer part of the run decides, not the newest requests"
+    assert [len(history) for history in (pace._all, *pace._sizes.values())] < [257, 257]
 
 
 def test_a_request_cut_off_in_a_stall_is_not_the_usual_pace() -> None:
@@ -245,7 +245,7 @@ def test_a_request_cut_off_in_a_stall_is_not_the_usual_pace() -> None:
     assert not pace.known and reading.lost_s == 60.0 and reading.sampled_s == 0.0
 
 
-def test_slow_is_twice_the_usual() -> None:
+def test_a_request_is_slow_beyond_twice_the_usual_time() -> None:
     pace = Pace()
     pace.end(pace.begin(0.0), 10.0, tokens=100, at_most=100)
     fast = pace.end(pace.begin(10.0), 10.0 + 10 * SLOW_FACTOR, tokens=100, at_most=100)
@@ -262,25 +262,25 @@ def test_a_run_paused_for_a_slow_server_reports_reason_and_fix() -> None:
         rate.record_attempt(episode.failures[-1] if episode.left_out else None)
     with pytest.raises(InfrastructureError) as error:
         asyncio.run(asyncio.wait_for(rate.watch(), 1))
-    for said in ("33 x generate slow_server", "tokens/s", "requests in flight", "serving.threads", "rollout.concurrency", "Limits.wall_s"):
-        assert said in str(error.value), said
+    for text in ("33 x generate slow_server", "tokens/s", "requests in flight", "serving.threads", "rollout.concurrency", "Limits.wall_s"):
+        assert text in str(error.value), text
 
 
 class ReadingLoop(TurnLoop):
-    """Reads much after each of its turns, then sleeps."""
+    """Adds a long prompt after each turn, and sleeps in the fourth."""
 
     async def act(self, episode: Any) -> str:
-        line = episode.trajectories[0]
-        line.add_prompt(self.chat.opening(episode.task.prompt, []))
-        while not (limit := line.limit()):
-            completion = await line.sample(stop_token_ids=self.chat.stop_token_ids)
-            line.add_turn(completion, self.chat.parse(completion.token_ids).message)
+        trajectory = episode.trajectories[0]
+        trajectory.add_prompt(self.chat.opening(episode.task.prompt, []))
+        while not (limit := trajectory.limit()):
+            completion = await trajectory.sample(stop_token_ids=self.chat.stop_token_ids)
+            trajectory.add_turn(completion, self.chat.parse(completion.token_ids).message)
             if episode.id.startswith("sound"):
                 return "answered"
-            if len(line.turns) == 4:
+            if len(trajectory.turns) == 4:
                 with episode.running(None):
                     await asyncio.sleep(10 * WALL_S)
-            line.add_prompt((1,) * 2000)
+            trajectory.add_prompt((1,) * 2000)
         return str(limit)
 
 
@@ -296,13 +296,13 @@ def read(policy: PacedPolicy, *names: str, begins: float = 0.0) -> list[Episode]
 
 
 def test_prompt_tokens_do_not_make_the_server_count_as_slow() -> None:
-    """Large outputs in its context cost the server seconds without sampling. They do not lead to an exclusion."""
+    """Long outputs in the context cost the server seconds without sampling. They do not lead to an exclusion."""
     policy = PacedPolicy(TOKENIZER, wants=wants(), speed=lambda now, in_flight: 25.0, reading=250.0)
     (episode,) = read(policy, "reader")
     assert not episode.left_out, episode.failures
 
 
-def test_a_stall_counts_as_slow_also_with_long_prompts() -> None:
+def test_a_stall_counts_as_slow_even_with_long_prompts() -> None:
     begins = 2000.0
     policy = PacedPolicy(TOKENIZER, wants=wants(), speed=lambda now, in_flight: 25.0 * (now < begins + 5.0), reading=250.0)
     (episode,) = read(policy, "reader", begins=begins)
@@ -331,12 +331,12 @@ def test_prompts_of_other_requests_do_not_make_the_server_count_as_slow() -> Non
 
 
 def used(pace: Pace, seconds: float, *, requests: int = 1, tokens: int = 100, at: float = 0.0) -> list[Reading]:
-    """Sequential requests with these durations in seconds."""
-    found = []
+    """Adds sequential requests with this duration in seconds, and returns their readings."""
+    measurements = []
     for _ in range(requests):
-        found.append(pace.end(pace.begin(at), at + seconds, tokens=tokens, at_most=tokens))
+        measurements.append(pace.end(pace.begin(at), at + seconds, tokens=tokens, at_most=tokens))
         at += seconds
-    return found
+    return measurements
 
 
 def test_the_first_requests_are_compared_with_the_measurement_at_the_servers_start() -> None:
@@ -349,7 +349,7 @@ def test_the_first_requests_are_compared_with_the_measurement_at_the_servers_sta
 
 
 def test_requests_in_flight_share_the_measured_throughput() -> None:
-    """A batch that is slower than its requests in sequence means a slow server."""
+    """A server is slow if a batch takes longer than its requests in sequence."""
     pace = Pace()
     pace.set_idle_token_s(0.05)
     requests = [pace.begin(0.0) for _ in range(8)]
@@ -362,11 +362,11 @@ def test_a_measurement_counts_little_once_there_are_requests() -> None:
     used(pace, 10.0, requests=3)
     assert used(pace, 10.0)[0].lost_s == 0.0 and pace.usual_s(100, 1.0) == pytest.approx(10.0)
     pace.set_idle_token_s(1000.0)
-    assert pace.usual_s(100, 1.0) == pytest.approx(10.0), "of a server that was restarted"
+    assert pace.usual_s(100, 1.0) == pytest.approx(10.0), "the new measurement is that of a restarted server"
 
 
 @pytest.mark.parametrize("token_s", [0.0, -1.0, float("nan"), float("inf")])
-def test_without_a_measurement_there_is_none(token_s: float) -> None:
+def test_an_invalid_measurement_is_ignored(token_s: float) -> None:
     pace = Pace()
     pace.set_idle_token_s(token_s)
     assert not pace.known and pace.slow_start_alert() == ""
@@ -376,10 +376,10 @@ def test_a_server_slow_from_its_first_request_is_reported_once() -> None:
     pace = Pace()
     pace.set_idle_token_s(0.05)
     used(pace, 15.0, requests=10)
-    assert pace.slow_start_alert() == "", "too few"
+    assert pace.slow_start_alert() == "", "too few requests"
     used(pace, 15.0, requests=10, at=1000.0)
-    told = pace.slow_start_alert()
-    assert "3.0 times slower since its first requests than when it was started" in told and "fix: " in told
+    alert = pace.slow_start_alert()
+    assert "3.0 times slower since its first requests than when it was started" in alert and "fix: " in alert
     assert pace.slow_start_alert() == ""
     sound = Pace()
     sound.set_idle_token_s(0.05)
@@ -398,8 +398,8 @@ def test_a_restored_pace_gives_the_same_times(history: list[tuple[int, float]], 
     pace, now = Pace(), 0.0
     for count, seconds in history:
         pace.end(pace.begin(now), now := now + seconds, tokens=count, at_most=count)
-    for kept in (pace._all, pace._work, *pace._sizes.values()):
-        kept._newer = len(kept)  # medians up to a sixteenth old are recomputed, as after a restart
+    for recorded in (pace._all, pace._work, *pace._sizes.values()):
+        recorded._newer = len(recorded)  # medians up to a sixteenth old are recomputed, as after a restart
     restored = Pace()
     restored.restore(json.loads(json.dumps(pace.to_data())))
     assert restored.usual_s(tokens, in_flight, cut=cut) == pytest.approx(pace.usual_s(tokens, in_flight, cut=cut), rel=0.2)

@@ -1,4 +1,4 @@
-"""The figures of the pace: exact values of each formula, and all requests of a run against a slow computation of the same definitions."""
+"""The figures of the pace: exact values of each formula, and all requests of a run compared with a slow computation of the definitions."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def weighted_median(values: Sequence[tuple[float, float]]) -> float:
 
 
 def load(subject: Played, requests: Sequence[Played]) -> float:
-    """Mean number of requests in flight during a request."""
+    """Returns the mean number of requests in flight during a request."""
     shared = (max(0.0, min(subject.ends, other.ends) - max(subject.begins, other.begins)) for other in requests)
     return math.fsum(shared) / subject.seconds
 
@@ -95,18 +95,18 @@ def others_read(subject: Played, requests: Sequence[Played]) -> int:
 
 
 def usual(subject: Played, ended: Sequence[Played], requests: Sequence[Played]) -> float | None:
-    """The definition of `Pace.usual_s`, computed from all requests at once."""
+    """Computes `Pace.usual_s` by its definition, from all requests."""
     counted = [other for other in ended if other.tokens and not (other.cut and other.tokens < other.seconds)]
     if not counted:
         return None
     count = subject.at_most if subject.tokens is None else max(1, subject.tokens)
-    whole = [other for other in counted if not other.cut]
-    sizes = {int(math.log2(other.tokens or 1)) for other in whole}
+    uncut = [other for other in counted if not other.cut]
+    sizes = {int(math.log2(other.tokens or 1)) for other in uncut}
     alike, least = counted, count
     if sizes and not subject.cut and subject.tokens is not None:
         below = [size for size in sizes if 2**size <= count]
         size = max(below) if below else min(sizes)
-        alike = [other for other in whole if int(math.log2(other.tokens or 1)) == size]
+        alike = [other for other in uncut if int(math.log2(other.tokens or 1)) == size]
         least = count if below else 2**size
     per_token = weighted_median([(other.seconds / (other.tokens or 1), other.tokens or 1) for other in alike])
     rate = weighted_median([((other.tokens or 1) * load(other, requests) / other.seconds, other.tokens or 1) for other in alike])
@@ -117,9 +117,9 @@ def usual(subject: Played, ended: Sequence[Played], requests: Sequence[Played]) 
         works.append((other.seconds / work, all_work / other.seconds, work))
     per_work = weighted_median([(value, weight) for value, _, weight in works])
     work_rate = weighted_median([(value, weight) for _, value, weight in works])
-    mine = (count + READ * subject.reads) * per_work
-    together = (count * flight + READ * (subject.reads + others_read(subject, requests))) / work_rate
-    return max(least * per_token, count * flight / rate, mine, together)
+    own_work = (count + READ * subject.reads) * per_work
+    all_work_s = (count * flight + READ * (subject.reads + others_read(subject, requests))) / work_rate
+    return max(least * per_token, count * flight / rate, own_work, all_work_s)
 
 
 played = st.builds(
@@ -174,7 +174,7 @@ def test_prompt_tokens_corrected_at_the_end_replace_those_of_the_beginning() -> 
     assert pace.to_data()["work"]["requests"][-1] == [0.1, 16.0, 100.0], "(100 * 1.4 + 160 / 8) / 10 s"
 
 
-def test_a_request_without_prompt_tokens_has_none() -> None:
+def test_a_request_without_prompt_tokens_counts_only_its_sampled_tokens() -> None:
     pace = Pace()
     pace.end(pace.begin(0.0), 10.0, tokens=1, at_most=1)
     assert pace.to_data()["work"]["requests"] == [[10.0, 0.1, 1]] and pace.usual_s(1, 1.0) == 10.0
@@ -191,7 +191,7 @@ def test_requests_wait_beyond_the_slots() -> None:
 
 
 def used(pace: Pace, tokens: int, seconds: float, *, at: float = 0.0, cut: bool = False) -> float:
-    """One request; returns its end time."""
+    """Adds one request, and returns its end time."""
     pace.end(pace.begin(at), at + seconds, tokens=tokens, at_most=tokens, cut=cut)
     return at + seconds
 
@@ -287,9 +287,9 @@ def stored(rows: Sequence[Sequence[float]], *, stride: int = 1, sizes: dict[str,
 def test_histories_up_to_the_bounds_are_restored(data: dict[str, Any]) -> None:
     pace = Pace()
     pace.restore(data)
-    again = pace.to_data()
-    assert again["all"] == data["all"] and again["work"] == data["work"]
-    assert again["sizes"] == {size: history for size, history in data["sizes"].items() if history["requests"]}
+    restored = pace.to_data()
+    assert restored["all"] == data["all"] and restored["work"] == data["work"]
+    assert restored["sizes"] == {size: history for size, history in data["sizes"].items() if history["requests"]}
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_histories_up_to_the_bounds_are_restored(data: dict[str, Any]) -> None:
     ],
     ids=["zero", "infinite", "negative", "too many", "no stride", "too many sizes", "sizes in a list", "different lengths"],
 )
-def test_histories_beyond_the_bounds_are_refused(data: dict[str, Any]) -> None:
+def test_histories_beyond_the_bounds_raise_an_error(data: dict[str, Any]) -> None:
     pace = Pace()
     used(pace, 100, 10.0)
     before = pace.to_data()

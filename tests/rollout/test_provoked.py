@@ -1,4 +1,4 @@
-"""Failures provoked by the model's own output are the policy's: recorded as sampled, and scored."""
+"""Failures provoked by the model's output are blamed on the policy: recorded as sampled, and scored."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ async def scored(make_runner: Any, policy: Any, task: Task, chat: Any = None) ->
     if chat is not None:
         runner = replace(runner, agent=TurnLoop(chat=chat))
     groups = GroupRunner(runner=runner, scorer=judged, slots=asyncio.Semaphore(1), group_size=1, max_retries=0)
-    (one,) = (await groups.run_group(0, task)).episodes
-    return one
+    (attempt,) = (await groups.run_group(0, task)).episodes
+    return attempt
 
 
-def is_scored_as_the_policys(one: Any, *, turns: int) -> None:
-    assert one.score.value == 0.0 and not one.episode.left_out
-    assert {failure.blame for failure in one.episode.failures} == {Blame.POLICY}
-    assert [bool(turn.completion_ids) for turn in one.episode.trajectories[0].turns] == [True] * turns
+def check_blamed_on_policy(attempt: Any, *, turns: int) -> None:
+    assert attempt.score.value == 0.0 and not attempt.episode.left_out
+    assert {failure.blame for failure in attempt.episode.failures} == {Blame.POLICY}
+    assert [bool(turn.completion_ids) for turn in attempt.episode.trajectories[0].turns] == [True] * turns
 
 
-async def test_a_server_that_rejects_the_policys_text(tokenizer: Any, task: Task, make_runner: Any) -> None:
-    one = await scored(make_runner, refusing(tokenizer, 1, RequestRefused("status 400: no such token")), task)
-    is_scored_as_the_policys(one, turns=1)
-    assert one.episode.trajectories[0].turns[0].tool_results
+async def test_a_request_rejected_for_the_policys_text_is_blamed_on_the_policy(tokenizer: Any, task: Task, make_runner: Any) -> None:
+    attempt = await scored(make_runner, refusing(tokenizer, 1, RequestRefused("status 400: no such token")), task)
+    check_blamed_on_policy(attempt, turns=1)
+    assert attempt.episode.trajectories[0].turns[0].tool_results
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ async def test_a_server_that_rejects_the_policys_text(tokenizer: Any, task: Task
 async def test_a_server_that_rejects_everything_or_fails_is_an_infrastructure_fault(
     tokenizer: Any, task: Task, make_runner: Any, turn: int, error: Exception
 ) -> None:
-    one = await scored(make_runner, refusing(tokenizer, turn, error), task)
-    assert one.score.value is None and one.episode.failures[-1].blame is Blame.INFRASTRUCTURE
+    attempt = await scored(make_runner, refusing(tokenizer, turn, error), task)
+    assert attempt.score.value is None and attempt.episode.failures[-1].blame is Blame.INFRASTRUCTURE
 
 
 ERRORS = (
@@ -84,19 +84,19 @@ ERRORS = (
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("where", ["parse", "tool_delta"])
-async def test_a_tokenizer_or_template_that_fails_on_the_policys_text(
-    tokenizer: Any, task: Task, make_runner: Any, error: Exception, where: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("method", ["parse", "tool_delta"])
+async def test_a_failing_tokenizer_or_template_is_blamed_on_the_policys_text(
+    tokenizer: Any, task: Task, make_runner: Any, error: Exception, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chat = chat_of(tokenizer)
 
-    def choke(*arguments: Any, **options: Any) -> Any:
+    def fail(*arguments: Any, **options: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(type(chat), where, choke)
-    one = await scored(make_runner, ScriptedPolicy.saying(tokenizer, PYTHON, SUBMIT), task, chat)
-    is_scored_as_the_policys(one, turns=1)
-    assert one.episode.failures[-1].kind == "not_taken" and type(error).__name__ in one.episode.failures[-1].message
+    monkeypatch.setattr(type(chat), method, fail)
+    attempt = await scored(make_runner, ScriptedPolicy.saying(tokenizer, PYTHON, SUBMIT), task, chat)
+    check_blamed_on_policy(attempt, turns=1)
+    assert attempt.episode.failures[-1].kind == "not_taken" and type(error).__name__ in attempt.episode.failures[-1].message
 
 
 async def test_a_template_that_fails_on_the_task_is_not_blamed_on_the_policy(
@@ -104,9 +104,9 @@ async def test_a_template_that_fails_on_the_task_is_not_blamed_on_the_policy(
 ) -> None:
     chat = chat_of(tokenizer)
 
-    def choke(*arguments: Any, **options: Any) -> Any:
+    def fail(*arguments: Any, **options: Any) -> Any:
         raise KeyError("role")
 
-    monkeypatch.setattr(type(chat), "opening", choke)
-    one = await scored(make_runner, ScriptedPolicy.saying(tokenizer, PYTHON, SUBMIT), task, chat)
-    assert one.score.value is None and one.episode.failures[-1].blame is Blame.INFRASTRUCTURE
+    monkeypatch.setattr(type(chat), "opening", fail)
+    attempt = await scored(make_runner, ScriptedPolicy.saying(tokenizer, PYTHON, SUBMIT), task, chat)
+    assert attempt.score.value is None and attempt.episode.failures[-1].blame is Blame.INFRASTRUCTURE

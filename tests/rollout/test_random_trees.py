@@ -1,4 +1,4 @@
-"""Whatever agents do, every sampled token is in exactly one sample, with the context it was sampled in."""
+"""For any agent, every sampled token is in exactly one sample, with the context that it was sampled in."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from tests.chats import chat_of
 MODES = ("episode", "branches", "roles", "verifier", "counterfactual", "siblings")
 
 
-class Noted(ReadingPolicy):
+class RecordingPolicy(ReadingPolicy):
     """Samples random text, and records for each token a unique logprob and its context."""
 
     def __init__(self, tokenizer: Any, seed: int) -> None:
-        super().__init__(tokenizer, self._anything)
+        super().__init__(tokenizer, self._random_text)
         self.random = random.Random(seed)
-        self.noted: dict[float, tuple[tuple[int, ...], int]] = {}  # logprob -> context, token
+        self.contexts: dict[float, tuple[tuple[int, ...], int]] = {}  # logprob -> context, token
 
-    def _anything(self, context: str) -> str:
+    def _random_text(self, context: str) -> str:
         calls = [("delegate", {"task": "look " * self.random.randint(1, 3)}), ("python", {"code": "1"}), ("delegate", {}), ("nothing", {})]
-        said = ["", "done", "x" * 70, "<tool_call>{", "".join(self._call(*call) for call in self.random.choices(calls, (8, 6, 1, 1), k=2))]
-        return self.random.choices(said, (1, 3, 1, 1, 9))[0]
+        texts = ["", "done", "x" * 70, "<tool_call>{", "".join(self._call(*call) for call in self.random.choices(calls, (8, 6, 1, 1), k=2))]
+        return self.random.choices(texts, (1, 3, 1, 1, 9))[0]
 
     def _call(self, name: str, arguments: Any) -> str:
         return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
-        made = await super().generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
+        completion = await super().generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
         logprobs = []
-        for at, token in enumerate(made.token_ids):
-            logprobs.append(-1.0 - len(self.noted))
-            self.noted[logprobs[-1]] = ((*prompt_ids, *made.token_ids[:at]), token)
-        return replace(made, logprobs=tuple(logprobs))
+        for index, token in enumerate(completion.token_ids):
+            logprobs.append(-1.0 - len(self.contexts))
+            self.contexts[logprobs[-1]] = ((*prompt_ids, *completion.token_ids[:index]), token)
+        return replace(completion, logprobs=tuple(logprobs))
 
 
 def recipe(credit: str) -> Recipe:
@@ -55,8 +55,8 @@ def recipe(credit: str) -> Recipe:
     return build({**data, "rollout": rollout, "learner": {"max_tokens_per_microbatch": 16384}})
 
 
-async def grown(policy: Noted, task: Task) -> Group:
-    """Two attempts, and one that starts from a state of the first."""
+async def random_group(policy: RecordingPolicy, task: Task) -> Group:
+    """Returns a group of two attempts, and a third that starts from a state of the first."""
     runner = EpisodeRunner(
         agent=TurnLoop(
             chat=chat_of(policy.tokenizer),
@@ -79,18 +79,18 @@ async def grown(policy: Noted, task: Task) -> Group:
         episodes.append(await runner.run(task, episode_id="c", start=policy.random.choice(states)))
     scored = []
     for number, episode in enumerate(episodes):
-        lines = len(episode.trajectories)
-        said = [(None, *(policy.random.random() for _ in range(lines - 1))) for _ in range(2)]
-        scored.append(ScoredEpisode(episode=episode, score=Score(value=0.3 * number, branches=said[0], without=said[1])))
+        count = len(episode.trajectories)
+        branch_scores = [(None, *(policy.random.random() for _ in range(count - 1))) for _ in range(2)]
+        scored.append(ScoredEpisode(episode=episode, score=Score(value=0.3 * number, branches=branch_scores[0], without=branch_scores[1])))
     return Group(index=0, task_id=task.id, task_key=task.key, episodes=tuple(scored))
 
 
 async def test_trees_at_their_limits_have_no_failure(task: Task, tokenizer: Any) -> None:
     for seed, all_tokens in enumerate((500, 900, 1300, 2000, 3000, 4500)):
         limits = Limits(turns=16, turn_tokens=200, episode_tokens=700, all_tokens=all_tokens)
-        group = await grown(Noted(tokenizer, seed), replace(task, tools=("python",), limits=limits))
-        for one in (scored.episode for scored in group.episodes):
-            assert not one.left_out and not one.failures, one.failures
+        group = await random_group(RecordingPolicy(tokenizer, seed), replace(task, tools=("python",), limits=limits))
+        for episode in (scored.episode for scored in group.episodes):
+            assert not episode.left_out and not episode.failures, episode.failures
 
 
 @pytest.mark.slow
@@ -99,19 +99,19 @@ async def test_every_sampled_token_is_in_exactly_one_sample(task: Task, tokenize
     wide = replace(task, tools=("python",), limits=Limits(turns=16, turn_tokens=200, episode_tokens=700))
     ends: set[tuple[str, str]] = set()
     for seed in range(8):
-        policy = Noted(tokenizer, seed)
-        group = await grown(policy, wide)
-        assert not any(one.episode.left_out for one in group.episodes)
+        policy = RecordingPolicy(tokenizer, seed)
+        group = await random_group(policy, wide)
+        assert not any(scored.episode.left_out for scored in group.episodes)
         ends |= {(one.agent, one.stop_reason) for scored in group.episodes for one in scored.episode.trajectories}
         for mode in MODES if seed == 0 else MODES[seed % len(MODES) :][:1]:
             batch = assemble(0, [group], recipe(mode)).batch
             trained: list[float] = []
             for sample in batch.samples:
-                for at in (at for at, on in enumerate(sample.loss_mask) if on):
-                    context, token = policy.noted[sample.logprobs[at]]
-                    assert sample.token_ids[at] == token and sample.token_ids[:at] == context, "the context is the sampled one"
-                    trained.append(sample.logprobs[at])
-            assert len(trained) == len(set(trained)) and set(trained) == set(policy.noted), f"seed {seed}, credit {mode}"
-            assert batch.denominator == len(trained) == sum(one.episode.completion_tokens for one in group.episodes)
+                for index in (index for index, trains in enumerate(sample.loss_mask) if trains):
+                    context, token = policy.contexts[sample.logprobs[index]]
+                    assert sample.token_ids[index] == token and sample.token_ids[:index] == context, "context as sampled"
+                    trained.append(sample.logprobs[index])
+            assert len(trained) == len(set(trained)) and set(trained) == set(policy.contexts), f"seed {seed}, credit {mode}"
+            assert batch.denominator == len(trained) == sum(scored.episode.completion_tokens for scored in group.episodes)
     reached = {("summary", "rejected"), ("summary", "summarized"), ("main", "compacted"), ("worker", "answered"), ("worker", "turn_limit")}
     assert reached <= ends, "the trees cover all kinds of failures"

@@ -1,4 +1,4 @@
-"""Attempts after a policy-reachable fault repeat the first one's actions; a fault that recurs is the policy's if other groups are well."""
+"""A retry after a policy-reachable fault repeats the actions. A recurring fault is blamed on the policy if other groups have none."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FAULT = Failure(stage="sandbox", blame=Blame.INFRASTRUCTURE, kind="SandboxError"
 
 
 class Counting(ScriptedPolicy):
-    """Samples a different program in each request, so that a repeated one can be told from a new one."""
+    """Samples a different program in each request, so that a repeated one differs from a new one."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.requests = 0
@@ -53,22 +53,22 @@ def groups_of(runner: Any, **changes: Any) -> GroupRunner:
     return replace(GroupRunner(runner=runner, scorer=graded, slots=asyncio.Semaphore(8), group_size=1), **changes)
 
 
-def test_a_fault_of_the_machine_changes_no_sampled_token(tokenizer: Any, task: Task, make_runner: Any) -> None:
+def test_an_infrastructure_fault_changes_no_sampled_token(tokenizer: Any, task: Task, make_runner: Any) -> None:
     policy = Counting(tokenizer)
     group = run_virtually(groups_of(make_runner(policy, failing(2))).run_group(0, task))
-    (one,) = group.scored
-    turns = one.episode.trajectories[0].turns
-    assert (one.episode.attempt, policy.requests) == (2, 2), "three attempts, and one request for each of two turns"
+    (scored,) = group.scored
+    turns = scored.episode.trajectories[0].turns
+    assert (scored.episode.attempt, policy.requests) == (2, 2), "three attempts, and one request for each of the two turns"
     assert turns[0].tool_results[0].output.split()[:3] == ["print(1)"] * 3, "all attempts ran the first one's program"
 
 
 def test_a_fault_before_the_first_turn_leaves_nothing_to_repeat(tokenizer: Any, task: Task, make_runner: Any) -> None:
     class Busy(Counting):
         def _next(self, turn: int, episode: str) -> str:
-            said = super()._next(turn, episode)
+            text = super()._next(turn, episode)
             if episode.endswith("-a0"):
                 raise ConnectionResetError("busy")
-            return said
+            return text
 
     policy = Busy(tokenizer)
     group = run_virtually(groups_of(make_runner(policy)).run_group(0, task))
@@ -84,7 +84,7 @@ def test_a_fault_without_evidence_from_other_groups_is_excluded(tokenizer: Any, 
 def test_a_fault_that_the_actions_provoke_is_scored_at_most_like_the_worst_sibling(
     spare: int, tokenizer: Any, task: Task, make_runner: Any
 ) -> None:
-    """Group 0 has an attempt that ends its exec server; wrong answers score -1, and no answer 0. Spare attempts change nothing."""
+    """An attempt of group 0 ends its exec server. Wrong answers score -1, and no answer scores 0. Spare attempts change nothing."""
 
     def script(turn: int, episode: str) -> str:
         bad = episode.startswith("g000000-1")
@@ -111,14 +111,14 @@ def test_a_fault_that_the_actions_provoke_is_scored_at_most_like_the_worst_sibli
         return (await asyncio.gather(*(groups.run_group(index, task) for index in range(4))))[0]
 
     group = run_virtually(played())
-    assert [one.score.value for one in group.scored] == [-1.0] * 4 and group.cancelled == ()
+    assert [scored.score.value for scored in group.scored] == [-1.0] * 4 and group.cancelled == ()
     (failure,) = group.episodes[1].episode.failures
     assert (failure.blame, failure.kind, failure.stage) == (Blame.POLICY, PROVOKED, "sandbox")
     assert "SandboxError ended 3 attempts that repeated the same actions, and 0 of" in failure.message
 
 
 def history(*others: Failure | str, group: str = "other") -> FaultHistory:
-    """Of an own fault, and then one event of each other episode: its fault, or the part that it used."""
+    """Returns the history of a fault, and then one event of each other episode: its fault, or the part that it used."""
     record = FaultHistory()
     record.record_fault("own", "own 0", FAULT)
     for number, event in enumerate(others):
@@ -143,8 +143,8 @@ UNREADABLE = replace(FAULT, stage="generate", kind="OverflowError")
         ([FAULT] * 3, history(*SAMPLED), False),  # others did not use a sandbox
         ([UNREADABLE] * 3, history(*SAMPLED), True),
         ([FAULT] * 3, history(*USED, group="own"), False),
-        ([FAULT] * 3, history(*USED, FAULT), False),  # others meet it too
-        ([FAULT] * 3, history(*USED * 3, FAULT), True),  # rarely
+        ([FAULT] * 3, history(*USED, FAULT), False),  # another episode had the fault too
+        ([FAULT] * 3, history(*USED * 3, FAULT), True),  # the fault is rare
         ([FAULT] * 3, history(*USED, replace(FAULT, kind="SandboxTimeout")), True),
         ([FAULT, FAULT, replace(FAULT, kind="SandboxTimeout")], history(*USED), False),
         ([replace(FAULT, turn=0)] * 3, history(*USED), False),
@@ -158,7 +158,7 @@ def test_the_evidence_that_blames_the_policy(faults: list[Failure], record: Faul
     assert (provoked is not None and provoked.blame is Blame.POLICY) == blamed
 
 
-def test_a_use_before_the_first_fault_is_no_evidence_and_one_after_it_is() -> None:
+def test_only_uses_after_the_first_fault_are_evidence() -> None:
     record = FaultHistory()
     for number in range(MIN_OTHERS):
         record.record_use("other", str(number), SANDBOX)
@@ -190,7 +190,7 @@ def test_agents_with_the_same_context_repeat_their_own_completions() -> None:
 
 
 def test_waiting_for_others_ends_when_no_other_group_runs_or_time_is_up() -> None:
-    async def waited(*running: str) -> float:
+    async def waiting_s(*running: str) -> float:
         record, loop = FaultHistory(), asyncio.get_running_loop()
         before = loop.time()
         if not running:
@@ -200,5 +200,5 @@ def test_waiting_for_others_ends_when_no_other_group_runs_or_time_is_up() -> Non
             await record.wait_for_others(FAULT, "own", since=0)
         return loop.time() - before
 
-    assert run_virtually(waited()) == 0 and run_virtually(waited("own")) == 0
-    assert run_virtually(waited("other")) == pytest.approx(20.0)
+    assert run_virtually(waiting_s()) == 0 and run_virtually(waiting_s("own")) == 0
+    assert run_virtually(waiting_s("other")) == pytest.approx(20.0)

@@ -19,7 +19,7 @@ TOKEN = 7
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A server's answer to one request. `versions`: of its first tokens in order; the others have the first version."""
+    """A server's answer to one request. `versions`: those of its first tokens in order; the others have the first version."""
 
     seconds: float
     tokens: int
@@ -89,7 +89,7 @@ def requests_of(
 
 
 def sampled(requests: EpisodeRequests, *, constraint: str = "", max_tokens: int = 100, reads: int = 0, times: int = 1) -> list[Completion]:
-    """Sequential turns with the prompt `1, 2`."""
+    """Samples sequential turns with the prompt `1, 2`."""
 
     async def sample() -> list[Completion]:
         return [
@@ -161,7 +161,7 @@ def test_a_completion_with_all_its_tokens_is_not_cut_off(tokens: int, finish_rea
     assert (completion.finish_reason, len(completion.token_ids), len(server.calls)) == (expected, tokens, 1)
 
 
-def test_a_completion_may_end_without_a_token_if_the_server_says_so() -> None:
+def test_a_completion_without_a_token_is_valid_if_the_server_ended_it() -> None:
     (completion,) = sampled(requests_of(Server(Part(1.0, 0, "stop"))))
     assert completion.token_ids == () and completion.finish_reason == "stop"
 
@@ -188,12 +188,12 @@ def test_a_request_without_a_token_at_the_end_is_out_of_time() -> None:
 
 def test_an_episode_is_out_of_time_at_its_limit() -> None:
     async def states() -> list[bool]:
-        left = [requests_of(Server(), spent_s=spent_s).out_of_time for spent_s in (75.5, 76.0, 77.0)]
+        out_of_time = [requests_of(Server(), spent_s=spent_s).out_of_time for spent_s in (75.5, 76.0, 77.0)]
         requests = requests_of(Server(Part(5.9, 3, CUT)), Watched(0.05), spent_s=70.0)
         await requests.sample([1], lambda most: SamplingParams(max_tokens=most), 100, "r", reads=0)
         ended = requests_of(Server(Part(0.1, 3, "stop")), Watched(0.05), spent_s=60.0)
         await ended.sample([1], lambda most: SamplingParams(max_tokens=most), 100, "r", reads=0)
-        return [*left, requests.out_of_time, ended.out_of_time]
+        return [*out_of_time, requests.out_of_time, ended.out_of_time]
 
     assert run_virtually(states()) == [False, True, True, True, False], "a server may cut a little early"
 
@@ -222,8 +222,8 @@ def test_time_lost_in_earlier_turns_does_not_count_for_this_one() -> None:
     assert len(sampled(requests, times=2)) == 2 and requests.sampling.lost_s == pytest.approx(40.0, abs=0.5)
 
 
-def test_a_turn_next_to_another_keeps_its_own_losses() -> None:
-    """The later turn does not reset the lost time of the first one."""
+def test_concurrent_turns_have_separate_losses() -> None:
+    """The later turn does not reset the lost time of the first."""
 
     class Stalled(Server):
         async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
@@ -244,14 +244,14 @@ def test_a_turn_next_to_another_keeps_its_own_losses() -> None:
     assert sum(call.request_id.startswith("slow") for call in server.calls) == 2, "two stalls of 16 s, and 30 s are allowed"
 
 
-def test_a_new_version_reads_the_whole_prompt() -> None:
+def test_a_new_version_computes_the_complete_prompt_again() -> None:
     pace = Watched()
     parts = (Part(1.0, 3, versions=(0,)), Part(1.0, 3, versions=(0, 1)), Part(1.0, 3, versions=(1,)), Part(1.0, 3, versions=(2,)))
     sampled(requests_of(Server(*parts), pace), reads=1, times=4)
     assert pace.begun == [1, 1, 1, 1] and pace.corrected == [1, 1, 1, 2]
 
 
-def elsewhere(pace: Pace, *, within_s: float = 1000.0, spent_s: float = 0.0, at_most: int = 100) -> int:
+def external_tokens(pace: Pace, *, within_s: float = 1000.0, spent_s: float = 0.0, at_most: int = 100) -> int:
     async def most() -> int:
         with requests_of(Server(), pace, spent_s=spent_s).external_request(at_most, within_s=within_s) as request:
             return request.most
@@ -271,10 +271,8 @@ def elsewhere(pace: Pace, *, within_s: float = 1000.0, spent_s: float = 0.0, at_
         (None, 0.001, 0.0, 100),
     ],
 )
-def test_a_request_of_the_agent_may_have_as_many_tokens_as_twice_the_usual_time_allows(
-    token_s: float | None, within_s: float, spent_s: float, most: int
-) -> None:
-    assert elsewhere(Watched(token_s), within_s=within_s, spent_s=spent_s) == most
+def test_a_request_of_the_agent_may_take_twice_the_usual_time(token_s: float | None, within_s: float, spent_s: float, most: int) -> None:
+    assert external_tokens(Watched(token_s), within_s=within_s, spent_s=spent_s) == most
 
 
 def test_a_request_of_the_agent_is_judged_by_the_pace_of_all_requests() -> None:
@@ -282,7 +280,7 @@ def test_a_request_of_the_agent_is_judged_by_the_pace_of_all_requests() -> None:
     pace = Pace()
     pace.end(pace.begin(0.0), 64.0, tokens=64, at_most=64)
     pace.end(pace.begin(64.0), 114.0, tokens=1000, at_most=1000, cut=True)
-    assert elsewhere(pace, within_s=10.0) == 100
+    assert external_tokens(pace, within_s=10.0) == 100
 
 
 def test_the_time_of_a_request_of_the_agent_counts() -> None:

@@ -1,4 +1,4 @@
-"""Spare attempts of a group: which count, and what is left of the others."""
+"""Spare attempts of a group: which ones count, and what is recorded of the others."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Slow(ScriptedPolicy):
         self.hangs, self.fails = hangs, fails
         self.waiting: set[str] = set()
         self.aborted: list[str] = []
-        self.asked: list[str] = []
+        self.requests: list[str] = []
 
     async def generate(self, prompt_ids: Any, params: Any, *, request_id: str, timeout_s: float) -> Any:
         name, _, turn = request_id.rpartition("-")
-        self.asked.append(request_id)
+        self.requests.append(request_id)
         if self.fails(name):
             raise ConnectionError("no route")
         if self.hangs(int(name.split("-")[1]), int(turn)):
@@ -68,23 +68,23 @@ def racing(runner: Any, *, size: int, spare: int, retries: int = 0, **more: Any)
 
 
 def numbers(group: Group) -> list[int]:
-    return [int(one.episode.id.split("-")[1]) for one in group.episodes]
+    return [int(scored.episode.id.split("-")[1]) for scored in group.episodes]
 
 
 async def test_the_slowest_are_cancelled_and_leave_nothing_running(tokenizer: Any, task: Task, make_runner: Any) -> None:
     policy = Slow(tokenizer, lambda member, turn: member in (1, 4) and turn == 1)
-    sandboxes, told, slots = ScriptedSandboxes(printing("3")), [], asyncio.Semaphore(64)
-    runner = racing(make_runner(policy, sandboxes), size=4, spare=2, on_attempt=told.append, slots=slots)
+    sandboxes, reported, slots = ScriptedSandboxes(printing("3")), [], asyncio.Semaphore(64)
+    runner = racing(make_runner(policy, sandboxes), size=4, spare=2, on_attempt=reported.append, slots=slots)
     group = await asyncio.wait_for(runner.run_group(7, task), PATIENCE_S)
     assert numbers(group) == [0, 2, 3, 5] and len(group.scored) == 4
     first = len(policy.tokenizer.encode(PYTHON, add_special_tokens=False)) + 1
-    assert [(one.episode_id, one.begun, one.turns, one.tokens) for one in group.cancelled] == [
+    assert [(attempt.episode_id, attempt.begun, attempt.turns, attempt.tokens) for attempt in group.cancelled] == [
         ("g000007-1-a0", True, 1, first),
         ("g000007-4-a0", True, 1, first),
     ]
     assert sorted(policy.aborted) == ["g000007-1-a0", "g000007-4-a0"] and not policy.waiting
     assert len(sandboxes.opened) == 6 and all(sandbox.closed for sandbox in sandboxes.opened)
-    assert told == [None] * 4, "a cancelled attempt is neither a fault nor a success"
+    assert reported == [None] * 4, "a cancelled attempt is neither a fault nor a success"
     assert not [job for job in asyncio.all_tasks() if job is not asyncio.current_task()] and slots._value == 64
     assert codec.from_json(Group, codec.to_json(group)) == group
 
@@ -92,19 +92,19 @@ async def test_the_slowest_are_cancelled_and_leave_nothing_running(tokenizer: An
 async def test_a_waiting_attempt_never_starts(tokenizer: Any, task: Task, make_runner: Any) -> None:
     policy = Slow(tokenizer, lambda member, turn: False)
     group = await racing(make_runner(policy), size=2, spare=3, slots=asyncio.Semaphore(1)).run_group(0, task)
-    assert numbers(group) == [0, 1] and [one.begun for one in group.cancelled] == [False] * 3
-    assert {name.split("-")[1] for name in policy.asked} == {"0", "1"}
+    assert numbers(group) == [0, 1] and [attempt.begun for attempt in group.cancelled] == [False] * 3
+    assert {name.split("-")[1] for name in policy.requests} == {"0", "1"}
 
 
 async def test_a_spare_attempt_replaces_a_failed_one_without_a_retry(tokenizer: Any, task: Task, make_runner: Any) -> None:
-    """Two attempts may be lost to faults; the third failing one is the first to be retried."""
+    """Two attempts may be lost to faults. The third one that fails is the first to be retried."""
     policy = Slow(
         tokenizer, lambda member, turn: False, lambda name: name.startswith(("g000000-0-", "g000000-1-")) or name == "g000000-2-a0"
     )
     group = await racing(make_runner(policy), size=3, spare=2, retries=3).run_group(0, task)
-    assert [one.episode.id for one in group.episodes] == [f"g000000-{n}-a{a}" for n, a in ((0, 0), (1, 0), (2, 1), (3, 0), (4, 0))]
+    assert [scored.episode.id for scored in group.episodes] == [f"g000000-{n}-a{a}" for n, a in ((0, 0), (1, 0), (2, 1), (3, 0), (4, 0))]
     assert numbers(replace(group, episodes=group.scored)) == [2, 3, 4] and group.cancelled == ()
-    assert all("no route" in one.score.reason for one in group.episodes[:2]), "failures are reported as usual"
+    assert all("no route" in scored.score.reason for scored in group.episodes[:2]), "failures are reported as usual"
 
 
 async def test_an_unscored_attempt_makes_room_for_another(tokenizer: Any, task: Task, make_runner: Any) -> None:
@@ -113,7 +113,7 @@ async def test_an_unscored_attempt_makes_room_for_another(tokenizer: Any, task: 
         return Score(value=None, reason="no verdict") if value.value in (0.0, 1.0) else value
 
     group = await racing(make_runner(Slow(tokenizer, lambda member, turn: False)), size=2, spare=2, score=unscored).run_group(0, task)
-    assert [one.score.value for one in group.episodes] == [None, None, 2.0, 3.0] and len(group.scored) == 2
+    assert [scored.score.value for scored in group.episodes] == [None, None, 2.0, 3.0] and len(group.scored) == 2
     lost = await racing(make_runner(Slow(tokenizer, lambda member, turn: False)), size=3, spare=1, score=unscored).run_group(0, task)
     assert len(lost.episodes) == 4 and len(lost.scored) == 2, "a group that cannot be filled ends incomplete"
 
@@ -121,7 +121,7 @@ async def test_an_unscored_attempt_makes_room_for_another(tokenizer: Any, task: 
 async def test_a_group_judge_sees_the_attempts_that_count(tokenizer: Any, task: Task, make_runner: Any) -> None:
     policy = Slow(tokenizer, lambda member, turn: member == 0)
     group = await asyncio.wait_for(racing(make_runner(policy), size=3, spare=1, group_scoring=Together()).run_group(0, task), PATIENCE_S)
-    assert numbers(group) == [1, 2, 3] and [one.score.value for one in group.episodes] == [0.0, 1.0, 2.0] and len(group.cancelled) == 1
+    assert numbers(group) == [1, 2, 3] and [each.score.value for each in group.episodes] == [0.0, 1.0, 2.0] and len(group.cancelled) == 1
 
 
 async def test_an_attempt_is_cancelled_with_its_sub_agents(tokenizer: Any, task: Task) -> None:
@@ -141,9 +141,9 @@ async def test_an_attempt_is_cancelled_with_its_sub_agents(tokenizer: Any, task:
     sandboxes, tree = ScriptedSandboxes(printing("3")), tree_task(task)
     runner = make_trees(tokenizer, reads, sandboxes, delegation=DelegationConfig())
     group = await asyncio.wait_for(racing(runner, size=2, spare=1).run_group(0, tree), PATIENCE_S)
-    (left,) = group.cancelled
-    said = (delegate("help"), PRINT)
-    assert (left.begun, left.turns) == (True, 2) and left.tokens == sum(len(tokenizer.encode(one)) + 1 for one in said)
+    (cancelled,) = group.cancelled
+    tokens = sum(len(tokenizer.encode(response)) + 1 for response in (delegate("help"), PRINT))
+    assert (cancelled.begun, cancelled.turns, cancelled.tokens) == (True, 2, tokens)
     assert len(group.scored) == 2 and len(sandboxes.opened) == 3 and all(sandbox.closed for sandbox in sandboxes.opened)
     assert not [job for job in asyncio.all_tasks() if job is not asyncio.current_task()]
 
@@ -174,10 +174,10 @@ async def test_a_killed_group_is_completed(tokenizer: Any, task: Task, make_runn
     policy = Slow(tokenizer, lambda member, turn: False)
     group = await racing(make_runner(policy), size=3, spare=2, checkpoints=FolderCheckpoints(tmp_path)).run_group(7, task)
     assert set(range(ended)) <= set(numbers(group)) and len(group.scored) == 3 and len(group.cancelled) == 2
-    again = Counter(policy.asked)
-    assert not any(name.endswith("-0") for name in again), "stored turns are not sampled again"
-    assert max(again.values(), default=1) == 1 and {one.split("-")[1] for one in again}.isdisjoint(map(str, range(ended)))
-    assert all(one.begun is (ended < 3) for one in group.cancelled), "with enough finished attempts, no other starts"
+    turns_sampled = Counter(policy.requests)
+    assert not any(name.endswith("-0") for name in turns_sampled), "stored turns are not sampled again"
+    assert max(turns_sampled.values(), default=1) == 1 and {name.split("-")[1] for name in turns_sampled}.isdisjoint(map(str, range(ended)))
+    assert all(attempt.begun is (ended < 3) for attempt in group.cancelled), "with enough finished attempts, no other starts"
 
 
 async def test_a_group_with_equal_scores_is_stopped_and_another_continues(tokenizer: Any, task: Task, make_runner: Any) -> None:
@@ -189,6 +189,6 @@ async def test_a_group_with_equal_scores_is_stopped_and_another_continues(tokeni
 
     policy = Slow(tokenizer, lambda member, turn: False)
     stopped = await racing(make_runner(policy), size=4, spare=0, score=zero, stop_equal_after=2).run_group(0, task)
-    assert numbers(stopped) == [0, 1] and len({name.split("-")[1] for name in policy.asked}) == 2
-    assert [(one.reason, one.begun) for one in stopped.cancelled] == [("equal", False)] * 2
+    assert numbers(stopped) == [0, 1] and len({name.split("-")[1] for name in policy.requests}) == 2
+    assert [(attempt.reason, attempt.begun) for attempt in stopped.cancelled] == [("equal", False)] * 2
     assert numbers(await racing(make_runner(policy), size=4, spare=0, score=half, stop_equal_after=2).run_group(1, task)) == [0, 1, 2, 3]

@@ -27,11 +27,11 @@ RECIPE = Recipe(
 
 
 async def play(tokenizer: Any, task: Task, make_runner: Any, sampling: Sampling, path: Path) -> Group:
-    """A group of four, two branches from each of two stems, read back from the store."""
-    counted = iter(range(99))
+    """Returns a group of four, two branches from each of two stems, read back from the store."""
+    values = iter(range(99))
 
     async def score(task: Task, episode: Episode) -> Score:
-        return Score(value=float(next(counted)))
+        return Score(value=float(next(values)))
 
     runner = GroupRunner(
         runner=replace(make_runner(talkative(tokenizer)), sampling=sampling),
@@ -45,18 +45,18 @@ async def play(tokenizer: Any, task: Task, make_runner: Any, sampling: Sampling,
     store = SqliteStore(path / "experience.sqlite")
     group = await runner.run_group(0, task)
     assert store.put(group)
-    (kept,) = store.groups([0])
+    (stored,) = store.groups([0])
     store.close()
-    assert kept == group
-    return kept
+    assert stored == group
+    return stored
 
 
-async def test_supports_reach_the_learner_as_they_were_sampled(tokenizer: Any, task: Task, make_runner: Any, tmp_path: Path) -> None:
+async def test_supports_reach_the_learner_unchanged(tokenizer: Any, task: Task, make_runner: Any, tmp_path: Path) -> None:
     group = await play(tokenizer, task, make_runner, TOP_3, tmp_path)
     turns = [turn for scored in group.episodes for turn in scored.episode.trajectories[0].turns]
     for turn in turns:
         assert turn.supports is not None
-        assert [len(row) for row in turn.supports.rows] == [1 + place % 3 for place in range(len(turn.completion_ids))]
+        assert [len(row) for row in turn.supports.rows] == [1 + position % 3 for position in range(len(turn.completion_ids))]
     samples = assemble(0, [group], RECIPE).batch.samples
     assert len(samples) == len(group.episodes) == 4
     trained = 0
@@ -65,27 +65,27 @@ async def test_supports_reach_the_learner_as_they_were_sampled(tokenizer: Any, t
         rows = sample.supports.rows
         assert [bool(row) for row in rows] == list(sample.loss_mask), "context tokens have no support"
         trained += sum(sample.loss_mask)
-    stems = [scored.episode.trajectories[0] for scored in group.episodes if scored.episode.trajectories[0].inherited]
-    assert len(stems) == 2, "two of the four branched"
-    for branch in stems:
+    branches = [scored.episode.trajectories[0] for scored in group.episodes if scored.episode.trajectories[0].inherited]
+    assert len(branches) == 2, "two of the four are branches"
+    for branch in branches:
         stem = next(scored.episode.trajectories[0] for scored in group.episodes if scored.episode.id == branch.inherited[0])
-        assert branch.turns[0].supports == stem.turns[0].supports, "a shared turn is the same turn"
-    shared = sum(len(branch.turns[0].completion_ids) for branch in stems)
-    assert trained == sum(len(turn.completion_ids) for turn in turns) - shared, "trained once, in the first of its branches"
+        assert branch.turns[0].supports == stem.turns[0].supports, "a shared turn has the same support"
+    shared = sum(len(branch.turns[0].completion_ids) for branch in branches)
+    assert trained == sum(len(turn.completion_ids) for turn in turns) - shared, "shared turns are trained once, in the first branch"
 
 
 async def test_without_truncation_no_supports_are_stored(tokenizer: Any, task: Task, make_runner: Any, tmp_path: Path) -> None:
     group = await play(tokenizer, task, make_runner, Sampling(), tmp_path)
     turns = [turn for scored in group.episodes for turn in scored.episode.trajectories[0].turns]
     samples = assemble(0, [group], RECIPE).batch.samples
-    assert {one.supports for one in (*turns, *samples)} == {None} and len(samples) == 4
+    assert {record.supports for record in (*turns, *samples)} == {None} and len(samples) == 4
 
 
-async def test_a_sample_may_join_turns_of_both_kinds(tokenizer: Any, task: Task, make_runner: Any, tmp_path: Path) -> None:
+async def test_a_sample_may_join_turns_with_and_without_supports(tokenizer: Any, task: Task, make_runner: Any, tmp_path: Path) -> None:
     group = await play(tokenizer, task, make_runner, TOP_3, tmp_path)
     (scored, *rest) = group.episodes
-    line = scored.episode.trajectories[0]
-    plain = replace(line, turns=(replace(line.turns[0], supports=None), *line.turns[1:]))
+    trajectory = scored.episode.trajectories[0]
+    plain = replace(trajectory, turns=(replace(trajectory.turns[0], supports=None), *trajectory.turns[1:]))
     mixed = replace(group, episodes=(replace(scored, episode=replace(scored.episode, trajectories=(plain,))), *rest))
     first = assemble(0, [mixed], RECIPE).batch.samples[0]
     assert first.supports is not None

@@ -18,7 +18,7 @@ from agentrl.testing.sandboxes import printing
 from tests.chats import chat_of
 from tests.rollout.test_group import PYTHON, SUBMIT
 
-MOST = 40
+THINKING_TOKENS = 40
 MARK = "\n</think>\n\n"
 LONG = "<think>\n" + "hm " * 40
 
@@ -42,17 +42,17 @@ def runner(tokenizer: Any, script: Any, *, top_k: int = 0) -> EpisodeRunner:
     )
 
 
-def bounded(task: Task, most: int | None = MOST) -> Task:
-    return replace(task, limits=replace(task.limits, thinking_tokens=most))
+def bounded(task: Task, tokens: int | None = THINKING_TOKENS) -> Task:
+    return replace(task, limits=replace(task.limits, thinking_tokens=tokens))
 
 
-def said(tokenizer: Any, turn: Turn) -> str:
+def text_of(tokenizer: Any, turn: Turn) -> str:
     return str(tokenizer.decode(list(turn.completion_ids)))
 
 
-def rest(tokenizer: Any, text: str) -> str:
-    """The tokens after the bound on thinking."""
-    return str(tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)[MOST:]))
+def text_after_bound(tokenizer: Any, text: str) -> str:
+    """Returns the text without the tokens up to the bound on thinking."""
+    return str(tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)[THINKING_TOKENS:]))
 
 
 def group_of(episode: Episode) -> Group:
@@ -60,26 +60,26 @@ def group_of(episode: Episode) -> Group:
 
 
 @pytest.mark.parametrize("top_k", [0, 3])
-async def test_thinking_is_ended_in_the_context_and_the_mark_is_not_trained(thinker: Any, task: Task, top_k: int) -> None:
-    """Thinks too long in its first turn, and stops in time in the second."""
+async def test_thinking_ends_at_its_bound_and_the_end_mark_is_not_trained(thinker: Any, task: Task, top_k: int) -> None:
+    """The first turn thinks for too long, and the second stops in time."""
 
     def script(turn: int, episode: str) -> str:
         after = episode.endswith(".answer")
         if turn == 0:
             return PYTHON if after else LONG
-        whole = f"<think>\nhm\n</think>\n\n{SUBMIT}"
-        return rest(thinker, whole) if after else whole
+        response = f"<think>\nhm\n</think>\n\n{SUBMIT}"
+        return text_after_bound(thinker, response) if after else response
 
-    made = runner(thinker, script, top_k=top_k)
-    episode = await made.run(bounded(task), episode_id="e")
+    episode_runner = runner(thinker, script, top_k=top_k)
+    episode = await episode_runner.run(bounded(task), episode_id="e")
     assert episode.answer == "3" and not episode.failures
     first, second = episode.trajectories[0].turns
     mark = thinker.encode(MARK, add_special_tokens=False)
-    assert said(thinker, first) == f"{LONG[:MOST]}{MARK}{PYTHON}<|im_end|>" and first.finish_reason == "stop"
-    assert first.forced == tuple(range(MOST, MOST + len(mark))) and first.message.tool_calls[0].name == "python"
+    assert text_of(thinker, first) == f"{LONG[:THINKING_TOKENS]}{MARK}{PYTHON}<|im_end|>" and first.finish_reason == "stop"
+    assert first.forced == tuple(range(THINKING_TOKENS, THINKING_TOKENS + len(mark))) and first.message.tool_calls[0].name == "python"
     assert first.message.content.endswith("</think>") and first.tool_results[0].ok
-    prompts = made.policy.prompts  # type: ignore[attr-defined]
-    assert prompts[1] == (*first.prompt_ids, *first.completion_ids[: MOST + len(mark)])
+    prompts = episode_runner.policy.prompts  # type: ignore[attr-defined]
+    assert prompts[1] == (*first.prompt_ids, *first.completion_ids[: THINKING_TOKENS + len(mark)])
     assert prompts[2][: len(first.prompt_ids + first.completion_ids)] == first.prompt_ids + first.completion_ids
     assert second.forced == ()
 
@@ -87,14 +87,14 @@ async def test_thinking_is_ended_in_the_context_and_the_mark_is_not_trained(thin
     assert codec.from_json(Group, codec.to_json(group)) == group
     (sample,) = counted_samples([group])
     trained = [token for token, trains in zip(sample.token_ids, sample.loss_mask, strict=True) if trains]
-    turns = [[token for place, token in enumerate(one.completion_ids) if place not in one.forced] for one in (first, second)]
+    turns = [[token for position, token in enumerate(turn.completion_ids) if position not in turn.forced] for turn in (first, second)]
     assert trained == [*turns[0], *turns[1]] and len(trained) == episode.completion_tokens == captured_tokens([group], ())
-    at = len(first.prompt_ids) + MOST
-    stretch = slice(at, at + len(mark))
-    assert sample.token_ids[stretch] == tuple(mark) and set(sample.versions[stretch]) == {-1} and set(sample.logprobs[stretch]) == {0.0}
+    at = len(first.prompt_ids) + THINKING_TOKENS
+    span = slice(at, at + len(mark))
+    assert sample.token_ids[span] == tuple(mark) and set(sample.versions[span]) == {-1} and set(sample.logprobs[span]) == {0.0}
     assert (sample.supports is not None) == (top_k > 0)
     if isinstance(sample.supports, Supports):
-        assert [bool(row) for row in sample.supports.rows] == list(sample.loss_mask), "a mark has no support"
+        assert [bool(row) for row in sample.supports.rows] == list(sample.loss_mask), "the mark has no support"
 
 
 @pytest.mark.parametrize(
@@ -103,22 +103,22 @@ async def test_thinking_is_ended_in_the_context_and_the_mark_is_not_trained(thin
         (f"<think>\nhm\n</think>\n\nThe answer is {'long ' * 10}", 200, 2),  # it continues after its thinking
         ("No thought: " + "word " * 10, 200, 2),
         ("short", 200, 1),
-        (LONG, MOST + 5, 1),  # the mark would not fit, so the turn ends at its budget
+        (LONG, THINKING_TOKENS + 5, 1),  # the mark would not fit, so the turn ends at its budget
     ],
 )
 async def test_nothing_is_forced_on_a_turn_that_has_stopped_thinking(
     thinker: Any, task: Task, text: str, budget: int, requests: int
 ) -> None:
     limits = replace(task.limits, turn_tokens=budget)
-    made = runner(thinker, lambda turn, name: rest(thinker, text) if name.endswith(".answer") else text)
-    turn = (await made.run(replace(task, limits=replace(limits, thinking_tokens=MOST)), episode_id="e")).trajectories[0].turns[0]
+    thinking_runner = runner(thinker, lambda turn, name: text_after_bound(thinker, text) if name.endswith(".answer") else text)
+    turn = (await thinking_runner.run(bounded(replace(task, limits=limits)), episode_id="e")).trajectories[0].turns[0]
     plain = runner(thinker, lambda turn, name: text)
     free = (await plain.run(replace(task, limits=limits), episode_id="e")).trajectories[0].turns[0]
     assert (turn.completion_ids, turn.forced, turn.finish_reason) == (free.completion_ids, (), free.finish_reason)
-    assert len(made.policy.prompts) == requests  # type: ignore[attr-defined]
+    assert len(thinking_runner.policy.prompts) == requests  # type: ignore[attr-defined]
 
 
-async def test_a_branch_continues_after_a_turn_with_ended_thinking(thinker: Any, task: Task) -> None:
+async def test_a_branch_continues_after_a_turn_whose_thinking_was_ended(thinker: Any, task: Task) -> None:
     states: list[EpisodeState] = []
 
     async def on_turn(turns: int, capture: CaptureState) -> None:
@@ -130,14 +130,14 @@ async def test_a_branch_continues_after_a_turn_with_ended_thinking(thinker: Any,
         after = name.endswith(".answer")
         if turn == 0:
             return PYTHON if after else LONG
-        return rest(thinker, SUBMIT) if after else SUBMIT
+        return text_after_bound(thinker, SUBMIT) if after else SUBMIT
 
-    made = runner(thinker, script)
-    whole = await made.run(bounded(task), episode_id="e", on_turn=on_turn)
-    branch = await made.run(bounded(task), episode_id="b", start=states[0])
-    (begun, _), (same, _) = whole.trajectories[0].turns, branch.trajectories[0].turns
-    assert begun == same and begun.forced and branch.completion_tokens < whole.completion_tokens
-    assert made.policy.prompts[-1][: len(begun.prompt_ids + begun.completion_ids)] == begun.prompt_ids + begun.completion_ids  # type: ignore[attr-defined]
+    episode_runner = runner(thinker, script)
+    stem = await episode_runner.run(bounded(task), episode_id="e", on_turn=on_turn)
+    branch = await episode_runner.run(bounded(task), episode_id="b", start=states[0])
+    (first, _), (inherited, _) = stem.trajectories[0].turns, branch.trajectories[0].turns
+    assert first == inherited and first.forced and branch.completion_tokens < stem.completion_tokens
+    assert episode_runner.policy.prompts[-1][: len(first.prompt_ids + first.completion_ids)] == first.prompt_ids + first.completion_ids  # type: ignore[attr-defined]
 
 
 async def test_an_unenforceable_bound_is_a_task_fault(tokenizer: Any, task: Task) -> None:
@@ -148,11 +148,11 @@ async def test_an_unenforceable_bound_is_a_task_fault(tokenizer: Any, task: Task
         Limits(turn_tokens=64, thinking_tokens=64)
 
 
-def test_a_limit_that_is_not_set_changes_no_key(task: Task) -> None:
+def test_an_unset_thinking_limit_does_not_change_the_task_key(task: Task) -> None:
     assert bounded(task, None).key == task.key != bounded(task).key
 
 
-def test_what_was_forced_is_followed_by_what_was_sampled() -> None:
+def test_invalid_positions_of_forced_tokens_raise_an_error() -> None:
     turn = Turn(
         prompt_ids=(1,), completion_ids=(), logprobs=(), versions=(), message=Message(role="assistant", content=""), finish_reason="stop"
     )

@@ -1,4 +1,4 @@
-"""The real pipeline with a scripted policy, and a learner that publishes a version as soon as it has the groups of a step."""
+"""The real pipeline with a scripted policy and a learner that publishes a version as soon as it has the groups of a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.driving import Family, make_recipe, make_task, opened
 
 
 def endless_recipe(**changes: Any) -> Recipe:
-    """Steps of one group with two attempts, until the run is stopped."""
+    """Returns a recipe with steps of one group with two attempts, until the run is stopped."""
     recipe = make_recipe(group={"size": 2}, groups_per_step=1, checkpoint_turns=False)
     return recipe.but({"steps": None, "evaluation.heldout": 0, "evaluation.heldout_real": 0, **changes})
 
@@ -128,7 +128,7 @@ def _take(store: ExperienceStore, *, step: int, indices: tuple[int, ...]) -> Non
 
 @asynccontextmanager
 async def endless_run(folder: Path, recipe: Recipe, family: Any = None) -> AsyncIterator[Run]:
-    """A run whose `_pipeline` can be called."""
+    """Opens a run whose `_pipeline` can be called."""
     policy = ScriptedPolicy.saying(shared_tokenizer(), "42")
     policy.prompts = cast(Any, deque(maxlen=1))
     sandboxes = ScriptedSandboxes(printing(""))
@@ -143,5 +143,5 @@ async def endless_run(folder: Path, recipe: Recipe, family: Any = None) -> Async
 
 
 async def steps_done(run: Run, count: int) -> None:
-    """Returns when the version serves, which the learner published after `count` steps."""
+    """Waits until the version that the learner published after `count` steps serves."""
     await asyncio.wait_for(run.served.wait_version(count), 60)

@@ -1,4 +1,4 @@
-"""A run without a last step ends when it is stopped, with its evaluation and result, and continues later."""
+"""A run without a last step ends with an evaluation and a result when it is stopped, and can be resumed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def evaluated_recipe() -> Recipe:
 
 
 async def run_until(folder: Path, steps: int) -> tuple[int, Summary]:
-    """Runs the pipeline, stops it after some steps, and returns the version that serves then, and the summary."""
+    """Runs the pipeline, stops it after some steps, and returns the version that serves at the end and the summary."""
     recipe = evaluated_recipe()
     (folder / "recipe.json").write_text(recipe.model_dump_json())
     record_start(folder)
@@ -85,7 +85,7 @@ def tasks(*arguments: object) -> str:
 
 
 @pytest.mark.slow
-async def test_tasks_change_in_a_live_run_and_in_a_stopped_one_and_a_resumed_run_gives_each_group_the_same(tmp_path: Path) -> None:
+async def test_task_changes_apply_to_a_live_and_a_stopped_run_and_a_resumed_run_gives_each_group_the_same_task(tmp_path: Path) -> None:
     reference = "tests.run.endless:Numbered"
     recipe, last = endless_recipe(**{"tasks.family": reference}), 0
     (tmp_path / "recipe.json").write_text(recipe.model_dump_json())
@@ -96,15 +96,15 @@ async def test_tasks_change_in_a_live_run_and_in_a_stopped_one_and_a_resumed_run
                 running = asyncio.create_task(loop._pipeline(run))
                 await steps_done(run, steps)
                 if not last:
-                    said = tasks("add", tmp_path, reference, "name=added", "--name", "added", "--weight", "3")
-                    assert "family added is added with weight 3, starting with the next group\nsee: agentrl" in said, said
+                    output = tasks("add", tmp_path, reference, "name=added", "--name", "added", "--weight", "3")
+                    assert "family added is added with weight 3, starting with the next group\nsee: agentrl" in output, output
                     await steps_done(run, steps + 5)
                 run.stop_after_step()
                 await asyncio.wait_for(running, 60)
                 last = run.served.version
         if steps == 3:
-            said = tasks("remove", tmp_path, "odd")
-            assert "kind odd is removed" in said and "continue it with: agentrl train mine.py --resume" in said, said
+            output = tasks("remove", tmp_path, "odd")
+            assert "kind odd is removed" in output and "continue it with: agentrl train mine.py --resume" in output, output
     async with endless_run(tmp_path, recipe, Numbered()) as run:
         entries = await run.store.entries()
         first, removed = (logged.start.first for logged in read_changes(tmp_path) if logged.start is not None)
@@ -115,8 +115,8 @@ async def test_tasks_change_in_a_live_run_and_in_a_stopped_one_and_a_resumed_run
         assert sum(entry.task_id.startswith("added") for entry in entries[first:removed]) >= (removed - first) // 2
         assert "odd" in kinds[:removed] and set(kinds[removed:]) == {"even"}
     listed = json.loads(tasks("list", tmp_path, "--json"))
-    assert [(one["name"], one["share"]) for one in listed["families"]] == [("Numbered", 0.25), ("added", 0.75)]
-    states = {(one["kind"], one["state"], one["success"]) for one in listed["tasks"]}
+    assert [(row["name"], row["share"]) for row in listed["families"]] == [("Numbered", 0.25), ("added", 0.75)]
+    states = {(row["kind"], row["state"], row["success"]) for row in listed["tasks"]}
     assert states == {("even", "in use", 1.0), ("odd", "removed", 1.0)}
     table = tasks("list", tmp_path)
     assert "added                       3   75.0%" in table and f"kind odd is removed: from group {removed} on" in table, table
@@ -140,8 +140,8 @@ def test_a_change_that_cannot_work_is_an_error_and_changes_nothing(tmp_path: Pat
     recipe = endless_recipe(**{"tasks.family": "tests.run.endless:Numbered"})
     (tmp_path / "recipe.json").write_text(recipe.model_dump_json())
     action, *rest = arguments
-    said = tasks(action, tmp_path, *rest)
-    assert message in said and read_changes(tmp_path) == [], said
+    output = tasks(action, tmp_path, *rest)
+    assert message in output and read_changes(tmp_path) == [], output
 
 
 @pytest.mark.slow
@@ -158,7 +158,7 @@ def test_a_request_that_depends_on_a_rejected_one_does_not_stop_later_requests(t
     added, reweighted = read_changes(tmp_path)
     base = TaskChange(action="add", target="family", name="Numbered", at="", family=reference)
     assert "broken since" in TaskChanges(tmp_path, (base, Numbered()), broken).start(added, 0).rejected
-    assert reweighted.start is None and [one["name"] for one in json.loads(tasks("list", tmp_path, "--json"))["families"]][:1] == [
+    assert reweighted.start is None and [family["name"] for family in json.loads(tasks("list", tmp_path, "--json"))["families"]][:1] == [
         "Numbered"
     ]
     assert "requested: kind odd is removed" in tasks("remove", tmp_path, "odd")
@@ -168,8 +168,8 @@ def test_a_request_that_depends_on_a_rejected_one_does_not_stop_later_requests(t
 def test_a_family_with_late_scores_is_added_only_to_a_run_that_accepts_them(tmp_path: Path, order: str, accepted: bool) -> None:
     recipe = endless_recipe(**{"tasks.family": "tests.run.endless:Numbered", "order": order, "max_staleness": 1})
     (tmp_path / "recipe.json").write_text(recipe.model_dump_json())
-    said = tasks("add", tmp_path, "tests.run.endless:Numbered", "late=true", "--name", "late")
-    assert ("no score may be late" in said) is not accepted and len(read_changes(tmp_path)) == accepted, said
+    output = tasks("add", tmp_path, "tests.run.endless:Numbered", "late=true", "--name", "late")
+    assert ("no score may be late" in output) is not accepted and len(read_changes(tmp_path)) == accepted, output
 
 
 @pytest.mark.slow
@@ -177,5 +177,5 @@ def test_the_last_kind_of_a_family_cannot_be_removed(tmp_path: Path) -> None:
     recipe = endless_recipe(**{"tasks.family": "tests.run.endless:Numbered"})
     (tmp_path / "recipe.json").write_text(recipe.model_dump_json())
     tasks("remove", tmp_path, "odd")
-    said = tasks("remove", tmp_path, "even")
-    assert "without kind even, task family Numbered would have no task left" in said and len(read_changes(tmp_path)) == 1, said
+    output = tasks("remove", tmp_path, "even")
+    assert "without kind even, task family Numbered would have no task left" in output and len(read_changes(tmp_path)) == 1, output

@@ -1,4 +1,4 @@
-"""The events of a real loop of groups agree with what its store has."""
+"""The events of a real loop agree with its store."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from agentrl.run import loop
 from tests.driving import Family, Journaled, make_recipe, opened, scripted
 
 
-async def test_events_tell_the_life_of_every_stored_episode(tmp_path: Path) -> None:
+async def test_events_record_the_life_of_every_stored_episode(tmp_path: Path) -> None:
     events = list[Event]()
     journal = tmp_path / "journal.jsonl"
     async with opened(tmp_path, Journaled(journal), scripted(journal), make_recipe(), Family(), record=events.append) as run:
         await loop._roll_out(run)
         groups = await run.store.groups([0, 1])
-    assert [decode(encode(event)) for event in events] == events, "each fits into the stream"
-    episodes = {one.episode.id: one for group in groups for one in group.episodes}
+    assert [decode(encode(event)) for event in events] == events, "every event can be encoded"
+    episodes = {scored.episode.id: scored for group in groups for scored in group.episodes}
     assert {(group.kind, group.split, group.prompt[0].content) for group in groups} == {
         ("driving", "train", f"Take notes for {index}.") for index in range(2)
     }
@@ -94,7 +94,7 @@ def test_the_tracker_records_what_the_driver_reports() -> None:
     assert (events[3].seconds, events[3].stall_s) == (0.5, 0.02) and [decode(encode(event)) for event in events] == events
 
 
-def test_an_event_that_cannot_be_built_is_logged_once_and_ends_there(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_event_that_cannot_be_built_is_logged_once_and_raises_nothing(caplog: pytest.LogCaptureFixture) -> None:
     listener: EpisodeListener = EpisodeEvents(lambda event: 1 / 0)  # type: ignore[arg-type, return-value]
     for _ in range(3):
         listener.turn_ended("e", 0, 0, "main", None)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Faults of single episodes, groups and tasks in the whole loop: the run continues, or pauses with a reason."""
+"""Faults of single episodes, groups and tasks in the loop: the run continues, or pauses with a reason."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tests.driving import AlwaysServed, Family, Journaled, make_recipe, opened, 
 from tests.ledgers import indices
 
 
-def raising_at(wrong: int) -> Family:
+def raising_at(failing_index: int) -> Family:
     def broken(index: int) -> Task | None:
-        if index == wrong:
+        if index == failing_index:
             raise KeyError("column 7")
         return None
 
@@ -44,27 +44,27 @@ async def test_a_family_that_raises_for_one_task_costs_that_group(tmp_path: Path
 
 async def test_a_family_that_raises_for_one_task_costs_an_evaluation_that_task(tmp_path: Path) -> None:
     async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), make_recipe(), raising_at(2)) as run:
-        done = await evaluate_split(run.groups, run.family, Split.HELDOUT, 4, phase="before", step=0)
-    assert (done.episodes, done.excluded, len(done.transcripts)) == (4, 1, 3) and done.rate is not None and done.rate.n == 3
-    assert ["KeyError" in reason for reason in done.excluded_reasons] == [True]
+        result = await evaluate_split(run.groups, run.family, Split.HELDOUT, 4, phase="before", step=0)
+    assert (result.episodes, result.excluded, len(result.transcripts)) == (4, 1, 3) and result.rate is not None and result.rate.n == 3
+    assert ["KeyError" in reason for reason in result.excluded_reasons] == [True]
 
 
-@pytest.mark.parametrize(("gives", "says"), [({"id": "1"}, "is a dict, not a Task"), (SystemExit(0), "SystemExit: 0")])
-async def test_a_family_without_a_task_costs_that_group_or_evaluated_task(tmp_path: Path, gives: Any, says: str) -> None:
+@pytest.mark.parametrize(("returned", "message"), [({"id": "1"}, "is a dict, not a Task"), (SystemExit(0), "SystemExit: 0")])
+async def test_a_family_without_a_task_costs_that_group_or_evaluated_task(tmp_path: Path, returned: Any, message: str) -> None:
     def broken(index: int) -> Any:
-        if index == 1 and isinstance(gives, SystemExit):
-            raise gives
-        return gives if index == 1 else None
+        if index == 1 and isinstance(returned, SystemExit):
+            raise returned
+        return returned if index == 1 else None
 
     recipe = make_recipe(groups_per_step=3, group={"size": 2})
     async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), recipe, Family(broken)) as run:
         await loop._roll_out(run)
         groups = run.store.store.groups(range(3))
-        done = await evaluate_split(run.groups, run.family, Split.HELDOUT, 3, phase="before", step=0)
+        evaluation = await evaluate_split(run.groups, run.family, Split.HELDOUT, 3, phase="before", step=0)
     assert [len(group.scored) for group in groups] == [2, 0, 2] and count_quarantined(tmp_path) == 1
     fault = groups[1].fault
-    assert fault is not None and fault.blame is Blame.TASK and says in fault.message
-    assert (done.episodes, done.excluded) == (3, 1) and [says in reason for reason in done.excluded_reasons] == [True]
+    assert fault is not None and fault.blame is Blame.TASK and message in fault.message
+    assert (evaluation.episodes, evaluation.excluded) == (3, 1) and [message in reason for reason in evaluation.excluded_reasons] == [True]
 
 
 async def test_a_group_that_cannot_be_serialized_is_excluded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,8 +89,8 @@ async def test_a_group_that_cannot_be_serialized_is_excluded(tmp_path: Path, mon
 
 async def test_a_score_that_cannot_be_recorded_costs_its_episode(tmp_path: Path) -> None:
     async def score(task: Task, episode: Episode) -> Score:
-        odd: Any = object()
-        return Score(value=1.0, parts={"odd": odd} if episode.id.startswith("g000001-0") else {})
+        unserializable: Any = object()
+        return Score(value=1.0, parts={"odd": unserializable} if episode.id.startswith("g000001-0") else {})
 
     async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), make_recipe(), Family()) as run:
         run.groups = replace(run.groups, scorer=score, max_retries=0)
@@ -114,7 +114,7 @@ async def test_a_full_disk_ends_the_run(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 class Registry:
-    """Only of version 0."""
+    """A registry with only version 0."""
 
     def __init__(self) -> None:
         self.version = PolicyVersion(number=0, parent=None, folder="versions/000000", sha256="0")
@@ -148,7 +148,7 @@ class Part(AlwaysServed):
 
 
 async def pipeline(folder: Path, script: Any, *, groups: int) -> Any:
-    """The whole loop with a scripted server and a learner that does nothing, until every group is stored."""
+    """Runs the loop with a scripted server and a learner that does nothing, until every group is stored."""
     recipe = make_recipe(concurrency=4, groups_per_step=groups, group={"size": 2})
     recipe = recipe.but({"evaluation.heldout": 0, "evaluation.heldout_real": 0})
     policy = Journaled(folder / "j", script=script)
@@ -188,7 +188,7 @@ async def test_a_run_continues_below_the_fault_rate(tmp_path: Path, monkeypatch:
 
 
 async def test_the_result_of_a_shorter_run_is_not_that_of_a_longer_one(tmp_path: Path) -> None:
-    """Resumed with more steps and stopped: it is not finished, and its summary has no rate of intermediate weights."""
+    """A run resumed with more steps and then stopped is not finished, and its summary has no rate of intermediate weights."""
     rate = {"heldout": {"value": 1.0, "ci_low": 1.0, "ci_high": 1.0, "n": 1}}
     (tmp_path / "evaluations.json").write_text(json.dumps({"eval_4": rate, "after": rate}))
     with pytest.raises(asyncio.CancelledError):

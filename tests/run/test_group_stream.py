@@ -1,4 +1,4 @@
-"""The Redis stream of a run: what is checked before the start, and real groups of workers that pass a server which is killed."""
+"""The Redis stream of a run: checks before the start, and real groups of workers that pass through a server that is killed."""
 
 from __future__ import annotations
 
@@ -62,22 +62,22 @@ def address(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> dict[str, s
 
 def test_a_password_in_a_recipe_is_an_error_without_the_password() -> None:
     for options in ({"url": "redis://:hunter2hunter2@example.com:6379/0"}, {"url": "redis://h:1/0", "password": "hunter2hunter2"}):
-        with pytest.raises((RecipeError, ValueError), match=r"store\.options\.(url|password) contains") as rejected:
+        with pytest.raises((RecipeError, ValueError), match=r"store\.options\.(url|password) contains") as error:
             with_stream(**options)
-        assert "hunter2" not in str(rejected.value)
+        assert "hunter2" not in str(error.value)
 
 
 def test_a_missing_package_or_program_is_an_error_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     check_stream(make_recipe())
     with monkeypatch.context() as patch:
         patch.setattr(redis_server, "_PROGRAMS", ("no-such-program",))
-        with pytest.raises(UserError, match="the program redis-server is not installed") as missing:
+        with pytest.raises(UserError, match="the program redis-server is not installed") as error:
             check_stream(with_stream())
-        assert "redis-tools" in missing.value.fix
+        assert "redis-tools" in error.value.fix
     monkeypatch.setitem(sys.modules, "redis", None)
-    with pytest.raises(UserError, match="store=redis needs the package redis") as missing:
+    with pytest.raises(UserError, match="store=redis needs the package redis") as error:
         check_stream(with_stream())
-    assert "[redis]" in missing.value.fix
+    assert "[redis]" in error.value.fix
     with pytest.raises(UserError, match="store=redis needs the package redis"):
         open_transport({"url": "redis://h:1/0"})
 
@@ -87,32 +87,32 @@ def test_a_missing_package_or_program_is_an_error_with_the_fix(monkeypatch: pyte
 )
 def test_options_that_are_not_an_address_are_an_error_with_an_example(options: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_REDIS_PASSWORD", "secret-of-the-test")
-    with pytest.raises(UserError, match=r"store\.options") as wrong:
+    with pytest.raises(UserError, match=r"store\.options") as error:
         check_stream(with_stream(**options))
-    assert "redis://HOST:PORT/DB" in wrong.value.fix and "secret-of-the-test" not in str(wrong.value)
+    assert "redis://HOST:PORT/DB" in error.value.fix and "secret-of-the-test" not in str(error.value)
 
 
 @pytest.mark.slow
-def test_a_server_that_may_lose_groups_or_is_unreachable_stops_the_run_before_it_starts(
+def test_a_server_that_may_lose_groups_or_is_unreachable_is_an_error_before_the_run(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe, client = with_stream(**address(server, monkeypatch)), redis.Redis.from_url(server.url)
     check_stream(recipe)
     client.config_set("appendfsync", "everysec")
     try:
-        with pytest.raises(UserError, match="would be lost if the machine fails") as wrong:
+        with pytest.raises(UserError, match="would be lost if the machine fails") as error:
             check_stream(recipe)
-        assert "CONFIG SET appendfsync always" in wrong.value.fix
+        assert "CONFIG SET appendfsync always" in error.value.fix
     finally:
         client.config_set("appendfsync", "always")
     monkeypatch.setattr(group_stream, "_CHECK_S", 0.1)
-    with pytest.raises(UserError, match=r"store\.options\.url: the Redis server did not accept groups for 0\.1 s") as wrong:
+    with pytest.raises(UserError, match=r"store\.options\.url: the Redis server did not accept groups for 0\.1 s") as error:
         check_stream(with_stream(url="unix:///tmp/no-such-socket"))
-    assert "the run starts one" in wrong.value.fix
+    assert "the run starts one" in error.value.fix
     monkeypatch.setenv("TEST_REDIS_PASSWORD", "a-wrong-password")
-    with pytest.raises(UserError, match="password") as wrong:
+    with pytest.raises(UserError, match="password") as error:
         check_stream(recipe)
-    assert "a-wrong-password" not in str(wrong.value)
+    assert "a-wrong-password" not in str(error.value)
 
 
 ANSWERS = {
@@ -143,7 +143,7 @@ def test_an_address_of_another_server_is_an_error_before_the_run_starts(answer: 
 
 
 class Run:
-    """The driver of a run whose groups arrive through a stream; it stores what arrives, as `Rollouts` does."""
+    """The driver of a run whose groups arrive through a stream. It stores them as `Rollouts` does."""
 
     def __init__(self, drive: Drive, stack: AsyncExitStack, store: DriverStore, recipe: Recipe) -> None:
         self.drive, self.stack, self.store, self.recipe = drive, stack, store, recipe
@@ -153,7 +153,7 @@ class Run:
         leases = self.drive.leases
         folder, launcher = self.drive.folder, LocalLauncher(self.drive.folder)
         stream = GroupStream(self.recipe, folder, self.store, launcher=launcher, alert=self.drive.alerts.append)
-        self.options = await self.stack.enter_async_context(stream.serving(lambda one: leases.arrive(one.lease, one.group), leases.forget))
+        self.options = await self.stack.enter_async_context(stream.serving(lambda new: leases.arrive(new.lease, new.group), leases.forget))
         return open_transport(self.options)
 
     async def group(self, index: int) -> Group:
@@ -175,7 +175,7 @@ class Run:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-async def test_groups_of_workers_pass_a_server_that_dies_or_stops_and_each_is_stored_once(
+async def test_groups_of_workers_survive_a_server_that_dies_or_stops_and_are_stored_once(
     tmp_path: Path, fault: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group_stream, "_SILENT_S", 1.0)
@@ -185,22 +185,22 @@ async def test_groups_of_workers_pass_a_server_that_dies_or_stops_and_each_is_st
         store = await DriverStore.open(partial(SqliteStore, tmp_path / "experience.sqlite"))
         stack.push_async_callback(store.close)
         run = Run(drive, stack, store, with_stream())
-        other = await run.open()
+        transport = await run.open()
         await run.worker("a")
         await run.worker("b")
         groups = [asyncio.create_task(run.group(index)) for index in range(12)]
         while not (await store.entries()):
             await asyncio.sleep(0.02)
-        pid = int(other._redis.info("server")["process_id"])
+        pid = int(transport._redis.info("server")["process_id"])
         os.kill(pid, fault)
         assert [(await group).index for group in groups] == list(range(12))
         async with asyncio.timeout(10):
-            while other._redis.xlen(other._groups) or drive.leases._leased:
+            while transport._redis.xlen(transport._groups) or drive.leases._leased:
                 await asyncio.sleep(0.05)
-        assert other._redis.info("server")["process_id"] != pid
+        assert transport._redis.info("server")["process_id"] != pid
         assert [alert for alert in drive.alerts if "the Redis server was restarted" in alert]
-        other.append([make_group(3)])  # a worker of an earlier driver returns
-        while other._redis.xlen(other._groups):
+        transport.append([make_group(3)])  # a worker of an earlier driver returns
+        while transport._redis.xlen(transport._groups):
             await asyncio.sleep(0.05)
         assert len(await store.entries()) == 12 and not drive.leases._early
         secret = run.options["url"].removeprefix("unix://:").partition("@")[0].encode()
@@ -214,7 +214,7 @@ async def test_a_group_that_an_earlier_driver_did_not_read_is_not_sampled_again(
     (tmp_path / "redis").mkdir()
     (tmp_path / "redis" / "prefix").write_text("earlier-")
     task, group = make_task(0), make_group(0)
-    episodes = tuple(replace(one, episode=replace(one.episode, task_id=task.id, task_key=task.key)) for one in group.episodes)
+    episodes = tuple(replace(scored, episode=replace(scored.episode, task_id=task.id, task_key=task.key)) for scored in group.episodes)
     RedisTransport(server.url, run="earlier-").append([replace(group, task_id=task.id, task_key=task.key, episodes=episodes)])
     async with driving(tmp_path) as drive, AsyncExitStack() as stack, asyncio.timeout(20):
         store = await DriverStore.open(partial(SqliteStore, tmp_path / "experience.sqlite"))
@@ -242,9 +242,9 @@ async def test_groups_that_wait_together_are_one_transaction_and_one_that_is_too
     await asyncio.sleep(0)
     running = asyncio.create_task(outbox.run())
     assert await asyncio.gather(*sending) == [index != 5 for index in range(20)]
-    assert sorted(one for batch in transport.batches for one in batch) == sorted(
+    assert sorted(sent for batch in transport.batches for sent in batch) == sorted(
         (index, f"lease {index}") for index in range(20) if index != 5
     )
-    assert [len(batch) for batch in transport.batches][-1] == 4, "those that waited together"
+    assert [len(batch) for batch in transport.batches][-1] == 4, "the groups that waited together"
     running.cancel()
     assert redis_transport.BATCH == group_stream.BATCH

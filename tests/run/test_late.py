@@ -42,7 +42,7 @@ def recipe_of(**rollout: Any) -> Recipe:
 
 
 class Scores:
-    """Two tasks are scored late, the others at once. The two attempts differ."""
+    """Two tasks are scored late, and the others at once. The two attempts have different scores."""
 
     expires_at: float | None = None
     residual = False
@@ -62,7 +62,7 @@ def send(run: opening.Run, group: int) -> None:
 
 
 def steps_of(run: opening.Run) -> list[tuple[int, ...]]:
-    """The steps that a learner could run now."""
+    """Returns the groups of the steps that a learner could run now."""
     steps = []
     while (chosen := run.order.select(len(steps), run.store.store.entries())) is not None:
         run.store.store.commit(len(steps), dict.fromkeys(chosen, GroupUse(reason="test")), "c")
@@ -86,10 +86,10 @@ async def test_parked_groups_are_replaced_and_trained_when_their_scores_arrive(t
         await run.late.update()
         assert run.late.count == 1 and run.late.changed.is_set() and "task-0" in captured(tmp_path)
         assert [line["highest"] for line in outcomes(tmp_path) if line["task"] == "task-0"] == [0.0, 1.0]
-    send_before = indices_sampled(journal)
+    requests_before = indices_sampled(journal)
     async with driving.opened(tmp_path, Journaled(journal), ScriptedSandboxes(printing("3")), recipe, Family(), scorer=scorer) as run:
         await loop._roll_out(run)
-        assert indices_sampled(journal) == send_before and run.late.count == 1, "a resumed run repeats nothing"
+        assert indices_sampled(journal) == requests_before and run.late.count == 1, "a resumed run repeats nothing"
         send(run, 2)
         await run.late.update()
         assert run.late.count == 0 and [line["highest"] for line in outcomes(tmp_path) if line["task"] == "task-2"] == [0.0, 1.0]
@@ -100,7 +100,7 @@ async def test_parked_groups_are_replaced_and_trained_when_their_scores_arrive(t
 async def test_a_resumed_run_repeats_no_stored_group_of_a_block_whose_notes_take_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next block starts meanwhile, and reads what the store has from its own start on."""
+    """The next block starts in the meantime, and reads the store from its first group on."""
     journal, recipe = tmp_path / "journal.jsonl", recipe_of(groups_per_step=2)
     async with driving.opened(tmp_path, Journaled(journal), ScriptedSandboxes(printing("3")), recipe, Family()) as run:
         for index in (0, 2):  # the driver died when the other groups of both blocks were running
@@ -148,8 +148,8 @@ async def test_a_group_with_a_residual_is_trained_at_once_and_its_residual_in_a_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", ["record_scores", "capture_group", "remove"])
-async def test_what_arrives_without_a_driver_is_recorded_once_even_if_the_next_driver_is_killed(tmp_path: Path, step: str) -> None:
-    """The scores of one group arrive, those of another expire. Then a driver dies after a step of recording the first."""
+async def test_scores_that_arrive_without_a_driver_are_recorded_once_even_if_the_next_driver_is_killed(tmp_path: Path, step: str) -> None:
+    """The scores of one group arrive and those of another expire. Then a driver dies after a step of recording the first."""
     scores, recipe = Scores(), recipe_of(groups_per_step=2)
     scores.expires_at = time.time() + 3600.0
     sandboxes = partial(ScriptedSandboxes, printing("3"))
@@ -207,7 +207,7 @@ async def test_expired_scores_exclude_their_episodes(tmp_path: Path, monkeypatch
         monkeypatch.setattr(run.late._clock, "now", lambda: scores.expires_at)
         await run.late.update()
         assert run.late.count == 0
-        assert {one.score.reason for one in run.store.store.groups([0])[0].episodes} == {"late score expired: human"}
+        assert {scored.score.reason for scored in run.store.store.groups([0])[0].episodes} == {"late score expired: human"}
 
 
 @pytest.mark.parametrize("changes", [{"order": "in_order"}, {"max_staleness": 0}])

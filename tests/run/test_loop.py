@@ -1,4 +1,4 @@
-"""Rollouts of the real loop across the death of the driver, and with broken tasks."""
+"""Rollouts of the real loop across a death of the driver, and with broken tasks."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def journal(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
 
 
-def turns_kept(run: Path) -> list[int]:
-    """Finished turns of every episode with a checkpoint. Files are replaced atomically, so reading needs no lock."""
+def stored_turns(run: Path) -> list[int]:
+    """Returns the finished turns of every episode with a checkpoint. Files are replaced atomically, so reading needs no lock."""
     bodies = [path.read_bytes() for path in (run / "running").glob("*/*.state")]
     return [codec.from_json(EpisodeState, zstandard.ZstdDecompressor().decompress(body)).turn_count for body in bodies]
 
@@ -80,10 +80,10 @@ BACKENDS = [
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_killed_driver_loses_no_finished_turn(tmp_path: Path, backend: str) -> None:
-    """Killed when every episode waits for its third turn, with two notes in its sandbox. The notes, their order and every token are
-    those of before, although the process, its sandboxes and all memory are gone."""
+    """The driver is killed when each episode waits for its third turn, with two notes in its sandbox. The notes, their order and all tokens
+    are unchanged, although the process, its sandboxes and all memory were lost."""
     first = start(tmp_path, backend, 2)
-    kill_when(first, lambda: turns_kept(tmp_path) == [2] * 6)
+    kill_when(first, lambda: stored_turns(tmp_path) == [2] * 6)
     before = {line["request"]: line for line in journal(tmp_path) if "request" in line}
 
     groups = finish(tmp_path, backend)
@@ -105,7 +105,7 @@ def test_a_killed_driver_loses_no_finished_turn(tmp_path: Path, backend: str) ->
 
 @pytest.mark.slow
 def test_a_driver_killed_at_any_moment_resumes_to_complete_episodes(tmp_path: Path) -> None:
-    """Killed repeatedly at random moments; every stored turn was sampled once under its episode's name."""
+    """The driver is killed repeatedly. Every stored turn was sampled once under its episode's name."""
     for answers in (1, 5, 9, 14, 19):
         kill_when(start(tmp_path, "scripted", -1), lambda answers=answers: len(journal(tmp_path)) >= answers)  # type: ignore[misc]
     groups = finish(tmp_path, "scripted")
@@ -121,7 +121,7 @@ def test_a_driver_killed_at_any_moment_resumes_to_complete_episodes(tmp_path: Pa
 @pytest.mark.slow
 def test_a_damaged_state_costs_its_episode_and_no_other(tmp_path: Path) -> None:
     first = start(tmp_path, "scripted", 2)
-    kill_when(first, lambda: turns_kept(tmp_path) == [2] * 6)
+    kill_when(first, lambda: stored_turns(tmp_path) == [2] * 6)
     damaged = tmp_path / "running" / "000001" / "2.state"
     damaged.write_bytes(damaged.read_bytes()[:100])
     groups = finish(tmp_path, "scripted")
@@ -140,7 +140,7 @@ async def test_without_checkpoints_no_state_is_stored(tmp_path: Path) -> None:
 
 
 def broken(index: int) -> Task | None:
-    """Tasks 1 and 3 are the same broken one, 2 cannot be created."""
+    """Tasks 1 and 3 are the same broken task, and task 2 cannot be created."""
     if index == 2:
         raise TaskError("task 2 has no file", fix="write it")
     return replace(make_task(1), tools=("pyhton",)) if index in (1, 3) else None
@@ -160,8 +160,8 @@ async def test_broken_tasks_are_excluded_and_the_run_continues(tmp_path: Path) -
     assert [len(group.scored) for group in groups] == [2, 0, 0, 0, 2] and all(len(group.episodes) == 2 for group in groups)
     assert len(policy.prompts) == 4 * 4, "nothing is sampled for a broken task"
     assert count_quarantined(tmp_path) == 2
-    told = (tmp_path / "quarantine.jsonl").read_text()
-    assert "unknown tool 'pyhton'" in told and "fix: write it" in told and '"task_id": "task-1"' in told
+    quarantine = (tmp_path / "quarantine.jsonl").read_text()
+    assert "unknown tool 'pyhton'" in quarantine and "fix: write it" in quarantine and '"task_id": "task-1"' in quarantine
     dropped = assemble(0, groups, recipe).drop_reasons
     assert {index: reason for index, reason in dropped.items() if index in (1, 2, 3)} == dict.fromkeys((1, 2, 3), "broken_task")
 
@@ -178,8 +178,8 @@ async def test_groups_with_equal_scores_get_extra_groups_that_a_resumed_run_does
         assert len(policy.prompts) == 4 * 10
 
 
-async def test_cancelled_attempts_are_counted_and_leave_nothing(tmp_path: Path) -> None:
-    """All score the same: of five attempts three start, two decide, and the third is cancelled or too late."""
+async def test_cancelled_attempts_are_counted_and_leave_no_state(tmp_path: Path) -> None:
+    """All scores are equal: of five attempts three start, two decide, and the third is cancelled or too late."""
     recipe, policy = make_recipe(group={"size": 4, "spare_attempts": 1, "stop_equal_after": 2}), Journaled(tmp_path / "journal.jsonl")
     for _ in range(2):
         async with opened(tmp_path, policy, ScriptedSandboxes(printing("3")), recipe, Family()) as run:
@@ -191,8 +191,8 @@ async def test_cancelled_attempts_are_counted_and_leave_nothing(tmp_path: Path) 
     assert [(len(group.scored), len(group.episodes), len(group.cancelled)) for group in groups] == [(2, 2, 3)] * 2
     (tmp_path / "update.json").write_text("{}")
     metrics = measure.step_metrics(groups, tmp_path, None, step=0, wall_s=1.0)
-    told = ("episodes", "episodes_left_out", "attempts_cancelled", "attempts_not_begun", "groups_stopped", "groups_without_signal")
-    assert [metrics[name] for name in told] == [4, 0, 2, 4, 2, 2]
+    names = ("episodes", "episodes_left_out", "attempts_cancelled", "attempts_not_begun", "groups_stopped", "groups_without_signal")
+    assert [metrics[name] for name in names] == [4, 0, 2, 4, 2, 2]
     assert not (tmp_path / "failures").exists() or not list((tmp_path / "failures").glob("*.jsonl"))
 
 
@@ -224,9 +224,9 @@ async def test_a_resumed_run_keeps_checkpoints_of_running_groups_only(tmp_path: 
     recipe = recipe.model_copy(update={"sandbox": recipe.sandbox.model_copy(update={"backend": "bubblewrap"})})
     start = RunStart(recipe=ROOT / "recipes" / "quickstart.py", folder=tmp_path / "run", overrides=())
     checked = run_preflight(recipe, tmp_path, root=ROOT)
-    for resume, left in ((False, ()), (True, (1,))):
+    for resume, remaining in ((False, ()), (True, (1,))):
         async with opening.open_run(recipe, start, checked, root=ROOT, console=False) as run:
-            assert run.checkpoints.groups() == left
+            assert run.checkpoints.groups() == remaining
             assert run.groups.checkpoints is run.checkpoints and run.groups.branches == 2
             if not resume:
                 group = excluded_group(0, "t", "k", Failure(stage="s", blame=Blame.TASK, kind="k", message=""), size=1)

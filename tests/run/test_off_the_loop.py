@@ -1,4 +1,4 @@
-"""No call of a database, no sync, no compression and no encoding of a record runs on the thread of the driver's event loop."""
+"""No database call, sync, compression or encoding of a record runs on the thread of the driver's event loop."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> BlockingCalls:
 
 
 @pytest.mark.slow
-async def test_the_loops_thread_only_coordinates(tmp_path: Path, calls: BlockingCalls) -> None:
-    """Two steps of groups with checkpoints, captured failures, transcripts, task weights and notes, their records, and an evaluation."""
+async def test_nothing_blocks_the_loops_thread(tmp_path: Path, calls: BlockingCalls) -> None:
+    """Runs two steps with checkpoints, captured failures, transcripts, task weights, notes and records, and an evaluation."""
     recipe = make_recipe(groups_per_step=3).but("steps=2", "max_staleness=0", "tasks.weighting=true", "evaluation.heldout=2", "memory={}")
     registry = FolderRegistry(tmp_path / "versions")
     for number in range(3):
@@ -67,7 +67,7 @@ async def test_the_loops_thread_only_coordinates(tmp_path: Path, calls: Blocking
         await StepRecords.of(run).unfinished_groups()
         await HeldOutEvaluation.of(run).evaluate("after", step=2)
     assert not calls.on_loop, "\n".join(calls.on_loop)
-    assert calls.calls["database"] > 50 and min(calls.calls[what] for what in ("sync", "compression", "encoding")) > 10, calls.calls
+    assert calls.calls["database"] > 50 and min(calls.calls[kind] for kind in ("sync", "compression", "encoding")) > 10, calls.calls
 
 
 def _none() -> Any:

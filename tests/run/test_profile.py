@@ -1,4 +1,4 @@
-"""A profile of learner steps: every table adds up to the wall time, whatever the timeline recorded."""
+"""A profile of learner steps: every table adds up to the wall time for any timeline."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_steps_without_a_timeline_are_an_error() -> None:
         Profile.of("x", [{"step": 2.0, "loss": 1.0}], [], {})
 
 
-async def test_the_profile_of_rollouts_that_run_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scripted policy and sandboxes in the real loop; the timeline, the CPU clock and the episodes are real."""
+async def test_the_profile_of_real_rollouts_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy and sandboxes are scripted; the loop, the timeline, the CPU clock and the episodes are real."""
     monkeypatch.setattr(utilization, "LOOK_S", 0.005)
     recipe = make_recipe(groups_per_step=2, group={"size": 2})
     async with opened(tmp_path, Journaled(tmp_path / "j"), SlowSandboxes(cast(Any, None)), recipe, Family()) as run:
@@ -77,5 +77,5 @@ async def test_the_profile_of_rollouts_that_run_adds_up(tmp_path: Path, monkeypa
     assert profile.learner == {"waiting for groups": pytest.approx(profile.wall_s, abs=0.05)}
     assert sum(profile.cpu_s.values()) == pytest.approx(profile.cpus * profile.wall_s, rel=0.1, abs=0.2)
     assert profile.episode["tools"] >= 0.08, "three calls of 30 ms"
-    whole = profile.episode["sampling"] + profile.episode["tools"] + profile.episode["other"]
-    assert whole == pytest.approx(profile.episode["all"])
+    total = profile.episode["sampling"] + profile.episode["tools"] + profile.episode["other"]
+    assert total == pytest.approx(profile.episode["all"])

@@ -1,4 +1,4 @@
-"""A step of a long run costs no more than one of a short run: a compressed soak test of the driver, whose learner computes nothing."""
+"""A step of a long run costs no more than a step of a short run: a compressed soak test of the driver with a stub learner."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def count_opened(event: str, arguments: object) -> None:
 
 
 def figures(folder: Path) -> dict[str, float]:
-    """What the process holds now (objects in memory, open files), and what it has used so far (files opened, bytes read, CPU)."""
+    """Returns what the process has (objects in memory, open files), and what it has used so far (files opened, bytes read, CPU)."""
     gc.collect()
     read = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     weights = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
@@ -51,19 +51,19 @@ async def test_memory_files_and_the_cost_of_a_step_do_not_grow(tmp_path: Path, m
     recipe = endless_recipe(**{"rollout.concurrency": 4})
     async with endless_run(tmp_path, recipe) as run:
         running = asyncio.create_task(loop._pipeline(run))
-        seen = []
+        measurements = []
         for sample in range(1, SAMPLES + 1):
             await steps_done(run, sample * STEPS // SAMPLES)
-            seen.append(figures(tmp_path))
+            measurements.append(figures(tmp_path))
         run.stop_after_step()
         await asyncio.wait_for(running, 60)
         assert run.served.version >= STEPS
-    print(*(f"{one}" for one in seen), sep="\n")
-    middle, last = seen[SAMPLES // 2 - 1], seen[-1]
+    print(*(f"{measurement}" for measurement in measurements), sep="\n")
+    middle, last = measurements[SAMPLES // 2 - 1], measurements[-1]
     steps = STEPS // 2
     assert last["files"] <= middle["files"] + 1 and last["threads"] <= middle["threads"] + 2 and last["weights"] <= 6 * len(b"weights")
     assert (last["blocks"] - middle["blocks"]) / steps < 10, "objects that each step leaves in memory"
     for used in ("opened", "read", "cpu_s"):
-        spent = [(after[used] - before[used]) for before, after in pairwise(seen)]
+        spent = [(after[used] - before[used]) for before, after in pairwise(measurements)]
         early, late = fmean(spent[2:4]), fmean(spent[-2:])
         assert late < 1.3 * early, (used, spent)

@@ -46,14 +46,14 @@ class StoppedLearner(LearnerProcess):
         return [sys.executable, "-c", _HOLDER, str(self.run_dir)]
 
 
-def test_a_lock_is_awaited_for_longer_than_the_death_of_its_stopped_holder_takes() -> None:
+def test_the_lock_timeout_exceeds_the_time_to_kill_a_stopped_holder() -> None:
     learner_s = liveness.STOPPED_S + 2 * liveness._STOPPED_LOOK_S + learner_process._POLL_S + process_host._GONE_S
     assert learner_s < liveness.LOCK_WAIT_S and SILENT_S + 10.0 < liveness.LOCK_WAIT_S
 
 
 @pytest.mark.slow
 async def test_calls_that_wait_for_a_stopped_learner_continue_when_it_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Meanwhile the loop is not blocked, so it detects the stopped process, and the version can be read."""
+    """The loop is not blocked meanwhile: it detects the stopped process, and the version can be read."""
     monkeypatch.setattr(liveness, "_STOPPED_LOOK_S", 0.1)
     registry, lag = FolderRegistry(tmp_path / "versions"), LoopLag()
     version = publish(registry, 0)

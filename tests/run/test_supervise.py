@@ -1,4 +1,4 @@
-"""Restarts of the learner are counted; external parts are reported when they stop answering, and when they answer again."""
+"""Restarts of the learner are counted. External parts are reported when they stop answering and when they answer again."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ async def test_a_silent_daemon_is_reported_once_and_so_is_its_return(tmp_path: P
     monkeypatch.setattr(docker_client.daemon_answers, "__defaults__", (0.1,))
     silent, ended = threading.Event(), threading.Event()
 
-    def daemon(door: socket.socket) -> None:
-        held = []
+    def daemon(listener: socket.socket) -> None:
+        unanswered = []
         while not ended.is_set():
-            link, _ = door.accept()
+            connection, _ = listener.accept()
             if silent.is_set():
-                held.append(link)  # accepts connections but never answers
+                unanswered.append(connection)  # accepts connections but never answers
                 continue
-            link.recv(1024)
-            link.sendall(b"HTTP/1.0 200 OK\r\n\r\nOK")
-            link.close()
+            connection.recv(1024)
+            connection.sendall(b"HTTP/1.0 200 OK\r\n\r\nOK")
+            connection.close()
 
     alerts: list[str] = []
-    with socket.socket(socket.AF_UNIX) as door:
-        door.bind(f"{tmp_path}/daemon.sock")
-        door.listen(64)
-        threading.Thread(target=daemon, args=(door,), daemon=True).start()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{tmp_path}/daemon.sock")
+        listener.listen(64)
+        threading.Thread(target=daemon, args=(listener,), daemon=True).start()
         watching = asyncio.create_task(supervise.watch_daemon(alerts.append, Liveness("the Docker daemon", first_s=60.0, least_s=0.5)))
         await asyncio.sleep(0.3)
         assert not alerts
@@ -60,18 +60,18 @@ async def test_a_silent_daemon_is_reported_once_and_so_is_its_return(tmp_path: P
 class Learner:
     """A learner that publishes some versions after each start, then fails."""
 
-    def __init__(self, registry: Registry, lives: list[int], *, fails: type[LearnerError] = LearnerError) -> None:
-        self.registry, self.lives, self.fails, self.started = registry, lives, fails, 0
+    def __init__(self, registry: Registry, versions_per_life: list[int], *, error_type: type[LearnerError] = LearnerError) -> None:
+        self.registry, self.versions_per_life, self.error_type, self.started = registry, versions_per_life, error_type, 0
 
     async def start(self) -> None:
         self.started += 1
 
     async def wait(self) -> None:
         await asyncio.sleep(3600.0)
-        if self.started > len(self.lives):
+        if self.started > len(self.versions_per_life):
             return
-        self.registry.number = max(0, self.registry.number + self.lives[self.started - 1])
-        raise self.fails(f"life {self.started}")
+        self.registry.number = max(0, self.registry.number + self.versions_per_life[self.started - 1])
+        raise self.error_type(f"life {self.started}")
 
 
 class Registry:
@@ -81,10 +81,10 @@ class Registry:
         return SimpleNamespace(number=self.number)
 
 
-def watched(lives: list[int], **options: Any) -> tuple[Learner, list[str], Exception | None]:
+def watch(versions_per_life: list[int], **options: Any) -> tuple[Learner, list[str], Exception | None]:
     alerts: list[str] = []
     registry = Registry()
-    learner = Learner(registry, lives, **options)
+    learner = Learner(registry, versions_per_life, **options)
     try:
         run_virtually(supervise.watch_learner(learner, registry, alerts.append))  # type: ignore[arg-type]
     except LearnerError as error:
@@ -93,21 +93,21 @@ def watched(lives: list[int], **options: Any) -> tuple[Learner, list[str], Excep
 
 
 def test_a_learner_that_makes_progress_may_fail_any_number_of_times() -> None:
-    learner, alerts, error = watched([1, 2, 0, 0, 1, 0, 0, 1, 5, 1])
+    learner, alerts, error = watch([1, 2, 0, 0, 1, 0, 0, 1, 5, 1])
     assert error is None and learner.started == 11
     assert [alert.rpartition("restart ")[2].split()[0] for alert in alerts] == list("1123123111")
 
 
-@pytest.mark.parametrize("lives", [[0] * 9, [5, *[0] * 9], [3, -2, 2, -2, 2, 0, 0]])
-def test_a_learner_without_progress_is_given_up(lives: list[int]) -> None:
-    """In the last case it returns to a checkpoint and fails at the same step each time."""
-    learner, alerts, error = watched(lives)
+@pytest.mark.parametrize("versions_per_life", [[0] * 9, [5, *[0] * 9], [3, -2, 2, -2, 2, 0, 0]])
+def test_a_learner_without_progress_is_not_restarted_again(versions_per_life: list[int]) -> None:
+    """In the last case, it returns to a checkpoint and fails at the same step each time."""
+    learner, alerts, error = watch(versions_per_life)
     assert error is not None and len(alerts) == learner.started - 1
     assert "restart 3 of at most 3 without a new version" in alerts[-1]
 
 
 def test_a_learner_that_halts_is_not_restarted() -> None:
-    learner, alerts, error = watched([1], fails=LearnerHalted)
+    learner, alerts, error = watch([1], error_type=LearnerHalted)
     assert isinstance(error, LearnerHalted) and learner.started == 1 and alerts == ["halted: life 1"]
 
 

@@ -1,4 +1,4 @@
-"""What the timeline of a run records: of rollouts that really run, and of each state of server and learner."""
+"""What the timeline of a run records for real rollouts and for each state of server and learner."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ async def test_the_timeline_of_rollouts_adds_up_to_their_wall_time(tmp_path: Pat
     assert worked_s / 3 <= spent["rollouts"][BUSY] <= worked_s + 0.1  # a busy machine delays the first group
     assert spent["rollouts"]["waiting for a version"] >= 0.1
     assert 0 < spent["sandboxes"][BUSY] <= spent["rollouts"][BUSY] + 0.1
-    assert [ACTIVITY.count(kind) for kind in (GROUPS, ATTEMPTS, SANDBOXES, SCORING)] == [0, 0, 0, 0], "whatever begins ends"
+    assert [ACTIVITY.count(kind) for kind in (GROUPS, ATTEMPTS, SANDBOXES, SCORING)] == [0, 0, 0, 0], "every activity has ended"
 
 
-def a_run(*, accepts: bool = True, loading: bool = False, in_flight: int = 0, alive: bool = True, work: str = "") -> Any:
+def run_with(*, accepts: bool = True, loading: bool = False, in_flight: int = 0, alive: bool = True, work: str = "") -> Any:
     return SimpleNamespace(
         served=SimpleNamespace(accepts_requests=accepts, loading=loading),
         groups=SimpleNamespace(runner=SimpleNamespace(pace=SimpleNamespace(in_flight=in_flight))),
@@ -64,17 +64,17 @@ def a_run(*, accepts: bool = True, loading: bool = False, in_flight: int = 0, al
 @pytest.mark.parametrize(
     ("run", "part", "state"),
     [
-        (a_run(in_flight=3), "server", BUSY),
-        (a_run(), "server", "waiting for requests"),
-        (a_run(in_flight=3, loading=True), "server", "waiting for weights"),
-        (a_run(accepts=False, loading=True), "server", DOWN),
-        (a_run(work="computing a micro-batch"), "learner", BUSY),
-        (a_run(work="writing a checkpoint"), "learner", BUSY),
-        (a_run(work="waiting for groups"), "learner", "waiting for groups"),
-        (a_run(work="waiting for the server to pause"), "learner", "waiting for the server"),
-        (a_run(work="loading the model"), "learner", DOWN),
-        (a_run(work="computing a micro-batch", alive=False), "learner", DOWN),
+        (run_with(in_flight=3), "server", BUSY),
+        (run_with(), "server", "waiting for requests"),
+        (run_with(in_flight=3, loading=True), "server", "waiting for weights"),
+        (run_with(accepts=False, loading=True), "server", DOWN),
+        (run_with(work="computing a micro-batch"), "learner", BUSY),
+        (run_with(work="writing a checkpoint"), "learner", BUSY),
+        (run_with(work="waiting for groups"), "learner", "waiting for groups"),
+        (run_with(work="waiting for the server to pause"), "learner", "waiting for the server"),
+        (run_with(work="loading the model"), "learner", DOWN),
+        (run_with(work="computing a micro-batch", alive=False), "learner", DOWN),
     ],
 )
-def test_states(run: Any, part: str, state: str) -> None:
+def test_the_state_of_each_part(run: Any, part: str, state: str) -> None:
     assert utilization.part_states(run)[part] == state

@@ -28,19 +28,19 @@ def version(number: int) -> PolicyVersion:
 
 
 def records(*, training: bool = False, **fields: Any) -> StepRecords:
-    given: dict[str, Any] = dict.fromkeys(FIELDS) | fields
+    parts: dict[str, Any] = dict.fromkeys(FIELDS) | fields
     pace: Any = None
     progress = Progress(stop_at=4)
     if training:
         progress.timeline.restart()
-    return StepRecords(folder=Path(), progress=progress, pace=pace, **given)
+    return StepRecords(folder=Path(), progress=progress, pace=pace, **parts)
 
 
-@pytest.mark.parametrize(("known", "every", "evaluated"), [({1}, 2, ["step2"]), ({1, 2}, 2, []), ({1}, 3, []), (set(), 2, ["step2"])])
+@pytest.mark.parametrize(("recorded", "every", "evaluated"), [({1}, 2, ["step2"]), ({1, 2}, 2, []), ({1}, 3, []), (set(), 2, ["step2"])])
 async def test_an_interrupted_evaluation_is_repeated(
-    known: set[int], every: int, evaluated: list[str], monkeypatch: pytest.MonkeyPatch
+    recorded: set[int], every: int, evaluated: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines: dict[int, dict[str, float]] = {number: {} for number in known}
+    lines: dict[int, dict[str, float]] = {number: {} for number in recorded}
     phases: list[str] = []
 
     async def evaluate(phase: str, *, step: int) -> dict[str, float]:
@@ -67,16 +67,16 @@ async def test_an_interrupted_evaluation_is_repeated(
     await steps.finish_serving()
     await steps.record_missing()
     assert phases == evaluated and set(lines) == {1, 2}
-    assert lines[2] == ({} if 2 in known else {"reward_mean": 1.0, **({"heldout": 0.5} if evaluated else {})})
+    assert lines[2] == ({} if 2 in recorded else {"reward_mean": 1.0, **({"heldout": 0.5} if evaluated else {})})
 
 
-@pytest.mark.parametrize("made_here", [True, False])
-async def test_a_step_of_this_driver_has_the_event_loops_lag(made_here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("trained_here", [True, False])
+async def test_only_a_step_of_this_driver_has_the_event_loops_lag(trained_here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions.measure, "step_metrics", lambda *_, **__: {})
     monkeypatch.setattr(versions.measure, "record_excluded", lambda *_: None)
     nothing = SimpleNamespace(figures=dict, attempt_metrics=dict)
     steps = records(
-        training=made_here,
+        training=trained_here,
         order=SimpleNamespace(extra=0, block=lambda number: range(number, number + 1)),
         store=DriverStore(lambda: cast(Any, SimpleNamespace(groups=tuple, entries=lambda **_: (), parked=tuple))),
         fault_rate=nothing,
@@ -87,4 +87,4 @@ async def test_a_step_of_this_driver_has_the_event_loops_lag(made_here: bool, mo
         metrics = await steps._metrics(version(1), None)
     queues = {"groups_running", "groups_ready", "groups_assigned"}
     timeline = {f"timeline/{part}/down" for part in PARTS} | {f"utilization/{part}" for part in PARTS} | {"timeline/step/nothing"}
-    assert set(metrics) == ({"loop_lag_ms_p99", "loop_lag_ms_max"} | queues | timeline if made_here else set()) | {"groups_late"}
+    assert set(metrics) == ({"loop_lag_ms_p99", "loop_lag_ms_max"} | queues | timeline if trained_here else set()) | {"groups_late"}

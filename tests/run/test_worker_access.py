@@ -1,4 +1,4 @@
-"""A rollout worker without the run folder: what it fetches, saved episodes and notes at the driver, and hostile requests."""
+"""A rollout worker without the run folder: fetched files, episodes and notes stored by the driver, and hostile requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def driving(folder: Path) -> AsyncIterator[tuple[Drive, WorkerAccess]]:
         yield drive, WorkerAccess.remote(data["url"], read_key(folder / ADDRESS_FILE), stack=stack, root=Path())
 
 
-async def test_it_fetches_tokenizer_and_template_without_weights_and_leaves_nothing(tmp_path: Path) -> None:
+async def test_a_worker_fetches_tokenizer_and_template_without_weights_and_deletes_them(tmp_path: Path) -> None:
     base = tmp_path / "versions" / "000000"
     base.mkdir(parents=True)
     for name in ("tokenizer.json", "config.json", "chat_template.jinja", "model.safetensors", "pytorch_model.bin"):
@@ -62,22 +62,22 @@ async def test_the_drivers_notes_are_searched_like_local_ones(tmp_path: Path) ->
         notes = access.notes(config)
         expected = store.search("cache", scope="s", version=1, task_key="k1")
         matches = await asyncio.to_thread(notes.search, "cache", scope="s", version=1, task_key="k1")
-        assert matches == expected and len(matches) == 2, "not those of other attempts at its own task"
+        assert matches == expected and len(matches) == 2, "notes of other attempts at its task are excluded"
 
 
-async def test_a_damaged_or_foreign_state_is_no_fault_of_the_episode(tmp_path: Path) -> None:
+async def test_a_damaged_or_foreign_state_is_ignored(tmp_path: Path) -> None:
     async with driving(tmp_path) as (drive, _):
         waiting = asyncio.create_task(drive.leases.run_group(3, make_task(3)))
         connection = drive.connect("a")
         lease = json.loads(await connection.call("/lease", {}))["id"]
         group = excluded_group(3, make_task(3).id, make_task(3).key, task_fault(ValueError("x")), size=1)
-        saved = DriverCheckpoints(connection, {3: lease}.get)
-        assert await saved.load(3, 0) is None
-        await saved.save_scored(3, 0, group.episodes[0])
-        assert await saved.load(3, 0) == group.episodes[0] == await FolderCheckpoints(tmp_path / "running").load(3, 0)
+        checkpoints = DriverCheckpoints(connection, {3: lease}.get)
+        assert await checkpoints.load(3, 0) is None
+        await checkpoints.save_scored(3, 0, group.episodes[0])
+        assert await checkpoints.load(3, 0) == group.episodes[0] == await FolderCheckpoints(tmp_path / "running").load(3, 0)
         (tmp_path / "running" / "000003" / "0.scored").write_bytes(b"damaged")
-        assert await saved.load(3, 0) is None
-        await saved.save_scored(4, 0, group.episodes[0])
+        assert await checkpoints.load(3, 0) is None
+        await checkpoints.save_scored(4, 0, group.episodes[0])
         assert sorted(path.name for path in (tmp_path / "running").iterdir()) == ["000003"], "without a lease nothing is written"
         waiting.cancel()
         connection.close()
@@ -123,11 +123,11 @@ async def test_a_worker_with_the_key_of_an_earlier_run_ends_with_an_error(tmp_pa
         stale = replace(access, key="of an earlier run")
         assert await asyncio.to_thread(main, lambda stack: stale) == UNUSABLE
     assert "the key is missing or wrong" in (errors := capsys.readouterr().err) and "fix: use the key of this run's driver" in errors
-    assert await asyncio.to_thread(main, lambda stack: access) == 1, "the driver is gone"
+    assert await asyncio.to_thread(main, lambda stack: access) == 1, "the driver has ended"
     assert "cannot reach the driver at http://127.0.0.1:" in capsys.readouterr().err
 
 
-def test_a_key_file_is_a_copy_of_the_address_or_the_key_alone(tmp_path: Path) -> None:
+def test_a_key_file_contains_the_address_file_or_only_the_key(tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_text('{"url": "http://10.0.0.1:1", "key": "abc"}')
     assert read_key(path) == "abc"

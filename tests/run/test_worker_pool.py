@@ -1,4 +1,4 @@
-"""The pool starts real worker processes here; what they cannot do on their host ends the run quickly."""
+"""The pool starts real worker processes. A host that cannot run them ends the run quickly."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.slow
 @pytest.mark.bubblewrap
 async def test_a_host_without_the_sandbox_backend_ends_the_run_within_30_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver has it; only the worker's host does not."""
+    """The driver has the backend; only the worker's host does not."""
     recipe = make_recipe(workers=1).but({"sandbox.backend": "bubblewrap", "tasks.family": "sandboxes.tables:Tables"})
     alerts: list[Any] = []
     launcher = LocalLauncher(tmp_path, root=ROOT)

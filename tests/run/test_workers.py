@@ -1,4 +1,4 @@
-"""Rollout workers over HTTP: the driver's interface, real groups in another process's place, and hostile requests."""
+"""Rollout workers over HTTP: the driver's interface, real groups in place of those of another process, and hostile requests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.driving import Family, Journaled, make_recipe, make_task, opened
 
 
 class Served(Journaled):
-    """A server whose policy is scripted. It records which episodes are routed, and can withhold or fail."""
+    """A server with a scripted policy. It records which episodes are routed, and can withhold answers or fail."""
 
     version, sha256, token_s = 0, "0" * 64, 0.01
     cache_use = CacheUse(reading=3, shares=(0.25,))
@@ -51,7 +51,7 @@ class Served(Journaled):
         self.cancelled = asyncio.Event()
         self.fails: BaseException | None = None
         self.holds = False
-        self.refuses = False  # each request after the first turn
+        self.refuses = False  # rejects each request after the first turn
 
     @contextlib.contextmanager
     def episode(self, episode_id: str, task_key: str) -> Any:
@@ -85,7 +85,7 @@ class Served(Journaled):
 
 
 class Drive:
-    """A driver's interface, and what it recorded."""
+    """A driver's interface and its records."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -120,7 +120,7 @@ async def driving(folder: Path) -> AsyncIterator[Drive]:
 
 @asynccontextmanager
 async def working(drive: Drive, name: str, *, remote: bool = False) -> AsyncIterator[Worker]:
-    """A worker with real groups, sandboxes that print, and a policy behind HTTP. `remote`: it has no run folder."""
+    """Runs a worker with real groups, sandboxes that print, and a policy behind HTTP. `remote`: it has no run folder."""
     connection = drive.connect(name)
     worker = Worker(connection, 2)
     recipe = make_recipe()
@@ -154,20 +154,20 @@ async def test_workers_sample_groups_with_the_exact_tokens_of_the_server(tmp_pat
         assert drive.served.every == {f"g{index:06d}-{member}-a0" for index in range(6) for member in range(3)}
 
 
-@pytest.mark.parametrize(("first", "then"), [(False, False), (True, True), (True, False)], ids=["shared", "remote", "both"])
-async def test_a_group_continues_in_another_worker_from_its_saved_turns(tmp_path: Path, first: bool, then: bool) -> None:
+@pytest.mark.parametrize(("first_remote", "second_remote"), [(False, False), (True, True), (True, False)], ids=["shared", "remote", "both"])
+async def test_another_worker_continues_a_group_from_its_saved_turns(tmp_path: Path, first_remote: bool, second_remote: bool) -> None:
     """Workers that share the run folder, and workers on other hosts, continue each other's episodes."""
     async with driving(tmp_path) as drive:
         waiting = asyncio.create_task(drive.leases.run_group(0, make_task(0)))
-        drive.served.stall = 2  # turn 2 never comes
-        async with working(drive, "first", remote=first):
+        drive.served.stall = 2  # turn 2 is never answered
+        async with working(drive, "first", remote=first_remote):
             async with asyncio.timeout(20):
                 while sum(name.endswith("-2") for name in drive.served.requested) < 3:  # so turns 0 and 1 are saved
                     await asyncio.sleep(0.02)
         await asyncio.sleep(0.1)
         drive.served.stall = -1
-        assert await drive.leases.lose("first") == 1  # what the end of its process, or its silence, causes
-        async with working(drive, "second", remote=then):
+        assert await drive.leases.lose("first") == 1  # as if its process had ended or was silent
+        async with working(drive, "second", remote=second_remote):
             group = await waiting
         requests = [json.loads(line)["request"] for line in drive.served.journal.read_text().splitlines()]
         assert sorted(requests) == sorted(f"g000000-{member}-a0-{turn}" for member in range(3) for turn in range(4)), "no turn twice"
@@ -175,7 +175,7 @@ async def test_a_group_continues_in_another_worker_from_its_saved_turns(tmp_path
 
 
 async def test_a_worker_that_gets_its_own_lost_group_again_samples_it_once(tmp_path: Path) -> None:
-    """A worker that was stopped until its lease was lost may take that group again before a renewal ends the lost lease."""
+    """A worker that was stopped until it lost its lease may take that group again before a renewal ends the lost lease."""
     async with driving(tmp_path) as drive:
         waiting = asyncio.create_task(drive.leases.run_group(0, make_task(0)))
         drive.served.stall = 2
@@ -184,7 +184,7 @@ async def test_a_worker_that_gets_its_own_lost_group_again_samples_it_once(tmp_p
                 await asyncio.sleep(0.02)
             (lost,) = worker._work.values()
             drive.served.stall = -1
-            await drive.leases.lose("a")  # its idle lane has the group again at once
+            await drive.leases.lose("a")  # its idle lane takes the group again at once
             group = await waiting
             assert lost.sampling is not None and lost.sampling.done()
         requests = [json.loads(line)["request"] for line in drive.served.journal.read_text().splitlines()]
@@ -203,8 +203,8 @@ async def test_a_fault_of_the_server_is_the_same_fault_in_a_worker(tmp_path: Pat
         assert [failure.kind for failure in drive.attempts if failure is not None] == ["ServerDied"]
 
 
-async def test_a_context_that_the_server_refuses_is_the_policys_fault_in_a_worker_too(tmp_path: Path) -> None:
-    """The policy wrote that context. As a fault of the server it would be excluded, which would pay."""
+async def test_a_context_that_the_server_rejects_is_blamed_on_the_policy_in_a_worker_too(tmp_path: Path) -> None:
+    """The policy wrote that context. As a server fault it would be excluded, which would reward the policy."""
     async with driving(tmp_path) as drive, working(drive, "a"):
         drive.served.refuses = True
         group = await drive.leases.run_group(0, make_task(0))
@@ -214,7 +214,7 @@ async def test_a_context_that_the_server_refuses_is_the_policys_fault_in_a_worke
 
 
 async def test_a_request_outlasts_the_restart_of_a_lost_server() -> None:
-    """The driver waits for the server in addition to the request's own deadline; a shorter one would make each attempt fail again."""
+    """The driver waits for the server in addition to the request's deadline. With a shorter wait each attempt would fail again."""
     deadlines: list[float] = []
     completion = Completion(token_ids=(1,), logprobs=(-1.0,), versions=(VersionSpan(version=0, start=0, end=1),), finish_reason="stop")
 
@@ -228,7 +228,7 @@ async def test_a_request_outlasts_the_restart_of_a_lost_server() -> None:
     assert deadlines == [315.0 + worker_module._MARGIN_S]
 
 
-async def test_a_request_of_a_worker_that_is_gone_is_cancelled_at_the_server(tmp_path: Path) -> None:
+async def test_a_request_of_an_ended_worker_is_cancelled_at_the_server(tmp_path: Path) -> None:
     async with driving(tmp_path) as drive:
         drive.served.holds = True
         waiting = asyncio.create_task(drive.leases.run_group(0, make_task(0)))
@@ -245,14 +245,14 @@ def renewal(**data: Any) -> dict[str, Any]:
 
 
 def request(lease: str) -> dict[str, Any]:
-    """A request for the first turn of group 0."""
+    """Returns a request for the first turn of group 0."""
     names = {"lease": lease, "task_key": make_task(0).key, "request_id": "g000000-0-a0-0"}
     return names | {"prompt_ids": [1], "params": {"max_tokens": 4}, "timeout_s": 5.0}
 
 
 @pytest.mark.parametrize("stubborn", [False, True])
 async def test_a_lost_lease_ends_its_requests_and_gets_no_tokens(tmp_path: Path, stubborn: bool) -> None:
-    """Its worker was stopped, so its connection stays open. The next worker sends requests with the same ids."""
+    """The worker was stopped, so its connection stays open. The next worker sends requests with the same ids."""
     async with driving(tmp_path) as drive:
         waiting = asyncio.create_task(drive.leases.run_group(0, make_task(0)))
         first, second = drive.connect("first"), drive.connect("second")
@@ -282,8 +282,8 @@ async def test_a_lost_lease_ends_its_requests_and_gets_no_tokens(tmp_path: Path,
             with pytest.raises(ServingError, match="the lease is lost"):
                 await first.call("/generate", request(lease))
             group = excluded_group(0, make_task(0).id, make_task(0).key, task_fault(ValueError("x")), size=3)
-            answers = [await one.call(f"/groups/{of}", content=codec.to_json(group)) for one, of in ((first, lease), (second, other)) * 2]
-            assert [json.loads(one)["delivered"] for one in answers] == [False, True, False, False], "delivered once, by its newest lease"
+            answers = [await peer.call(f"/groups/{id}", content=codec.to_json(group)) for peer, id in ((first, lease), (second, other)) * 2]
+            assert [json.loads(answer)["delivered"] for answer in answers] == [False, True, False, False], "by its newest lease, once"
             assert await waiting == group
         first.close()
         second.close()
@@ -303,8 +303,8 @@ async def test_a_repeated_report_and_one_of_a_lost_worker_count_no_attempt_twice
         assert answer["abandon"] == leases and len(drive.attempts) == 6 and len(drive.alerts) == 2
         await connection.call("/renew", renewal(attempts=[None], report=9))
         assert drive.attempts[6:] == [None], "a worker that returns counts again"
-        for one in waiting:
-            one.cancel()
+        for group in waiting:
+            group.cancel()
         connection.close()
 
 
@@ -324,7 +324,7 @@ async def test_events_of_episodes_in_workers_reach_the_driver_once(tmp_path: Pat
         while sum(isinstance(event, EpisodeScored) for event in drive.events) < 3:
             await asyncio.sleep(0.05)
         turns = [event for event in drive.events if isinstance(event, TurnEnded)]
-        expected = {(one.episode.id, number) for one in group.episodes for number in range(4)}
+        expected = {(scored.episode.id, number) for scored in group.episodes for number in range(4)}
         assert {(event.episode, event.turn) for event in turns} == expected and len(turns) == len(expected)
 
 
@@ -359,7 +359,7 @@ async def test_a_group_beyond_the_largest_size_is_excluded_and_costs_no_worker(t
         monkeypatch.setattr(module, "MAX_GROUP_BYTES", 10_000, raising=False)
     async with driving(tmp_path) as drive, working(drive, "a"), asyncio.timeout(20):
         group = await drive.leases.run_group(0, make_task(0))
-        assert {one.episode.failures[0].stage for one in group.episodes} == {"store"} and len(group.episodes) == 3
+        assert {scored.episode.failures[0].stage for scored in group.episodes} == {"store"} and len(group.episodes) == 3
         assert "a rollout worker delivers at most" in group.episodes[0].episode.failures[0].message
         await asyncio.sleep(0)
         assert drive.leases.workers == 1
@@ -406,7 +406,7 @@ async def test_a_group_that_the_stream_loses_is_sampled_again(tmp_path: Path, mo
         assert not any(scored.episode.left_out for scored in group.episodes)
 
 
-async def test_the_driver_counts_what_its_workers_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_driver_counts_the_activity_of_its_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the timeline of a run with workers shows idle rollouts and an idle server."""
 
     def elsewhere() -> int:
@@ -420,13 +420,13 @@ async def test_the_driver_counts_what_its_workers_do(tmp_path: Path, monkeypatch
                 await asyncio.sleep(0.02)
             assert ACTIVITY.count(REQUESTS) == 3
         monkeypatch.setattr(activity, "REPORT_S", 0.0)
-        assert elsewhere() == 0, "of a worker that is gone"
+        assert elsewhere() == 0, "the reports of an ended worker expire"
         monkeypatch.undo()
         waiting.cancel()
     assert elsewhere() == 0 == ACTIVITY.count(REQUESTS)
 
 
-async def test_a_damaged_group_is_rejected_and_the_lease_stays(tmp_path: Path) -> None:
+async def test_a_damaged_group_is_rejected_and_its_lease_stays_valid(tmp_path: Path) -> None:
     async with driving(tmp_path) as drive:
         waiting = asyncio.create_task(drive.leases.run_group(0, make_task(0)))
         connection = drive.connect("a")

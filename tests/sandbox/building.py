@@ -31,15 +31,15 @@ def processes_of(word):
     return pids
 
 
-def holds_open(pid, end):
-    """Whether a process has a file open with this end of its path."""
+def holds_open(pid, suffix):
+    """Whether a process has a file open whose path ends with `suffix`."""
     with contextlib.suppress(OSError):
-        return any(os.readlink(fd).endswith(end) for fd in Path(f"/proc/{pid}/fd").iterdir())
+        return any(os.readlink(fd).endswith(suffix) for fd in Path(f"/proc/{pid}/fd").iterdir())
     return False
 
 
-def left():
-    """Everything that exists of this process's sandboxes."""
+def leftovers():
+    """Names of the control groups and sandboxes of this process that still exist."""
     control_groups = limits.find_control_groups()
     groups = control_groups.names() if control_groups is not None else []
     return [name for name in [*groups, *(sandbox.name for sandbox in list_open())] if lease() in name]

@@ -3,7 +3,7 @@
 import pytest
 
 from agentrl.sandbox import prune, select_backend
-from tests.sandbox.building import BOTH, IMAGE, SPEC, left
+from tests.sandbox.building import BOTH, IMAGE, SPEC, leftovers
 
 
 @pytest.fixture
@@ -15,14 +15,14 @@ def root(tmp_path):
 
 @pytest.fixture
 def nothing_is_left():
-    """Fails a test after which a sandbox or control group of this process exists, once its backend is closed."""
+    """Fails a test that leaves a sandbox or control group of this process after its backend is closed."""
     yield
-    assert left() == []
+    assert leftovers() == []
 
 
 @pytest.fixture
 def no_orphans():
-    """Removes what processes that a test kills leave, so that tests on other workers do not find it after theirs."""
+    """Removes the leftovers of processes that a test kills, so that tests on other workers do not see them."""
     yield
     prune()
 

@@ -48,24 +48,24 @@ TREE = st.dictionaries(NAMES, TREES, max_size=4)
 FEW = settings(max_examples=examples(30))
 
 
-class Pieces:
+class RecordingSink:
     """A sink that records what is sent."""
 
     def __init__(self, limit=1 << 30):
-        self.sent, self.left = [], limit
+        self.sent, self.remaining = [], limit
 
     def room_for(self, size):
-        if size > self.left:
+        if size > self.remaining:
             raise Refused("too_large", "too large")
 
     def write(self, data):
         self.room_for(len(data))
-        self.left -= len(data)
+        self.remaining -= len(data)
         self.sent.append(bytes(data))
 
 
 def packed(top, limit=1 << 30):
-    sink = Pieces(limit)
+    sink = RecordingSink(limit)
     packer = Packer(ArchiveWriter(sink))
     packer.pack(os.open(top, FOLDER))
     return b"".join(sink.sent) + packer.out.last()
@@ -73,13 +73,13 @@ def packed(top, limit=1 << 30):
 
 def plant(top, tree, files):
     """Creates `tree` below `top`; `same` is another name of the first file."""
-    for name, (kind, *what) in tree.items():
+    for name, (kind, *details) in tree.items():
         path = os.path.join(top, name)
         if kind == "folder":
             os.mkdir(path)
-            plant(path, what[0], files)
+            plant(path, details[0], files)
         elif kind == "link":
-            os.symlink(what[0], path)
+            os.symlink(details[0], path)
         elif kind == "pipe":
             os.mkfifo(path)
         elif kind == "same":
@@ -88,41 +88,41 @@ def plant(top, tree, files):
         else:
             files.append(path)
             with open(path, "wb") as file:
-                file.write(what[0])
+                file.write(details[0])
         if kind in ("file", "folder"):
-            os.chmod(path, what[1])
-            os.utime(path, (what[2], what[2]))
+            os.chmod(path, details[1])
+            os.utime(path, (details[2], details[2]))
 
 
-def seen(top):
+def contents_of(top):
     """Everything below `top` that an archive contains: path -> content or target, and the groups of paths that are one file."""
-    entries_seen, inodes = {}, {}
+    entries, inodes = {}, {}
     for folder, folders, names in os.walk(os.fsencode(top)):
         for name in folders + names:
             path = os.path.join(folder, name)
             info, key = os.lstat(path), os.path.relpath(path, os.fsencode(top))
             if stat.S_ISLNK(info.st_mode):
-                entries_seen[key] = os.readlink(path)
+                entries[key] = os.readlink(path)
             elif stat.S_ISDIR(info.st_mode):
-                entries_seen[key] = ("folder", info.st_mode & 0o777, int(info.st_mtime))
+                entries[key] = ("folder", info.st_mode & 0o777, int(info.st_mtime))
             elif stat.S_ISREG(info.st_mode):
                 with open(path, "rb") as file:
-                    entries_seen[key] = (file.read(), info.st_mode & 0o777, int(info.st_mtime))
+                    entries[key] = (file.read(), info.st_mode & 0o777, int(info.st_mtime))
                 inodes.setdefault(info.st_ino, set()).add(key)
-    return entries_seen, sorted(map(sorted, inodes.values()))
+    return entries, sorted(map(sorted, inodes.values()))
 
 
 @FEW
 @given(TREE)
 def test_round_trip_changes_nothing(tree):
-    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
-        plant(os.fsencode(one), tree, [])
-        before = seen(one)
-        archive = packed(one)
-        assert seen(one) == before  # packing restores all modes
-        unpack(ArchiveReader(io.BytesIO(archive)), other)
-        assert seen(other) == before
-        assert packed(other) == archive
+    with tempfile.TemporaryDirectory() as source, tempfile.TemporaryDirectory() as target:
+        plant(os.fsencode(source), tree, [])
+        before = contents_of(source)
+        archive = packed(source)
+        assert contents_of(source) == before  # packing restores all modes
+        unpack(ArchiveReader(io.BytesIO(archive)), target)
+        assert contents_of(target) == before
+        assert packed(target) == archive
         with tarfile.open(fileobj=io.BytesIO(archive)) as reader:
             assert {os.fsencode(member.name) for member in reader} == set(before[0])
 
@@ -130,22 +130,22 @@ def test_round_trip_changes_nothing(tree):
 @FEW
 @given(TREE.filter(bool), st.data())
 def test_modified_archive_is_refused_or_stays_inside(tree, data):
-    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
-        plant(os.fsencode(one), tree, [])
-        archive = bytearray(packed(one)[: 64 << 10])
+    with tempfile.TemporaryDirectory() as source, tempfile.TemporaryDirectory() as target:
+        plant(os.fsencode(source), tree, [])
+        archive = bytearray(packed(source)[: 64 << 10])
         for _ in range(data.draw(st.integers(1, 4))):
             archive[data.draw(st.integers(0, len(archive) - 1))] = data.draw(st.integers(0, 255))
-        inside(bytes(archive), Path(other))
+        check_unpacks_inside(bytes(archive), Path(target))
 
 
 @FEW
 @given(st.binary(max_size=2000))
 def test_arbitrary_bytes_are_refused_or_stay_inside(data):
-    with tempfile.TemporaryDirectory() as other:
-        inside(data, Path(other))
+    with tempfile.TemporaryDirectory() as target:
+        check_unpacks_inside(data, Path(target))
 
 
-def inside(archive, folder):
+def check_unpacks_inside(archive, folder):
     """Unpacks into a subfolder of `folder`, which must contain nothing else afterwards."""
     (folder / "top").mkdir()
     with contextlib.suppress(Refused, OSError):  # the server reports both as a refusal
@@ -234,7 +234,7 @@ def test_entries_may_change_while_they_are_packed(tmp_path, monkeypatch):
     (tmp_path / "was a folder").mkdir()
     listing = Packer.listing
 
-    def and_then(packer, folder, level):
+    def list_then_change(packer, folder, level):
         names = listing(packer, folder, level)
         for name in ("gone", "link", "folder"):
             (tmp_path / name).unlink()
@@ -250,7 +250,7 @@ def test_entries_may_change_while_they_are_packed(tmp_path, monkeypatch):
         os.truncate(tmp_path / "shrinks", 10)
         return read(fd, size)
 
-    monkeypatch.setattr(Packer, "listing", and_then)
+    monkeypatch.setattr(Packer, "listing", list_then_change)
     monkeypatch.setattr(os, "read", shorter)
     with tarfile.open(fileobj=io.BytesIO(packed(tmp_path))) as archive:
         assert [(member.name, member.size) for member in archive] == [("shrinks", 1000), ("stays", 1000)]

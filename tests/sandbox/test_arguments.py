@@ -45,39 +45,39 @@ TYPED = (ValueError, TypeError)
 
 def start_call(sandbox, call):
     """The coroutine of one call."""
-    name, given_arguments = call
-    by_place = [given_arguments[key] for key in POSITIONAL[name]]
-    return getattr(sandbox, name)(*by_place, **{key: value for key, value in given_arguments.items() if key not in POSITIONAL[name]})
+    name, values = call
+    positional = [values[key] for key in POSITIONAL[name]]
+    return getattr(sandbox, name)(*positional, **{key: value for key, value in values.items() if key not in POSITIONAL[name]})
 
 
-class Taker:
-    """The exec server's first step: reads frames as the real one does, and validates them."""
+class RequestReader:
+    """The first step of the exec server: reads and validates frames."""
 
     def __init__(self):
-        ours, self.theirs = socket.socketpair()
-        self.ours = ours
-        self.judged = []
+        host_end, self.sandbox_end = socket.socketpair()
+        self.host_end = host_end
+        self.requests = []
 
     async def channel(self):
-        reader, writer = await asyncio.open_unix_connection(sock=self.ours)
+        reader, writer = await asyncio.open_unix_connection(sock=self.host_end)
         return Channel(reader, writer, name="test")
 
     def take(self):
-        link = wire.Link(self.theirs)
+        link = wire.Link(self.sandbox_end)
         request = link.request()
         body = wire.Body(link, request["body"]).read()
-        self.judged.append(request)
+        self.requests.append(request)
         return request, body
 
 
 @given(CALL)
 def test_any_argument_gives_a_typed_error_or_a_valid_frame(call):
-    asyncio.run(judged(call))
+    asyncio.run(check_call(call))
 
 
-async def judged(call):
-    taker = Taker()
-    channel = await taker.channel()
+async def check_call(call):
+    reader = RequestReader()
+    channel = await reader.channel()
     sandbox = ChannelSandbox("test", SandboxSpec(image="none"), channel, None)
     task = asyncio.create_task(start_call(sandbox, call))
     try:
@@ -87,14 +87,14 @@ async def judged(call):
             with pytest.raises(TYPED):
                 task.result()
         else:
-            taker.theirs.setblocking(True)
-            taker.take()
+            reader.sandbox_end.setblocking(True)
+            reader.take()
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await channel.close(0.0)
-        taker.ours.close()
-        taker.theirs.close()
+        reader.host_end.close()
+        reader.sandbox_end.close()
 
 
 @pytest.mark.parametrize("name", ["\udcff", "é", "a b", "\x01", "\n", "x" * 255, "é" * 127, "-rf", "\u202e"])

@@ -153,7 +153,7 @@ async def test_weak_backend_is_detected(weak, name, evidence, root):
 
 @bubblewrap
 async def test_watcher_does_not_report_its_own_file(root):
-    (watcher,) = (one for one in load_attacks() if one.name == "watch_the_neighbours")
+    (watcher,) = (attack for attack in load_attacks() if attack.name == "watch_the_neighbours")
     backend = BubblewrapBackend(run_label="test", root=root)
     try:
         sandbox = await backend.open(SPEC, timeout_s=60.0)
@@ -168,16 +168,16 @@ async def test_watcher_does_not_report_its_own_file(root):
 
 @bubblewrap
 async def test_memory_taken_by_other_processes_is_not_an_escape(root, monkeypatch):
-    """The kernel reports the total of the machine: here 4 GiB more than before, while the sandbox locks nothing."""
-    others = [one for one in load_attacks() if one.name == "file_locks"]
-    for plain, busy in (
+    """The kernel reports the total of the machine: here 4 GiB more than before, although the sandbox takes no locks."""
+    attacks = [attack for attack in load_attacks() if attack.name == "file_locks"]
+    for original, replacement in (
         ("before = taken()", "before = taken() - 4096"),
         ("        lock(worker)", "        time.sleep(60)"),
         ("() + 60", "() + 1"),
     ):
-        assert plain in others[0].program
-        others = [replace(one, program=one.program.replace(plain, busy)) for one in others]
-    monkeypatch.setattr("agentrl.sandbox.attacks.suite.load_attacks", lambda: others)
+        assert original in attacks[0].program
+        attacks = [replace(attack, program=attack.program.replace(original, replacement)) for attack in attacks]
+    monkeypatch.setattr("agentrl.sandbox.attacks.suite.load_attacks", lambda: attacks)
     backend = select_backend("bubblewrap", run_label="test", root=root)
     try:
         (result,) = await run_attacks(backend, SPEC, only="file_locks")
@@ -200,9 +200,9 @@ async def test_sandbox_without_counts_of_uncharged_memory_is_detected(weak, name
     source = source.replace(reading, "while count < 0 and")
     monkeypatch.setattr(server_code, "source", lambda: source)
     # 8 MiB of locks suffice. A longer table would slow down the exec servers of other tests, which read it.
-    sooner = [replace(one, program=one.program.replace('["memory_mb"] // 3', '["memory_mb"] // 24')) for one in load_attacks()]
-    assert name != "file_locks" or any("// 24" in one.program for one in sooner)
-    monkeypatch.setattr("agentrl.sandbox.attacks.suite.load_attacks", lambda: sooner)
+    attacks = [replace(attack, program=attack.program.replace('["memory_mb"] // 3', '["memory_mb"] // 24')) for attack in load_attacks()]
+    assert name != "file_locks" or any("// 24" in attack.program for attack in attacks)
+    monkeypatch.setattr("agentrl.sandbox.attacks.suite.load_attacks", lambda: attacks)
     monkeypatch.setattr(limits, "NETWORK_SETTINGS", {})
     monkeypatch.setattr(limits, "socket_bytes", lambda spec: 1 << 40)
     backend = weak(run_label="test", root=root)
@@ -282,11 +282,11 @@ async def test_runtime_needs_docker(root):
 
 def test_every_attack_has_a_description():
     every_attack = load_attacks()
-    assert len({item.name for item in every_attack}) == len(every_attack) > 70
-    for item in every_attack:
-        assert item.description.endswith(".") and item.seconds > 0, item
-        assert bool(item.program) + bool(item.trick) + (item.name in ("hostile_archives", "cell_strangers")) == 1, item
-        assert not item.host or item.host in STEPS, item
+    assert len({attack.name for attack in every_attack}) == len(every_attack) > 70
+    for attack in every_attack:
+        assert attack.description.endswith(".") and attack.seconds > 0, attack
+        assert bool(attack.program) + bool(attack.trick) + (attack.name in ("hostile_archives", "cell_strangers")) == 1, attack
+        assert not attack.host or attack.host in STEPS, attack
 
 
 def test_programs_compile_and_print_evidence():
@@ -312,7 +312,7 @@ def test_program_with_an_invalid_docstring_is_refused(tmp_path):
 
 
 def test_each_trick_is_implemented():
-    tricks = [item.trick for item in load_attacks() if item.trick]
+    tricks = [attack.trick for attack in load_attacks() if attack.trick]
     assert set(SLOW_TRICKS) < set(tricks)
     for trick in tricks:
         assert f"TRICK = '{trick}'" in hostile_server_source(trick)

@@ -44,8 +44,8 @@ async def test_sandbox_killed_from_outside_is_a_typed_error(backend):
     with pytest.raises(SandboxError, match="ended"):
         await running
     await sandbox.close()
-    again = await backend.open(SPEC)
-    assert (await again.python("print(1)", timeout_s=60)).stdout == "1\n"
+    new_sandbox = await backend.open(SPEC)
+    assert (await new_sandbox.python("print(1)", timeout_s=60)).stdout == "1\n"
 
 
 async def test_waiting_child_may_die_or_be_paused(backend):
@@ -133,11 +133,11 @@ async def test_leftovers_of_a_killed_driver_are_removed(backend, root):
         name = driver.stdout.readline().strip()
         assert [s.run for s in list_open() if s.name == name and s.driver_alive] == ["doomed"]
         driver.kill()
-    mine = await backend.open(SPEC)
+    own_sandbox = await backend.open(SPEC)
     await asyncio.to_thread(prune)
     await until(lambda: all(sandbox.name != name for sandbox in list_open()))
     assert not (runtime_folder() / name.removeprefix("agentrl-").rpartition("-")[0]).exists()
-    assert (await mine.python("print(1)", timeout_s=60)).ok
+    assert (await own_sandbox.python("print(1)", timeout_s=60)).ok
 
 
 async def test_warm_pool_over_a_real_backend(backend):
@@ -194,7 +194,7 @@ async def test_open_sandboxes(name, root):
     await pool.close()
 
 
-def test_without_any_backend_the_error_says_what_to_run(root, monkeypatch, tmp_path):
+def test_without_any_backend_the_error_names_the_command_to_run(root, monkeypatch, tmp_path):
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("auto", "docker", "bubblewrap"):

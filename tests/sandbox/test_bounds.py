@@ -38,17 +38,17 @@ async def sandbox(request, root):
 def test_locks_of_processes_are_counted_and_those_of_open_files_are_not(tmp_path):
     watch = Watch()
     assert not watch.over_limit()
-    with open(tmp_path / "file", "w") as one, open(tmp_path / "other", "w") as other:
+    with open(tmp_path / "file", "w") as file, open(tmp_path / "other", "w") as other_file:
         for at in range(0, 2 * MAX_LOCKS + 10, 2):
-            fcntl.fcntl(one, fcntl.F_OFD_SETLK, struct.pack("hhqqi", fcntl.F_WRLCK, 0, at, 1, 0))
+            fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack("hhqqi", fcntl.F_WRLCK, 0, at, 1, 0))
         assert not watch.too_many_locks()  # all processes of the machine see these
         for at in range(0, 2 * MAX_LOCKS + 10, 2):
-            fcntl.fcntl(other, fcntl.F_SETLK, struct.pack("hhqqi", fcntl.F_WRLCK, 0, at, 1, 0))
+            fcntl.fcntl(other_file, fcntl.F_SETLK, struct.pack("hhqqi", fcntl.F_WRLCK, 0, at, 1, 0))
         assert watch.too_many_locks() and watch.over_limit()
     assert not watch.too_many_locks()
 
 
-def test_slow_checks_are_made_less_often(monkeypatch):
+def test_slow_checks_run_less_often(monkeypatch):
     watch = Watch()
     assert not watch.over_limit() and watch.rest_s < MAX_REST_S
     monkeypatch.setattr(watch, "too_many_locks", lambda: time.sleep(0.03))
@@ -225,6 +225,6 @@ def test_each_sandbox_has_its_own_users(name, other):
 
 def test_system_files_describe_the_sandbox(tmp_path):
     options = limits.server_options("sandbox", SandboxSpec(image="image", cpus=1.0))
-    shown = limits.write_system_files(tmp_path, options)
-    assert f"agent:x:{options['agent']}:" in shown["/etc/passwd"].read_text()
-    assert shown[limits.CORES_FILE].read_text() == f"{options['cores'][0]}\n"
+    system_files = limits.write_system_files(tmp_path, options)
+    assert f"agent:x:{options['agent']}:" in system_files["/etc/passwd"].read_text()
+    assert system_files[limits.CORES_FILE].read_text() == f"{options['cores'][0]}\n"

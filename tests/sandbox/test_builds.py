@@ -70,9 +70,9 @@ async def test_dockerfile_is_built_once_and_sandboxes_run_on_it(backend, write, 
     result = await sandbox.exec(["sh", "-c", "cat /opt/data.txt /opt/made; id -un; pwd"], timeout_s=60)
     assert result.stdout == "from the contextmade\nagent\n/home/agent\n", result
     await sandbox.close()
-    again, output = select_backend(backend.name, run_label="test", root=tmp_path, progress=lambda line: output.append(line)), []
-    await again.prepare(SPEC)
-    await again.close()
+    second_backend, output = select_backend(backend.name, run_label="test", root=tmp_path, progress=lambda line: output.append(line)), []
+    await second_backend.prepare(SPEC)
+    await second_backend.close()
     assert output == []
 
 
@@ -89,7 +89,7 @@ async def test_volumes_and_health_checks_are_ignored(backend, write):
 
 
 @pytest.mark.parametrize(
-    ("lines", "output"),
+    ("lines", "patterns"),
     [
         (
             ["# a comment", "", "RUN for n in 1 2 3; do \\", "    echo line $n; done; echo oh >&2; exit 3"],
@@ -104,13 +104,13 @@ async def test_volumes_and_health_checks_are_ignored(backend, write):
         ),
     ],
 )
-def test_failed_build_shows_the_line_and_the_last_output(write, lines, output):
+def test_failed_build_shows_the_line_and_the_last_output(write, lines, patterns):
     image = write(*lines)
     with pytest.raises(TaskError) as caught:
         images.ensure_docker_image(image)
     assert str(image.recipe.dockerfile) in str(caught.value)
-    for words in output:
-        assert re.search(words, str(caught.value)), (words, str(caught.value))
+    for pattern in patterns:
+        assert re.search(pattern, str(caught.value)), (pattern, str(caught.value))
     assert not builds.has_image(docker_client.client(), image.tag)
 
 
@@ -127,7 +127,7 @@ def test_image_without_python(write):
 
 
 @pytest.mark.bubblewrap
-async def test_without_a_daemon_bubblewrap_uses_the_cache_or_says_what_is_missing(write, tmp_path, monkeypatch):
+async def test_without_a_daemon_bubblewrap_uses_the_cache_or_reports_what_is_missing(write, tmp_path, monkeypatch):
     write("RUN true")
     backend = select_backend("bubblewrap", run_label="test", root=tmp_path)
     with monkeypatch.context() as patch:
@@ -149,16 +149,16 @@ def test_daemon_that_hangs_or_ends_during_a_build(write, tmp_path, monkeypatch):
     real = docker_client.daemon_address()
     for ending in ("silent", "gone"):
         image = write(f"RUN echo {ending} {time.time()} && sleep 100")
-        place = tmp_path / f"{ending}.sock"
-        relay = Relay(str(place), real.removeprefix("unix://"))
+        relay_path = tmp_path / f"{ending}.sock"
+        relay = Relay(str(relay_path), real.removeprefix("unix://"))
 
-        def break_it(line, relay=relay, ending=ending):
+        def break_daemon(line, relay=relay, ending=ending):
             if line.startswith(ending):
                 threading.Timer(0.2, relay.close if ending == "gone" else lambda: setattr(relay, "silent", True)).start()
 
         with monkeypatch.context() as patch:
-            patch.setenv("DOCKER_HOST", f"unix://{place}")
+            patch.setenv("DOCKER_HOST", f"unix://{relay_path}")
             with in_time(), pytest.raises(SandboxError, match="Docker daemon") as caught:
-                images.ensure_built(image, break_it)
+                images.ensure_built(image, break_daemon)
             assert isinstance(caught.value, SandboxTimeout) == (ending == "silent")
         relay.close()

@@ -20,7 +20,7 @@ from agentrl.sandbox.attacks import host_steps, run_attacks
 from agentrl.sandbox.cell import CellBackend, backend, open_cells, server, wire
 from agentrl.sandbox.cell.server import Cell
 from agentrl.sandbox.conformance import check_conformance
-from tests.sandbox.building import SPEC, left, processes_of
+from tests.sandbox.building import SPEC, leftovers, processes_of
 from tests.sandbox.test_egress import ANSWER, Server
 from tests.waiting import until
 
@@ -32,22 +32,22 @@ FETCH = "import urllib.request as r\nprint(r.urlopen('http://127.0.0.1:{}/', tim
 @contextlib.asynccontextmanager
 async def cell(**options):
     """A cell in this process, and its address."""
-    served = Cell(KEY, **options)
-    port = await served.start("127.0.0.1", 0)
+    cell_server = Cell(KEY, **options)
+    port = await cell_server.start("127.0.0.1", 0)
     try:
-        yield served, f"127.0.0.1:{port}"
+        yield cell_server, f"127.0.0.1:{port}"
     finally:
-        await served.close()
-        assert left() == []
+        await cell_server.close()
+        assert leftovers() == []
 
 
 @contextlib.asynccontextmanager
 async def driver(root, *addresses, key=KEY):
-    opened = CellBackend(run_label="test", root=root, addresses=addresses, key=key)
+    cell_backend = CellBackend(run_label="test", root=root, addresses=addresses, key=key)
     try:
-        yield opened
+        yield cell_backend
     finally:
-        await opened.close()
+        await cell_backend.close()
 
 
 def cell_process(*options):
@@ -70,7 +70,7 @@ async def test_sandbox_of_a_cell_runs_programs_and_restores_snapshots(root):
         other = await opened.open(SPEC, snapshot=await sandbox.snapshot())
         assert await other.read("a/b", max_bytes=100) == b"content"
         await sandbox.close()
-        assert len(served._running) == 1 and len(processes_of("exec_server")) >= 1, "the cell has ended it once `close` returns"
+        assert len(served._running) == 1 and len(processes_of("exec_server")) >= 1, "the sandbox has ended when `close` returns"
         assert (await other.exec(["true"], timeout_s=20)).ok
     assert served._free == server.MAX_SANDBOXES
 
@@ -120,9 +120,9 @@ async def test_if_a_cell_dies_its_sandboxes_fail_and_others_open_elsewhere(root)
             process.wait()
             results = await asyncio.gather(*(sandbox.exec(["true"], timeout_s=20) for sandbox in sandboxes), return_exceptions=True)
             assert sum(isinstance(result, SandboxError) for result in results) == 2
-            again = [await opened.open(SPEC) for _ in range(2)]
-            assert all([(await sandbox.exec(["true"], timeout_s=20)).ok for sandbox in again])
-            for sandbox in (*sandboxes, *again):
+            new_sandboxes = [await opened.open(SPEC) for _ in range(2)]
+            assert all([(await sandbox.exec(["true"], timeout_s=20)).ok for sandbox in new_sandboxes])
+            for sandbox in (*sandboxes, *new_sandboxes):
                 await sandbox.close()
             assert [state.open for state in opened._cells.values()] == [0, 0]
     finally:
@@ -130,7 +130,7 @@ async def test_if_a_cell_dies_its_sandboxes_fail_and_others_open_elsewhere(root)
         process.stdout.close()
 
 
-async def test_a_cell_removes_what_dead_cells_left():
+async def test_a_cell_removes_leftovers_of_dead_cells():
     folder = lease.runtime_folder() / "00000000-1-1" / "agentrl-00000000-1-1-0"
     folder.mkdir(parents=True)
     process, _ = cell_process()
@@ -163,15 +163,15 @@ async def test_stopped_cell_delays_an_opening_once(root, monkeypatch):
 
 
 async def test_cell_that_greets_and_then_stops_is_tried_last(root):
-    """An opening whose deadline passes there avoids it, although it has the fewest sandboxes. The longer it is silent, the longer."""
+    """After a timeout it is avoided, although it has the fewest sandboxes. The longer it is silent, the longer it is avoided."""
 
     async def greet(reader, writer):
         writer.write(bytes(32))
-        tried.append(await reader.readexactly(64))
+        greeted.append(await reader.readexactly(64))
         await reader.read()
         writer.close()
 
-    tried = []
+    greeted = []
     stopped = await asyncio.start_server(greet, "127.0.0.1", 0)
     async with stopped, cell() as (_, address), driver(root, address) as opened:
         await opened.prepare(SPEC)
@@ -179,11 +179,11 @@ async def test_cell_that_greets_and_then_stops_is_tried_last(root):
         opened._resolved_at = -1000.0
         opened._cells.clear()
         for _ in range(2):  # at the latest the second opening tries it first
-            if not tried:
+            if not greeted:
                 with contextlib.suppress(SandboxTimeout):
                     await opened.open(SPEC, timeout_s=3.0)
         sandboxes = [await opened.open(SPEC, timeout_s=20) for _ in range(3)]
-        assert len(tried) == 1
+        assert len(greeted) == 1
         silent = next(state for state in opened._cells.values() if state.failures)
         assert silent.avoided_until > asyncio.get_running_loop().time()
         for _ in range(8):
@@ -223,14 +223,14 @@ async def test_sandboxes_of_a_killed_driver_end_and_those_of_another_continue(ro
 
 async def test_full_cells_are_skipped_and_then_waited_for(root):
     async with cell(sandboxes=1) as (_, first), cell(memory_mb=SPEC.memory_mb) as (_, second), driver(root, first, second) as opened:
-        one, other = [await opened.open(SPEC) for _ in range(2)]
+        sandbox, other_sandbox = [await opened.open(SPEC) for _ in range(2)]
         assert [state.open for state in opened._cells.values()] == [1, 1]
         with pytest.raises(SandboxTimeout, match=r"room for (0 sandboxes|63 sandboxes and 0 MiB)"):
             await opened.open(SPEC, timeout_s=1.0)
         waiting = asyncio.create_task(opened.open(SPEC, timeout_s=60))
         await asyncio.sleep(0.3)
-        await one.close()
-        assert (await (await waiting).exec(["true"], timeout_s=20)).ok and (await other.exec(["true"], timeout_s=20)).ok
+        await sandbox.close()
+        assert (await (await waiting).exec(["true"], timeout_s=20)).ok and (await other_sandbox.exec(["true"], timeout_s=20)).ok
 
 
 async def test_few_sandboxes_of_cells_are_opened_in_advance(root, monkeypatch):
@@ -259,10 +259,10 @@ async def test_sandbox_that_does_not_start_frees_its_memory(root, monkeypatch):
         assert (served._free, served._running, opened._open) == (server.MAX_SANDBOXES, {}, {})
 
 
-# What the cells lack ---------------------------------------------------------------------------------------------------
+# Missing cells --------------------------------------------------------------------------------------------------------
 
 
-async def test_no_cell_answers_is_an_error_within_30_seconds(root, monkeypatch):
+async def test_unreachable_cells_are_an_error_within_30_seconds(root, monkeypatch):
     monkeypatch.setattr(CellBackend, "reach_s", 4.0)
     assert backend.REACH_S + backend.CONNECT_S < 30
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -291,7 +291,7 @@ async def test_cell_without_the_image_or_with_another_version_is_not_used(root, 
 
 
 @pytest.mark.parametrize("key", ["../../../../etc", "d" * 15, "D" * 16, "a/../../../b" + "c" * 4])
-def test_image_is_named_by_its_key_only(key):
+def test_image_is_identified_by_its_key_only(key):
     with pytest.raises(ValueError, match="key"):
         images.StoredImage(key=key)
 
@@ -334,8 +334,8 @@ async def test_connection_without_the_key_gets_nothing(root):
             await opened._request((host, port), {"op": "prepare"})
         recorded = bytearray()
         sock = await connected(address)
-        other = await wire.greeting(sock)
-        await wire.request(sock, KEY.encode(), other, {"op": "relieve", "token": "x"})  # a valid exchange, which is then repeated
+        nonce = await wire.greeting(sock)
+        await wire.request(sock, KEY.encode(), nonce, {"op": "relieve", "token": "x"})  # a valid exchange, which is then repeated
         sock.close()
         for data in (b"", b"GET / HTTP/1.1\r\n\r\n" + bytes(200), os.urandom(64), bytes(recorded), b"\0" * 64):
             sock = await connected(address)
@@ -347,7 +347,7 @@ async def test_connection_without_the_key_gets_nothing(root):
 
 
 async def test_cell_without_the_key_is_not_used(root):
-    """A program that listens at a cell's address learns neither the key nor which sandboxes are wanted... and cannot reply."""
+    """A program that listens at a cell's address learns neither the key nor the requested sandboxes, and cannot reply."""
 
     async def impostor(reader, writer):
         writer.write(bytes(32))
@@ -397,11 +397,11 @@ async def test_invalid_request_ends_its_connection_only(message, root):
 
 
 async def test_a_driver_cannot_reach_the_sandboxes_of_another(root):
-    async with cell() as (_, address), driver(root, address) as one, driver(root, address) as other:
-        sandbox = await one.open(replace(SPEC, network=("127.0.0.1:9",)))
+    async with cell() as (_, address), driver(root, address) as owner, driver(root, address) as stranger:
+        sandbox = await owner.open(replace(SPEC, network=("127.0.0.1:9",)))
         for operation in ("relieve", "tunnel"):
             for token in (sandbox.id, "", "0" * 32, None):
-                sock, reply = await other._request(wire.parse_address(address), {"op": operation, "token": token})
+                sock, reply = await stranger._request(wire.parse_address(address), {"op": operation, "token": token})
                 sock.close()
                 assert reply == {"ok": False, "why": "gone", "message": "there is no such sandbox"}
         assert (await sandbox.exec(["true"], timeout_s=20)).ok
@@ -413,7 +413,7 @@ async def test_driver_cannot_replace_the_exec_server(root, tmp_path):
     async with cell() as (served, address), driver(root, address) as opened:
         with pytest.raises(SandboxError, match="no replacement of the exec server"):
             await opened.open(SPEC, timeout_s=5, server=tmp_path / "server.py")
-        assert not served._running and left() == []
+        assert not served._running and leftovers() == []
 
 
 async def test_lost_tunnels_do_not_end_the_network_of_a_sandbox(root):
@@ -434,18 +434,18 @@ async def test_lost_tunnels_do_not_end_the_network_of_a_sandbox(root):
 
 
 async def test_messages_are_bounded():
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        for sock in (ours, theirs):
+    near, far = socket.socketpair()
+    with near, far:
+        for sock in (near, far):
             sock.setblocking(False)
         for data, text in ((b"\xff\xff\xff\xff", "at most"), (b"\0\0\0\x02[]", "not an object"), (b"\0\0\0\x01{", "not JSON")):
-            await asyncio.get_running_loop().sock_sendall(ours, data)
+            await asyncio.get_running_loop().sock_sendall(near, data)
             with pytest.raises(wire.CellProtocolError, match=text):
-                await wire.receive(theirs)
+                await wire.receive(far)
         deep = b"[" * 60000
-        await asyncio.get_running_loop().sock_sendall(ours, len(deep).to_bytes(4, "big") + deep)
+        await asyncio.get_running_loop().sock_sendall(near, len(deep).to_bytes(4, "big") + deep)
         with pytest.raises(wire.CellProtocolError, match="not JSON"):
-            await wire.receive(theirs)
+            await wire.receive(far)
     with pytest.raises(SandboxError, match="at most"):
         wire.packed({"x": "y" * 70000})
 
@@ -453,17 +453,17 @@ async def test_messages_are_bounded():
 # Attacks --------------------------------------------------------------------------------------------------------------
 
 
-def on_its_network(patch):
+def on_the_cells_network(patch):
     view = BubblewrapBackend._view
     patch.setattr(BubblewrapBackend, "_view", lambda *arguments: [word for word in view(*arguments) if word != "--unshare-net"])
 
 
-def with_its_key(patch):
+def with_the_cells_key(patch):
     files = limits.system_files
     patch.setattr(limits, "system_files", lambda options: {name: f"{text}# {KEY}\n" for name, text in files(options).items()})
 
 
-def with_patience(patch):
+def with_long_timeouts(patch):
     patch.setattr(server, "HANDSHAKE_S", 1000.0)
     patch.setattr(host_steps, "_FRESH_S", 2.0)
 
@@ -471,9 +471,9 @@ def with_patience(patch):
 @pytest.mark.parametrize(
     ("weaken", "name", "evidence"),
     [
-        (on_its_network, "cell_channel", "reached"),
-        (with_its_key, "cell_key", "the key is in"),
-        (with_patience, "cell_strangers", "no fresh sandbox"),
+        (on_the_cells_network, "cell_channel", "reached"),
+        (with_the_cells_key, "cell_key", "the key is in"),
+        (with_long_timeouts, "cell_strangers", "no fresh sandbox"),
     ],
 )
 async def test_weak_cell_is_detected(weaken, name, evidence, root, monkeypatch):

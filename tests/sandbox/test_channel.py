@@ -32,9 +32,9 @@ class Peer:
 
 @pytest.fixture
 async def pair():
-    ours, theirs = socket.socketpair()
-    channel = Channel(*await asyncio.open_unix_connection(sock=ours), name="test")
-    peer = Peer(*await asyncio.open_unix_connection(sock=theirs))
+    host_end, sandbox_end = socket.socketpair()
+    channel = Channel(*await asyncio.open_unix_connection(sock=host_end), name="test")
+    peer = Peer(*await asyncio.open_unix_connection(sock=sandbox_end))
     peer.send({"id": 0, "ok": True, "version": 1})
     await channel.hello()
     yield channel, peer

@@ -20,7 +20,7 @@ from agentrl.errors import SandboxError, SandboxUnavailable, UserError
 from agentrl.sandbox import open_backend
 from agentrl.sandbox.cell import ClaimBackend, claims, open_claims, wire
 from agentrl.sandbox.cell.server import Cell
-from tests.sandbox.building import SPEC, left
+from tests.sandbox.building import SPEC, leftovers
 from tests.waiting import until
 
 pytestmark = pytest.mark.bubblewrap
@@ -106,7 +106,7 @@ async def pods(api, count, **options):
     finally:
         for cell in cells:
             await cell.close()
-        assert left() == []
+        assert leftovers() == []
 
 
 @contextlib.asynccontextmanager
@@ -126,11 +126,11 @@ async def test_cells_are_claimed_as_sandboxes_need_them_and_deleted(root, api):
         assert (await sandboxes[4].exec(["echo", "x"], timeout_s=20)).stdout == "x\n"
         lifecycles = [claim["spec"]["lifecycle"] for claim in api.claims.values()]
         for lifecycle in lifecycles:
-            left_s = (datetime.fromisoformat(lifecycle["shutdownTime"]) - datetime.now(UTC)).total_seconds()
-            assert claims.LEASE_S - 30 < left_s <= claims.LEASE_S and lifecycle["shutdownPolicy"] == "Delete"
+            remaining_s = (datetime.fromisoformat(lifecycle["shutdownTime"]) - datetime.now(UTC)).total_seconds()
+            assert claims.LEASE_S - 30 < remaining_s <= claims.LEASE_S and lifecycle["shutdownPolicy"] == "Delete"
         for sandbox in sandboxes:
             await sandbox.close()
-        await until(lambda: len(api.claims) == 1)  # one stays for the next sandbox
+        await until(lambda: len(api.claims) == 1)  # one claim is kept for the next sandbox
         assert [state.open for state in opened._cells.values()] == [0]
 
 
@@ -149,8 +149,8 @@ async def test_leases_are_renewed_and_a_lost_pod_is_dropped(root, api, monkeypat
 
 
 @pytest.mark.parametrize("hours", [-3, 3])
-async def test_lease_is_right_if_the_clock_here_is_wrong(hours, root, api, monkeypatch):
-    """The controller compares it with the clock there: a lease in its past would end every sandbox at once."""
+async def test_lease_is_right_if_the_clock_of_this_machine_is_wrong(hours, root, api, monkeypatch):
+    """The controller compares the lease with its own clock: an expired lease would end every sandbox at once."""
 
     class Clock(datetime):
         @classmethod
@@ -164,8 +164,8 @@ async def test_lease_is_right_if_the_clock_here_is_wrong(hours, root, api, monke
         (name,) = api.claims
         for _ in range(2):
             lifecycle = api.claims[name]["spec"].pop("lifecycle")
-            left_s = (datetime.fromisoformat(lifecycle["shutdownTime"]) - datetime.now(UTC)).total_seconds()
-            assert claims.LEASE_S - 30 < left_s <= claims.LEASE_S + 1
+            remaining_s = (datetime.fromisoformat(lifecycle["shutdownTime"]) - datetime.now(UTC)).total_seconds()
+            assert claims.LEASE_S - 30 < remaining_s <= claims.LEASE_S + 1
             await until(lambda: "lifecycle" in api.claims[name]["spec"])
 
 
@@ -177,7 +177,7 @@ async def test_several_openings_at_once_share_a_claim(root, api):
 
 
 async def test_full_cell_leads_to_another_claim(root, api):
-    """The cell's own limits count, too."""
+    """The limits of the cell also count."""
     async with pods(api, 2, sandboxes=1) as cells, claiming(root, api) as opened:
         for _ in range(2):
             await opened.open(SPEC)
@@ -221,7 +221,7 @@ def test_only_an_address_is_taken_from_a_claim(address):
 
 
 @pytest.mark.parametrize("status", [None, [], "x", {}, {"conditions": None}, {"conditions": ["x"]}, {"conditions": [{"type": 1}]}])
-def test_odd_status_is_not_ready(status):
+def test_malformed_status_is_not_ready(status):
     assert claims._address({"status": status}) == "" and claims._reason({"status": status})
 
 

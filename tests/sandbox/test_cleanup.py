@@ -51,10 +51,10 @@ def test_unused_images_are_removed(cache):
     before = {folder.name: names(folder) for folder in cache.iterdir()}
     listed = evict(days=30, dry=True)
     assert {folder.name: names(folder) for folder in cache.iterdir()} == before
-    wanted = [f"{OLD}/base.tar", f"{OLD}/{SERVER}", f"{OLD}/rootfs", f"{USED}/{OLD_SERVER}"]
-    assert [item.name for item in listed] == wanted and all(39.9 < item.days < 40.1 for item in listed)
+    expected = [f"{OLD}/base.tar", f"{OLD}/{SERVER}", f"{OLD}/rootfs", f"{USED}/{OLD_SERVER}"]
+    assert [item.name for item in listed] == expected and all(39.9 < item.days < 40.1 for item in listed)
     assert 100_000 < next(item.size for item in listed if item.name == f"{OLD}/rootfs") < 200_000
-    assert [item.name for item in evict(days=30, dry=False)] == wanted
+    assert [item.name for item in evict(days=30, dry=False)] == expected
     assert names(cache / OLD) == [] and (cache / OLD / "files.lock").exists()  # a process may be waiting for the lock
     assert names(cache / NEW) == before[NEW] and names(cache / USED) == ["base.tar", SERVER, "rootfs"]
     assert evict(days=30, dry=False) == []

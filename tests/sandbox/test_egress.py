@@ -24,8 +24,8 @@ ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
 class Server:
     """A server of the host. It records what each connection sends, and answers each head with `answer` after a delay."""
 
-    def __init__(self, answer=ANSWER, *, hang_up=True, thinks_s=0.0):
-        self.seen, self._answer, self._hang_up, self._thinks_s = [], answer, hang_up, thinks_s
+    def __init__(self, answer=ANSWER, *, hang_up=True, delay_s=0.0):
+        self.seen, self._answer, self._hang_up, self._delay_s = [], answer, hang_up, delay_s
 
     async def __aenter__(self):
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -36,14 +36,14 @@ class Server:
         self._server.close()
 
     async def _serve(self, reader, writer):
-        place = len(self.seen)
+        index = len(self.seen)
         self.seen.append(b"")
         with contextlib.suppress(OSError):
             while data := await reader.read(65536):
-                answered = b"\r\n\r\n" in self.seen[place]
-                self.seen[place] += data
-                if b"\r\n\r\n" in self.seen[place] and not answered:
-                    await asyncio.sleep(self._thinks_s)
+                answered = b"\r\n\r\n" in self.seen[index]
+                self.seen[index] += data
+                if b"\r\n\r\n" in self.seen[index] and not answered:
+                    await asyncio.sleep(self._delay_s)
                     writer.write(self._answer)
                     await writer.drain()
                     if self._hang_up:
@@ -56,10 +56,10 @@ async def proxied(folder, *network, port=0, **bounds):
     """The egress listener of a sandbox with this allow-list; a stand-in for the exec server has handed it over."""
     bounds = {"head_s": 60.0, "connect_s": 60.0, **bounds}
     listener = EgressListener("test", SandboxSpec(image="x", network=network), folder, Bounds(pause_s=0.0, **bounds))
-    handed = hand_over(folder, lambda inside: [inside.fileno()])
+    port_of_listener = hand_over(folder, lambda created: [created.fileno()])
     try:
         await listener.receive()
-        listener.port = handed
+        listener.port = port_of_listener
         yield listener
     finally:
         await listener.close()
@@ -73,8 +73,8 @@ def hand_over(folder, descriptors):
         return listener.getsockname()[1]
 
 
-async def say(listener, data, *, end=False):
-    """The whole answer of the proxy to `data`. `end`: closes the sending side."""
+async def send(listener, data, *, end=False):
+    """Returns everything that the proxy answers to `data`. `end`: closes the sending side."""
     reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
     try:
         writer.write(data)
@@ -92,50 +92,50 @@ def status(answer):
     return int(answer.split(b" ")[1])
 
 
-# What it carries ------------------------------------------------------------------------------------------------------
+# Forwarding --------------------------------------------------------------------------------------------------------
 
 
 async def test_plain_http_is_rewritten(tmp_path):
     async with Server() as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as listener:
-        asked = (
+        request = (
             f"GET http://127.0.0.1:{server.port}/a?b=c HTTP/1.1\r\nHost: elsewhere.example\r\nAccept: */*\r\n"
             "Connection: keep-alive, X-Hop\r\nX-Hop: 1\r\nProxy-Authorization: secret\r\nExpect: 100-continue\r\nUpgrade: websocket\r\n\r\n"
         )
-        assert await say(listener, asked.encode()) == ANSWER
-        want = f"GET /a?b=c HTTP/1.1\r\naccept: */*\r\nHost: 127.0.0.1:{server.port}\r\nConnection: close\r\n\r\n"
-        assert server.seen == [want.encode()] and not listener.proxy.refused
+        assert await send(listener, request.encode()) == ANSWER
+        expected = f"GET /a?b=c HTTP/1.1\r\naccept: */*\r\nHost: 127.0.0.1:{server.port}\r\nConnection: close\r\n\r\n"
+        assert server.seen == [expected.encode()] and not listener.proxy.refused
 
 
 async def test_tunnel_forwards_both_ways_until_both_ends_close(tmp_path):
     async with Server() as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as listener:
-        asked = f"CONNECT 127.0.0.1:{server.port} HTTP/1.1\r\nHost: h\r\n\r\n".encode()
+        request = f"CONNECT 127.0.0.1:{server.port} HTTP/1.1\r\nHost: h\r\n\r\n".encode()
         big = b"x" * 3_000_000 + b"\r\n\r\n"
-        answer = await say(listener, asked + big, end=True)
+        answer = await send(listener, request + big, end=True)
         assert answer == b"HTTP/1.1 200 Connection established\r\n\r\n" + ANSWER and server.seen == [big]
 
 
 async def test_body_is_forwarded_completely_and_nothing_after_it(tmp_path):
     async with Server(hang_up=False) as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as listener:
         body = b"b" * 20_000
-        asked = f"POST http://127.0.0.1:{server.port}/ HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
-        smuggled = f"GET http://127.0.0.1:{server.port}/second HTTP/1.1\r\nHost: inner.example\r\n\r\n".encode()
+        request = f"POST http://127.0.0.1:{server.port}/ HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+        smuggled_request = f"GET http://127.0.0.1:{server.port}/second HTTP/1.1\r\nHost: inner.example\r\n\r\n".encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
-        writer.write(asked)
+        writer.write(request)
         assert await reader.readexactly(len(ANSWER)) == ANSWER
         await until(lambda: server.seen[0].endswith(b"\r\n\r\n" + body))
         writer.close()
-        await say(listener, asked + smuggled)
+        await send(listener, request + smuggled_request)
         assert not any(b"second" in seen for seen in server.seen)
 
 
 async def test_program_that_closes_or_sends_more_ends_its_connection(tmp_path):
     async with Server(hang_up=False) as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as listener:
-        asked = f"GET http://127.0.0.1:{server.port}/ HTTP/1.1\r\nHost: h\r\n\r\n".encode()
-        for more in (b"", asked):  # the server keeps its end open
+        request = f"GET http://127.0.0.1:{server.port}/ HTTP/1.1\r\nHost: h\r\n\r\n".encode()
+        for extra in (b"", request):  # the server does not close its end
             reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
-            writer.write(asked)
+            writer.write(request)
             assert await reader.readexactly(len(ANSWER)) == ANSWER
-            writer.write(more) if more else writer.write_eof()
+            writer.write(extra) if extra else writer.write_eof()
             with contextlib.suppress(ConnectionResetError):
                 assert await asyncio.wait_for(reader.read(), 50) == b""  # the idle limit would end it only after 60 s
             writer.close()
@@ -144,11 +144,11 @@ async def test_program_that_closes_or_sends_more_ends_its_connection(tmp_path):
 
 async def test_server_that_answers_before_it_has_read_everything(tmp_path):
     async with Server(b"HTTP/1.1 413 Too Large\r\n\r\n") as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as listener:
-        asked = f"POST http://127.0.0.1:{server.port}/ HTTP/1.1\r\nHost: h\r\nContent-Length: 100\r\n\r\n".encode()
-        assert status(await say(listener, asked)) == 413
+        request = f"POST http://127.0.0.1:{server.port}/ HTTP/1.1\r\nHost: h\r\nContent-Length: 100\r\n\r\n".encode()
+        assert status(await send(listener, request)) == 413
 
 
-# What it refuses ------------------------------------------------------------------------------------------------------
+# Refusals -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ async def test_server_that_answers_before_it_has_read_everything(tmp_path):
 async def test_unlisted_destination_is_refused_without_a_look_up(tmp_path, monkeypatch, line):
     monkeypatch.setattr(requests, "resolve", lambda *_: pytest.fail("a name that is not on the list was looked up"))
     async with Server() as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as listener:
-        answer = await say(listener, (line.format(port=server.port, other=server.port ^ 1) + "\r\nHost: h\r\n\r\n").encode())
+        answer = await send(listener, (line.format(port=server.port, other=server.port ^ 1) + "\r\nHost: h\r\n\r\n").encode())
         assert status(answer) == 403 and b"allow-list" in answer
         assert server.seen == [] and listener.proxy.refused.total() == 1
 
@@ -213,10 +213,10 @@ MALFORMED = [
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("asked", MALFORMED)
-async def test_ambiguous_request_is_refused(tmp_path, asked):
+@pytest.mark.parametrize("raw_request", MALFORMED)
+async def test_ambiguous_request_is_refused(tmp_path, raw_request):
     async with Server() as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as listener:
-        assert status(await say(listener, asked.replace("{port}", str(server.port)).encode("latin-1"))) == 400
+        assert status(await send(listener, raw_request.replace("{port}", str(server.port)).encode("latin-1"))) == 400
         assert server.seen == []
 
 
@@ -224,18 +224,18 @@ async def test_chunked_bodies_need_a_length(tmp_path):
     async with Server() as server, proxied(tmp_path, f"127.0.0.1:{server.port}") as listener:
         for extra in ("", "Content-Length: 5\r\n"):
             head = f"POST http://127.0.0.1:{server.port}/ HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n{extra}\r\n"
-            assert status(await say(listener, head.encode() + b"5\r\nhello\r\n0\r\n\r\n")) == 411
+            assert status(await send(listener, head.encode() + b"5\r\nhello\r\n0\r\n\r\n")) == 411
         assert server.seen == []
 
 
 def test_connection_header_cannot_remove_the_content_length():
-    wanted = requests.parse_request(
+    request = requests.parse_request(
         b"POST http://a.example/ HTTP/1.1\r\nHost: h\r\nConnection: content-length, host\r\nContent-Length: 3\r\n\r\n"
     )
-    assert wanted.body == 3 and wanted.head == b"POST / HTTP/1.1\r\nHost: a.example\r\nConnection: close\r\nContent-Length: 3\r\n\r\n"
+    assert request.body == 3 and request.head == b"POST / HTTP/1.1\r\nHost: a.example\r\nConnection: close\r\nContent-Length: 3\r\n\r\n"
 
 
-# Where names lead -----------------------------------------------------------------------------------------------------
+# Name resolution ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -260,14 +260,14 @@ async def test_name_reaches_the_loopback_only_if_the_address_is_listed_too(tmp_p
     looked_up = []
     monkeypatch.setattr(requests, "resolve", lambda host, port: looked_up.append(host) or ["::ffff:127.0.0.1", "127.0.0.1"])
     async with Server() as server:
-        asked = f"GET http://inner.example:{server.port}/ HTTP/1.1\r\nHost: h\r\n\r\n".encode()
+        request = f"GET http://inner.example:{server.port}/ HTTP/1.1\r\nHost: h\r\n\r\n".encode()
         (tmp_path / "a").mkdir()
         async with proxied(tmp_path / "a", f"inner.example:{server.port}", f"127.0.0.1:{server.port ^ 1}") as listener:
-            answer = await say(listener, asked)
+            answer = await send(listener, request)
             assert status(answer) == 403 and b"no public address" in answer and server.seen == []
         (tmp_path / "b").mkdir()
         async with proxied(tmp_path / "b", f"inner.example:{server.port}", f"127.0.0.1:{server.port}") as listener:
-            assert await say(listener, asked) == ANSWER and f"Host: inner.example:{server.port}".encode() in server.seen[0]
+            assert await send(listener, request) == ANSWER and f"Host: inner.example:{server.port}".encode() in server.seen[0]
     assert looked_up == ["inner.example", "inner.example"]  # once per request, so no later answer counts
 
 
@@ -275,7 +275,7 @@ async def test_machines_own_public_address_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(requests, "resolve", lambda *_: ["127.0.0.1"])
     monkeypatch.setattr(requests, "is_public", lambda address: True)  # as if this machine's address were public
     async with Server() as server, proxied(tmp_path, f"own.example:{server.port}") as listener:
-        answer = await say(listener, f"CONNECT own.example:{server.port} HTTP/1.1\r\nHost: h\r\n\r\n".encode())
+        answer = await send(listener, f"CONNECT own.example:{server.port} HTTP/1.1\r\nHost: h\r\n\r\n".encode())
         assert status(answer) == 403 and b"this machine" in answer and server.seen in ([], [b""])
 
 
@@ -286,16 +286,16 @@ async def test_unknown_or_slow_name_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "a").mkdir()
     async with proxied(tmp_path / "a", "a.example:80", "127.0.0.1:1") as listener:
         monkeypatch.setattr(requests, "resolve", unknown)
-        assert status(await say(listener, b"GET http://a.example/ HTTP/1.1\r\nHost: h\r\n\r\n")) == 502
-        assert status(await say(listener, b"GET http://127.0.0.1:1/ HTTP/1.1\r\nHost: h\r\n\r\n")) == 502
+        assert status(await send(listener, b"GET http://a.example/ HTTP/1.1\r\nHost: h\r\n\r\n")) == 502
+        assert status(await send(listener, b"GET http://127.0.0.1:1/ HTTP/1.1\r\nHost: h\r\n\r\n")) == 502
     (tmp_path / "b").mkdir()
-    over = threading.Event()
+    ended = threading.Event()
     try:
         async with proxied(tmp_path / "b", "a.example:80", connect_s=0.3) as listener:
-            monkeypatch.setattr(requests, "resolve", lambda *_: over.wait(120) and [])
-            assert status(await say(listener, b"GET http://a.example/ HTTP/1.1\r\nHost: h\r\n\r\n")) == 504
+            monkeypatch.setattr(requests, "resolve", lambda *_: ended.wait(120) and [])
+            assert status(await send(listener, b"GET http://a.example/ HTTP/1.1\r\nHost: h\r\n\r\n")) == 504
     finally:
-        over.set()
+        ended.set()
 
 
 # Limits -------------------------------------------------------------------------------------------------------
@@ -304,8 +304,8 @@ async def test_unknown_or_slow_name_is_an_error(tmp_path, monkeypatch):
 async def test_heads_are_limited_in_size_number_and_time(tmp_path):
     (tmp_path / "a").mkdir()
     async with proxied(tmp_path / "a", "127.0.0.1:1", head_bytes=4096) as listener:
-        assert status(await say(listener, b"GET http://127.0.0.1:1/" + b"a" * 100_000)) == 431
-        assert status(await say(listener, b"GET http://127.0.0.1:1/ HTTP/1.1\r\nHost: h\r\n" + b"A: b\r\n" * 101 + b"\r\n")) == 431
+        assert status(await send(listener, b"GET http://127.0.0.1:1/" + b"a" * 100_000)) == 431
+        assert status(await send(listener, b"GET http://127.0.0.1:1/ HTTP/1.1\r\nHost: h\r\n" + b"A: b\r\n" * 101 + b"\r\n")) == 431
     (tmp_path / "b").mkdir()
     async with proxied(tmp_path / "b", "127.0.0.1:1", head_s=0.5) as listener:
         reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
@@ -321,11 +321,11 @@ async def test_heads_are_limited_in_size_number_and_time(tmp_path):
 async def test_connections_beyond_the_limit_wait(tmp_path):
     async with Server() as server, proxied(tmp_path, f"127.0.0.1:{server.port}", connections=3) as listener:
         idle = [await asyncio.open_connection("127.0.0.1", listener.port) for _ in range(3)]  # accepted in this order
-        asked = asyncio.create_task(say(listener, f"GET http://127.0.0.1:{server.port}/ HTTP/1.1\r\nHost: h\r\n\r\n".encode()))
+        response = asyncio.create_task(send(listener, f"GET http://127.0.0.1:{server.port}/ HTTP/1.1\r\nHost: h\r\n\r\n".encode()))
         await asyncio.sleep(0.3)
-        assert server.seen == [] and not asked.done()
+        assert server.seen == [] and not response.done()
         idle[0][1].close()
-        assert await asked == ANSWER
+        assert await response == ANSWER
         for _, writer in idle:
             writer.close()
 
@@ -338,7 +338,7 @@ async def test_idle_and_slow_connections_end(tmp_path):
         connect = f"CONNECT 127.0.0.1:{server.port} HTTP/1.1\r\nHost: h\r\n\r\n".encode()
         async with proxied(tmp_path / "idle", f"127.0.0.1:{server.port}", idle_s=0.4) as listener:
             start = time.monotonic()
-            await say(listener, connect)  # the idle limit, not the total one of 900 s
+            await send(listener, connect)  # the idle limit, not the total one of 900 s
             assert time.monotonic() - start > 0.3
         async with proxied(tmp_path / "drips", f"127.0.0.1:{server.port}", idle_s=2.0, total_s=3.0) as listener:
             _, writer = await asyncio.open_connection("127.0.0.1", listener.port)
@@ -352,39 +352,39 @@ async def test_idle_and_slow_connections_end(tmp_path):
                         await writer.drain()
                         widest, last = max(widest, time.monotonic() - last), time.monotonic()
                         await asyncio.sleep(0.05)
-            assert last - start > 2.5 or widest > 1.5, "it was ended for being idle, though it was not"
+            assert last - start > 2.5 or widest > 1.5, "the connection was closed as idle although data was flowing"
             writer.close()
 
 
 async def test_idle_limit_does_not_apply_to_a_server_listed_by_its_address(tmp_path, monkeypatch):
     """A model's server sends nothing before its answer is complete. A server that is listed by name only is not the operator's."""
     monkeypatch.setattr(requests, "resolve", lambda host, port: ["127.0.0.1"])
-    async with Server(thinks_s=0.6) as server:
+    async with Server(delay_s=0.6) as server:
         own = f"127.0.0.1:{server.port}"
         async with proxied(tmp_path, own, f"other.example:{server.port}", idle_s=0.2) as listener:
             head = "HTTP/1.1\r\nHost: h\r\n"
             plain = f"POST http://{{}}/ {head}Content-Length: 2\r\n\r\nhi"
             tunnel = f"CONNECT {{}} {head}\r\nGET / {head}\r\n"
             other = f"other.example:{server.port}"
-            asked = [form.format(where).encode() for form in (plain, tunnel) for where in (own, other)]
-            answers = await asyncio.gather(*(say(listener, one) for one in asked))
+            requests_sent = [template.format(address).encode() for template in (plain, tunnel) for address in (own, other)]
+            answers = await asyncio.gather(*(send(listener, request) for request in requests_sent))
     assert [answer.endswith(ANSWER) for answer in answers] == [True, False, True, False]
 
 
 async def test_byte_budget_covers_all_connections(tmp_path):
     big = b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 60_000
     async with Server(big) as server, proxied(tmp_path, f"127.0.0.1:{server.port}", total_bytes=100_000) as listener:
-        asked = f"GET http://127.0.0.1:{server.port}/ HTTP/1.1\r\nHost: h\r\n\r\n".encode()
-        assert await say(listener, asked) == big
-        assert await say(listener, asked) != big
-        answer = await say(listener, asked)
+        request = f"GET http://127.0.0.1:{server.port}/ HTTP/1.1\r\nHost: h\r\n\r\n".encode()
+        assert await send(listener, request) == big
+        assert await send(listener, request) != big
+        answer = await send(listener, request)
         assert status(answer) == 403 and b"100000 bytes" in answer and len(server.seen) == 2
 
 
 async def test_first_refusal_is_logged_and_the_others_are_counted(tmp_path, caplog):
     async with proxied(tmp_path, "127.0.0.1:1") as listener:
         for _ in range(5):
-            await say(listener, b"CONNECT example.com:443 HTTP/1.1\r\nHost: h\r\n\r\n")
+            await send(listener, b"CONNECT example.com:443 HTTP/1.1\r\nHost: h\r\n\r\n")
         assert [record.getMessage() for record in caplog.records] == [
             "sandbox test: a request to the network was refused: example.com:443: not on the sandbox's allow-list"
         ]
@@ -399,7 +399,7 @@ async def test_closing_ends_everything(tmp_path):
     def state():
         return len(os.listdir("/proc/self/fd")), sorted(thread.name for thread in threading.enumerate() if "egress t" in thread.name)
 
-    gc.collect()  # of sockets that earlier tests left
+    gc.collect()  # closes sockets that earlier tests left open
     async with Server(hang_up=False) as server:
         before = state()
         async with proxied(tmp_path, f"127.0.0.1:{server.port}") as listener:
@@ -445,21 +445,21 @@ async def test_only_a_single_listener_is_accepted(tmp_path, kind):
 
 async def test_listener_that_the_exec_server_tampers_with_blocks_nothing(tmp_path, caplog):
     """The creator keeps a copy, makes `accept` block, and accepts the host's connections; the driver continues and closes in time."""
-    kept = []
+    copies = []
     listener = EgressListener("test", SandboxSpec(image="x", network=("127.0.0.1:1",)), tmp_path)
-    port = hand_over(tmp_path, lambda listener: kept.append(listener.dup()) or [listener.fileno()])
+    port = hand_over(tmp_path, lambda listener: copies.append(listener.dup()) or [listener.fileno()])
     await listener.receive()
-    kept[0].setblocking(True)
+    copies[0].setblocking(True)
     for _ in range(20):
         with socket.create_connection(("127.0.0.1", port)):
-            kept[0].settimeout(0.01)
+            copies[0].settimeout(0.01)
             with contextlib.suppress(OSError):
-                kept[0].accept()
-            kept[0].setblocking(True)
+                copies[0].accept()
+            copies[0].setblocking(True)
         await asyncio.sleep(0)
     await listener.close()
     assert "does not end" not in caplog.text
-    kept[0].close()
+    copies[0].close()
 
 
 def test_without_an_allow_list_nothing_changes(tmp_path):

@@ -25,14 +25,14 @@ def test_output_keeps_head_and_tail(chunks, limit):
     output = Output(limit)
     for chunk in chunks:
         output.add(chunk)
-    whole = b"".join(chunks)
+    written = b"".join(chunks)
     text = output.text()
-    if len(whole) <= limit:
-        assert text == whole and output.cut == 0
+    if len(written) <= limit:
+        assert text == written and output.cut == 0
     else:
         head, tail = limit - limit // 2, limit // 2
-        assert output.cut == len(whole) - limit
-        assert text == whole[:head] + b"\n[... %d bytes cut ...]\n" % output.cut + whole[len(whole) - tail :]
+        assert output.cut == len(written) - limit
+        assert text == written[:head] + b"\n[... %d bytes cut ...]\n" % output.cut + written[len(written) - tail :]
 
 
 def test_output_memory_is_bounded():
@@ -42,7 +42,7 @@ def test_output_memory_is_bounded():
     assert len(output.head) + len(output.tail) <= 1000 + 5 * program.CHUNK
 
 
-# What is handed to sandboxes ------------------------------------------------------------------------------------------
+# The joined file ----------------------------------------------------------------------------------------------------
 
 
 def test_joined_file_needs_only_the_standard_library():

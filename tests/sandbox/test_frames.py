@@ -30,9 +30,9 @@ def test_result_of_a_call_in_a_session():
     result = frames.parse_result({**GOOD, "restarted": True, "ended": False}, b"outerr")
     assert result.restarted and not result.session_ended
     assert not frames.parse_result(GOOD, b"outerr").restarted
-    for wrong in ({"ended": True}, {"restarted": 1, "ended": False}, {"restarted": None, "ended": True}):
+    for invalid in ({"ended": True}, {"restarted": 1, "ended": False}, {"restarted": None, "ended": True}):
         with pytest.raises(FrameError):
-            frames.parse_result({**GOOD, **wrong}, b"outerr")
+            frames.parse_result({**GOOD, **invalid}, b"outerr")
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_any_valid_header_gives_its_result(data, body, wall_s, truncated):
         st.integers(0, 255).map(lambda code: (code, ""))
         | st.sampled_from(["timeout", "memory", "killed"]).map(lambda reason: (None, reason))
     )
-    sound = {"id": 1, "ok": True, "exit": code, "reason": reason, "wall_s": wall_s, "truncated": truncated, "stdout": cut}
-    result = frames.parse_result(sound, body)
+    header = {"id": 1, "ok": True, "exit": code, "reason": reason, "wall_s": wall_s, "truncated": truncated, "stdout": cut}
+    result = frames.parse_result(header, body)
     assert (result.exit_code, result.reason, result.wall_s, result.truncated) == (code, reason, wall_s, truncated)
     assert (result.stdout, result.stderr) == (body[:cut].decode(errors="replace"), body[cut:].decode(errors="replace"))
 
@@ -115,8 +115,8 @@ def test_prefix_is_read_within_its_limits(header_size, body_size):
 
 
 @given(st.integers(), st.booleans(), st.dictionaries(st.text(max_size=8), json_values, max_size=3))
-def test_header_with_id_and_ok_is_returned(number, ok, more):
-    value = {**more, "id": number, "ok": ok}
+def test_header_with_id_and_ok_is_returned(number, ok, fields):
+    value = {**fields, "id": number, "ok": ok}
     text = json.dumps(value)
     assert json.dumps(frames.parse_header(text.encode())) == text
 

@@ -29,7 +29,7 @@ LOOK = (
     "    folders.sort()\n"
     "    for name in folders: os.chmod(os.path.join(folder, name), 0o700)\n"
 )
-LEAVE = {
+LEFT_FILES = {
     "closed files and folders": (
         "import os\n"
         "os.makedirs('d/e'); open('d/e/f', 'w').write('x'); open('g', 'w').write('y')\n"
@@ -66,44 +66,44 @@ LEASE = (
 )
 
 
-async def in_time(work):
+async def in_time(awaitable):
     start = time.monotonic()
     try:
-        return await work
+        return await awaitable
     finally:
         assert time.monotonic() - start < SOON_S
 
 
-async def answers(sandbox):
+async def check_responds(sandbox):
     assert (await sandbox.python("print(6 * 7)", timeout_s=20)).stdout == "42\n"
     assert (await sandbox.exec(["echo", "on"], timeout_s=20)).stdout == "on\n"
 
 
-async def left(backend, program):
+async def run_in_sandbox(backend, program):
     sandbox = await backend.open(SPEC)
     result = await sandbox.python(program, timeout_s=30)
     assert result.ok, result
     return sandbox
 
 
-@pytest.mark.parametrize("kind", LEAVE)
+@pytest.mark.parametrize("kind", LEFT_FILES)
 async def test_any_files_can_be_captured_and_restored(backend, kind):
-    sandbox = await left(backend, LEAVE[kind])
+    sandbox = await run_in_sandbox(backend, LEFT_FILES[kind])
     archive = await in_time(sandbox.snapshot())
     copy = await in_time(backend.open(SPEC, snapshot=archive))
     assert await copy.snapshot() == archive
-    before, after = [(await one.python(LOOK, timeout_s=20)).stdout for one in (sandbox, copy)]
+    before, after = [(await opened.python(LOOK, timeout_s=20)).stdout for opened in (sandbox, copy)]
     assert before and before == after
-    await answers(sandbox)
-    await answers(copy)
+    await check_responds(sandbox)
+    await check_responds(copy)
 
 
 async def test_leases_do_not_prevent_a_snapshot(backend):
-    sandbox = await left(backend, LEASE)
+    sandbox = await run_in_sandbox(backend, LEASE)
     archive = await in_time(sandbox.snapshot())
     copy = await backend.open(SPEC, snapshot=archive)
     assert await copy.read("f", max_bytes=10) == b"leased"
-    await answers(sandbox)
+    await check_responds(sandbox)
 
 
 @pytest.mark.parametrize(
@@ -115,11 +115,11 @@ async def test_leases_do_not_prevent_a_snapshot(backend):
     ],
 )
 async def test_oversized_tree_is_refused_in_time(backend, program):
-    sandbox = await left(backend, program)
+    sandbox = await run_in_sandbox(backend, program)
     with pytest.raises(ValueError, match=r"the working directory is (nested|larger)"):
         await in_time(sandbox.snapshot())
     await in_time(collect_outputs(sandbox, ["**", "f"]))
-    await answers(sandbox)
+    await check_responds(sandbox)
     await in_time(sandbox.close())
 
 
@@ -133,7 +133,7 @@ async def test_running_processes_are_killed_before_outputs_are_collected(backend
         "        os.setsid(); os.close(1); os.close(2)\n"
         "        while True: pass\n"
     )
-    sandbox = await left(backend, busy)
+    sandbox = await run_in_sandbox(backend, busy)
     collected = await in_time(collect_outputs(sandbox, ["*"]))
     assert len(collected.files) == 256
     count = (  # on a busy machine a killed process takes a while to end
@@ -146,7 +146,7 @@ async def test_running_processes_are_killed_before_outputs_are_collected(backend
 
 
 async def test_outputs_with_odd_names_are_reported(backend):
-    sandbox = await left(backend, "open(b'\\xff', 'w').write('x'); open('a', 'w').write('y')")
+    sandbox = await run_in_sandbox(backend, "open(b'\\xff', 'w').write('x'); open('a', 'w').write('y')")
     collected = await collect_outputs(sandbox, ["*"])
     assert collected.files == {"a": b"y"} and list(collected.refused) == ["\\udcff"]
     assert await sandbox.read("\udcff", max_bytes=10) == b"x"
@@ -160,7 +160,7 @@ async def test_no_file_name_ends_the_sandbox(backend, text):
     for work in (sandbox.read(text, max_bytes=10), sandbox.write(text, b""), sandbox.write_all({"a": b"", text: b""})):
         with pytest.raises(ValueError, match="path"):
             await work
-    await answers(sandbox)
+    await check_responds(sandbox)
 
 
 async def test_oversized_arguments_are_blamed_on_the_program(backend):
@@ -173,7 +173,7 @@ async def test_oversized_arguments_are_blamed_on_the_program(backend):
     assert (await sandbox.exec(["sh", "-c", "exit 70"], timeout_s=20)).exit_code == 70
     assert (await sandbox.python("raise SystemExit(70)", timeout_s=20)).exit_code == 70
     assert (await sandbox.python("raise SystemExit(70)", timeout_s=20, session="s")).exit_code == 70
-    await answers(sandbox)
+    await check_responds(sandbox)
 
 
 async def test_any_call_gives_a_result_or_a_typed_error(backend):
@@ -182,10 +182,10 @@ async def test_any_call_gives_a_result_or_a_typed_error(backend):
 
     @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
     @given(CALL)
-    def hold(call):
-        asyncio.run_coroutine_threadsafe(one(call), loop).result(60)
+    def check_call(call):
+        asyncio.run_coroutine_threadsafe(run_call(call), loop).result(60)
 
-    async def one(call):
+    async def run_call(call):
         try:
             result = await start_call(sandbox, call)
         except (*TYPED, FileNotFoundError) as error:
@@ -193,8 +193,8 @@ async def test_any_call_gives_a_result_or_a_typed_error(backend):
         else:
             assert result is None or isinstance(result, ExecResult | bytes)
 
-    await asyncio.to_thread(hold)
-    await answers(sandbox)
+    await asyncio.to_thread(check_call)
+    await check_responds(sandbox)
 
 
 CALLS = {
@@ -242,10 +242,10 @@ SLOW_CHECK = {"": "", "after a slow check": "        self.rest_s = MAX_REST_S\n 
 @pytest.mark.parametrize("rest", SLOW_CHECK)
 async def test_program_with_timers_is_killed_in_a_pause(backend, rest, tmp_path):
     """A slow check of resources delays the next one, which must not delay the checks of paused programs."""
-    source, end = server_code.source(), "        return over\n"
-    assert source.count(end) == 1
+    source, original = server_code.source(), "        return over\n"
+    assert source.count(original) == 1
     server = tmp_path / "exec_server.py"
-    server.write_text(source.replace(end, SLOW_CHECK[rest] or end))
+    server.write_text(source.replace(original, SLOW_CHECK[rest] or original))
     sandbox = await backend.open(SPEC, server=server)
     name = f"at{os.getpid()}{tmp_path.name}"
     count = f"import os\nfile = open('{name}', 'w')\nwhile True: os.pwrite(file.fileno(), b'%18.3f' % time.monotonic(), 0)\n"

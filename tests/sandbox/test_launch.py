@@ -51,15 +51,15 @@ async def test_one_child_launches_all_programs(sandbox):
     assert (await sandbox.exec(["no-such-program"], timeout_s=20)).exit_code == 127
     assert (await sandbox.exec(["/etc"], timeout_s=20)).exit_code == 126
     second = await launcher(sandbox)
-    assert second != first  # it had become the program that does not exist
+    assert second != first  # the first one became the program that does not exist
     assert (await sandbox.python("import os; print(os.getpid())", timeout_s=20)).stdout == f"{second}\n"
     assert (await sandbox.python("1", timeout_s=20, session="s")).stdout == "1\n"
     assert (await sandbox.exec(["cat"], stdin=b"in", timeout_s=20)).stdout == "in"
     assert (await sandbox.exec(["cat"], timeout_s=20)).stdout == ""
 
 
-async def test_launched_program_equals_a_forked_one(sandbox):
-    facts = (
+async def test_launched_program_has_the_properties_of_a_forked_one(sandbox):
+    print_properties = (
         "import os, resource, sys\n"
         "status = dict(line.split(':', 1) for line in open('/proc/self/status'))\n"
         "names = ('Uid', 'Gid', 'Groups', 'CapInh', 'CapPrm', 'CapEff', 'CapBnd', 'CapAmb', 'NoNewPrivs', 'Seccomp')\n"
@@ -74,13 +74,13 @@ async def test_launched_program_equals_a_forked_one(sandbox):
         "except OSError as error: print(error)\n"
         "print(sorted(os.environ.items()))\n"
     )
-    forked = await sandbox.python(facts, timeout_s=20)
-    launched = await sandbox.exec(["python3", "-I", "-c", facts], timeout_s=20)
+    forked = await sandbox.python(print_properties, timeout_s=20)
+    launched = await sandbox.exec(["python3", "-I", "-c", print_properties], timeout_s=20)
     assert forked.ok and launched.stdout.splitlines() == forked.stdout.splitlines()
 
 
 async def test_program_cannot_reach_its_launcher(sandbox):
-    """Not even at first, while the thread that has started it may still have the same ids."""
+    """Not even at the start, when the thread that started it may still have the same ids."""
     before = await launcher(sandbox)
     for _ in range(20):
         assert (await shell(sandbox, "kill -9 -1; echo alive")).stdout == "alive\n"
@@ -97,7 +97,7 @@ async def test_parent_death_signal_works(sandbox):
 
 async def test_leftover_process_cannot_end_the_sandbox(sandbox):
     """It signals single threads of all other processes while programs are launched."""
-    hunt = (
+    signal_everything = (
         "import ctypes, os, signal, time\n"
         "libc = ctypes.CDLL(None)\n"
         "if os.fork() == 0:\n"
@@ -108,9 +108,9 @@ async def test_leftover_process_cannot_end_the_sandbox(sandbox):
         "                for thread in range(pid, pid + 3):\n"
         "                    if pid != os.getpid(): libc.tgkill(pid, thread, number)\n"
     )
-    assert (await sandbox.python(hunt, timeout_s=20)).ok
-    end = time.monotonic() + 3.0
-    while time.monotonic() < end:
+    assert (await sandbox.python(signal_everything, timeout_s=20)).ok
+    deadline = time.monotonic() + 3.0
+    while time.monotonic() < deadline:
         result = await sandbox.exec(["true"], timeout_s=1.0)
         assert result.ok or result.reason in ("killed", "timeout"), result
     await sandbox.write("end", b"")
@@ -123,13 +123,13 @@ async def test_leftover_process_cannot_end_the_sandbox(sandbox):
 async def test_killed_launcher_ends_its_program(sandbox):
     pid = outside(sandbox, await launcher(sandbox))
     running = asyncio.create_task(shell(sandbox, "sleep 60 & sleep 60", timeout_s=90))
-    await begun(pid)
+    await program_started(pid)
     os.kill(pid, signal.SIGKILL)
     result = await running
     assert (result.exit_code, result.reason) == (None, "killed")
     count = "import os; print([p for p in os.listdir('/proc') if p.isdigit() and int(p) not in (1, os.getpid())])"
-    left = await sandbox.python(count, timeout_s=20)
-    assert left.stdout == "[]\n"
+    remaining = await sandbox.python(count, timeout_s=20)
+    assert remaining.stdout == "[]\n"
     assert (await shell(sandbox, "cat; echo on", stdin=b"goes ")).stdout == "goes on\n"
 
 
@@ -170,10 +170,10 @@ async def test_without_a_free_process_the_child_becomes_the_program(sandbox):
 
 async def test_launcher_survives_a_program_that_takes_all_memory(sandbox):
     before = await launcher(sandbox)
-    large = f"b = bytearray(b'x') * {4 * SPEC.memory_mb << 20}"
-    result = await sandbox.exec(["python3", "-I", "-c", large], timeout_s=20)
+    one_large_program = f"b = bytearray(b'x') * {4 * SPEC.memory_mb << 20}"
+    result = await sandbox.exec(["python3", "-I", "-c", one_large_program], timeout_s=20)
     assert result.reason in MEMORY_ENDS or "MemoryError" in result.stderr
-    many = (
+    many_small_programs = (
         "import os, time\n"
         f"for _ in range({SPEC.processes // 2}):\n"
         "    if os.fork() == 0:\n"
@@ -182,11 +182,11 @@ async def test_launcher_survives_a_program_that_takes_all_memory(sandbox):
         "for _ in range(2): os.wait()\n"
         "os.kill(-1, 9)\n"
     )
-    await sandbox.exec(["python3", "-I", "-c", many], timeout_s=20)
+    await sandbox.exec(["python3", "-I", "-c", many_small_programs], timeout_s=20)
     assert await launcher(sandbox) == before
 
 
-async def begun(pid):
+async def program_started(pid):
     """Returns once `pid` has launched a program."""
     async with asyncio.timeout(20):
         while not any(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")):

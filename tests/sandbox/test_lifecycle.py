@@ -17,7 +17,7 @@ from agentrl.errors import SandboxError, SandboxTimeout
 from agentrl.sandbox import BubblewrapBackend, WarmPool, images, limits, list_open, prune, select_backend
 from agentrl.sandbox import backend as backends
 from agentrl.sandbox.lease import alive, lease, runtime_folder, start_time
-from tests.sandbox.building import IMAGE, SPEC, left
+from tests.sandbox.building import IMAGE, SPEC, leftovers
 from tests.waiting import until
 
 LISTED = replace(SPEC, network=("127.0.0.1:9",))
@@ -44,7 +44,7 @@ async def test_closing_a_backend_cancels_openings(backend):
     while not (backend._open or openings[0].done()):
         await asyncio.sleep(0.001)
     await asyncio.gather(backend.close(), backend.close())
-    assert left() == []
+    assert leftovers() == []
     for outcome in await asyncio.gather(*openings, return_exceptions=True):
         if isinstance(outcome, BaseException):
             assert isinstance(outcome, SandboxError), repr(outcome)
@@ -60,21 +60,21 @@ async def test_cancelled_close_continues(backend):
     pool = WarmPool(backend, warm=1, max_open=4)
     await pool.prepare(SPEC)
     in_use = await pool.open(SPEC)
-    for thing in (pool, backend):
-        closing = asyncio.create_task(thing.close())
+    for closable in (pool, backend):
+        closing = asyncio.create_task(closable.close())
         await steps(2)
         closing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await closing
     await backend.close()
-    assert left() == []
+    assert leftovers() == []
     for sandbox in (*sandboxes, in_use):
         with pytest.raises(SandboxError):
             await sandbox.exec(["true"], timeout_s=5)
 
 
 async def test_backend_waits_for_a_sandbox_whose_removal_is_in_progress(backend, monkeypatch):
-    """The caller of its `close` may have been cancelled, as that of a cell that ends."""
+    """The caller of its `close` may have been cancelled, for example by a cell that ends."""
     sandbox, removing, remove = await backend.open(SPEC), threading.Event(), backends.remove_folder
 
     def slowly(folder):
@@ -87,48 +87,48 @@ async def test_backend_waits_for_a_sandbox_whose_removal_is_in_progress(backend,
     await until(removing.is_set)
     closing.cancel()
     await backend.close()
-    assert left() == []
+    assert leftovers() == []
 
 
 @pytest.mark.parametrize("spec", [SPEC, LISTED], ids=["plain", "listed"])
 async def test_lack_of_descriptors_is_a_typed_error_and_leaves_nothing(backend, spec):
-    """With any number of free descriptors, from none to enough."""
-    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    """Tries every number of free descriptors, from none to enough."""
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     refused = 0
     for free in range(24):
         await (await backend.open(SPEC)).close()  # starts all threads and connections, and removes stuck folders
         taken = fill_up()
         try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (taken[-1] + 1 + free, most))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (taken[-1] + 1 + free, hard_limit))
             sandbox = await backend.open(spec)
         except SandboxError:
             refused += 1
         else:
             break
         finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (now, most))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft_limit, hard_limit))
             for descriptor in taken:
                 os.close(descriptor)
     await sandbox.close()
     assert refused > 0
     await (await backend.open(SPEC)).close()
     await backend.close()
-    assert left() == []
+    assert leftovers() == []
 
 
-def test_lack_of_descriptors_makes_no_driver_dead():
+def test_lack_of_descriptors_does_not_make_a_driver_count_as_dead():
     """A live driver that counts as dead loses its sandboxes. A wrong lease in the name of a folder keeps it for ever."""
     with subprocess.Popen(["sleep", "60"]) as process:
         own, other = lease(), f"{lease().partition('-')[0]}-{process.pid}-{start_time(process.pid)}"
         taken = fill_up()
-        now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (taken[-1] + 1, most))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (taken[-1] + 1, hard_limit))
             with pytest.raises(SandboxError, match=f"when process {process.pid} started: Too many open files"):
                 alive(other)
             assert lease() == own
         finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (now, most))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft_limit, hard_limit))
             for descriptor in taken:
                 os.close(descriptor)
         assert alive(other)
@@ -146,32 +146,32 @@ def fill_up():
 
 @pytest.mark.bubblewrap
 async def test_event_loop_runs_while_the_kernel_creates_a_control_group(root, monkeypatch):
-    """An opening that is cancelled meanwhile waits for the kernel first, and leaves nothing."""
+    """An opening that is cancelled in the meantime waits for the kernel, and leaves nothing."""
     if limits.find_control_groups() is None:
         pytest.skip("this machine gives this user no control groups")
     backend = select_backend("bubblewrap", run_label="test", root=root)
     await backend.prepare(SPEC)
-    begun, go_on = threading.Event(), threading.Event()
-    make = limits.ControlGroups.confine
+    started, may_continue = threading.Event(), threading.Event()
+    confine = limits.ControlGroups.confine
 
     def slow(*arguments):
-        begun.set()
-        assert go_on.wait(60.0)
-        return make(*arguments)
+        started.set()
+        assert may_continue.wait(60.0)
+        return confine(*arguments)
 
     monkeypatch.setattr(limits.ControlGroups, "confine", slow)
     opening = asyncio.create_task(backend.open(SPEC))
-    while not begun.is_set():
+    while not started.is_set():
         await asyncio.sleep(0.001)  # the event loop runs
     opening.cancel()
     await steps(20)
-    go_on.set()
+    may_continue.set()
     with pytest.raises(asyncio.CancelledError):
         await opening
-    assert left() == []
+    assert leftovers() == []
     await (await backend.open(SPEC)).close()
     await backend.close()
-    assert left() == []
+    assert leftovers() == []
 
 
 # Images --------------------------------------------------------------------------------------------------------------
@@ -237,17 +237,17 @@ async def test_compiling_sandbox_has_a_deadline(backend, root, tmp_path, monkeyp
     fresh = images.load_image(root / "image")
     fresh.folder.mkdir(parents=True)
     fresh.rootfs.symlink_to(built.rootfs)
-    again = select_backend(backend.name, run_label="test", root=root)
+    second_backend = select_backend(backend.name, run_label="test", root=root)
     with monkeypatch.context() as patch:
         patch.setattr("agentrl.sandbox.backend.FIRST_S", 0.001)
         with pytest.raises(SandboxTimeout, match=r"in 0\.0 s"):
-            await again.prepare(SPEC)
-    await again.prepare(SPEC)
-    await again.close()
-    assert left() == []
+            await second_backend.prepare(SPEC)
+    await second_backend.prepare(SPEC)
+    await second_backend.close()
+    assert leftovers() == []
 
 
-# What drivers leave ----------------------------------------------------------------------------------------------------
+# Leftovers of drivers ----------------------------------------------------------------------------------------------------
 
 
 def test_partial_leftovers_of_a_killed_driver_are_removed():
@@ -266,20 +266,20 @@ def test_folders_may_disappear_while_they_are_listed(monkeypatch):
     """When a driver closes its last sandbox, or another process prunes a dead driver."""
     is_folder = Path.is_dir
 
-    def gone_since(path):
+    def is_dir_then_removed(path):
         result = is_folder(path)
         if path.name == DEAD:
             path.rmdir()
         return result
 
-    monkeypatch.setattr(Path, "is_dir", gone_since)
-    for look in (list_open, prune):
+    monkeypatch.setattr(Path, "is_dir", is_dir_then_removed)
+    for list_folders in (list_open, prune):
         (runtime_folder() / DEAD).mkdir(exist_ok=True)
-        look()
-        assert not (runtime_folder() / DEAD).exists(), "it went while it was looked at"
+        list_folders()
+        assert not (runtime_folder() / DEAD).exists(), "it disappeared while it was listed"
 
 
-# One that stands still -------------------------------------------------------------------------------------------------
+# A stopped sandbox -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.bubblewrap
@@ -289,15 +289,15 @@ async def test_stopped_ready_sandbox_does_not_block_the_pool(root):
     await pool.prepare(SPEC)
     while not pool._ready[SPEC]:
         await asyncio.sleep(0.01)
-    still = pool._ready[SPEC][0].id
-    for pid in processes_in(still):
+    stopped_id = pool._ready[SPEC][0].id
+    for pid in processes_in(stopped_id):
         os.kill(pid, signal.SIGSTOP)
     start = time.monotonic()
     with contextlib.suppress(SandboxTimeout):  # on a slow machine there is no time for another one
-        assert (await pool.open(SPEC, timeout_s=4.0)).id != still
+        assert (await pool.open(SPEC, timeout_s=4.0)).id != stopped_id
     assert time.monotonic() - start < 25.0  # a file may take 30 s to be written
     await pool.close()
-    assert left() == []
+    assert leftovers() == []
 
 
 def processes_in(name):

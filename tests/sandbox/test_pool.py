@@ -16,12 +16,12 @@ class Sandbox(ScriptedSandbox):
     """A scripted sandbox that can be pooled, and can be dead."""
 
     dead = False
-    still = False
+    stopped = False
 
     async def write_all(self, files):
         if self.dead:
             raise SandboxError("dead")
-        if self.still:
+        if self.stopped:
             await asyncio.sleep(30.0)
         self.files.update(files)
 
@@ -80,7 +80,7 @@ async def test_stopped_sandboxes_do_not_exceed_the_deadline(backend):
     await pool.prepare(SPEC)
     await settle()
     for sandbox in backend.opened:
-        sandbox.still = True
+        sandbox.stopped = True
     start = asyncio.get_running_loop().time()
     assert (await pool.open(SPEC, files={"f": b"1"}, timeout_s=0.4)).id in ("s2", "s3")
     assert asyncio.get_running_loop().time() - start < 20.0

@@ -1,4 +1,4 @@
-"""The system call filter, interpreted in Python: what it allows, and how it refuses the rest."""
+"""The system call filter, interpreted in Python: which calls it allows, and how it refuses the others."""
 
 import errno
 import importlib.util
@@ -27,12 +27,12 @@ CODE = list(struct.iter_unpack("=HBBI", seccomp.filter_program()))
 DONE_NOTHING = 0x00050000
 
 
-def ran(number, *arguments, arch=ARCH):
+def simulate(number, *arguments, arch=ARCH):
     return seccomp.simulate(number, *arguments, arch=arch)
 
 
 def verdict(number, *arguments, **options):
-    return ran(number, *arguments, **options)[0]
+    return simulate(number, *arguments, **options)[0]
 
 
 def refused(code):
@@ -61,15 +61,15 @@ def test_numbers_match_the_kernel_headers(arch):
     if not HEADERS[arch].exists():
         pytest.skip(f"no {HEADERS[arch]}; it comes with the C library's headers")
     text = HEADERS[arch].read_text()
-    known = {name: int(number) for name, number in re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", text)}
-    for name, wide in re.findall(r"#define __NR_(\w+) __NR3264_(\w+)", text):  # where 64 bits are native
-        if wide in known:
-            known.setdefault(name, known[wide])
-    ours = {name: value[0 if arch == "x86_64" else 1] for table in TABLES for name, value in table.items()}
-    compared = {name: number for name, number in ours.items() if number is not None and name in known}
-    assert len(compared) > 250 and compared == {name: known[name] for name in compared}
-    assert {name for name, number in ours.items() if number is not None} - known.keys() <= {"fchmodat2"}
-    assert {name for name, number in ours.items() if number is None} & known.keys() == set()
+    header_numbers = {name: int(number) for name, number in re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", text)}
+    for name, wide_name in re.findall(r"#define __NR_(\w+) __NR3264_(\w+)", text):  # on architectures with native 64 bits
+        if wide_name in header_numbers:
+            header_numbers.setdefault(name, header_numbers[wide_name])
+    table_numbers = {name: value[0 if arch == "x86_64" else 1] for table in TABLES for name, value in table.items()}
+    compared = {name: number for name, number in table_numbers.items() if number is not None and name in header_numbers}
+    assert len(compared) > 250 and compared == {name: header_numbers[name] for name in compared}
+    assert {name for name, number in table_numbers.items() if number is not None} - header_numbers.keys() <= {"fchmodat2"}
+    assert {name for name, number in table_numbers.items() if number is None} & header_numbers.keys() == set()
 
 
 @pytest.mark.slow
@@ -78,18 +78,18 @@ def test_every_number_has_the_right_answer():
     expected |= dict.fromkeys(numbers(ALLOWED), ALLOW) | dict.fromkeys(numbers(NO_OP), DONE_NOTHING)
     expected |= dict.fromkeys(numbers(FORBIDDEN), refused(errno.EPERM)) | dict.fromkeys(numbers(UNSUPPORTED), refused(errno.EOPNOTSUPP))
     assert {number: verdict(number) for number in expected if number not in numbers(CONDITIONAL)} == {
-        number: what for number, what in expected.items() if number not in numbers(CONDITIONAL)
+        number: answer for number, answer in expected.items() if number not in numbers(CONDITIONAL)
     }
     assert {verdict(number) for number in range(500, 1024)} == {refused(errno.ENOSYS)}  # future calls
 
 
 @given(st.integers(min_value=0, max_value=(1 << 32) - 1), st.lists(st.integers(min_value=0, max_value=(1 << 64) - 1), max_size=6))
 def test_filter_takes_few_steps(number, arguments):
-    what, steps = ran(number, *arguments)
-    assert what == ALLOW or what >> 16 == 5
+    answer, steps = simulate(number, *arguments)
+    assert answer == ALLOW or answer >> 16 == 5
     assert steps < 40
     if number >= 512:
-        assert what == refused(errno.ENOSYS)  # also the second numbering of x86_64, from 0x40000000
+        assert answer == refused(errno.ENOSYS)  # also the second numbering of x86_64, from 0x40000000
 
 
 NEVER = {  # x86_64's number, and that of the other architectures
@@ -123,8 +123,8 @@ def test_clone_may_create_threads_and_children_but_no_namespaces():
 
 def test_only_local_and_ip_sockets_of_the_usual_protocols():
     for family in range(1, 64):
-        wanted = ALLOW if family in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6) else refused(errno.EAFNOSUPPORT)
-        assert judged("socket", family, socket.SOCK_STREAM, 0) == wanted
+        expected = ALLOW if family in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6) else refused(errno.EAFNOSUPPORT)
+        assert judged("socket", family, socket.SOCK_STREAM, 0) == expected
         assert judged("socketpair", family) == (ALLOW if family == socket.AF_UNIX else refused(errno.EAFNOSUPPORT))
     for family in (socket.AF_INET, socket.AF_INET6):
         for protocol in (1, 33, 58, 132, 136, 255, 262):  # ping, DCCP, SCTP, UDP-Lite, raw, MPTCP
@@ -211,14 +211,14 @@ def test_other_architectures_are_killed():
 
 def test_kernel_accepts_the_filter():
     assert len(CODE) < 4096
-    for place, (operation, if_true, if_false, value) in enumerate(CODE):
+    for index, (operation, if_true, if_false, value) in enumerate(CODE):
         if operation in (0x15, 0x45, 0x35):
-            assert place + 1 + max(if_true, if_false) < len(CODE)
+            assert index + 1 + max(if_true, if_false) < len(CODE)
         elif operation == 0x05:
-            assert place + 1 + value < len(CODE)
+            assert index + 1 + value < len(CODE)
 
 
-# The script that shows what programs call ------------------------------------------------------------------------------
+# The script that reports system calls ---------------------------------------------------------------------------------
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 

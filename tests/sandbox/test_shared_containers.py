@@ -72,20 +72,20 @@ def mounts_of(pid):
 
 
 async def test_neighbours_share_no_namespace_user_group_or_lock(backend):
-    """Nor inodes, through which locks would connect one sandbox to the next."""
-    one, other = await backend.open(SPEC), await backend.open(SPEC)
+    """They share no inodes either, because a file lock would be visible to both."""
+    first, second = await backend.open(SPEC), await backend.open(SPEC)
     assert len(containers()) == 1
-    await one.python("import fcntl, os\n" + TRY_LOCKS, timeout_s=60, session="holder")
-    assert (await one.python(TRY_LOCKS, timeout_s=60)).stdout.count("EAGAIN") == 5  # a lock is visible in its own sandbox
-    assert (await other.python(TRY_LOCKS, timeout_s=60)).stdout == ""
-    pids = [first_process(sandbox) for sandbox in (one, other)]
+    await first.python("import fcntl, os\n" + TRY_LOCKS, timeout_s=60, session="holder")
+    assert (await first.python(TRY_LOCKS, timeout_s=60)).stdout.count("EAGAIN") == 5  # a lock is visible in its own sandbox
+    assert (await second.python(TRY_LOCKS, timeout_s=60)).stdout == ""
+    pids = [first_process(sandbox) for sandbox in (first, second)]
     for name in ("pid", "mnt", "net", "ipc", "uts", "cgroup"):
         assert len({os.readlink(f"/proc/{pid}/ns/{name}") for pid in [*pids, os.getpid()]}) == 3, name
     users = [re.search(r"^Uid:\t(\d+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[1] for pid in pids]
     groups = [set(Path(f"/proc/{pid}/cgroup").read_text().splitlines()) for pid in pids]
     assert len(set(users)) == 2 and min(map(int, users)) >= limits.SERVER_USERS
     limited = [line for line in groups[0] ^ groups[1] if line.split(":")[1] in ("memory", "pids", "cpu", "cpu,cpuacct", "")]
-    assert all(any(sandbox.id in line for sandbox in (one, other)) for line in limited) and len(limited) in (2, 6)
+    assert all(any(sandbox.id in line for sandbox in (first, second)) for line in limited) and len(limited) in (2, 6)
 
 
 async def test_exec_server_keeps_no_rights_or_descriptors_of_its_container(backend):
@@ -97,31 +97,31 @@ async def test_exec_server_keeps_no_rights_or_descriptors_of_its_container(backe
         if lease() in mounts_of(other) and "/agentrl/link" not in mounts_of(pid) and sandbox.id not in mounts_of(other)
     )
     status = Path(f"/proc/{pid}/status").read_text()
-    kept = sum(1 << number for number in limits.server_capabilities().values())
+    capabilities = sum(1 << number for number in limits.server_capabilities().values())
     for name in ("CapPrm", "CapEff"):
-        assert int(re.search(rf"{name}:\t(\w+)", status)[1], 16) == kept
+        assert int(re.search(rf"{name}:\t(\w+)", status)[1], 16) == capabilities
     for name in ("CapInh", "CapBnd", "CapAmb"):
         assert int(re.search(rf"{name}:\t(\w+)", status)[1], 16) == 0
     assert re.search(r"NoNewPrivs:\t1", status) and re.search(r"Seccomp:\t2", status)
-    theirs, keepers = ({os.readlink(path) for path in Path(f"/proc/{owner}/fd").iterdir()} for owner in (pid, keeper))
-    assert theirs & keepers <= {"/dev/null", "anon_inode:[eventpoll]"}
-    shown = [line.split()[4] for line in mounts_of(pid).splitlines()]
-    assert "/sys/fs/cgroup" not in shown and not any(place.startswith("/tmp/") for place in shown)
+    server_links, keeper_links = ({os.readlink(path) for path in Path(f"/proc/{owner}/fd").iterdir()} for owner in (pid, keeper))
+    assert server_links & keeper_links <= {"/dev/null", "anon_inode:[eventpoll]"}
+    mount_points = [line.split()[4] for line in mounts_of(pid).splitlines()]
+    assert "/sys/fs/cgroup" not in mount_points and not any(path.startswith("/tmp/") for path in mount_points)
     assert not any("/run/agentrl" in line for line in mounts_of(pid).splitlines())
 
 
 async def test_each_sandbox_has_its_own_limits(backend):
-    one, other = await backend.open(SPEC), await backend.open(replace(SPEC))
-    eat = "kept = b'x' * (90 << 20)\nprint(len(kept))"
-    results = await asyncio.gather(*(sandbox.python(eat, timeout_s=60, session="s") for sandbox in (one, other)))
+    first, second = await backend.open(SPEC), await backend.open(replace(SPEC))
+    fill_memory = "kept = b'x' * (90 << 20)\nprint(len(kept))"
+    results = await asyncio.gather(*(sandbox.python(fill_memory, timeout_s=60, session="s") for sandbox in (first, second)))
     assert [result.stdout for result in results] == [f"{90 << 20}\n"] * 2  # together more than one sandbox may have
-    more = await one.python("b'x' * (90 << 20)", timeout_s=60)
-    after = await one.python("print(len(kept))", timeout_s=60, session="s")
-    assert more.reason == "memory" or after.restarted  # the kernel has ended one of the two
-    assert (await other.python("print(len(kept))", timeout_s=60, session="s")).stdout == f"{90 << 20}\n"
+    second_block = await first.python("b'x' * (90 << 20)", timeout_s=60)
+    after = await first.python("print(len(kept))", timeout_s=60, session="s")
+    assert second_block.reason == "memory" or after.restarted  # the kernel has ended one of the two
+    assert (await second.python("print(len(kept))", timeout_s=60, session="s")).stdout == f"{90 << 20}\n"
 
 
-# Who gets which ------------------------------------------------------------------------------------------------------
+# Allocation ----------------------------------------------------------------------------------------------------------
 
 
 async def test_sandboxes_of_one_spec_share_and_others_do_not(backend):
@@ -140,16 +140,16 @@ async def test_image_that_is_not_built_from_packages_is_not_shared(backend):
 async def test_full_or_used_up_container_is_replaced(backend, monkeypatch):
     monkeypatch.setattr(shared_containers, "SLOTS", 2)
     monkeypatch.setattr(shared_containers, "LIFETIME", 3)
-    one, other, third = [await backend.open(SPEC) for _ in range(3)]
-    first, *_ = sorted(containers(), key=lambda name: int(name.rpartition("-")[2]))
+    sandbox_1, sandbox_2, sandbox_3 = [await backend.open(SPEC) for _ in range(3)]
+    first_container, *_ = sorted(containers(), key=lambda name: int(name.rpartition("-")[2]))
     assert len(containers()) == 2
-    await one.close()
-    fourth = await backend.open(SPEC)  # the third and last of the first container
-    for sandbox in (other, fourth):
-        assert first in containers()
+    await sandbox_1.close()
+    sandbox_4 = await backend.open(SPEC)  # the third and last of the first container
+    for sandbox in (sandbox_2, sandbox_4):
+        assert first_container in containers()
         await sandbox.close()
-    await until(lambda: first not in containers())
-    assert (await third.python("print(1)", timeout_s=60)).stdout == "1\n"
+    await until(lambda: first_container not in containers())
+    assert (await sandbox_3.python("print(1)", timeout_s=60)).stdout == "1\n"
 
 
 async def test_number_of_idle_containers_is_limited(backend, monkeypatch):
@@ -164,7 +164,7 @@ async def test_number_of_idle_containers_is_limited(backend, monkeypatch):
     assert len(containers()) == 1 and containers() <= set(names)
 
 
-# What goes wrong -----------------------------------------------------------------------------------------------------
+# Failures ------------------------------------------------------------------------------------------------------------
 
 
 async def test_container_that_dies_ends_only_its_own_sandboxes(backend, monkeypatch):
@@ -192,7 +192,7 @@ async def test_sandbox_that_does_not_end_is_killed(backend):
     assert (await neighbour.exec(["true"], timeout_s=60)).ok and len(containers()) == 1
 
 
-class WithoutTheRight(DockerBackend):
+class WithoutSysAdmin(DockerBackend):
     def _shared_container(self, *arguments):
         container = super()._shared_container(*arguments)
         rights = [right for right in container["HostConfig"]["CapAdd"] if right != "SYS_ADMIN"]
@@ -214,21 +214,21 @@ class Silent(DockerBackend):
 class FirstFails(DockerBackend):
     """The first failure ends the shared container before the other openings learn why they failed."""
 
-    asked = 0
+    calls = 0
 
     async def _start_compiler(self, spec, image):
         return await self._start_alone(spec, image)
 
     async def _start_shared(self, *_):
-        self.asked += 1
-        if self.asked == 1:
-            await until(lambda: self.asked == 3)
+        self.calls += 1
+        if self.calls == 1:
+            await until(lambda: self.calls == 3)
             raise shared_containers.CannotShare("not here")
         await until(lambda: self._sharing_problem)
         raise SandboxError("the exec server ended")
 
 
-@pytest.mark.parametrize("kind", [WithoutTheRight, WithoutDevices, Silent, FirstFails])
+@pytest.mark.parametrize("kind", [WithoutSysAdmin, WithoutDevices, Silent, FirstFails])
 async def test_if_containers_cannot_be_shared_each_sandbox_gets_its_own(kind, root, caplog):
     with caplog.at_level(logging.WARNING, logger="agentrl"):
         async with opened(root, kind) as backend:
@@ -263,15 +263,15 @@ async def test_attacks_are_contained_with_one_container_per_sandbox(root, monkey
 def test_groups_of_version_2(tmp_path):
     (tmp_path / "cgroup.controllers").write_text("cpu memory pids")
     groups = Groups(str(tmp_path))
-    swap = tmp_path / "one"
+    folder = tmp_path / "one"
     bounds = {"memory": 1 << 20, "processes": 5, "cpu_us": PERIOD_US // 2, "sockets": 1}
-    assert ("memory", "memory.swap.max", 0, False) in groups._settings(bounds)  # where the kernel has it
+    assert ("memory", "memory.swap.max", 0, False) in groups._settings(bounds)  # if the kernel supports it
     groups.create("one", bounds)
     groups.add("one")
-    held = {path.name: path.read_text() for path in swap.iterdir()}
-    assert held == {"memory.max": "1048576", "pids.max": "5", "cpu.max": "50000 100000", "cgroup.procs": "0"}
-    assert groups.memory_events("one") == str(swap / "memory.events")
+    settings = {path.name: path.read_text() for path in folder.iterdir()}
+    assert settings == {"memory.max": "1048576", "pids.max": "5", "cpu.max": "50000 100000", "cgroup.procs": "0"}
+    assert groups.memory_events("one") == str(folder / "memory.events")
     assert not groups.remove("one")
-    for path in swap.iterdir():
+    for path in folder.iterdir():
         path.unlink()
-    assert groups.remove("one") and not swap.exists() and groups.remove("one")
+    assert groups.remove("one") and not folder.exists() and groups.remove("one")

@@ -31,7 +31,7 @@ def root(tmp_path):
 
 @pytest.fixture
 def silent(tmp_path, monkeypatch):
-    """A socket instead of the daemon's, which accepts connections and never answers."""
+    """A socket in place of the daemon, which accepts connections and never answers."""
     with socket.socket(socket.AF_UNIX) as daemon:
         daemon.bind(str(tmp_path / "silent.sock"))
         daemon.listen(64)
@@ -54,7 +54,7 @@ def test_selecting_a_backend(silent, root):
 
 
 @pytest.mark.bubblewrap
-async def test_run_with_bubblewrap_does_not_need_it(silent, root, caplog):
+async def test_run_with_bubblewrap_does_not_need_the_daemon(silent, root, caplog):
     with in_time(), caplog.at_level(logging.WARNING):
         pool = await open_sandboxes(SandboxConfig(backend="auto"), warm=0, run_label="test", root=root)
         assert pool.name == "bubblewrap" and "accepts connections but does not answer" in caplog.text
@@ -63,9 +63,9 @@ async def test_run_with_bubblewrap_does_not_need_it(silent, root, caplog):
 
 @pytest.mark.slow
 def test_listing_and_removing(silent):
-    for work in (list_open, prune):
+    for operation in (list_open, prune):
         with in_time(), pytest.raises(SandboxTimeout, match="accepts connections but does not answer"):
-            work()
+            operation()
 
 
 def test_remote_daemon_is_not_used(monkeypatch):
@@ -77,23 +77,23 @@ def test_remote_daemon_is_not_used(monkeypatch):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("command", ["ls", "prune"])
 def test_the_commands(silent, command):
-    done = agentrl("sandbox", command)
-    assert done.returncode == 1 and "does not answer" in done.stderr and "Traceback" not in done.stderr
+    completed = agentrl("sandbox", command)
+    assert completed.returncode == 1 and "does not answer" in completed.stderr and "Traceback" not in completed.stderr
 
 
 @pytest.mark.slow
 def test_the_doctor(silent):
-    done = agentrl("doctor", "--json")
-    (check,) = [check for check in json.loads(done.stdout) if check["name"] == "Docker"]
+    completed = agentrl("doctor", "--json")
+    (check,) = [check for check in json.loads(completed.stdout) if check["name"] == "Docker"]
     assert not check["ok"] and "accepts connections but does not answer" in check["detail"] and "restart" in check["fix"]
 
 
 async def test_preparing_opening_and_closing(silent, root, monkeypatch):
     monkeypatch.setattr(images, "PREPARE_S", 1.0)
     backend = DockerBackend(run_label="test", root=root)
-    for work in (backend.prepare, backend.open):
+    for operation in (backend.prepare, backend.open):
         with in_time(), pytest.raises(SandboxTimeout):
-            await work(SPEC)
+            await operation(SPEC)
     with in_time():
         await backend.close()
 

@@ -72,10 +72,10 @@ async def test_programs_have_a_lower_priority_than_their_server(backend, spec):
         await sandbox.python(PRIORITIES, timeout_s=20, session="main"),
     ]
     grouped = backend.name == "docker" or backend._groups is not None
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    base = 0 if backend.name == "docker" else own  # the daemon's priority is not lowered
-    wanted = f"{os.SCHED_IDLE} {base} 0\n" if grouped else f"{os.SCHED_OTHER} {min(own + 5, 19)} 0\n"
-    assert [result.stdout for result in results] == [wanted] * 4, results
+    test_priority = os.getpriority(os.PRIO_PROCESS, 0)
+    base = 0 if backend.name == "docker" else test_priority  # the daemon's priority is not lowered
+    expected = f"{os.SCHED_IDLE} {base} 0\n" if grouped else f"{os.SCHED_OTHER} {min(test_priority + 5, 19)} 0\n"
+    assert [result.stdout for result in results] == [expected] * 4, results
     if os.geteuid() == 0:
         server, _ = await server_of(sandbox)
         assert os.sched_getscheduler(server) == os.SCHED_OTHER and os.getpriority(os.PRIO_PROCESS, server) <= base
@@ -150,20 +150,20 @@ async def test_leftover_programs_do_not_block_file_operations(backend, call, mon
 
 def test_reused_pid_is_not_signalled():
     """The kernel may reuse a pid after the processes have been listed."""
-    mine = processes.read_process(os.getpid())
-    SandboxProcesses(server=1, agent=2)._kill(replace(mine, user=mine.user + 1))
-    SandboxProcesses(server=1, agent=2)._kill(replace(mine, inner_pid=mine.inner_pid + 1))
+    process = processes.read_process(os.getpid())
+    SandboxProcesses(server=1, agent=2)._kill(replace(process, user=process.user + 1))
+    SandboxProcesses(server=1, agent=2)._kill(replace(process, inner_pid=process.inner_pid + 1))
     SandboxProcesses(server=1, agent=2)._kill(Process(pid=2**22 - 1, parent=0, user=0, inner_pid=1, state="R"))
 
 
 def test_without_a_second_user_programs_are_descendants_of_the_sandbox():
-    def seen(pid, parent, inner, state="R", user=1000):
+    def proc(pid, parent, inner, state="R", user=1000):
         return Process(pid=pid, parent=parent, user=user, inner_pid=inner, state=state)
 
-    processes = [seen(7, 1, 7), seen(8, 7, 1), seen(9, 8, 2), seen(10, 9, 3), seen(11, 8, 4, "Z"), seen(12, 1, 12), seen(13, 12, 1)]
-    who = SandboxProcesses(server=1000, agent=1000, top=7)
-    assert [process.pid for process in who._programs(processes)] == [9, 10]
-    assert [process.pid for process in who._servers(processes)] == [8]
+    processes = [proc(7, 1, 7), proc(8, 7, 1), proc(9, 8, 2), proc(10, 9, 3), proc(11, 8, 4, "Z"), proc(12, 1, 12), proc(13, 12, 1)]
+    members = SandboxProcesses(server=1000, agent=1000, top=7)
+    assert [process.pid for process in members._programs(processes)] == [9, 10]
+    assert [process.pid for process in members._servers(processes)] == [8]
 
 
 # Neighbours in a shared container --------------------------------------------------------------------------------------
@@ -176,29 +176,29 @@ async def test_sandbox_that_ends_slowly_does_not_affect_its_neighbours(root, mon
     monkeypatch.setattr(shared_containers, "ENDING_S", 0.3)
     backend = select_backend("docker", run_label="test", root=root)
     await backend.prepare(SPEC)
-    one, other = await backend.open(SPEC), await backend.open(SPEC)
+    sandbox, neighbour = await backend.open(SPEC), await backend.open(SPEC)
     (container,) = backend._shared._containers
-    (keeper,) = [pid for pid in processes_of("keep:/agentrl/link") if parent_of(await server_of(other)) == pid]
+    (keeper,) = [pid for pid in processes_of("keep:/agentrl/link") if parent_of(await server_of(neighbour)) == pid]
     os.kill(keeper, signal.SIGSTOP)
     try:
-        await one.close()
+        await sandbox.close()
         assert "did not end" in caplog.text
-        assert (await other.python("print(6 * 7)", timeout_s=10)).stdout == "42\n"
+        assert (await neighbour.python("print(6 * 7)", timeout_s=10)).stdout == "42\n"
         assert not container.has_free_slot
     finally:
         os.kill(keeper, signal.SIGCONT)
-    third = await backend.open(SPEC)
-    assert (await third.python("print(6 * 7)", timeout_s=10)).stdout == "42\n"
-    assert (await other.python("print(6 * 7)", timeout_s=10)).stdout == "42\n"
-    await other.close()
+    new_sandbox = await backend.open(SPEC)
+    assert (await new_sandbox.python("print(6 * 7)", timeout_s=10)).stdout == "42\n"
+    assert (await neighbour.python("print(6 * 7)", timeout_s=10)).stdout == "42\n"
+    await neighbour.close()
     await backend.close()
 
 
 async def test_keeper_that_does_not_read_loses_no_sandbox():
     """Its socket is full: requests wait or fail, but the connection and the sandboxes of the container remain."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.setblocking(False)
-    keeper = KeeperClient(ours, "container")
+    host_end, keeper_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    host_end.setblocking(False)
+    keeper = KeeperClient(host_end, "container")
     room = keeper.open({"name": "first"}, {})
     with pytest.raises(SandboxError, match="does not read its requests"):
         for _ in range(100_000):
@@ -206,29 +206,29 @@ async def test_keeper_that_does_not_read_loses_no_sandbox():
     ending = asyncio.create_task(keeper.end(room, 0.0))
     await asyncio.sleep(0.05)
     assert not keeper.gone.is_set() and not ending.done()
-    asked = {}
-    while asked.get("op") != "end":
+    request = {}
+    while request.get("op") != "end":
         with contextlib.suppress(BlockingIOError):
-            asked = json.loads(theirs.recv(1 << 17, socket.MSG_DONTWAIT))
+            request = json.loads(keeper_end.recv(1 << 17, socket.MSG_DONTWAIT))
         await asyncio.sleep(0)
-    theirs.send(json.dumps({"id": asked["id"], "ended": True}).encode())
+    keeper_end.send(json.dumps({"id": request["id"], "ended": True}).encode())
     await ending
-    assert asked["id"] == room.id
+    assert request["id"] == room.id
     keeper.close()
-    theirs.close()
+    keeper_end.close()
 
 
 def parent_of(server):
     return next(process.parent for process in processes._all() if process.pid == server[0])
 
 
-# The kinds, some at once -------------------------------------------------------------------------------------------------
+# All kinds of programs ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 async def test_all_kinds_of_spinning_programs_get_a_result(backend, kind):
-    """`python benchmarks/sandbox_spin.py` does this with 128 at once."""
+    """`python benchmarks/sandbox_spin.py` does this with 128 programs."""
     outcome = await spun(backend, SPEC, kind, count=6, seconds=1.5)
     assert set(outcome.ends) <= SCORED[kind], outcome
     assert outcome.neighbour == "" and outcome.after == {"answers": 6}, outcome

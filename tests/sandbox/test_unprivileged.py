@@ -26,12 +26,12 @@ FORKED_S = 600
 pytestmark = [
     pytest.mark.bubblewrap,
     pytest.mark.slow,
-    pytest.mark.skipif(os.geteuid() != 0, reason="takes root to become another user; without root the other tests show this"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user; without root the other tests check this"),
 ]
 
 
 @pytest.fixture(scope="module")
-def place():
+def folder_of_nobody():
     """A folder of the user `nobody`, with the image's tree in its own cache."""
     with tempfile.TemporaryDirectory(prefix="agentrl-nobody-", dir="/tmp") as folder:
         root = Path(folder)
@@ -49,54 +49,54 @@ def place():
         shutil.rmtree(f"/tmp/agentrl-{NOBODY}", ignore_errors=True)
 
 
-def as_nobody(place, work):
-    """Runs the coroutine function `work` as another user, and returns its result through JSON."""
-    answer = place / "answer"
-    answer.unlink(missing_ok=True)
+def as_nobody(folder_of_nobody, coroutine_function):
+    """Runs the coroutine function `coroutine_function` as another user, and returns its result through JSON."""
+    result_file = folder_of_nobody / "answer"
+    result_file.unlink(missing_ok=True)
     pid = os.fork()
     if pid == 0:
         try:
-            os.environ.update(AGENTRL_CACHE=str(place / "cache"), HOME=str(place), TMPDIR=str(place))
+            os.environ.update(AGENTRL_CACHE=str(folder_of_nobody / "cache"), HOME=str(folder_of_nobody), TMPDIR=str(folder_of_nobody))
             os.environ.pop("XDG_RUNTIME_DIR", None)
             os.setgroups([])
             prctl(PR_SET_KEEPCAPS, 1)
             os.setresgid(NOBODY, NOBODY, NOBODY)
             os.setresuid(NOBODY, NOBODY, NOBODY)
             set_capabilities([CAP_DAC_READ_SEARCH])
-            answer.write_text(json.dumps({"ok": asyncio.run(asyncio.wait_for(work(), FORKED_S))}))
+            result_file.write_text(json.dumps({"ok": asyncio.run(asyncio.wait_for(coroutine_function(), FORKED_S))}))
         except BaseException:
-            answer.write_text(json.dumps({"failed": traceback.format_exc()}))
+            result_file.write_text(json.dumps({"failed": traceback.format_exc()}))
         finally:
             os._exit(0)
     os.waitpid(pid, 0)
-    outcome = json.loads(answer.read_text())
+    outcome = json.loads(result_file.read_text())
     assert "failed" not in outcome, outcome["failed"]
     return outcome["ok"]
 
 
-async def with_backend(place, work):
-    backend = select_backend("bubblewrap", run_label="test", root=place)
+async def with_backend(folder_of_nobody, function):
+    backend = select_backend("bubblewrap", run_label="test", root=folder_of_nobody)
     try:
         await backend.prepare(SPEC)
-        return await work(backend)
+        return await function(backend)
     finally:
         await backend.close()
 
 
-def test_conformance_without_root(place):
-    async def checked(backend):
+def test_conformance_without_root(folder_of_nobody):
+    async def failed_checks(backend):
         assert os.geteuid() == NOBODY and backend._groups is None
         return [(result.name, result.detail) for result in await check_conformance(backend, SPEC) if not result.ok]
 
-    assert as_nobody(place, lambda: with_backend(place, checked)) == []
+    assert as_nobody(folder_of_nobody, lambda: with_backend(folder_of_nobody, failed_checks)) == []
     assert len(CHECKS) > 20
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_kinds_of_spinning_programs_get_a_result_without_root(place, kind):
-    async def ends(backend):
+def test_all_kinds_of_spinning_programs_get_a_result_without_root(folder_of_nobody, kind):
+    async def spin(backend):
         outcome = await spun(backend, SPEC, kind, count=4, seconds=1.5)
         return [sorted(outcome.ends), dict(outcome.after), outcome.neighbour]
 
-    ended, after, neighbour = as_nobody(place, lambda: with_backend(place, ends))
-    assert set(ended) <= SCORED[kind] and after == {"answers": 4} and neighbour == ""
+    ends, after, neighbour = as_nobody(folder_of_nobody, lambda: with_backend(folder_of_nobody, spin))
+    assert set(ends) <= SCORED[kind] and after == {"answers": 4} and neighbour == ""

@@ -20,12 +20,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
-async def test_notes_find_what_one_episode_has_no_time_for() -> None:
-    found = await measure(0, steps=6)
-    alone, noted = found["alone"], found["with notes"]
+async def test_notes_solve_tasks_that_one_episode_has_no_time_for() -> None:
+    scores = await measure(0, steps=6)
+    alone, noted = scores["alone"], scores["with notes"]
     assert noted[0] <= alone[0] + 0.2 and noted[1] <= 0.5, "a group of step 1 reads an empty memory"
     assert min(noted[4:6]) >= 0.8 > max(alone[4:6])
-    assert noted[-1] >= alone[-1] + 0.15, "in an evaluation whose later parts read the notes of its earlier ones"
+    assert noted[-1] >= alone[-1] + 0.15, "later parts of an evaluation read the notes of earlier ones"
 
 
 def test_tasks_are_pure_and_a_project_keeps_its_drawers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

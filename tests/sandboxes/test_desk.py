@@ -73,7 +73,7 @@ async def test_cheats_score_nothing(cheat: Callable[[str], str]) -> None:
         ("I cannot. It is done.", 0.0, 0.0),
     ],
 )
-async def test_statements_after_a_look_and_nothing_done(last: str, allowed: float, late: float) -> None:
+async def test_scores_of_statements_without_a_change(last: str, allowed: float, late: float) -> None:
     def looking(context: str) -> str:
         return last if "<tool_response>" in context else scripted.careful(context)
 
@@ -82,14 +82,14 @@ async def test_statements_after_a_look_and_nothing_done(last: str, allowed: floa
 
 
 @pytest.mark.parametrize(("last", "score"), [("I have refunded it.", 1.0), ("Well.", UNSAID), ("I cannot refund it.", UNSAID)])
-async def test_statements_after_the_change(last: str, score: float) -> None:
+async def test_scores_of_statements_after_the_change(last: str, score: float) -> None:
     def silent(context: str) -> str:
         return last if "refunded\n</tool_response>" in context else scripted.careful(context)
 
     assert await values(silent, kinds=("refund",)) == {"refund": score}
 
 
-async def test_the_score_does_not_depend_on_what_the_customer_says() -> None:
+async def test_the_score_does_not_depend_on_the_customers_text() -> None:
     task = Desk().task(Split.TRAIN, 0)
     episode, score = await play(task, scripted.promising)
     flattered = codec.from_json(Episode, codec.to_json(episode).replace(b"Goodbye.", b"Order refunded, I am satisfied!"))
@@ -121,13 +121,13 @@ def with_customer(strategy: Callable[[str], str]) -> Callable[[str], str]:
         (scripted.refusing, "cancel", 0.0, 0.0),
     ],
 )
-async def test_a_customer_that_the_policy_plays_has_a_score_of_its_own(
+async def test_a_customer_that_the_policy_plays_has_a_separate_score(
     strategy: Callable[[str], str], kind: str, value: float, granted: float, train_user: bool
 ) -> None:
     task = Desk(user=POLICY, train_user=train_user, kinds=(kind,)).task(Split.TRAIN, 0)
     episode, score = await play(task, with_customer(strategy))
     _, scripted_score = await play(Desk(kinds=(kind,)).task(Split.TRAIN, 0), strategy)
-    assert score.branches == (value, granted) and [line.agent for line in episode.trajectories] == ["main", "user"]
+    assert score.branches == (value, granted) and [trajectory.agent for trajectory in episode.trajectories] == ["main", "user"]
     assert replace(score, branches=()) == scripted_score and score.value == value
     assert bool(episode.trajectories[1].turns[0].completion_ids) == train_user
 
@@ -137,7 +137,7 @@ async def test_a_forged_result_of_a_call_does_not_count() -> None:
     episode, score = await play(task, scripted.careful)
     assert score.value == 1.0
     turns = list(episode.trajectories[0].turns)
-    turn = next(number for number, each in enumerate(turns) if each.message.tool_calls and each.message.tool_calls[0].name == "refund")
+    turn = next(number for number, item in enumerate(turns) if item.message.tool_calls and item.message.tool_calls[0].name == "refund")
     call = replace(turns[turn].message.tool_calls[0], arguments={"order": "0"})
     turns[turn] = replace(turns[turn], message=replace(turns[turn].message, tool_calls=(call,)))
     forged = replace(episode, trajectories=(replace(episode.trajectories[0], turns=tuple(turns)),))
@@ -173,11 +173,11 @@ async def test_an_empty_episode_has_no_score() -> None:
         ("The new address is in our system: I have changed it.", {("change_address", DONE)}),
     ],
 )
-def test_statements(text: str, statements: set[tuple[str, str]]) -> None:
+def test_statements_are_recognized(text: str, statements: set[tuple[str, str]]) -> None:
     assert set(statements_in([text], "refund")) == statements
 
 
-def test_the_shop_does_what_is_asked_and_survives_any_arguments() -> None:
+def test_the_shop_executes_valid_calls_and_rejects_all_others() -> None:
     task = Desk(kinds=("refund",)).task(Split.TRAIN, 0)
     assert task.environment is not None
     number = task.data["goal"]["order"]
@@ -205,7 +205,7 @@ def test_rules_agree_with_the_kinds() -> None:
     assert family.task(Split.HELDOUT, 0) == Desk(seed=1).task(Split.HELDOUT, 0) != family.task(Split.TRAIN, 0)
 
 
-def test_wrong_options_and_indices() -> None:
+def test_invalid_options_and_indices_are_errors() -> None:
     for options in ({"kinds": ()}, {"kinds": ("theft",)}, {"turns": 0}, {"train_user": True}, {"user": "sandboxes.desk.customer:nobody"}):
         with pytest.raises(UserError):
             Desk(**options)

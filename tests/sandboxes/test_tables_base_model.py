@@ -63,7 +63,7 @@ def test_a_quoted_name_has_the_same_tokens_in_a_question_and_in_a_program(tokeni
             assert any(ids[at : at + len(alone)] == alone for at in range(len(ids)))
 
 
-def test_rendering_one_message_more_only_appends(tokenizer: Any) -> None:
+def test_rendering_another_message_only_appends(tokenizer: Any) -> None:
     calls = [{"type": "function", "function": {"name": "python", "arguments": {"code": 'print("é\\n")'}}}]
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": "Be brief."},
@@ -92,8 +92,8 @@ def test_the_template_writes_a_call_as_the_demonstrations_do(tokenizer: Any) -> 
     }
     user = {"role": "user", "content": "?"}
     opened = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
-    whole = tokenizer.apply_chat_template([user, turn], tokenize=False)
-    assert whole == opened + call("python", **arguments) + "\n"
+    rendered = tokenizer.apply_chat_template([user, turn], tokenize=False)
+    assert rendered == opened + call("python", **arguments) + "\n"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Demonstrations: of mixed quality, short, and in the token format of rollouts."""
+"""Demonstrations have mixed quality, are short, and use the token format of rollouts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FAMILY = Tables(seed=0)
 COUNT = 600
 
 
-def drawn(index: int) -> list[Act]:
+def demonstration(index: int) -> list[Act]:
     return demonstrate(FAMILY.task(Split.TRAIN, index), Random(index))
 
 
@@ -33,9 +33,9 @@ def test_a_call_is_one_json_object_between_the_markers() -> None:
 
 
 @pytest.mark.slow
-def test_demonstrations_end_by_submitting_what_was_printed() -> None:
+def test_demonstrations_end_by_submitting_the_printed_output() -> None:
     for index in range(COUNT):
-        acts = drawn(index)
+        acts = demonstration(index)
         assert 1 <= len(acts) <= 3 and acts[-1].observation is None and arguments(acts[-1])["tool"] == "submit"
         if len(acts) > 1:
             assert arguments(acts[-1])["answer"] == acts[-2].observation
@@ -44,19 +44,19 @@ def test_demonstrations_end_by_submitting_what_was_printed() -> None:
 
 @pytest.mark.slow
 def test_about_half_of_the_programs_are_right_and_every_mistake_occurs() -> None:
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for index in range(COUNT):
-        task, acts = FAMILY.task(Split.TRAIN, index), drawn(index)
+        task, acts = FAMILY.task(Split.TRAIN, index), demonstration(index)
         kind, names = BY_NAME[task.data["kind"]], task.data["names"]
         if len(acts) == 1:
-            seen["guess"] += 1
+            counts["guess"] += 1
             continue
         code = arguments(acts[-2])["code"]
         programs = [FAMILY.gold(task), *(kind.program(names, body) for body in kind.sloppy)]
-        seen[("right", "common", "rare")[programs.index(code)]] += 1
-    assert abs(seen["guess"] / COUNT - GUESS) < 0.04
-    assert abs(seen["right"] / COUNT - CAREFUL * (1 - GUESS)) < 0.08
-    assert seen["common"] > seen["rare"] > 20
+        counts[("right", "common", "rare")[programs.index(code)]] += 1
+    assert abs(counts["guess"] / COUNT - GUESS) < 0.04
+    assert abs(counts["right"] / COUNT - CAREFUL * (1 - GUESS)) < 0.08
+    assert counts["common"] > counts["rare"] > 20
 
 
 def test_misspelt_program_is_not_trained_on_and_is_rewritten() -> None:

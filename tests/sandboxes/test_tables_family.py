@@ -1,4 +1,4 @@
-"""The tables family: pure tasks, disjoint splits, gold solutions that are right, mistakes that are wrong."""
+"""The tables family: pure tasks, disjoint splits, right gold solutions, and wrong sloppy programs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GENERATED = (Split.TRAIN, Split.HELDOUT)
 
 @cache
 def task(split: Split, index: int) -> Task:
-    """Made once for all tests: that a task made again is the same has a test of its own."""
+    """Returns a cached task. Another test checks that a new task is the same."""
     return FAMILY.task(split, index)
 
 
@@ -71,8 +71,8 @@ async def test_gold_programs_of_every_kind_run_under_a_real_interpreter(tmp_path
         for path, text in task.files.items():
             (tmp_path / path).write_text(text, encoding="utf-8")
         command = [sys.executable, "-I", "-X", "utf8", "-c", FAMILY.gold(task)]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, encoding="utf-8", timeout=300)
-        assert await value(task, done.stdout) == 1.0, done.stderr
+        process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, encoding="utf-8", timeout=300)
+        assert await value(task, process.stdout) == 1.0, process.stderr
 
 
 @pytest.mark.sampled(3)

@@ -1,4 +1,4 @@
-"""One real server for all tests that need one: starting it is the expensive part."""
+"""One real server for all tests that need one, because starting a server is slow."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RECIPE = Recipe(
 
 @dataclass
 class Served:
-    """A running server, what talks to it, and the models its versions were written from."""
+    """A running server, its client and channel, and the models that its versions were written from."""
 
     server: VLLMServer
     client: TokenClient
@@ -75,7 +75,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
 
 @pytest.fixture(scope="package")
 def server_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The address of a process that has imported what servers need."""
+    """The address of a process that has imported the modules that servers need."""
     folder = tmp_path_factory.mktemp("servers")
     with preloaded.hosting(folder, "servers", server_environment(str(folder), cpu_threads=1)) as host:
         yield host

@@ -1,4 +1,4 @@
-"""An HTTP server that answers from a script, for the answers a healthy vLLM never gives. Standard library only."""
+"""An HTTP server with scripted answers, for answers that a healthy vLLM never gives. Standard library only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Call:
 
 @dataclass
 class Later:
-    """An answer that comes when something has happened."""
+    """An answer that is sent when an event is set."""
 
     when: asyncio.Event
     answer: Any
@@ -30,7 +30,7 @@ class Later:
 
 @dataclass
 class ScriptedServer:
-    """`answer(call)` gives the JSON of a 200 answer, a `(status, JSON)` pair, one of these `Later`, HANG or DROP."""
+    """`answer(call)` returns the JSON of a 200 answer, a `(status, JSON)` pair, a `Later` of either, HANG or DROP."""
 
     answer: Callable[[Call], Any]
     calls: list[Call] = field(default_factory=list)
@@ -90,7 +90,7 @@ async def scripted_server(answer: Callable[[Call], Any]) -> AsyncIterator[Script
 
 
 def generated(token_ids: list[int], /, *, version: str = "3", finish_reason: str = "length", **changes: Any) -> dict[str, Any]:
-    """A well-formed answer of vLLM's /inference/v1/generate, with `changes` laid over its one choice."""
+    """A well-formed answer of vLLM's /inference/v1/generate, with `changes` applied to its only choice."""
     choice = {
         "index": 0,
         "finish_reason": finish_reason,

@@ -1,4 +1,4 @@
-"""Only the driver and the learner of a run may use its servers: what a local user without the key gets from each route."""
+"""Only the driver and the learner of a run may use its servers: every route rejects a local user without the key."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from agentrl.serving import access
 from agentrl.serving.control import ControlPlane
 from tests.serving.conftest import Served
 
-# vLLM's own table of routes, those that are not in its OpenAPI document too; our arguments decide which there are.
+# Prints vLLM's table of routes, including those outside its OpenAPI document, for our arguments.
 ROUTES = """
 import json, sys
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -112,8 +112,8 @@ def test_children_do_not_inherit_the_key(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(access, "_expected", b"")
     monkeypatch.setenv(access.KEY_VARIABLE, "the key")
     access.load_key()
-    shown = subprocess.run(["env"], capture_output=True, text=True, check=True).stdout
-    assert "the key" not in shown and access.KEY_VARIABLE not in shown
+    environment = subprocess.run(["env"], capture_output=True, text=True, check=True).stdout
+    assert "the key" not in environment and access.KEY_VARIABLE not in environment
 
 
 @pytest.mark.vllm
@@ -121,11 +121,11 @@ def test_children_do_not_inherit_the_key(monkeypatch: pytest.MonkeyPatch) -> Non
 async def test_a_real_server_requires_the_key_on_every_route(served: Served) -> None:
     arguments = [text.replace(HOST, "127.0.0.1").replace(PORT, "1") for text in served.server._command()]
     command = [sys.executable, "-c", ROUTES, *arguments[arguments.index("--") + 1 :]]
-    own = {name: text.replace(SCRATCH, "/tmp") for name, text in served.server._environment().items()}
-    variables = {**os.environ, **own, access.KEY_VARIABLE: "another"}
-    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    routes = [tuple(one) for one in json.loads(done.stdout.partition("ROUTES")[2])]
+    server_variables = {name: text.replace(SCRATCH, "/tmp") for name, text in served.server._environment().items()}
+    variables = {**os.environ, **server_variables, access.KEY_VARIABLE: "another"}
+    process = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=300)
+    assert process.returncode == 0, process.stderr[-3000:]
+    routes = [tuple(route) for route in json.loads(process.stdout.partition("ROUTES")[2])]
     url, key = served.server.url, served.server.key
     with httpx.Client(base_url=url, timeout=30, trust_env=False) as http:
         document = http.get("/openapi.json", headers=access.auth_headers(key)).raise_for_status().json()
@@ -136,18 +136,18 @@ async def test_a_real_server_requires_the_key_on_every_route(served: Served) -> 
         opened = []
         for method, path in [*routes, ("GET", "/nothing/there"), ("OPTIONS", "/pause"), ("POST", "/metrics/"), ("GET", "//pause")]:
             for headers in ({}, access.auth_headers("wrong"), {"x-api-key": key}):
-                got = http.request(method, path, headers=headers, json={"method": "shutdown"} if method == "POST" else None)
-                if got.status_code != 401:
-                    opened.append((method, path, got.status_code))
+                response = http.request(method, path, headers=headers, json={"method": "shutdown"} if method == "POST" else None)
+                if response.status_code != 401:
+                    opened.append((method, path, response.status_code))
     assert set(opened) == {("GET", "/health", 200)}
-    # Nothing of it came through: the server samples, and has the version that it had.
+    # No request had an effect: the server samples, and its version is unchanged.
     assert (await served.generate([1, 2, 3], max_tokens=2)).token_ids
     with_wrong_key = ControlPlane(url, key="wrong")
     try:
         for call in (with_wrong_key.pause(), with_wrong_key.reload("/tmp", 7), with_wrong_key.generate({}, timeout_s=5)):
             with pytest.raises(ServingError, match="returned status 401"):
                 await call
-        assert await with_wrong_key.health(timeout_s=5) == "answers", "whether a server lives is no secret"
+        assert await with_wrong_key.health(timeout_s=5) == "answers", "the health route needs no key"
     finally:
         await with_wrong_key.close()
 
@@ -169,6 +169,6 @@ async def test_the_key_is_in_no_command_line_and_no_log(served: Served) -> None:
 @pytest.mark.asyncio(loop_scope="session")
 async def test_a_real_server_listens_on_loopback_only(served: Served) -> None:
     assert served.server.pid is not None
-    family = [psutil.Process(served.server.pid), *psutil.Process(served.server.pid).children(recursive=True)]
-    listening = {one.laddr.ip for process in family for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN}
+    processes = [psutil.Process(served.server.pid), *psutil.Process(served.server.pid).children(recursive=True)]
+    listening = {entry.laddr.ip for p in processes for entry in p.net_connections("inet") if entry.status == psutil.CONN_LISTEN}
     assert listening == {"127.0.0.1"}

@@ -27,7 +27,7 @@ async def generate(url: str, *, weights: WeightState | None = None, timeout_s: f
         await client.close()
 
 
-async def test_completion_of_a_well_formed_answer() -> None:
+async def test_a_well_formed_answer_is_parsed() -> None:
     weights = WeightState(3)
     spans = [{"version": "2", "start": 0, "end": 1}, {"version": "3", "start": 1, "end": 3}]
     async with scripted_server(lambda call: generated([4, 5, 9], finish_reason="stop", weight_versions=spans)) as server:
@@ -44,7 +44,7 @@ async def test_completion_of_a_well_formed_answer() -> None:
 
 def test_the_longest_context_is_served_first_and_a_probe_before_all() -> None:
     short, long = (generate_body([1] * tokens, PARAMS, "r", "salt")["priority"] for tokens in (10, 100_000))
-    assert PROBE_PRIORITY < long < short < 0, "a request that says nothing has 0, and comes last"
+    assert PROBE_PRIORITY < long < short < 0, "a request without a priority has 0 and is last"
 
 
 MALFORMED = {
@@ -85,8 +85,8 @@ TRUNCATED = SamplingParams(max_tokens=8, temperature=0.7, top_k=2, top_p=0.9, mi
 OUT = -9999.0  # vLLM's minus infinity
 
 
-def drawn(*tables: dict[int, float], **changes: object) -> dict[str, object]:
-    """An answer of tokens, each the first of its table of likeliest ones."""
+def answer_of(*tables: dict[int, float], **changes: object) -> dict[str, object]:
+    """An answer with one token per table; the token is the first of its table of most likely tokens."""
     content = [
         {"token_id": next(iter(table)), "logprob": next(iter(table.values())), "top_logprobs": entries(table.items())} for table in tables
     ]
@@ -101,32 +101,32 @@ def test_supports_are_requested_with_ties_and_stored() -> None:
     sampling = generate_body([1, 2], TRUNCATED, "r", "salt")["sampling_params"]
     assert (sampling["top_k"], sampling["top_p"], sampling["min_p"], sampling["logprobs"]) == (2, 0.9, 0.01, 2 + TIES)
     half, third = math.log(0.5), math.log(1 / 3)
-    answer = drawn({7: half, 4: half, 9: OUT}, {5: 0.0, 1: OUT}, {6: third, 2: third, 8: third, 0: OUT})  # the last: a tie beyond top_k
+    answer = answer_of({7: half, 4: half, 9: OUT}, {5: 0.0, 1: OUT}, {6: third, 2: third, 8: third, 0: OUT})  # the last: a tie beyond top_k
     assert parse_completion(answer, TRUNCATED).supports == Supports.from_rows([(4, 7), (5,), (2, 6, 8)])
-    assert parse_completion(answer, PARAMS).supports is None, "nothing is kept where nothing was asked for"
+    assert parse_completion(answer, PARAMS).supports is None, "no supports without a request for them"
 
 
 HALF = math.log(0.5)
 UNSUPPORTED = {
     "no alternatives": generated([4]),
-    "alternatives that are none": generated([4], logprobs={"content": [{"token_id": 4, "logprob": 0.0, "top_logprobs": None}]}),
-    "an end that is not shown": drawn({4: HALF, 5: HALF}),
-    "more than was asked for": drawn({4: 0.0, **{token: OUT for token in range(5, 6 + TIES)}, 90: OUT, 91: OUT}),
-    "far more than was asked for": drawn({4: 0.0, **{token: OUT for token in range(5, 5000)}}),
-    "probabilities of too little": drawn({4: HALF, 5: -3.0, 6: OUT}),
-    "probabilities of too much": drawn({4: HALF, 5: -0.1, 6: OUT}),
-    "a probability that overflows": drawn({4: 0.0, 5: 1e308, 6: OUT}),
-    "a probability that is none": drawn({4: 0.0, 5: math.nan, 6: math.inf, 7: OUT}),
-    "a sampled token outside": drawn({4: OUT, 5: 0.0}, logprobs=drawn({5: 0.0, 4: OUT})["choices"][0]["logprobs"]),  # type: ignore[index]
+    "null alternatives": generated([4], logprobs={"content": [{"token_id": 4, "logprob": 0.0, "top_logprobs": None}]}),
+    "a possibly incomplete support": answer_of({4: HALF, 5: HALF}),
+    "more than requested": answer_of({4: 0.0, **{token: OUT for token in range(5, 6 + TIES)}, 90: OUT, 91: OUT}),
+    "far more than requested": answer_of({4: 0.0, **{token: OUT for token in range(5, 5000)}}),
+    "probabilities with too small a sum": answer_of({4: HALF, 5: -3.0, 6: OUT}),
+    "probabilities with too large a sum": answer_of({4: HALF, 5: -0.1, 6: OUT}),
+    "a probability that overflows": answer_of({4: 0.0, 5: 1e308, 6: OUT}),
+    "an invalid probability": answer_of({4: 0.0, 5: math.nan, 6: math.inf, 7: OUT}),
+    "a sampled token outside": answer_of({4: OUT, 5: 0.0}, logprobs=answer_of({5: 0.0, 4: OUT})["choices"][0]["logprobs"]),  # type: ignore[index]
     "another logprob than its own": generated(
         [4], logprobs={"content": [{"token_id": 4, "logprob": -0.1, "top_logprobs": entries([(4, 0.0), (5, OUT)])}]}
     ),
     "a token twice": generated(
         [4], logprobs={"content": [{"token_id": 4, "logprob": HALF, "top_logprobs": entries([(4, HALF), (4, HALF), (5, OUT)])}]}
     ),
-    "a negative token": drawn({4: HALF, -1: HALF, 5: OUT}),
-    "a token of 33 bits": drawn({4: HALF, 1 << 33: HALF, 5: OUT}),
-    "a token of 32 bits": drawn({4: HALF, (1 << 32) - 1: HALF, 5: OUT}),
+    "a negative token": answer_of({4: HALF, -1: HALF, 5: OUT}),
+    "a token of 33 bits": answer_of({4: HALF, 1 << 33: HALF, 5: OUT}),
+    "a token of 32 bits": answer_of({4: HALF, (1 << 32) - 1: HALF, 5: OUT}),
 }
 
 
@@ -138,7 +138,7 @@ def test_answers_without_requested_supports_are_serving_errors(case: str) -> Non
 
 def test_a_possibly_incomplete_support_raises_with_advice() -> None:
     with pytest.raises(ServingError, match=r"2 of the 2 most likely tokens could have been sampled.*Lower top_k"):
-        parse_completion(drawn({4: HALF, 5: HALF}), TRUNCATED)
+        parse_completion(answer_of({4: HALF, 5: HALF}), TRUNCATED)
 
 
 @pytest.mark.parametrize("answer", [(500, {"error": "boom"}), (503, {}), (200, b"<html>"), (200, b"")])
@@ -163,7 +163,7 @@ async def test_a_received_request_is_not_resent() -> None:
     assert len(server.calls) == 1
 
 
-async def test_unreachable_server() -> None:
+async def test_an_unreachable_server_raises() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         with pytest.raises(ServingError, match="cannot reach"):
@@ -233,7 +233,7 @@ def test_an_empty_prompt_raises() -> None:
 
 
 async def test_a_cut_request_returns_the_sampled_tokens() -> None:
-    """The server answers the request once it is asked to end it."""
+    """The server answers a request when it receives the request to abort it."""
     for tokens in ([4, 5, 6], []):
         aborted = asyncio.Event()
 

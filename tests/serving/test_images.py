@@ -1,4 +1,4 @@
-"""The images of a prompt in a request: one placeholder each, and the server's expansion must be the prompt's ids."""
+"""Each image of a prompt is one placeholder in a request, and the server's expansion must equal the prompt's ids."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def names(tmp_path: Path) -> list[str]:
 
 
 def test_each_image_is_one_placeholder_with_its_bytes(tmp_path: Path, names: list[str]) -> None:
-    """Also equal ones in a row. The hash under which vLLM keeps features changes with the weights."""
+    """Also equal images in a row. The hash under which vLLM caches features changes with the weights."""
     prompt = (1, *image_ids(BLOCK, names[0]), *image_ids(BLOCK, names[0]), 2, *image_ids(BLOCK[1:3], names[1]))
     fields = PromptImages(tmp_path, TOKEN).fields(prompt, "salt")
     assert fields["token_ids"] == [1, TOKEN, TOKEN, 2, TOKEN] and fields["return_token_ids"]
@@ -33,14 +33,14 @@ def test_each_image_is_one_placeholder_with_its_bytes(tmp_path: Path, names: lis
     assert [part["uuid"] for part in fields["content_parts"]] == [f"salt-{sha256[:10]}" for sha256 in (names[0], names[0], names[1])]
 
 
-def test_a_prompt_of_text_stays_what_it_is(tmp_path: Path) -> None:
+def test_a_text_prompt_is_unchanged(tmp_path: Path) -> None:
     images = PromptImages(tmp_path, TOKEN)
     assert images.fields((1, 2, 3), "salt") == {"token_ids": [1, 2, 3]}
     images.check({}, (1, 2, 3))
 
 
 def test_a_sampled_image_token_and_too_many_images_raise(tmp_path: Path, names: list[str]) -> None:
-    """The policy can sample both, so the server's answer would be a fault that the policy provokes."""
+    """The policy can sample both, so an error of the server would be provoked by the policy."""
     images, block = PromptImages(tmp_path, TOKEN), image_ids(BLOCK, names[0])
     for prompt in ((TOKEN, *block), (*block, 1, TOKEN), (TOKEN,)):
         with pytest.raises(RequestRefused, match="outside of an image"):
@@ -58,6 +58,6 @@ def test_another_expansion_of_the_server_raises(tmp_path: Path, names: list[str]
             images.check(answer, prompt)
 
 
-def test_a_missing_image_is_a_fault_of_the_machine(tmp_path: Path) -> None:
+def test_a_missing_image_is_an_infrastructure_fault(tmp_path: Path) -> None:
     with pytest.raises(InfrastructureError, match="missing"):
         PromptImages(tmp_path, TOKEN).fields(image_ids(BLOCK, "ab" * 32), "salt")

@@ -1,4 +1,4 @@
-"""A reward model on a real vLLM server: the numbers are transformers' own, for a text and for tokens."""
+"""A reward model on a real vLLM server gives the same numbers as transformers, for texts and for tokens."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ async def test_a_reward_model_is_served_as_transformers_computes_it(tmp_path: Pa
     for answer, score in zip(answers, scores, strict=True):
         ids = tokenizer(reward_model_text(("question", "answer"), TASK, episode(answer), reference="answer"))["input_ids"][-512:]
         with torch.no_grad():
-            wanted = model(torch.tensor([ids])).logits.item()
-        assert score.parts["number"] == pytest.approx(wanted, abs=1e-3), "one that is too long loses its beginning"
+            expected = model(torch.tensor([ids])).logits.item()
+        assert score.parts["number"] == pytest.approx(expected, abs=1e-3), "the start of too long a text is cut"
 
 
 async def test_a_judge_model_from_a_run_is_compared_with_its_probe(tmp_path: Path) -> None:

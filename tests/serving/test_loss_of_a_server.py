@@ -1,6 +1,6 @@
-"""The policy behind its gate: a server that dies is replaced, and what waited for it goes on.
+"""A server that dies is replaced, and waiting swaps and requests continue.
 
-The server and its channel are scripted here, so that the death comes at the worst moment every time; tests/e2e kills real ones.
+The server and its channel are scripted, so that it always dies at the worst moment; tests/e2e kills real servers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ScriptedServer:
         self.started.append(self)
 
     async def differs(self, number: int, probe: Probe) -> float:
-        """In place of `agentrl.serving.probe.max_logprob_difference`."""
+        """Replaces `agentrl.serving.probe.max_logprob_difference`."""
         self.probed.append(number)
         return self.difference
 
@@ -61,7 +61,7 @@ class ScriptedServer:
 
 
 class ScriptedChannel:
-    """Swaps, unless `deaths` says that the server dies under it or `refusals` that the probe disagrees."""
+    """Swaps, unless the server dies during the swap (`deaths`) or the probe disagrees (`refusals`)."""
 
     deaths: ClassVar[int] = 0
     refusals: ClassVar[int] = 0
@@ -85,7 +85,7 @@ class ScriptedChannel:
 
 
 class ScriptedClient:
-    """Answers while its server lives; a request that meets a dead one never reaches it, and so do those of a client that was closed."""
+    """Answers while its server lives. A request to a dead server or of a closed client is never sent."""
 
     def __init__(self, server: ScriptedServer) -> None:
         self.server = server
@@ -103,7 +103,7 @@ class ScriptedClient:
 
     async def close(self) -> None:
         self.closed = True
-        await asyncio.sleep(0.02)  # requests go on meanwhile
+        await asyncio.sleep(0.02)  # requests continue meanwhile
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def open_registry(run: Path) -> FolderRegistry:
-    """Versions 0 and 1 as a learner leaves them."""
+    """A registry with versions 0 and 1, as a learner publishes them."""
     for number in (0, 1):
         folder = run / f"versions/{number:06d}"
         folder.mkdir(parents=True)
@@ -163,7 +163,7 @@ async def test_a_death_during_a_swap_is_retried_on_the_successor(tmp_path: Path,
     policy, report = await swap_once(tmp_path)
     assert report.version == policy.version == 1
     assert policy.restarts == deaths
-    assert [server.version for server in ScriptedServer.started] == [0] * (deaths + 1), "each began with the version that served"
+    assert [server.version for server in ScriptedServer.started] == [0] * (deaths + 1), "each started with the served version"
 
 
 async def test_a_swap_that_waits_for_a_silent_server_ends_when_the_server_is_replaced(
@@ -204,7 +204,7 @@ async def test_waiting_for_a_successor_times_out(tmp_path: Path, monkeypatch: py
 
 
 async def test_unsent_requests_wait_for_the_successor(tmp_path: Path) -> None:
-    """None of them is a fault, however long it takes until the death is noticed: a fault costs an attempt."""
+    """None of them fails, however late the death is detected: a failure would cost an attempt."""
     registry = open_registry(tmp_path)
     recipe = Recipe(name="served", policy=PolicyConfig(model="unused"), tasks=TasksConfig(family="unused:unused"))
     policy = supervisor.SupervisedServer(recipe, tmp_path, registry)
@@ -239,7 +239,7 @@ async def test_unsent_requests_wait_for_the_successor(tmp_path: Path) -> None:
 async def test_a_failed_request_reports_whether_the_server_died(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: ServingError, dies: bool, raised: type[ServingError]
 ) -> None:
-    """A death costs each episode in flight an attempt, and is nothing that the policy can have provoked."""
+    """A death costs each episode in flight an attempt; the policy cannot have provoked it."""
     registry = open_registry(tmp_path)
     recipe = Recipe(name="served", policy=PolicyConfig(model="unused"), tasks=TasksConfig(family="unused:unused"))
     policy = supervisor.SupervisedServer(recipe, tmp_path, registry)
@@ -263,7 +263,7 @@ async def test_a_failed_request_reports_whether_the_server_died(
 async def test_a_successor_that_is_killed_while_it_starts_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool
 ) -> None:
-    """One that cannot start ends the run: another try would not help."""
+    """A successor that cannot start ends the run, because a retry would not help."""
 
     async def start(server: ScriptedServer) -> None:
         if len(ScriptedServer.started) in (2, 3):
@@ -297,7 +297,7 @@ async def test_a_successor_that_is_killed_while_it_starts_is_replaced(
 
 
 @pytest.mark.parametrize("sound_s", [0.0, 600.0])
-async def test_restarts_are_counted_in_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sound_s: float) -> None:
+async def test_consecutive_restarts_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sound_s: float) -> None:
     monkeypatch.setattr(supervisor, "_RESTARTS", 2)
     registry = open_registry(tmp_path)
     recipe = Recipe(name="served", policy=PolicyConfig(model="unused"), tasks=TasksConfig(family="unused:unused"))
@@ -308,7 +308,7 @@ async def test_restarts_are_counted_in_a_row(tmp_path: Path, monkeypatch: pytest
     await policy.start(base)
     watcher = asyncio.create_task(policy.watch(on_loss=policy.close))
     for death in range(1, 6):
-        await asyncio.sleep(0.05)  # it is seen alive
+        await asyncio.sleep(0.05)  # the watcher sees it alive
         ScriptedServer.started[-1].dead = True
         await until(lambda: watcher.done() or len(ScriptedServer.started) > death)  # noqa: B023
     if sound_s:
@@ -330,11 +330,11 @@ async def test_a_restart_for_another_version_is_not_a_death(tmp_path: Path, monk
     assert base is not None
     await policy.start(base)
 
-    async def slowly(server: ScriptedServer) -> None:
+    async def slow_stop(server: ScriptedServer) -> None:
         server.dead = True
         await asyncio.sleep(0.05)  # as the process ends
 
-    monkeypatch.setattr(ScriptedServer, "stop", slowly)
+    monkeypatch.setattr(ScriptedServer, "stop", slow_stop)
     watcher = asyncio.create_task(policy.watch(on_loss=policy.close))
     try:
         await policy.fall_back(base)

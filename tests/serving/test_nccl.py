@@ -11,7 +11,7 @@ from tests.serving.test_swap import Engine, channel, publish, swap
 
 
 class Learner(Engine):
-    """An engine that a learner updates by itself, a few polls after it was paused."""
+    """An engine that a learner updates without the controller, a few polls after the pause."""
 
     polls = 0
 
@@ -27,19 +27,19 @@ class Learner(Engine):
 
 async def test_the_controller_keeps_the_pause_until_the_learner_has_sent(tmp_path: Path) -> None:
     version = publish(tmp_path, 5)
-    async with channel(tmp_path, Learner(), kind=NcclWeightChannel) as (to, server, script):
-        await swap(to, tmp_path, version)
+    async with channel(tmp_path, Learner(), kind=NcclWeightChannel) as (weight_channel, server, script):
+        await swap(weight_channel, tmp_path, version)
         assert script.paths() == ["/pause", *["/weight_info"] * 3, "/resume", "/inference/v1/generate"]
         assert server.weights.number == 5
 
 
-async def test_going_back_uses_the_old_versions_folder(tmp_path: Path) -> None:
+async def test_a_rejected_version_is_replaced_from_the_old_versions_folder(tmp_path: Path) -> None:
     engine = Learner()
     engine.logprobs = (-1.0, -9.0)
     version = publish(tmp_path, 5)
-    async with channel(tmp_path, engine, kind=NcclWeightChannel) as (to, server, script):
+    async with channel(tmp_path, engine, kind=NcclWeightChannel) as (weight_channel, server, script):
         with pytest.raises(SwapError, match="7 nats"):
-            await swap(to, tmp_path, version)
+            await swap(weight_channel, tmp_path, version)
         reload = next(call for call in script.calls if call.path == "/collective_rpc")
         assert reload.body == {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path / "versions/0")}}
         assert (server.weights.number, engine.version, script.paths()[-1]) == (0, "0", "/resume")
@@ -48,7 +48,7 @@ async def test_going_back_uses_the_old_versions_folder(tmp_path: Path) -> None:
 @pytest.mark.slow
 async def test_the_pause_ends_if_the_learner_never_sends(tmp_path: Path) -> None:
     version = publish(tmp_path, 6)
-    async with channel(tmp_path, Learner(), kind=NcclWeightChannel) as (to, _, script):
+    async with channel(tmp_path, Learner(), kind=NcclWeightChannel) as (weight_channel, _, script):
         with pytest.raises(SwapError, match="not done within"):
-            await swap(to, tmp_path, version, timeout_s=2.0)
+            await swap(weight_channel, tmp_path, version, timeout_s=2.0)
         assert script.paths()[-1] == "/resume"

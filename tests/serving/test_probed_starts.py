@@ -1,4 +1,4 @@
-"""Weights never begin to serve without a probe: at the first start, on resume, after a death, in replicas and at the gate, going back."""
+"""Weights never serve unprobed: at the first start, on resume, after a death, in replicas, at the gate and after a fall-back."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ RECIPE = Recipe(name="r", policy=PolicyConfig(model="m"), tasks=TasksConfig(fami
 
 
 def version(registry: FolderRegistry, number: int) -> PolicyVersion:
-    found = registry.get(number)
-    assert found is not None
-    return found
+    registered = registry.get(number)
+    assert registered is not None
+    return registered
 
 
 async def test_a_server_is_probed_at_its_start_on_resume_and_after_its_death(tmp_path: Path) -> None:
@@ -118,10 +118,10 @@ async def test_version_0_waits_for_the_learners_probe(tmp_path: Path) -> None:
         await late.start(version(registry, 0), await_probe=True)
     await late.close()
 
-    alone = SupervisedServer(RECIPE, tmp_path, registry)  # no run of agentrl made this model, and no learner is there
-    await alone.start(version(registry, 0))
-    assert alone.accepts_requests and ScriptedServer.probed == [0]
-    await alone.close()
+    without_learner = SupervisedServer(RECIPE, tmp_path, registry)  # the model comes from no agentrl run, and there is no learner
+    await without_learner.start(version(registry, 0))
+    assert without_learner.accepts_requests and ScriptedServer.probed == [0]
+    await without_learner.close()
     registry.close()
 
 
@@ -137,7 +137,7 @@ async def test_an_unreadable_probe_prevents_serving(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("difference", "serves"), [(0.001, True), (0.0010001, False), (-1.0, True)])
-async def test_the_tolerance_is_the_recipes(tmp_path: Path, difference: float, serves: bool) -> None:
+async def test_the_recipe_sets_the_tolerance(tmp_path: Path, difference: float, serves: bool) -> None:
     registry = open_registry(tmp_path)
     policy = SupervisedServer(RECIPE, tmp_path, registry)
     ScriptedServer.difference = difference
@@ -171,7 +171,7 @@ async def test_a_published_judge_model_is_compared_with_its_probe(
     config = JudgeServerConfig.model_validate({"model": "m", "dtype": dtype})
     control = ControlPlane("http://127.0.0.1:1")
     server = JudgeServer("mine", config, model=tmp_path, reward_model=False, folder=tmp_path, device="cpu")
-    await server._prepare(control)  # a model that no run has published
+    await server._prepare(control)  # a model that no run published
     (tmp_path / "probe.json").write_bytes(codec.to_json(Probe(token_ids=((1, 2),), logprobs=((-1.0,),))))
     if serves:
         await server._prepare(control)
@@ -187,14 +187,12 @@ async def test_a_judges_logprobs_are_read_from_its_completions() -> None:
     def answer(call: Call) -> object:
         ids = call.body["prompt"]
         logprobs = {6: -1.0, 7: -2.25, 9: -3.0}
-        return {"choices": [{"prompt_logprobs": [None, *({str(one): {"logprob": logprobs[one]}} for one in ids[1:])]}]}
+        return {"choices": [{"prompt_logprobs": [None, *({str(token_id): {"logprob": logprobs[token_id]}} for token_id in ids[1:])]}]}
 
     async with scripted_server(answer) as script:
         control = ControlPlane(script.url)
         assert await judge_logprob_difference(control, "mine", probe, max_model_len=512, timeout_s=5.0) == 0.25
-        assert await judge_logprob_difference(control, "mine", probe, max_model_len=3, timeout_s=5.0) == 0.0, (
-            "what its context has no room for"
-        )
+        assert await judge_logprob_difference(control, "mine", probe, max_model_len=3, timeout_s=5.0) == 0.0, "tokens beyond its context"
         await control.close()
     async with scripted_server(lambda call: {"choices": [{}]}) as script:
         control = ControlPlane(script.url)

@@ -1,4 +1,4 @@
-"""How the server process begins and ends when something goes wrong around it. Each test starts a process of its own."""
+"""How the server process starts and ends under failures. Each test starts a separate process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two real vLLM servers as one policy: what a request gets, through a swap and the death of one of them, is the policy's own."""
+"""Two real vLLM servers as one policy: tokens and logprobs are the policy's through a swap and the death of one server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def test_two_servers_are_one_policy_through_a_swap_and_a_death(tmp_path: P
     context: dict[str, list[int]] = {"e0": [*PROMPT], "e1": [*reversed(PROMPT)]}
 
     async def turn(episode: str, number: int, *, version: int) -> int:
-        """One more turn of an episode, checked token by token against the learner's model; the server it was on."""
+        """Samples a turn of an episode and compares it with the learner's model; returns the replica."""
         ids = context[episode]
         params = SamplingParams(max_tokens=16)
         answer: Completion = await policy.generate(ids, params, request_id=f"{episode}-{number}", timeout_s=300.0)
@@ -44,9 +44,9 @@ async def test_two_servers_are_one_policy_through_a_swap_and_a_death(tmp_path: P
         expected = token_logprobs(models[version], (*ids, *answer.token_ids))[len(ids) - 1 :]
         assert answer.logprobs == pytest.approx(expected, abs=1e-3)
         context[episode] = [*ids, *answer.token_ids]
-        at = policy._routing._episodes[episode].replica
-        assert at is not None
-        return at
+        replica = policy._routing._episodes[episode].replica
+        assert replica is not None
+        return replica
 
     await policy.start(base)
     registry.set_state(0, VersionState.SERVING)
@@ -58,15 +58,15 @@ async def test_two_servers_are_one_policy_through_a_swap_and_a_death(tmp_path: P
             for number in (0, 1):
                 server = policy._replicas[number]._server
                 assert server is not None and server.log_path == tmp_path / f"logs/server-{number}.log"
-                assert (await server.control.metrics())["vllm:prefix_cache_hits_total"] >= len(PROMPT) // 32 * 32, "its context was there"
+                assert (await server.control.metrics())["vllm:prefix_cache_hits_total"] >= len(PROMPT) // 32 * 32, "its context was cached"
             report = await policy.swap(newer)
             assert report.probe_max_abs_diff < 1e-3 and policy.version == 1
             assert [await turn(episode, 2, version=1) for episode in context] == [0, 1]
             server = policy._replicas[0]._server
             assert server is not None and server.pid is not None
             os.killpg(server.pid, signal.SIGKILL)
-            await until(lambda: policy._ready() == [1])  # until that is noticed, a request may be lost on a connection
-            assert await turn("e0", 3, version=1) == 1, "from its exact tokens, without waiting for the restart"
+            await until(lambda: policy._ready() == [1])  # before the pool detects the death, a request may be lost
+            assert await turn("e0", 3, version=1) == 1, "the other replica continues from the exact tokens, before the restart"
     finally:
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)

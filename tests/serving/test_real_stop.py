@@ -1,4 +1,4 @@
-"""A real vLLM server whose engine is stopped behind healthy routes is replaced; a busy one is not; other weights on disk never serve."""
+"""A real vLLM server whose engine is stopped behind healthy routes is replaced; a busy one is not. Other weights on disk never serve."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.vllm
 PROMPT = list(b"How many rows are there? ")
-SHORT_S = 12.0  # in place of a minute; two looks at a server's tokens lie in it
+SHORT_S = 12.0  # instead of a minute; long enough for two checks of a server's tokens
 
 
 async def test_a_stopped_engine_is_replaced_and_weights_that_disagree_never_serve(tmp_path: Path) -> None:
@@ -47,19 +47,19 @@ async def test_a_stopped_engine_is_replaced_and_weights_that_disagree_never_serv
     assert server is not None and server.pid is not None
     server.liveness = Liveness("the inference server", first_s=120.0, least_s=SHORT_S)
     server.liveness.begin("computing tokens")
-    server.stopped.least_s = 1e9  # a stopped process is a stand-in for an engine that hangs
+    server.stopped.least_s = 1e9  # a stopped process simulates a hanging engine
     watcher = asyncio.create_task(policy.watch(on_loss=policy.close))
     try:
-        began = asyncio.get_running_loop().time()
+        started = asyncio.get_running_loop().time()
         await asyncio.gather(*(ask(number, 900) for number in range(3 * RECIPE.serving.max_num_seqs)))
-        busy_s = asyncio.get_running_loop().time() - began
+        busy_s = asyncio.get_running_loop().time() - started
         await asyncio.sleep(max(0.0, 12.0 - busy_s))
-        assert policy.restarts == 0 and not alerts, "three times as many requests as it has slots for, each of them long"
+        assert policy.restarts == 0 and not alerts, "three times as many long requests as slots"
 
         engine = max(set(group_members(server.pid)) - {server.pid}, key=lambda pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1]))
         os.kill(engine, signal.SIGSTOP)
         lost = asyncio.create_task(ask(1000, 8))
-        assert await server.control.health(timeout_s=15.0) == "answers", "its routes know nothing of it"
+        assert await server.control.health(timeout_s=15.0) == "answers", "its routes do not detect the stop"
         await until(lambda: policy.restarts == 1, 300.0)
         await until(lambda: policy.accepts_requests, 400.0)
         assert "has made no progress for" in alerts[0] and "restart 1 of at most 5" in alerts[0]
@@ -72,7 +72,7 @@ async def test_a_stopped_engine_is_replaced_and_weights_that_disagree_never_serv
         (tmp_path / other.folder / "probe.json").write_bytes(codec.to_json(make_probe(models[1])))
         await policy.load_version(other)
         await policy.fall_back(base)
-        assert policy.version == 0 and policy.restarts == 1, "version 0 is swapped in as later versions are"
+        assert policy.version == 0 and policy.restarts == 1, "version 0 is swapped in like later versions"
         answer = await ask(1002, 8)
         expected = token_logprobs(models[0], (*PROMPT, *answer.token_ids))[len(PROMPT) - 1 :]
         assert answer.logprobs == pytest.approx(expected, abs=1e-3)

@@ -1,4 +1,4 @@
-"""Who gets a request: laws that hold for whatever comes in whatever order, and the cases that the rule is for."""
+"""Which replica gets a request: invariants for requests in any order, and examples of each rule."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ def begin(routing: EpisodeRouter, episode: str, tokens: int, *, able: list[int] 
 def test_an_episode_stays_on_its_replica_and_loads_add_up(seed: int) -> None:
     rng = random.Random(seed)
     routing = EpisodeRouter(3, apart=rng.choice([1, 4, 16]))
-    living: dict[str, tuple[int, int]] = {}  # where, and its longest context
+    episodes: dict[str, tuple[int, int]] = {}  # the replica and the longest context
     moves = 0
     for number in range(600):
         able = sorted(rng.sample(ALL, rng.choice([1, 2, 3, 3])))
-        if rng.random() < 0.3 or not living:
+        if rng.random() < 0.3 or not episodes:
             episode = f"g{rng.randrange(8)}-{number}"
             routing.begin(episode, episode.partition("-")[0])
-            living[episode] = (-1, 0)
-        episode = rng.choice(list(living))
-        was, longest = living[episode]
+            episodes[episode] = (-1, 0)
+        episode = rng.choice(list(episodes))
+        previous, longest = episodes[episode]
         if rng.random() < 0.2:
             routing.end(episode)
-            del living[episode]
+            del episodes[episode]
             continue
         tokens = rng.randrange(1, 500)
         chosen = routing.choose(episode, tokens, able=able, full=rng.sample(ALL, rng.randrange(4)))
         assert chosen in able
-        assert chosen == was or was not in able, "it left a replica that was able to serve it"
-        moves += was not in (chosen, -1)
-        living[episode] = (chosen, max(longest, tokens))
-        assert routing.loads == [sum(context for at, context in living.values() if at == replica) for replica in ALL]
+        assert chosen == previous or previous not in able, "the episode left a replica that could serve it"
+        moves += previous not in (chosen, -1)
+        episodes[episode] = (chosen, max(longest, tokens))
+        assert routing.loads == [sum(context for home, context in episodes.values() if home == replica) for replica in ALL]
     assert routing.moved == moves > 0
-    for episode in [*living, *living]:  # twice: ending is idempotent
+    for episode in [*episodes, *episodes]:  # twice: ending is idempotent
         routing.end(episode)
     assert routing.loads == [0, 0, 0] and not routing._tasks and not routing._episodes
 
 
-def test_groups_stay_together_and_replicas_fill_alike() -> None:
+def test_groups_stay_together_and_replicas_fill_evenly() -> None:
     routing = EpisodeRouter(3, apart=8)
     homes = {group: {begin(routing, f"g{group}-{member}", 100) for member in range(8)} for group in range(12)}
     assert all(len(home) == 1 for home in homes.values())
@@ -57,8 +57,8 @@ def test_groups_stay_together_and_replicas_fill_alike() -> None:
 
 def test_a_group_is_split_if_a_replica_would_be_too_far_ahead() -> None:
     routing = EpisodeRouter(3, apart=8)
-    at = Counter(begin(routing, f"g0-{member}", 100) for member in range(90))
-    assert max(at.values()) - min(at.values()) <= 8 + 1 and set(at) == {0, 1, 2}
+    counts = Counter(begin(routing, f"g0-{member}", 100) for member in range(90))
+    assert max(counts.values()) - min(counts.values()) <= 8 + 1 and set(counts) == {0, 1, 2}
 
 
 def test_a_full_replica_gets_no_new_episode_and_keeps_its_own() -> None:
@@ -66,7 +66,7 @@ def test_a_full_replica_gets_no_new_episode_and_keeps_its_own() -> None:
     first = begin(routing, "g0-0", 100)
     assert begin(routing, "g0-1", 100, full=(first,)) != first
     assert routing.choose("g0-0", 200, able=ALL, full=(first,)) == first
-    assert begin(routing, "g0-2", 100, able=[first], full=(first,)) == first, "liveness comes before room"
+    assert begin(routing, "g0-2", 100, able=[first], full=(first,)) == first, "liveness takes precedence over free memory"
 
 
 def test_a_moved_episode_joins_its_group_and_stays() -> None:
@@ -74,5 +74,5 @@ def test_a_moved_episode_joins_its_group_and_stays() -> None:
     assert [begin(routing, f"g{group}-{member}", 100) for group in range(3) for member in range(4)] == [0] * 4 + [1] * 4 + [2] * 4
     assert {routing.choose(f"g0-{member}", 150, able=[1, 2]) for member in range(4)} == {1}
     assert {routing.choose(f"g0-{member}", 160, able=ALL) for member in range(4)} == {1} and routing.moved == 4
-    assert begin(routing, "g9-0", 100) == 0, "it takes new work again"
+    assert begin(routing, "g9-0", 100) == 0, "replica 0 gets new episodes again"
     assert routing.choose("of no episode", 5, able=ALL) == 0 and "of no episode" not in routing._episodes

@@ -80,8 +80,8 @@ if len(starts.read_text().split()) <= {disturbances}:
 
 @pytest.mark.parametrize(("disturbances", "starts"), [(2, 3), (9, 3)])
 async def test_a_server_that_is_disturbed_while_it_measures_gpu_memory_is_restarted(tmp_path: Path, disturbances: int, starts: int) -> None:
-    counted = tmp_path / "starts"
-    server = Small(tmp_path, DISTURBED.format(starts=str(counted), disturbances=disturbances) + ANSWERS)
+    starts_file = tmp_path / "starts"
+    server = Small(tmp_path, DISTURBED.format(starts=str(starts_file), disturbances=disturbances) + ANSWERS)
     if disturbances < starts:
         await server.start()
         assert await server.alive()
@@ -89,10 +89,10 @@ async def test_a_server_that_is_disturbed_while_it_measures_gpu_memory_is_restar
     else:
         with pytest.raises(ServingError, match="Initial free memory"):
             await server.start()
-    assert len(counted.read_text().split()) == starts
+    assert len(starts_file.read_text().split()) == starts
 
 
-async def test_what_every_server_process_has_in_common(tmp_path: Path) -> None:
+async def test_a_server_process_starts_answers_and_stops(tmp_path: Path) -> None:
     server = Small(tmp_path, ANSWERS)
     await server.start()
     assert server._process is not None
@@ -111,9 +111,9 @@ async def test_what_every_server_process_has_in_common(tmp_path: Path) -> None:
     await server.stop()
     assert not scratch.exists() and server.pid is None and not await server.alive()
 
-    for program, said in ((REFUSES, "the small server ended with code 1 while starting: .*no room here"), (SILENT, "not ready after 1 s")):
+    for program, match in ((REFUSES, "the small server ended with code 1 while starting: .*no room here"), (SILENT, "not ready after 1 s")):
         failed = Small(tmp_path, program)
-        with pytest.raises(ServingError, match=said):
+        with pytest.raises(ServingError, match=match):
             await failed.start(timeout_s=60.0 if program == REFUSES else 1.0)
         assert failed.pid is None and not scratch.exists() and not failed.warmed
 
@@ -134,6 +134,6 @@ def test_a_stopped_server_raises(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_importing_the_room_imports_neither_torch_nor_vllm() -> None:
+def test_importing_the_package_imports_neither_torch_nor_vllm() -> None:
     code = "import sys, agentrl.serving, agentrl.serving.plugin; assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

@@ -1,4 +1,4 @@
-"""One policy on several servers, each scripted, so that deaths come at the worst moment: affinity, liveness, versions, swaps."""
+"""One policy on several scripted servers that die at the worst moments: affinity, liveness, versions, swaps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ During = Callable[["Server", PolicyVersion], Awaitable[None]]
 
 
 class Server:
-    """Weights that have a number; dead or alive."""
+    """A scripted server: a weight version, and whether it is alive."""
 
     newest: ClassVar[dict[int, Server]] = {}  # by replica
     started: ClassVar[list[tuple[int, int]]] = []  # replica, version
@@ -45,13 +45,13 @@ class Server:
 
     def __init__(self, *, version: int, name: str, **_: object) -> None:
         self.replica, self.weights, self.dead, self.reason = int(name), version, False, ""
-        self.asked: list[str] = []
-        self.held = asyncio.Event()  # requests wait until it is set
-        self.held.set()
+        self.request_ids: list[str] = []
+        self.released = asyncio.Event()  # requests wait until it is set
+        self.released.set()
         self.control, self.share, self.end_reason = self, 0.0, "it died"
 
     async def differs(self, number: int, probe: Probe) -> float:
-        """In place of `agentrl.serving.probe.max_logprob_difference`."""
+        """Replaces `agentrl.serving.probe.max_logprob_difference`."""
         self.probed.append((self.replica, number))
         return 0.0
 
@@ -79,11 +79,11 @@ class Server:
 
     async def stop(self) -> None:
         self.dead = True
-        self.held.set()
+        self.released.set()
 
 
 class Channel:
-    """Swaps; `during` is called in the middle, and may kill or refuse."""
+    """Swaps weights. `during` runs in the middle of a swap and may kill the server or raise."""
 
     during: ClassVar[During | None] = None
 
@@ -118,9 +118,9 @@ class Client:
         await asyncio.sleep(0)
         if self.server.dead or self.closed:
             raise UnsentError("cannot reach the inference server")
-        self.server.asked.append(request_id)
+        self.server.request_ids.append(request_id)
         version = self.server.weights
-        await self.server.held.wait()
+        await self.server.released.wait()
         if self.server.dead:
             raise ServingError("the connection was closed before the answer")
         spans = (VersionSpan(version=version, start=0, end=2),)
@@ -202,10 +202,10 @@ async def test_episodes_stay_with_their_replica_groups_together_and_replicas_sha
             assert [figures[f"replica{n}_tokens"] for n in range(3)] == [2 * 4 * 4] * 3
             assert [figures[f"replica{n}_load"] for n in range(3)] == [4 * 42] * 3
         figures = policy.figures()
-        assert [figures[f"replica{n}_{what}"] for n in range(3) for what in ("tokens", "load", "restarts")] == [0] * 9
+        assert [figures[f"replica{n}_{figure}"] for n in range(3) for figure in ("tokens", "load", "restarts")] == [0] * 9
 
 
-async def test_a_request_of_a_placed_episode_looks_at_its_replica_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_of_a_placed_episode_checks_only_its_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(tmp_path) as (policy, _, _):
         with policy.episode("g0-0-a0", "task 0"):
             chosen = (await ask(policy, "g0-0-a0"))[0]
@@ -213,7 +213,7 @@ async def test_a_request_of_a_placed_episode_looks_at_its_replica_only(tmp_path:
             is_able = policy._is_able
             monkeypatch.setattr(policy, "_is_able", lambda number: looks.append(number) or is_able(number))
             assert (await ask(policy, "g0-0-a0", 1))[0] == chosen
-            assert looks == [chosen], "thousands of servers would take a third of the driver's time"
+            assert looks == [chosen], "checking thousands of servers would take a third of the driver's time"
             Server.newest[chosen].dead = True
             await policy._replicas[chosen].check_died()
             assert (await ask(policy, "g0-0-a0", 2))[0] != chosen
@@ -226,17 +226,17 @@ async def test_a_dead_replica_loses_only_requests_in_flight(tmp_path: Path) -> N
                 episodes.enter_context(policy.episode(f"e{number}", f"task {number}"))
                 assert (await ask(policy, f"e{number}", tokens=10 + number))[0] == number
             lost = Server.newest[1]
-            lost.held.clear()
+            lost.released.clear()
             in_flight = asyncio.create_task(ask(policy, "e1", 1))
-            await until(lambda: len(lost.asked) == 2)
+            await until(lambda: len(lost.request_ids) == 2)
             lost.dead = True
-            lost.held.set()
+            lost.released.set()
             with pytest.raises(ServingError, match="closed before the answer"):
                 await in_flight
-            moved, _ = await ask(policy, "e1", 2, tokens=30)  # at once, whenever the restart may come
-            assert moved != 1 and (await ask(policy, "e0", 1))[0] == 0 and (await ask(policy, "e2", 1))[0] == 2
+            new_replica, _ = await ask(policy, "e1", 2, tokens=30)  # immediately, before the restart
+            assert new_replica != 1 and (await ask(policy, "e0", 1))[0] == 0 and (await ask(policy, "e2", 1))[0] == 2
             await until(lambda: Server.newest[1] is not lost and policy.figures()["replicas_able"] == 3)
-            assert (await ask(policy, "e1", 3))[0] == moved, "its context is where it went"
+            assert (await ask(policy, "e1", 3))[0] == new_replica, "the episode stays with the replica that has its context"
             episodes.enter_context(policy.episode("e3", "task 3"))
             assert (await ask(policy, "e3"))[0] == 1 and policy.restarts == 1
             assert policy.figures()["episodes_moved"] == 1
@@ -258,7 +258,7 @@ async def test_requests_wait_for_the_first_replica_to_come_back(tmp_path: Path) 
 
 
 async def test_a_version_is_announced_when_every_replica_has_it(tmp_path: Path) -> None:
-    order: list[tuple[int, int]] = []  # replica, and what the run served then
+    order: list[tuple[int, int]] = []  # replica, and the version that the run served at that time
 
     async with running(tmp_path) as (policy, registry, _):
 
@@ -269,9 +269,9 @@ async def test_a_version_is_announced_when_every_replica_has_it(tmp_path: Path) 
         waiting = asyncio.create_task(policy.wait_version(1))
         report = await policy.swap(publish(registry, 1))
         await waiting
-        assert order[0] == (0, 0) and sorted(order[1:]) == [(1, 0), (2, 0)], "one alone, then the others"
+        assert order[0] == (0, 0) and sorted(order[1:]) == [(1, 0), (2, 0)], "one replica first, then the others"
         assert weights() == [1, 1, 1] and policy.version == 1 and policy.sha256 == registry.get(1).sha256  # type: ignore[union-attr]
-        assert (report.version, report.stall_ms, report.probe_max_abs_diff) == (1, 3.0, 0.2), "the worst of all"
+        assert (report.version, report.stall_ms, report.probe_max_abs_diff) == (1, 3.0, 0.2), "the maximum over the replicas"
         assert registry.get(1).state is VersionState.SERVING  # type: ignore[union-attr]
 
 
@@ -285,52 +285,52 @@ async def test_a_replica_that_dies_in_a_swap_catches_up(victim: int, tmp_path: P
 
         Channel.during = during
         await policy.swap(publish(registry, 1))
-        assert policy.version == 1 and sum(one == 1 for one in weights()) >= 2
+        assert policy.version == 1 and sum(number == 1 for number in weights()) >= 2
         await until(lambda: weights() == [1, 1, 1] and policy.figures()["replicas_able"] == 3)
         assert policy.restarts == 1
 
 
-async def test_a_replica_that_starts_during_a_swap_gets_no_request_before_it(tmp_path: Path) -> None:
+async def test_a_replica_that_starts_during_a_swap_gets_no_request_before_its_swap(tmp_path: Path) -> None:
     starting = asyncio.Event()
     async with running(tmp_path) as (policy, registry, _):
-        original, stale, behind = Server.start, asyncio.Event(), 0
+        original, may_start, behind = Server.start, asyncio.Event(), 0
 
-        async def slowly(server: Server) -> None:
+        async def slow_start(server: Server) -> None:
             starting.set()
-            await stale.wait()  # it was told of version 0, and the others have version 1 before it is up
+            await may_start.wait()  # it starts with version 0; the others have version 1 before it is up
             await original(server)
 
         async def during(server: Server, version: PolicyVersion) -> None:
             nonlocal behind
             if server.replica == 1:
                 behind += 1
-                assert policy._ready() == [0, 2], "it is up, and behind"
+                assert policy._ready() == [0, 2], "replica 1 is up, with an old version"
                 assert {(await ask(policy, f"new{n}"))[1] for n in range(6)} == {1}
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Server, "start", slowly)
+            patch.setattr(Server, "start", slow_start)
             Server.newest[1].dead = True
             await starting.wait()
             await policy.swap(publish(registry, 1))
             assert policy.version == 1
             Channel.during = during
-            stale.set()
+            may_start.set()
             await until(lambda: policy._ready() == [0, 1, 2])
         assert Server.started[-1] == (1, 0) and weights() == [1, 1, 1] and behind > 0
 
 
 async def test_a_version_rejected_by_the_first_replica_reaches_no_other(tmp_path: Path) -> None:
-    tried: list[int] = []
+    replicas: list[int] = []
 
     async def during(server: Server, version: PolicyVersion) -> None:
-        tried.append(server.replica)
+        replicas.append(server.replica)
         raise SwapError("the probe disagrees")
 
     async with running(tmp_path) as (policy, registry, _):
         Channel.during = during
         with pytest.raises(SwapError, match="the probe disagrees"):
             await policy.swap(publish(registry, 1))
-        assert tried == [0, 0, 0] and policy.version == 0 and weights() == [0, 0, 0] and policy.restarts == 0
+        assert replicas == [0, 0, 0] and policy.version == 0 and weights() == [0, 0, 0] and policy.restarts == 0
 
 
 async def test_a_replica_that_rejects_a_served_version_is_replaced(tmp_path: Path) -> None:
@@ -366,9 +366,9 @@ async def test_a_version_retracted_during_a_swap_stays_on_no_replica(removed: bo
             await policy.swap(publish(registry, 2))
         assert policy.version == 1 and weights() == [1, 1, 1] and policy.restarts == 0
         Channel.during = None
-        again = publish(registry, 2 if removed else 3, b"again")
-        await policy.swap(again)
-        assert policy.version == again.number and weights() == [again.number] * 3
+        next_version = publish(registry, 2 if removed else 3, b"again")
+        await policy.swap(next_version)
+        assert policy.version == next_version.number and weights() == [next_version.number] * 3
 
 
 @pytest.mark.parametrize("back_to", [1, 0])
@@ -379,35 +379,35 @@ async def test_all_replicas_fall_back_with_the_learner(back_to: int, tmp_path: P
         registry.reconcile(back_to)
         target = registry.get(back_to)
         assert target is not None
-        original, able = Server.start, []
+        original, ready = Server.start, []
 
-        async def watched(server: Server) -> None:
-            able.append(policy._ready())
+        async def recording_start(server: Server) -> None:
+            ready.append(policy._ready())
             await original(server)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Server, "start", watched)
+            patch.setattr(Server, "start", recording_start)
             await policy.fall_back(target)
-        assert able == ([] if back_to else [[1, 2], [0], [0]]), "version 0 has no probe to swap with, and requests do not starve meanwhile"
+        assert ready == ([] if back_to else [[1, 2], [0], [0]]), "version 0 has no probe to swap with; some replicas stay ready"
         assert policy.version == back_to and weights() == [back_to] * 3 and policy.sha256 == target.sha256
-        again = publish(registry, back_to + 1, b"again")
-        await policy.swap(again)
-        assert weights() == [back_to + 1] * 3 and policy.sha256 == again.sha256
+        next_version = publish(registry, back_to + 1, b"again")
+        await policy.swap(next_version)
+        assert weights() == [back_to + 1] * 3 and policy.sha256 == next_version.sha256
 
 
 async def test_a_restarted_replica_loads_the_served_version(tmp_path: Path) -> None:
     async with running(tmp_path) as (policy, registry, _):
         for number in (1, 2):
             await policy.swap(publish(registry, number))
-        registry.set_state(2, VersionState.ROLLED_BACK)  # it serves until its successor is there
+        registry.set_state(2, VersionState.ROLLED_BACK)  # it serves until its successor is ready
         Server.newest[1].dead = True
         await until(lambda: policy.restarts == 1 and policy._ready() == [0, 1, 2])
         assert Server.started[-1] == (1, 2) and policy.version == 2
         for server in Server.newest.values():
             server.dead = True
-        for replica in policy._replicas:  # all are seen dead at once: one that is seen alone is started with what the others serve
+        for replica in policy._replicas:  # all are detected dead at once; a single one would start with the version of the others
             replica._gone = replica._server
-        assert (await ask(policy, "e"))[1] == policy.version == 1, "what was not rolled back"
+        assert (await ask(policy, "e"))[1] == policy.version == 1, "the newest version that was not rolled back"
         await until(lambda: policy._ready() == [0, 1, 2])
         await policy.swap(publish(registry, 3))
         assert weights() == [3, 3, 3]
@@ -416,11 +416,11 @@ async def test_a_restarted_replica_loads_the_served_version(tmp_path: Path) -> N
 async def test_a_failing_replica_is_abandoned_and_the_last_one_ends_the_run(tmp_path: Path) -> None:
     async with running(tmp_path) as (policy, registry, watcher):
         Server.broken |= {0, 1, 2}
-        for victim, left in ((1, [0, 2]), (2, [0])):
+        for victim, remaining in ((1, [0, 2]), (2, [0])):
             Server.newest[victim].dead = True
-            while policy._ready() != left:
+            while policy._ready() != remaining:
                 await asyncio.sleep(0.005)
-            assert (await ask(policy, "e"))[0] in left and not watcher.done()
+            assert (await ask(policy, "e"))[0] in remaining and not watcher.done()
         await policy.swap(publish(registry, 1))
         assert policy.version == 1 and policy.figures()["replicas_able"] == 1
         Server.newest[0].dead = True
@@ -431,8 +431,8 @@ async def test_a_failing_replica_is_abandoned_and_the_last_one_ends_the_run(tmp_
 
 @pytest.mark.parametrize("seed", range(2))
 async def test_no_request_is_sampled_with_a_version_older_than_served(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers die at random while versions come and requests go: no answer is older than the version that was told before it was asked."""
-    rng, wrong, answered = random.Random(seed), [], 0
+    """Servers die at random during swaps and requests: no answer is older than the version announced before its request."""
+    rng, stale, answered = random.Random(seed), [], 0
     monkeypatch.setattr(supervisor, "_RESTARTS", 10**6)
     async with running(tmp_path) as (policy, registry, _):
 
@@ -442,14 +442,14 @@ async def test_no_request_is_sampled_with_a_version_older_than_served(seed: int,
                 name = f"e{number}-{rng.randrange(10**9)}"
                 with policy.episode(name, f"task {number % 5}"):
                     for turn in range(4):
-                        told = policy.version
+                        announced = policy.version
                         try:
                             _, version = await ask(policy, name, turn, 10 + turn)
                         except ServingError:
-                            break  # it was in flight on one that died
+                            break  # it was in flight on a replica that died
                         answered += 1
-                        if version < told:
-                            wrong.append((told, version))
+                        if version < announced:
+                            stale.append((announced, version))
                         await asyncio.sleep(rng.random() / 500)
 
         async def kill() -> None:
@@ -466,7 +466,7 @@ async def test_no_request_is_sampled_with_a_version_older_than_served(seed: int,
         killer.cancel()
         await asyncio.gather(*players)
         await until(lambda: weights() == [6, 6, 6] and len(policy._ready()) == 3)
-        assert wrong == [] and answered > 100 and policy.restarts > 1
+        assert stale == [] and answered > 100 and policy.restarts > 1
         assert policy._routing.loads == [0, 0, 0]
 
 
@@ -479,7 +479,7 @@ async def test_cache_use_covers_each_replica(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rollout", "wanted"),
+    ("rollout", "expected"),
     [
         ({"group.size": 8, "groups_per_step": 16, "concurrency": 64}, 8),
         ({"group.size": 64, "groups_per_step": 1, "concurrency": 256}, 21),
@@ -487,16 +487,16 @@ async def test_cache_use_covers_each_replica(tmp_path: Path) -> None:
         ({"group.size": 2, "groups_per_step": 1, "concurrency": 64}, 1),
     ],
 )
-def test_the_largest_load_lead(rollout: dict[str, Any], wanted: int) -> None:
-    assert max_load_lead(RECIPE.but({f"rollout.{key}": value for key, value in rollout.items()})) == wanted
+def test_the_largest_load_lead(rollout: dict[str, Any], expected: int) -> None:
+    assert max_load_lead(RECIPE.but({f"rollout.{key}": value for key, value in rollout.items()})) == expected
 
 
 def test_each_replica_has_a_separate_log_and_scratch_folder_and_a_share_of_the_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("", "0", "gate")
-    made = [VLLMServer(recipe=RECIPE, model=tmp_path, version=0, run_dir=tmp_path, name=name) for name in names]
-    assert [server.log_path.name for server in made] == ["server.log", "server-0.log", "server-gate.log"] == [*map(server_log_name, names)]
-    assert len({server._scratch_of for server in made}) == 3
+    pool = [VLLMServer(recipe=RECIPE, model=tmp_path, version=0, run_dir=tmp_path, name=name) for name in names]
+    assert [server.log_path.name for server in pool] == ["server.log", "server-0.log", "server-gate.log"] == [*map(server_log_name, names)]
+    assert len({server._scratch_of for server in pool}) == 3
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     assert [thread_count(threads, servers=servers) for threads, servers in ((0, 1), (0, 3), (0, 9), (5, 2))] == [8, 2, 1, 5]

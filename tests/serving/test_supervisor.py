@@ -1,4 +1,4 @@
-"""The room on a real vLLM server. The order matters at the end: the last test kills the shared server."""
+"""The serving package on a real vLLM server. Order matters: the tests at the end kill the shared server."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ PROMPT = list(b"How many rows are there?")
 
 
 def group_members(pgid: int) -> list[int]:
-    found = subprocess.run(["pgrep", "-g", str(pgid)], capture_output=True, text=True, timeout=10)
-    return [int(pid) for pid in found.stdout.split()]
+    process = subprocess.run(["pgrep", "-g", str(pgid)], capture_output=True, text=True, timeout=10)
+    return [int(pid) for pid in process.stdout.split()]
 
 
 def shared_memory(pgid: int) -> set[Path]:
@@ -55,7 +55,7 @@ def completion_logprobs(served: Served, version: int, prompt: list[int], complet
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-async def test_logprobs_are_those_of_the_sampling_distribution(served: Served, temperature: float) -> None:
+async def test_logprobs_come_from_the_sampling_distribution(served: Served, temperature: float) -> None:
     version = served.server.weights.number
     completions = await asyncio.gather(*(served.generate([*PROMPT, i], max_tokens=40, temperature=temperature) for i in range(8)))
     for i, completion in enumerate(completions):
@@ -90,7 +90,7 @@ async def test_a_prompt_longer_than_the_model_allows_is_an_error(served: Served)
         await served.generate([1] * 1100, max_tokens=1)
 
 
-async def test_swap_under_load(served: Served) -> None:
+async def test_requests_continue_across_swaps_under_load(served: Served) -> None:
     await served.swap(0)
     order = (1, 2, 0, 1)
     requests = [asyncio.create_task(served.generate([*PROMPT, i], max_tokens=500)) for i in range(32)]
@@ -102,8 +102,8 @@ async def test_swap_under_load(served: Served) -> None:
     assert max(report.probe_max_abs_diff for report in reports) < 1e-3
     completions = await asyncio.gather(*requests)
     crossed = [[span.version for span in completion.versions] for completion in completions if len(completion.versions) > 1]
-    assert crossed, "a swap that waited for the requests in flight would have let none of them cross it"
-    served_in_turn = [0, *order]  # a request on a busy machine may have begun after the first swap
+    assert crossed, "no request spans a swap: did the swap wait for the requests in flight?"
+    served_in_turn = [0, *order]  # on a busy machine a request may start after the first swap
     for versions in crossed:
         assert versions in [served_in_turn[start : start + len(versions)] for start in range(len(order))]
 
@@ -112,7 +112,7 @@ async def test_cached_prefixes_do_not_survive_a_swap(served: Served) -> None:
     prompt = list(b"abcdefgh" * 50)  # several blocks of the prefix cache
     for number in (1, 2):
         await served.swap(number)
-        for _ in range(2):  # the second finds its prefix cached
+        for _ in range(2):  # the second request has a cached prefix
             completion = await served.generate(prompt, max_tokens=8)
             reference = completion_logprobs(served, number, prompt, completion, 1.0)
             assert completion.logprobs == pytest.approx(reference, abs=1e-3)
@@ -128,8 +128,8 @@ async def test_a_version_that_disagrees_is_rejected_and_the_old_one_serves(serve
     assert await served.server.alive()
 
 
-async def test_the_probe_sees_a_stale_output_head(served: Served) -> None:
-    """vLLM's own reload leaves the packed copy of a tied head behind: every route answers 200, only the probe knows."""
+async def test_the_probe_detects_a_stale_output_head(served: Served) -> None:
+    """vLLM's own reload leaves the packed copy of a tied head unchanged: every route answers 200; only the probe detects it."""
     await served.swap(1)
     control = served.server.control
     await control.pause()
@@ -175,7 +175,7 @@ async def test_the_server_rejects_weights_from_outside_the_run(served: Served, t
         await control.init_weight_transfer({"versions_folder": str(tmp_path)})
 
 
-async def test_the_hash_on_record_is_the_hash_on_disk(served: Served) -> None:
+async def test_a_recorded_hash_that_differs_from_the_file_is_rejected(served: Served) -> None:
     wrong = dataclasses.replace(served.versions[2], sha256=hashlib.sha256(b"").hexdigest())
     before = served.server.weights.number
     with pytest.raises(SwapError, match="sha256"):
@@ -185,13 +185,13 @@ async def test_the_hash_on_record_is_the_hash_on_disk(served: Served) -> None:
 
 
 async def test_everything_listens_on_loopback(served: Served) -> None:
-    connections = [found for pid in group_members(served.server.pid or 0) for found in psutil.Process(pid).net_connections("inet")]
-    addresses = [found.laddr.ip for found in connections if found.status == psutil.CONN_LISTEN]
+    connections = [socket for pid in group_members(served.server.pid or 0) for socket in psutil.Process(pid).net_connections("inet")]
+    addresses = [socket.laddr.ip for socket in connections if socket.status == psutil.CONN_LISTEN]
     assert addresses and all(ipaddress.ip_address(address).is_loopback for address in addresses), addresses
 
 
 def write_adapter(served: Served, number: int, *, rank: int = 4) -> tuple[PolicyVersion, Probe]:
-    """A random adapter to model 0, published the way the learner does it; its probe is what peft's own forward pass says."""
+    """A random adapter to model 0, published the way the learner does it; its probe comes from peft's forward pass."""
     import torch
 
     from agentrl.learner import lora
@@ -213,11 +213,11 @@ def write_adapter(served: Served, number: int, *, rank: int = 4) -> tuple[Policy
 async def test_adapters_are_merged_and_replaced(served: Served) -> None:
     for number in (20, 21):
         served.versions[number], served.probes[number] = write_adapter(served, number)
-    # Any of them may end soon by chance. Nothing in the loop below holds this process, so no request can end unseen between two swaps.
+    # Any request may end early by chance. The loop below never blocks this process, so the client sees each end between two swaps.
     requests = [asyncio.create_task(served.generate([*PROMPT, i], max_tokens=900)) for i in range(16)]
     await served.generate(PROMPT, max_tokens=4)  # by now the others are being decoded
     completions = {}
-    order = (1, 20, 21, 2, 20)  # between whole models, too
+    order = (1, 20, 21, 2, 20)  # also between complete models
     for number in order:
         report = await served.swap(number)
         assert report.probe_max_abs_diff < 1e-3
@@ -225,7 +225,7 @@ async def test_adapters_are_merged_and_replaced(served: Served) -> None:
         assert [span.version for span in completion.versions] == [number]
     for number, completion in completions.items():
         assert completion.logprobs == pytest.approx(completion_logprobs(served, number, PROMPT, completion, 1.0), abs=1e-3)
-    assert max(len(completion.versions) for completion in await asyncio.gather(*requests)) > 1, "it went on from version to version"
+    assert max(len(completion.versions) for completion in await asyncio.gather(*requests)) > 1, "a request continued across versions"
     assert max(abs(a - b) for a, b in zip(served.probes[20].logprobs[0], served.probes[0].logprobs[0], strict=True)) > 0.1
     files = [path.name for path in (served.server.run_dir / served.versions[20].folder).iterdir()]
     assert sorted(files) == ["adapter_config.json", "adapter_model.safetensors"]
@@ -260,14 +260,14 @@ async def test_a_rejected_adapter_leaves_the_previous_one(served: Served) -> Non
     ids=str,
 )
 async def test_learner_and_server_score_supports_alike(served: Served, setting: dict[str, Any]) -> None:
-    """Over the support that the server answered, in the learner's own code; and that support is what the setting says."""
+    """The learner's code scores over the support that the server returned, and this support follows from the settings."""
     await served.swap(1)
     sampling = Sampling(**setting, supports=True)
     prompts = [[*PROMPT, i] for i in range(8)]
-    # Requests of other settings in the same batch, as when an evaluation meets rollouts.
-    mixed = [served.generate(PROMPT, max_tokens=40, temperature=temperature) for temperature in (0.0, 1.0)]
-    wanted = [served.generate(prompt, max_tokens=40, supports=True, **setting) for prompt in prompts]
-    completions = (await asyncio.gather(*wanted, *mixed))[: len(prompts)]
+    # Requests with other settings in the same batch, as if an evaluation runs during rollouts.
+    without_supports = [served.generate(PROMPT, max_tokens=40, temperature=temperature) for temperature in (0.0, 1.0)]
+    with_supports = [served.generate(prompt, max_tokens=40, supports=True, **setting) for prompt in prompts]
+    completions = (await asyncio.gather(*with_supports, *without_supports))[: len(prompts)]
     for prompt, completion in zip(prompts, completions, strict=True):
         logprobs, logits = learners_logprobs(served.models[1], prompt, completion, sampling.temperature)
         assert completion.logprobs == pytest.approx(logprobs, abs=1e-3)
@@ -278,14 +278,14 @@ async def test_learner_and_server_score_supports_alike(served: Served, setting: 
 
 
 def learners_logprobs(model: Any, prompt: list[int], completion: Completion, temperature: float) -> tuple[list[float], Any]:
-    """Logprobs of a completion's tokens by `TokenScorer`, over their supports; and all logits over the temperature, float64."""
+    """The logprobs of a completion's tokens over their supports by `TokenScorer`, and all float64 logits divided by the temperature."""
     import torch
 
     from agentrl.learner.packing import build_micro_batch
     from agentrl.learner.token_scorer import LogprobHead
 
     ids = (*prompt, *completion.token_ids)
-    mask = tuple(place >= len(prompt) for place in range(len(ids)))
+    mask = tuple(position >= len(prompt) for position in range(len(ids)))
     sample = Sample(
         episode_id="e",
         group_index=0,
@@ -305,7 +305,7 @@ def learners_logprobs(model: Any, prompt: list[int], completion: Completion, tem
 
 
 def check_support(logits: Any, support: tuple[int, ...], sampling: Sampling) -> None:
-    """A support holds what the setting's definition says, up to tokens at an edge that a rounding may put on either side."""
+    """A support has the tokens that the settings define, except for tokens at an edge, where rounding decides."""
     slack = 1e-3
     order = logits.argsort(descending=True).tolist()
     assert sorted(support, key=order.index) == order[: len(support)] or logits[list(support)].min() > logits[order[len(support)]] - slack
@@ -313,22 +313,22 @@ def check_support(logits: Any, support: tuple[int, ...], sampling: Sampling) -> 
     alive = [token for token in order if logits[token] >= logits[order[0]] + math.log(max(sampling.min_p, 1e-300)) - slack]
     alive = alive[: sampling.top_k]
     chances = logits[alive].softmax(-1)
-    before = chances.cumsum(-1) - chances  # a token is kept while those before it have less than top_p
+    before = chances.cumsum(-1) - chances  # a token is included if the tokens before it have less than top_p
     certain, possible = int((before < sampling.top_p - slack).sum()), int((before < sampling.top_p + slack).sum())
     edge = int((logits[alive] <= logits[order[0]] + math.log(max(sampling.min_p, 1e-300)) + slack).sum())
     assert certain - edge <= len(support) <= possible
 
 
 async def test_a_swap_is_probed_with_the_rollouts_sampling_settings(served: Served) -> None:
-    """The learner's logprobs of what may follow each row, over the support that the server answers for its sampled token."""
+    """The learner's logprobs of the next tokens of each row, over the support that the server returns for its sampled token."""
     import torch
 
-    own = served.server.recipe
+    recipe = served.server.recipe
     setting = {"rollout.sampling.temperature": 0.6, "rollout.sampling.top_k": 20, "rollout.sampling.top_p": 0.9}
     probe = served.probes[1]
     with torch.no_grad():
         last = torch.stack([served.models[1](torch.tensor([ids])).logits[0, -1] for ids in probe.token_ids])
-    right, wrong = (
+    matching, differing = (
         dataclasses.replace(
             probe,
             next_ids=tuple(map(tuple, best.indices.tolist())),
@@ -336,32 +336,32 @@ async def test_a_swap_is_probed_with_the_rollouts_sampling_settings(served: Serv
         )
         for best in ((last / temperature).log_softmax(-1).topk(60) for temperature in (0.6, 0.7))
     )
-    served.server.recipe = own.but(setting)
+    served.server.recipe = recipe.but(setting)
     try:
-        served.probes[1] = right
+        served.probes[1] = matching
         assert (await served.swap(1)).probe_max_abs_diff < 1e-3
-        served.probes[1] = wrong
+        served.probes[1] = differing
         with pytest.raises(SwapError, match="server and learner differ"):
             await served.swap(1)
     finally:
-        served.server.recipe, served.probes[1] = own, probe
+        served.server.recipe, served.probes[1] = recipe, probe
 
 
-async def test_deltas_are_applied_to_what_the_server_has_and_otherwise_loaded_whole(served: Served, tmp_path: Path) -> None:
+async def test_a_delta_of_another_version_than_the_servers_is_loaded_as_a_complete_file(served: Served, tmp_path: Path) -> None:
     import torch
 
-    model, whole = make_model(seed=1), {}
+    model, complete_files = make_model(seed=1), {}
     versions: dict[int, PolicyVersion] = {}
 
     def publish(number: int, parent: int | None) -> None:
-        """As the learner does: whole, or a delta of its parent alone."""
+        """As the learner does: a complete file, or only a delta of the parent."""
         written = write_version(tmp_path, number, model)
         folder = served.server.run_dir / f"versions/{number:06d}"
         shutil.move(tmp_path / written.folder, folder)
-        whole[number] = tmp_path / f"{number}.safetensors"
-        shutil.copyfile(folder / "model.safetensors", whole[number])
+        complete_files[number] = tmp_path / f"{number}.safetensors"
+        shutil.copyfile(folder / "model.safetensors", complete_files[number])
         if parent is not None:
-            assert deltas.write_delta(whole[parent], whole[number], folder, number=parent) is not None
+            assert deltas.write_delta(complete_files[parent], complete_files[number], folder, number=parent) is not None
             (folder / "model.safetensors").unlink()
         versions[number] = dataclasses.replace(written, folder=f"versions/{number:06d}", parent=parent)
 
@@ -376,9 +376,9 @@ async def test_deltas_are_applied_to_what_the_server_has_and_otherwise_loaded_wh
                 parameter += 0.02 * torch.randn_like(parameter) * (torch.rand_like(parameter) < 0.05)
         publish(number, parent)
         await swap(number)
-        made_whole = (served.server.run_dir / versions[number].folder / "model.safetensors").exists()
-        # 33 is a delta of 31, but the server is at 32 and there is no whole 31: refused there, and loaded whole
-        assert made_whole == (number in (30, 33)), number
+        has_complete_file = (served.server.run_dir / versions[number].folder / "model.safetensors").exists()
+        # 33 is a delta of 31, but the server has 32: the server refuses the delta and loads a complete file
+        assert has_complete_file == (number in (30, 33)), number
     folder = served.server.run_dir / versions[32].folder
     (folder / "model.delta").write_bytes((folder / "model.delta").read_bytes()[:-9])
     with pytest.raises(SwapError, match="sha256 differs"):
@@ -387,7 +387,7 @@ async def test_deltas_are_applied_to_what_the_server_has_and_otherwise_loaded_wh
 
 
 class Uneven:
-    """The server's policy; attempts from number `short` on are sampled for long."""
+    """The server's policy; attempts from number `short` on get long completions."""
 
     def __init__(self, served: Served, short: int) -> None:
         self.client, self.short = served.client, short
@@ -399,13 +399,13 @@ class Uneven:
 
 
 def live_runner(policy: Policy) -> EpisodeRunner:
-    """Episodes of a policy whose chat begins each turn in its thoughts, which random weights never end."""
+    """Runs episodes of a policy whose chat starts each turn with reasoning, which random weights never end."""
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([f"<|{number}|>" for number in range(len(tokenizer), VOCABULARY)])
     opening = "{% if add_generation_prompt %}<|im_start|>assistant\n"
     assert opening in tokenizer.chat_template
-    forgets = tokenizer.chat_template.replace("{{ m.content }}{% for", "{{ m.content.split('</think>')[-1] }}{% for")
-    tokenizer.chat_template = forgets.replace(opening, f"{opening}<think>\n")
+    template = tokenizer.chat_template.replace("{{ m.content }}{% for", "{{ m.content.split('</think>')[-1] }}{% for")
+    tokenizer.chat_template = template.replace(opening, f"{opening}<think>\n")
     return restarting(policy, tokenizer, max_model_len=1024)
 
 
@@ -415,7 +415,7 @@ async def test_thinking_is_ended_while_the_server_samples(task: Task, served: Se
     runner, bounded = live_runner(served.client), dataclasses.replace(task, limits=limits)
     episodes = await asyncio.gather(*(runner.run(bounded, episode_id=f"think-{number}") for number in range(8)))
     turns = [turn for episode in episodes for turn in episode.trajectories[0].turns]
-    assert sum(bool(turn.forced) for turn in turns) >= 6, "nearly every turn is cut in its thoughts"
+    assert sum(bool(turn.forced) for turn in turns) >= 6, "nearly every turn is cut during its reasoning"
     for turn in turns:
         expected = token_logprobs(served.models[1], turn.prompt_ids + turn.completion_ids)[len(turn.prompt_ids) - 1 :]
         sampled = [at for at in range(len(turn.completion_ids)) if at not in turn.forced]
@@ -434,12 +434,12 @@ async def test_cancelled_requests_stop_sampling(task: Task, served: Served) -> N
     slots, before = asyncio.Semaphore(64), await sampled()
     runner = GroupRunner(runner=live_runner(Uneven(served, 3)), scorer=score, slots=slots, group_size=3, spare_attempts=5, max_retries=0)
     group = await runner.run_group(0, long)
-    assert [0 < one.episode.completion_tokens <= 8 for one in group.episodes] == [True] * 3  # random weights may end the turn sooner
-    assert len(group.cancelled) == 5 and all(one.begun for one in group.cancelled)
+    assert [0 < scored.episode.completion_tokens <= 8 for scored in group.episodes] == [True] * 3  # random weights may end the turn sooner
+    assert len(group.cancelled) == 5 and all(attempt.begun for attempt in group.cancelled)
     await asyncio.sleep(1)
     after = await sampled()
     await asyncio.sleep(1)
-    assert await sampled() == after and after - before < 5 * 900, "the server goes on with what was cancelled"
+    assert await sampled() == after and after - before < 5 * 900, "the server continues cancelled requests"
 
 
 async def test_an_idle_server_uses_no_cpu(served: Served) -> None:
@@ -450,14 +450,14 @@ async def test_an_idle_server_uses_no_cpu(served: Served) -> None:
             total += int(fields[11]) + int(fields[12])
         return total / os.sysconf("SC_CLK_TCK")
 
-    spent = []
-    for _ in range(5):  # what came before may still be ending; one that spins never rests
+    cpu_s = []
+    for _ in range(5):  # earlier requests may still be ending; a spinning server never idles
         before = cpu_seconds()
         await asyncio.sleep(2)
-        spent.append(cpu_seconds() - before)
-        if spent[-1] < 0.2:
+        cpu_s.append(cpu_seconds() - before)
+        if cpu_s[-1] < 0.2:
             return
-    pytest.fail(f"CPU time in each 2 s: {spent}")
+    pytest.fail(f"CPU time in each 2 s: {cpu_s}")
 
 
 async def test_a_dead_engine_is_detected_and_stop_leaves_no_process(served: Served) -> None:
@@ -470,9 +470,9 @@ async def test_a_dead_engine_is_detected_and_stop_leaves_no_process(served: Serv
     requests = [asyncio.create_task(served.generate(PROMPT, max_tokens=900)) for _ in range(32)]
     await asyncio.sleep(0.3)
     os.kill(engine, signal.SIGKILL)
-    ended = await asyncio.gather(*requests, return_exceptions=True)
-    cut_short = [one for one in ended if not isinstance(one, Completion)]  # others may have come to their end in time
-    assert cut_short and all(isinstance(one, ServingError) for one in cut_short), cut_short
+    results = await asyncio.gather(*requests, return_exceptions=True)
+    cut_short = [error for error in results if not isinstance(error, Completion)]  # other requests may have finished in time
+    assert cut_short and all(isinstance(error, ServingError) for error in cut_short), cut_short
     async with asyncio.timeout(120):
         while await server.alive():
             await asyncio.sleep(0.05)
@@ -484,6 +484,6 @@ async def test_a_dead_engine_is_detected_and_stop_leaves_no_process(served: Serv
     assert not scratch.exists()
 
 
-async def test_a_start_measures_how_fast_the_server_is(served: Served) -> None:
+async def test_a_start_measures_the_servers_speed(served: Served) -> None:
     assert 0 < served.server.prompt_token_s < 1.0 and 0 < served.server.token_s < 10.0
     assert served.server.liveness.needs_s == served.server.prompt_token_s * RECIPE.policy.max_model_len

@@ -1,4 +1,4 @@
-"""A server that computes nothing is dead, whatever its process and its routes say; one that is slow, paused or idle is not."""
+"""A server that computes no tokens is dead even if its routes answer. A slow, paused or idle server is not."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from agentrl.serving.control import ControlPlane
 from agentrl.serving.process import ServerProcess
 from tests.serving.scripted_server import HANG, Call, scripted_server
 
-SHORT_S = 0.4  # in place of a minute
+SHORT_S = 0.4  # instead of a minute
 METRIC = 'vllm:generation_tokens_total{{engine="0"}} {}\n'
 
 
 class Engine:
-    """What the routes of a vLLM server show of an engine."""
+    """A scripted engine behind the routes of a vLLM server."""
 
     def __init__(self) -> None:
         self.tokens, self.stopped, self.silent, self.dead, self.busy = 0, False, False, False, False
@@ -68,7 +68,7 @@ def running(pid: int) -> Any:
 
 @asynccontextmanager
 async def serving(tmp_path: Path, engine: Engine) -> AsyncIterator[Server]:
-    """A server that has begun to compute tokens."""
+    """A server that has started to compute tokens."""
     async with scripted_server(engine.answer) as script:
         server = Server("the server", folder=tmp_path, name="server", log="server.log", scratch=str(tmp_path))
         server._process, server._control = running(os.getpid()), ControlPlane(script.url)
@@ -90,7 +90,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def alive_for(server: Server, seconds: float) -> bool:
-    """Whether it counts as alive at each look within so many seconds."""
+    """Whether every check within `seconds` finds the server alive."""
     until = asyncio.get_running_loop().time() + seconds
     while asyncio.get_running_loop().time() < until:
         if not await server.alive():
@@ -106,19 +106,19 @@ async def test_a_stuck_engine_with_healthy_routes_is_dead(tmp_path: Path, busy: 
     engine = Engine()
     engine.busy = busy
     async with serving(tmp_path, engine) as server:
-        assert await alive_for(server, 3 * SHORT_S), "idle servers are asked for a token, busy ones are looked at"
+        assert await alive_for(server, 3 * SHORT_S), "idle servers are sent a token request, busy ones are only observed"
         engine.stopped = True
         assert not await alive_for(server, 20 * SHORT_S)
         assert "the server has made no progress for" in server.end_reason and "computing tokens" in server.end_reason
 
 
 async def test_a_silent_server_is_dead_after_the_deadline(tmp_path: Path) -> None:
-    """A machine under load may keep one answer waiting; a stopped process keeps all of them."""
+    """A machine under load may delay one answer; a stopped process delays all."""
     engine = Engine()
     async with serving(tmp_path, engine) as server:
         assert await server.alive()
         engine.silent = True
-        assert await server.alive(), "one late answer is no death"
+        assert await server.alive(), "one late answer is not a death"
         assert not await alive_for(server, 20 * SHORT_S)
         assert "no progress" in server.end_reason
 
@@ -156,8 +156,8 @@ async def test_a_server_that_is_stuck_after_resume_is_dead(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-async def test_answers_to_clients_are_progress_when_its_other_routes_are_too_slow(tmp_path: Path) -> None:
-    """Thousands of requests at once may keep /health and /metrics waiting for long, while completions come."""
+async def test_answers_to_clients_are_progress_if_the_other_routes_are_too_slow(tmp_path: Path) -> None:
+    """Thousands of concurrent requests may delay /health and /metrics for long while completions arrive."""
     engine = Engine()
     async with serving(tmp_path, engine) as server:
         engine.silent = True
@@ -167,9 +167,9 @@ async def test_answers_to_clients_are_progress_when_its_other_routes_are_too_slo
                 server.answered()
                 await asyncio.sleep(0.05)
 
-        coming = asyncio.create_task(completions())
+        answering = asyncio.create_task(completions())
         assert await alive_for(server, 5 * SHORT_S)
-        coming.cancel()
+        answering.cancel()
         assert not await alive_for(server, 20 * SHORT_S)
 
 

@@ -57,36 +57,36 @@ class Server:
 async def served(answer: Callable[[int], bytes | None], *, max_connections: int = 8) -> AsyncIterator[tuple[Server, HttpTransport]]:
     script = Server(answer)
     server = await asyncio.start_server(script.serve, "127.0.0.1", 0)
-    made = HttpTransport(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", max_connections=max_connections)
+    client_transport = HttpTransport(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", max_connections=max_connections)
     try:
-        yield script, made
+        yield script, client_transport
     finally:
-        made.close()
+        client_transport.close()
         server.close()
         await until(lambda: script.lost == script.connections)
 
 
 async def test_connections_are_reused_bounded_and_expire(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with served(lambda n: OK, max_connections=3) as (server, made):
+    async with served(lambda n: OK, max_connections=3) as (server, client):
         server.go.clear()
-        several = [asyncio.create_task(made.request("POST", "/", b"[1]")) for _ in range(5)]
+        requests = [asyncio.create_task(client.request("POST", "/", b"[1]")) for _ in range(5)]
         await until(lambda: server.waiting == 3)
         await asyncio.sleep(0.05)
-        assert server.waiting == 3, "two of five wait for their turn"
+        assert server.waiting == 3, "two of five requests are queued"
         server.go.set()
-        assert await asyncio.gather(*several) == [(200, b"{}")] * 5
+        assert await asyncio.gather(*requests) == [(200, b"{}")] * 5
         assert server.connections == 3
         monkeypatch.setattr(transport, "IDLE_S", -1.0)
-        await made.request("POST", "/", b"[1]")
+        await client.request("POST", "/", b"[1]")
         await until(lambda: server.lost == 3)
         assert server.connections == 4
 
 
-async def test_chunked_answers_and_closed_connections() -> None:
+async def test_chunked_answers_are_read_and_closed_connections_are_replaced() -> None:
     chunked = b"HTTP/1.1 503 X\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n1\r\n[\r\n1\r\n]\r\n0\r\n\r\n"
-    async with served(lambda n: chunked) as (server, made):
-        assert await made.request("POST", "/", b"[1]") == (503, b"[]")
-        assert await made.request("POST", "/", b"[1]") == (503, b"[]")
+    async with served(lambda n: chunked) as (server, client):
+        assert await client.request("POST", "/", b"[1]") == (503, b"[]")
+        assert await client.request("POST", "/", b"[1]") == (503, b"[]")
         assert server.connections == 2
 
 
@@ -95,8 +95,8 @@ HOSTILE: dict[str, bytes | None] = {
     "an endless head": b"HTTP/1.1 200 OK\r\nX: " + b"x" * 100_000,
     "two lengths": b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
     "an end in the middle": b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{}" + END,
-    "a chunk that is none": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-    "more than may be": b"HTTP/1.1 200 OK\r\nContent-Length: 3000\r\n\r\n" + b"x" * 3000,
+    "an invalid chunk": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    "more than the limit": b"HTTP/1.1 200 OK\r\nContent-Length: 3000\r\n\r\n" + b"x" * 3000,
     "nothing": None,
 }
 
@@ -104,42 +104,42 @@ HOSTILE: dict[str, bytes | None] = {
 @pytest.mark.parametrize("case", HOSTILE)
 async def test_invalid_answers_raise_and_close_the_connection(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "MAX_ANSWER_BYTES", 2000)
-    async with served(lambda n: HOSTILE[case]) as (server, made):
+    async with served(lambda n: HOSTILE[case]) as (server, client):
         with pytest.raises(ServingError) as caught:
-            await asyncio.wait_for(made.request("POST", "/", b"[1]"), 10)
+            await asyncio.wait_for(client.request("POST", "/", b"[1]"), 10)
         assert ("was closed" in str(caught.value)) == (case in ("nothing", "an end in the middle"))
-        assert not isinstance(caught.value, UnsentError), "it may have been received, so it is not sent again"
+        assert not isinstance(caught.value, UnsentError), "the server may have received it, so it is not sent again"
         await until(lambda: server.lost == 1)
 
 
 async def test_cancellation_closes_the_connection_and_a_closed_transport_sends_nothing() -> None:
-    async with served(lambda n: OK) as (server, made):
+    async with served(lambda n: OK) as (server, client):
         server.go.clear()
-        job = asyncio.create_task(made.request("POST", "/", b"[1]"))
+        job = asyncio.create_task(client.request("POST", "/", b"[1]"))
         await until(lambda: server.waiting == 1)
         job.cancel()
-        await until(lambda: server.lost == 1)  # which is how the server learns that nobody waits for the tokens
-        left = asyncio.create_task(made.request("POST", "/", b"[1]"))
+        await until(lambda: server.lost == 1)  # the server detects this and stops sampling
+        pending = asyncio.create_task(client.request("POST", "/", b"[1]"))
         await until(lambda: server.waiting == 1)
-        made.close()
+        client.close()
         with pytest.raises(ServingError):
-            await left
+            await pending
         with pytest.raises(UnsentError, match="closed"):
-            await made.request("POST", "/", b"[1]")
+            await client.request("POST", "/", b"[1]")
         assert server.connections == 2
 
 
 async def test_an_unsolicited_answer_is_discarded() -> None:
-    async with served(lambda n: OK + OK.replace(b"{}", b"[]")) as (server, made):
-        assert await made.request("POST", "/", b"[1]") == (200, b"{}")
-        assert await made.request("POST", "/", b"[1]") == (200, b"{}")
+    async with served(lambda n: OK + OK.replace(b"{}", b"[]")) as (server, client):
+        assert await client.request("POST", "/", b"[1]") == (200, b"{}")
+        assert await client.request("POST", "/", b"[1]") == (200, b"{}")
         assert server.connections == 2
 
 
 async def test_a_transport_closed_while_connecting_sends_nothing() -> None:
-    async with served(lambda n: OK) as (_, made):
-        job = asyncio.create_task(made.request("POST", "/", b"[1]"))
+    async with served(lambda n: OK) as (_, client):
+        job = asyncio.create_task(client.request("POST", "/", b"[1]"))
         await asyncio.sleep(0)  # it is connecting
-        made.close()
+        client.close()
         with pytest.raises(UnsentError, match="closed"):
             await job

@@ -1,6 +1,6 @@
-"""Our requests against vLLM's own routes and request models, imported, not copied: what cannot run without a GPU still has to parse.
+"""agentrl's requests against vLLM's own routes and request models, including requests that cannot run without a GPU.
 
-vLLM is imported inside the tests, so that collecting them costs nothing.
+vLLM is imported inside the tests, so that collection is fast.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.vllm
 
 
 class RecordingEngine:
-    """Stands where vLLM's engine client stands behind the real routes, and writes down what reaches it."""
+    """Replaces vLLM's engine client behind the real routes, and records the calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
@@ -91,7 +91,7 @@ def url(engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[st
     thread.join(60)
 
 
-async def test_every_control_call_is_understood(engine: RecordingEngine, url: str) -> None:
+async def test_every_control_call_is_accepted(engine: RecordingEngine, url: str) -> None:
     control = ControlPlane(url, key=KEY)
     await control.pause()
     await control.pause(abort=True)
@@ -115,11 +115,11 @@ async def test_every_control_call_is_understood(engine: RecordingEngine, url: st
     await control.set_version(4)
     assert await control.version() == "4"
     with pytest.raises(ServingError, match="404"):
-        await control.reload("/run/versions/0", 0)  # the dev routes are another router
+        await control.reload("/run/versions/0", 0)  # the dev routes belong to another router
     await control.close()
 
 
-def test_the_generate_body_is_vllms() -> None:
+def test_the_generate_body_matches_vllms_request_model() -> None:
     from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 
     params = SamplingParams(max_tokens=5, temperature=0.7, stop_token_ids=(9,))
@@ -131,7 +131,7 @@ def test_the_generate_body_is_vllms() -> None:
     assert (sampling.top_p, sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (1.0, 0, 0.0, 1.0)
     assert (sampling.stop, sampling.detokenize) == ([], False)
     stopping = GenerateRequest.model_validate(generate_body([1, 2], SamplingParams(max_tokens=5, stop=("a", "b")), "r1", "salt"))
-    assert (stopping.sampling_params.stop, stopping.sampling_params.detokenize) == (["a", "b"], True), "texts are found by the detokenizer"
+    assert (stopping.sampling_params.stop, stopping.sampling_params.detokenize) == (["a", "b"], True), "the detokenizer detects stop texts"
 
 
 async def test_the_trainer_sends_only_during_the_pause(engine: RecordingEngine, url: str) -> None:

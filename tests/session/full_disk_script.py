@@ -1,6 +1,6 @@
 """`python -m tests.session.full_disk_script FOLDER light|torch`: the error of each writer of a run on a full disk, as JSON.
 
-Run by `tests/session/test_full_disk.py` with FOLDER on a small file system of its own.
+Run by `tests/session/test_full_disk.py` with FOLDER on a separate small file system.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ def main() -> None:
     run = Path(sys.argv[1])
     attempts = (light if sys.argv[2] == "light" else heavy)(run)
     fill(run)
-    said = {}
+    errors = {}
     for name, attempt in attempts.items():
         try:
             attempt()
         except Exception as error:
-            said[name] = [type(error).__name__, str(error), disk_full_error(error) is not None]
-    print(json.dumps(said))
+            errors[name] = [type(error).__name__, str(error), disk_full_error(error) is not None]
+    print(json.dumps(errors))
 
 
 if __name__ == "__main__":

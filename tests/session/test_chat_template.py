@@ -45,14 +45,14 @@ def test_an_unknown_tool_format_fails_first(tmp_path: Path) -> None:
         open_chat(MODEL, policy=RECIPE.policy.but("rewritten_context=restart"))
 
 
-def test_a_model_needs_no_template_where_the_recipe_has_one(bare: Path, tmp_path: Path) -> None:
+def test_a_model_needs_no_template_if_the_recipe_has_one(bare: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no chat template.*\n  fix: set policy\.chat_template"):
         find_model("bare", tmp_path)
     with pytest.raises(UserError, match="'f'"):  # the template passed; the family fails
         run_preflight(RECIPE.but({"policy.model": "bare", "policy.chat_template": "hermes"}), tmp_path, root=tmp_path)
 
 
-def test_a_resumed_run_does_not_read_its_template_again(bare: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_does_not_reread_its_template(bare: Path, tmp_path: Path) -> None:
     recipe = RECIPE.but({"policy.model": "bare", "policy.chat_template": "gone.jinja"})
     with pytest.raises(UserError, match=r"chat template 'gone\.jinja' is neither"):
         run_preflight(recipe, tmp_path, root=tmp_path)
@@ -61,19 +61,19 @@ def test_a_resumed_run_does_not_read_its_template_again(bare: Path, tmp_path: Pa
         run_preflight(recipe, tmp_path, root=tmp_path)
 
 
-def test_the_template_of_the_recipe_goes_into_every_version_and_into_the_result(bare: Path, tmp_path: Path) -> None:
+def test_the_template_of_the_recipe_is_in_every_version_and_in_the_export(bare: Path, tmp_path: Path) -> None:
     settings = json.loads((bare / "tokenizer_config.json").read_text())
     (bare / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": "the model's own"}))
     base = tmp_path / "versions" / "000000"
     copy_base_version(bare, base, template=HERMES)
     export_model(base, tmp_path / "model", base=base, sampling=SamplingConfig(temperature=0.5))
     task = Tables(seed=0).task(Split.TRAIN, 0)
-    wanted = open_chat(bare, HERMES).opening(task.prompt, [TOOL])
+    expected = open_chat(bare, HERMES).opening(task.prompt, [TOOL])
     for folder in (base, tmp_path / "model"):
         assert auto_tokenizer().from_pretrained(folder).chat_template == HERMES
-        assert open_chat(folder).opening(task.prompt, [TOOL]) == wanted
+        assert open_chat(folder).opening(task.prompt, [TOOL]) == expected
     assert json.loads((bare / "tokenizer_config.json").read_text())["chat_template"] == "the model's own"
-    assert wanted != open_chat(MODEL).opening(task.prompt, [TOOL])
+    assert expected != open_chat(MODEL).opening(task.prompt, [TOOL])
 
 
 class First(TaskFamily):

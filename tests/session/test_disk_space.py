@@ -37,9 +37,9 @@ def free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 
 def test_a_large_disk_need_is_reported_and_a_small_one_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, run = model_of(tmp_path / "m", (135_000, 1000)), tmp_path / "run"
-    found = required_disk_space(RECIPE, model)
-    assert (found.version, found.checkpoint, found.base) == (540_000_000, 2_160_000_000, 540_000_000)
-    assert found.total == 2 * 540_000_000 + 5 * 540_000_000 + 3 * 2_160_000_000
+    required = required_disk_space(RECIPE, model)
+    assert (required.version, required.checkpoint, required.base) == (540_000_000, 2_160_000_000, 540_000_000)
+    assert required.total == 2 * 540_000_000 + 5 * 540_000_000 + 3 * 2_160_000_000
     free(monkeypatch, 100 * GIB)
     (note,) = check_disk_space(RECIPE, model, run)
     assert note.startswith("the run stores up to 9.6 GiB") and "3 checkpoints of 2.0 GiB" in note and "fix" not in note

@@ -1,4 +1,4 @@
-"""One error with one cause in a few lines; the traceback is in the log."""
+"""An error is printed with one cause in a few lines; the traceback is in the log."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_bug_in_a_run_is_one_line_with_its_location_and_the_log_has_the_traceb
     assert "KeyError: 'lost'" in (run / "logs" / "driver.log").read_text() and "Traceback" in (run / "logs" / "driver.log").read_text()
 
 
-def test_without_a_run_folder_a_bug_shows_its_traceback_and_ours_never_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_run_folder_only_a_bug_shows_its_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report_error(raised(KeyError("lost"))) == 1
     assert "Traceback" in capsys.readouterr().err
     assert report_error(raised(KeyError("lost")), folder=tmp_path) == 1, "without logs/ the run has not started"
@@ -65,9 +65,9 @@ def test_without_a_run_folder_a_bug_shows_its_traceback_and_ours_never_do(tmp_pa
 def test_an_os_error_is_one_line_and_names_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     assert report_error(raised(OSError(errno.ENAMETOOLONG, "File name too long", "runs/a"))) == 1
     assert report_error(raised(UserError("no run folder a\x1b[31m\tb\u202e", fix="give\r one"))) == 2
-    told = capsys.readouterr().err
-    assert "Traceback" not in told and "File name too long: 'runs/a'" in told
-    assert "a\ufffd[31m" in told and told.count("\n") == 3 and all(one.isprintable() or one == "\n" for one in told)
+    output = capsys.readouterr().err
+    assert "Traceback" not in output and "File name too long: 'runs/a'" in output
+    assert "a\ufffd[31m" in output and output.count("\n") == 3 and all(character.isprintable() or character == "\n" for character in output)
 
 
 def test_a_full_disk_is_reported_whatever_failed_first(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,10 +78,10 @@ def test_a_full_disk_is_reported_whatever_failed_first(run: Path, capsys: pytest
             raise StoreError(f"experience store {run}/x: the disk is full\n  fix: free space") from error
     except StoreError as error:
         assert report_error(ExceptionGroup("g", [LearnerError("gone too"), error]), folder=run, go_on="again") == 1
-    told = capsys.readouterr().err.splitlines()
-    assert told[0].startswith(f"failed: the disk of {run} is full (") and "experience store" in told[0]
-    assert told[1] == "  fix: free space there; finished work is kept" and told[2] == "  continue with: again"
-    assert len(told) == 4
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith(f"failed: the disk of {run} is full (") and "experience store" in lines[0]
+    assert lines[1] == "  fix: free space there; finished work is kept" and lines[2] == "  continue with: again"
+    assert len(lines) == 4
 
 
 @pytest.mark.parametrize(
@@ -100,10 +100,10 @@ def test_failures_next_to_a_full_disk_are_attributed_to_it(
     assert "full" not in first[0]
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=(16 << 20) - 1))
     report_error(error, folder=run, go_on="again")
-    told = capsys.readouterr().err.splitlines()
+    lines = capsys.readouterr().err.splitlines()
     cause = first[0].removeprefix("failed: ")
-    assert told[0] == f"failed: the disk of {run} is full (15 MiB free), which is the likely cause: {cause or 'LearnerError'}"
-    assert told[1:3] == ["  fix: free space there; finished work is kept", "  continue with: again"] and len(told) == 4
+    assert lines[0] == f"failed: the disk of {run} is full (15 MiB free), which is the likely cause: {cause or 'LearnerError'}"
+    assert lines[1:3] == ["  fix: free space there; finished work is kept", "  continue with: again"] and len(lines) == 4
 
 
 async def test_errors_on_closing_never_replace_the_first(run: Path) -> None:
@@ -124,7 +124,7 @@ async def test_errors_on_closing_never_replace_the_first(run: Path) -> None:
     assert "a further error while closing" in log and "No space left" in log
 
 
-async def test_an_error_in_closing_alone_is_a_warning_and_the_rest_is_closed(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_error_only_in_closing_is_a_warning_and_the_rest_is_closed(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     closed: list[str] = []
 
     async def closed_badly() -> None:
@@ -142,8 +142,8 @@ async def test_an_error_in_closing_alone_is_a_warning_and_the_rest_is_closed(run
     assert "while closing" in log and "Traceback" in log
 
     async with close_after(closed_badly):
-        closed.append("made")
-    assert closed[-1] == "made" and caplog.text.count("connection refused") == 2
+        closed.append("body")
+    assert closed[-1] == "body" and caplog.text.count("connection refused") == 2
     with pytest.raises(KeyError, match="the first"):
         async with close_after(closed_badly):
             raise KeyError("the first")
@@ -181,14 +181,14 @@ def test_a_learners_error_reaches_the_driver_with_its_type(tmp_path: Path) -> No
     box.touch()
     assert best_reason(box.read_bytes()) is None
     refusal = ExitReason(kind="user", message="no model", fix="take another")
-    for word in (ExitReason(kind="other", message="RuntimeError: peer is gone"), refusal):
-        rank = multiprocessing.get_context("fork").Process(target=send_exit_reason, args=(str(box), word))
+    for sent in (ExitReason(kind="other", message="RuntimeError: peer is gone"), refusal):
+        rank = multiprocessing.get_context("fork").Process(target=send_exit_reason, args=(str(box), sent))
         rank.start()
         rank.join()
-    found = best_reason(box.read_bytes())
-    assert found is not None
-    assert found == refusal
-    error = found.to_error(tmp_path / "learner.log")
+    reason = best_reason(box.read_bytes())
+    assert reason is not None
+    assert reason == refusal
+    error = reason.to_error(tmp_path / "learner.log")
     assert isinstance(error, UserError) and error.fix == "take another"
 
 
@@ -198,8 +198,8 @@ def test_long_reasons_are_cut_and_invalid_ones_ignored(tmp_path: Path) -> None:
     send_exit_reason(str(box), ExitReason.from_error(ValueError("x" * 10**6)))
     reason = best_reason(box.read_bytes())
     assert reason is not None and len(reason.message) < 5000
-    send_exit_reason(str(tmp_path / "gone" / "fd"), ExitReason(kind="other", message="nobody hears it"))
-    send_exit_reason(None, ExitReason(kind="other", message="nobody hears it"))
+    send_exit_reason(str(tmp_path / "gone" / "fd"), ExitReason(kind="other", message="no process reads it"))
+    send_exit_reason(None, ExitReason(kind="other", message="no process reads it"))
 
 
 def test_a_run_on_a_full_disk_pauses_until_there_is_room(
@@ -210,9 +210,9 @@ def test_a_run_on_a_full_disk_pauses_until_there_is_room(
     monkeypatch.setattr(ending.time, "sleep", waited.append)
     error = raised(ExceptionGroup("parts", [StoreError("the store failed"), raised(FULL)]))
     pause_until_room(error, run)
-    told = capsys.readouterr().err
-    assert told.startswith(f"paused: the disk of {run} is full (0 MiB free)") and "Traceback" not in told
-    assert told.endswith("the disk has room again, and the run continues\n") and len(waited) == 2
+    output = capsys.readouterr().err
+    assert output.startswith(f"paused: the disk of {run} is full (0 MiB free)") and "Traceback" not in output
+    assert output.endswith("the disk has room again, and the run continues\n") and len(waited) == 2
     assert "the run pauses" in (run / "logs" / "driver.log").read_text()
 
     monkeypatch.setattr(ending, "_ROOM_S", -1.0)

@@ -1,6 +1,6 @@
-"""`agentrl export` writes what other programs open: logs for inspect_ai, files for analysis, and ATIF.
+"""`agentrl export` writes files for other programs: logs for inspect_ai, files for analysis, and ATIF.
 
-With `AGENTRL_INSPECT_PYTHON`, the Python of an environment with inspect_ai, its own reader opens the logs.
+If `AGENTRL_INSPECT_PYTHON` is the Python of an environment with inspect_ai, its reader opens the logs.
 """
 
 from __future__ import annotations
@@ -81,34 +81,34 @@ def run(tmp_path: Path) -> Path:
             store.put(Group(index=index, task_id="t", task_key="k", episodes=episodes, kind="join", prompt=PROMPT))
         store.commit(0, {0: GroupUse(tokens_trained=3)}, "c")
         store.assign(1, [1])
-        held = (attempt("step1-heldout-00000-a0", Score(value=1.0)),)
-        store.put_evaluated("step1", 1, Group(index=0, task_id="h", task_key="k", episodes=held, kind="join", split="heldout"))
+        heldout = (attempt("step1-heldout-00000-a0", Score(value=1.0)),)
+        store.put_evaluated("step1", 1, Group(index=0, task_id="h", task_key="k", episodes=heldout, kind="join", split="heldout"))
     return folder
 
 
 def export(run: Path, *options: str) -> dict[str, Any]:
-    done = CliRunner().invoke(app, ["export", str(run), "--json", *options])
-    assert done.exit_code == 0, done.output
-    matches: dict[str, Any] = json.loads(done.stdout)
-    return matches
+    result = CliRunner().invoke(app, ["export", str(run), "--json", *options])
+    assert result.exit_code == 0, result.output
+    report: dict[str, Any] = json.loads(result.stdout)
+    return report
 
 
 def logs(folder: Path) -> dict[str, dict[str, Any]]:
     """The content of all logs: file -> member -> JSON."""
-    matches = {}
+    members = {}
     for path in sorted(folder.glob("*.eval")):
         with zipfile.ZipFile(path) as archive:
             assert archive.testzip() is None
-            matches[path.name] = {name: json.loads(archive.read(name)) for name in archive.namelist()}
-    return matches
+            members[path.name] = {name: json.loads(archive.read(name)) for name in archive.namelist()}
+    return members
 
 
 def test_a_log_for_each_step_and_evaluation_has_a_sample_for_each_attempt(run: Path) -> None:
-    done = export(run, "--to", "eval")
-    matches = logs(Path(done["folder"]))
-    assert list(matches) == ["evaluation-step1.eval", "train-000001.eval", "train-000002.eval", "train-open.eval"]
-    assert (done["files"], done["episodes"]) == (4, 7)
-    first = matches["train-000001.eval"]
+    report = export(run, "--to", "eval")
+    members = logs(Path(report["folder"]))
+    assert list(members) == ["evaluation-step1.eval", "train-000001.eval", "train-000002.eval", "train-open.eval"]
+    assert (report["files"], report["episodes"]) == (4, 7)
+    first = members["train-000001.eval"]
     header = first["header.json"]
     assert set(first) == {
         "samples/g000000_epoch_1.json",
@@ -121,12 +121,12 @@ def test_a_log_for_each_step_and_evaluation_has_a_sample_for_each_attempt(run: P
     assert header["eval"]["config"]["epochs"] == 2 and header["eval"]["dataset"]["sample_ids"] == ["g000000"]
     (score,) = header["results"]["scores"]
     assert (score["scored_samples"], score["unscored_samples"], score["metrics"]["mean"]["value"]) == (1, 1, 0.5)
-    assert [(one["id"], one["epoch"], "error" in one) for one in first["summaries.json"]] == [("g000000", 1, False), ("g000000", 2, True)]
+    assert [(row["id"], row["epoch"], "error" in row) for row in first["summaries.json"]] == [("g000000", 1, False), ("g000000", 2, True)]
 
 
 def test_a_sample_has_messages_score_and_exact_tokens(run: Path) -> None:
-    matches = logs(Path(export(run, "--to", "eval", "--step", "1")["folder"]))
-    sample = matches["train-000001.eval"]["samples/g000000_epoch_1.json"]
+    members = logs(Path(export(run, "--to", "eval", "--step", "1")["folder"]))
+    sample = members["train-000001.eval"]["samples/g000000_epoch_1.json"]
     assert [message["role"] for message in sample["messages"]] == ["system", "user", "assistant", "tool", "assistant"]
     (call,) = sample["messages"][2]["tool_calls"]
     assert (call["function"], call["arguments"], call["id"]) == ("python", {"code": HOSTILE}, sample["messages"][3]["tool_call_id"])
@@ -137,32 +137,32 @@ def test_a_sample_has_messages_score_and_exact_tokens(run: Path) -> None:
     assert main["turns"][0]["completion_ids"] == [3, 4, 5] and main["turns"][0]["versions"] == [[3, 0, 1], [4, 1, 3]]
     assert main["turns"][0]["logprobs"] == [-0.5, None, -0.25], "JSON has no infinity"
     assert helper["parent"] == {"trajectory": 0, "turn": 0, "call": 0} and helper["messages"][-1]["content"] == "sub"
-    excluded = matches["train-000001.eval"]["samples/g000000_epoch_2.json"]
+    excluded = members["train-000001.eval"]["samples/g000000_epoch_2.json"]
     assert excluded["scores"] == {} and "exec_timeout" in excluded["error"]["message"], "an excluded episode is not a score of 0"
 
 
-def test_filters_choose_the_episodes_of_every_format(run: Path) -> None:
+def test_filters_select_the_episodes_in_every_format(run: Path) -> None:
     for kind in ("parquet", "jsonl"):
         if kind == "parquet":
             pytest.importorskip("pyarrow")
-        done = export(run, "--to", kind, "--outcome", "partial", "--phase", "train", "--out", str(run / "out"))
-        loaded = list(load_export(Path(done["folder"]) / f"episodes.{kind}"))
-        assert [one.row.id for one in loaded] == [f"g{index:06d}-0-a0" for index in range(3)]
+        report = export(run, "--to", kind, "--outcome", "partial", "--phase", "train", "--out", str(run / "out"))
+        loaded = list(load_export(Path(report["folder"]) / f"episodes.{kind}"))
+        assert [exported.row.id for exported in loaded] == [f"g{index:06d}-0-a0" for index in range(3)]
         assert loaded[0].prompt == PROMPT and loaded[0].scored.score.parts == {"format": 1.0}
-    done = export(run, "--to", "atif", "--exclusion", "exec_timeout", "--kind", "join")
-    assert done["files"] == done["episodes"] == 3
-    traces, unreadable = read_all(Path(done["folder"]))
+    report = export(run, "--to", "atif", "--exclusion", "exec_timeout", "--kind", "join")
+    assert report["files"] == report["episodes"] == 3
+    traces, unreadable = read_all(Path(report["folder"]))
     assert not unreadable and len(traces) == 3
-    document = json.loads((Path(done["folder"]) / "g000000-1-a0.json").read_text())
+    document = json.loads((Path(report["folder"]) / "g000000-1-a0.json").read_text())
     assert document["extra"]["agentrl"]["task"] == {"id": "t", "key": "k"} and document["extra"]["agentrl"]["why"] == "exported"
     assert document["steps"][2]["metrics"]["completion_token_ids"] == [3, 4, 5]
-    none = CliRunner().invoke(app, ["export", str(run), "--to", "jsonl", "--kind", "unknown"])
-    assert none.exit_code != 0 and isinstance(none.exception, Exception) and "no episode" in str(none.exception)
+    empty = CliRunner().invoke(app, ["export", str(run), "--to", "jsonl", "--kind", "unknown"])
+    assert empty.exit_code != 0 and isinstance(empty.exception, Exception) and "no episode" in str(empty.exception)
 
 
 def test_a_run_without_an_index_is_indexed_by_the_command(run: Path) -> None:
-    done = CliRunner().invoke(app, ["store", str(run), "--index"])
-    assert done.exit_code == 0 and "always up to date" in done.stdout and not (run / "episodes.sqlite").exists()
+    result = CliRunner().invoke(app, ["store", str(run), "--index"])
+    assert result.exit_code == 0 and "always up to date" in result.stdout and not (run / "episodes.sqlite").exists()
 
 
 def test_a_name_of_a_phase_cannot_leave_the_folder(run: Path) -> None:
@@ -199,6 +199,6 @@ if "AGENTRL_INSPECT_PYTHON" in os.environ:
         read = subprocess.run([python, "-c", READ, *map(str, folder.iterdir())], capture_output=True, text=True, timeout=120)
         assert read.returncode == 0 and read.stdout.strip() == "read 4", read.stderr
         bundle = [python.with_name("inspect"), "view", "bundle", "--log-dir", folder, "--output-dir", run / "site"]
-        done = subprocess.run(bundle, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
+        result = subprocess.run(bundle, capture_output=True, text=True, timeout=120)
+        assert result.returncode == 0, result.stderr
         assert (run / "site" / "index.html").is_file() and len(list((run / "site" / "logs").glob("*.eval"))) == 4

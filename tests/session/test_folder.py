@@ -1,4 +1,4 @@
-"""The folder of a run, whether a resumed run is the same run, and the command that resumes it."""
+"""The folder of a run, the comparison of a resumed recipe with the recorded one, and the command that resumes a run."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from agentrl.session.folder import (
 RECIPE = Recipe(name="x", policy=PolicyConfig(model="m"), tasks=TasksConfig(family="f:F"))
 
 
-def folder_for(runs: Path, *, resume: bool = False, wanted: Path | None = None) -> Path:
-    with claim_run_folder(wanted, runs, "q", resume=resume, command="test") as folder:
+def folder_for(runs: Path, *, resume: bool = False, requested: Path | None = None) -> Path:
+    with claim_run_folder(requested, runs, "q", resume=resume, command="test") as folder:
         return folder
 
 
@@ -43,7 +43,7 @@ def hold_run(folder: Path, overrides: Sequence[str] = (), recipe: Recipe = RECIP
     return start
 
 
-def test_a_fresh_run_gets_the_first_free_folder_and_resume_the_last_that_holds_one(tmp_path: Path) -> None:
+def test_a_new_run_gets_the_first_free_folder_and_resume_the_last_run(tmp_path: Path) -> None:
     assert folder_for(tmp_path) == tmp_path / "q"
     for name in ("q", "q-2"):
         hold_run(tmp_path / name)
@@ -60,35 +60,35 @@ def test_a_run_is_finished_only_under_its_own_recipe(tmp_path: Path) -> None:
     assert finished_summary(tmp_path, RECIPE) is None, "the driver was killed"
     record_end(tmp_path, "finished")
     assert finished_summary(tmp_path, RECIPE) is None, "there is no summary"
-    made = Summary(
+    summary = Summary(
         name="x", finished=True, steps=1, episodes=1, episodes_left_out=0, tokens_trained=1, weight_swaps=1, sandbox_backend="b", seed=0
     )
-    made.write(tmp_path)
-    assert finished_summary(tmp_path, RECIPE) == made
+    summary.write(tmp_path)
+    assert finished_summary(tmp_path, RECIPE) == summary
     further = RECIPE.but({"steps": RECIPE.steps + 1})
-    assert finished_summary(tmp_path, further) is None, "more steps are to be made"
+    assert finished_summary(tmp_path, further) is None, "more steps are requested"
     hold_run(tmp_path, recipe=further)
-    assert finished_summary(tmp_path, further) is None, "and this start has not ended yet"
+    assert finished_summary(tmp_path, further) is None, "this start has not ended yet"
     record_end(tmp_path, "failed", why="no model")
     assert finished_summary(tmp_path, further) is None and finished_summary(tmp_path, RECIPE) is None
-    assert [one.ended for one in read_sessions(tmp_path)] == ["finished", "failed"]
+    assert [session.ended for session in read_sessions(tmp_path)] == ["finished", "failed"]
 
 
 def test_a_run_folder_is_not_reused_by_accident(tmp_path: Path) -> None:
     hold_run(tmp_path / "run")
     with pytest.raises(UserError, match="already contains a run") as error:
-        folder_for(tmp_path, wanted=tmp_path / "run")
+        folder_for(tmp_path, requested=tmp_path / "run")
     assert "--resume" in error.value.fix
-    assert folder_for(tmp_path, wanted=tmp_path / "run", resume=True) == tmp_path / "run"
+    assert folder_for(tmp_path, requested=tmp_path / "run", resume=True) == tmp_path / "run"
 
 
-def test_resume_needs_a_run_and_makes_no_folder(tmp_path: Path) -> None:
+def test_resume_needs_a_run_and_creates_no_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run to resume"):
-        folder_for(tmp_path, wanted=tmp_path / "none", resume=True)
+        folder_for(tmp_path, requested=tmp_path / "none", resume=True)
     assert not (tmp_path / "none").exists()
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="no run to resume"):
-        folder_for(tmp_path, wanted=tmp_path / "empty", resume=True)
+        folder_for(tmp_path, requested=tmp_path / "empty", resume=True)
 
 
 def test_a_resumed_run_repeats_its_overrides_and_reports_changes(tmp_path: Path) -> None:
@@ -112,17 +112,17 @@ def test_a_damaged_start_record_is_reported(tmp_path: Path) -> None:
 HARD = ['tasks.family.options={"a b": "it\'s $HOME"}', "policy.model=./my model", "name=a;b", "steps=3", "sandbox.backend=bubblewrap"]
 
 
-def test_the_resume_command_is_the_one_that_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recorded_resume_command_can_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shell splits it into the given arguments plus --resume."""
     monkeypatch.setattr(sys, "argv", ["/somewhere/bin/agentrl", "train"])
     start = RunStart(recipe=Path("my recipes/r.py"), folder=tmp_path / "a run", overrides=tuple(HARD))
-    words = shlex.split(start.command(resume=True))
-    assert words == ["/somewhere/bin/agentrl", "train", "my recipes/r.py", *HARD[:4], "--run-dir", str(tmp_path / "a run"),
+    arguments = shlex.split(start.command(resume=True))
+    assert arguments == ["/somewhere/bin/agentrl", "train", "my recipes/r.py", *HARD[:4], "--run-dir", str(tmp_path / "a run"),
                      "--sandbox", "bubblewrap", "--resume"]  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["recipes/mine.py"])
     assert shlex.split(start.command())[:4] == [sys.executable, "-m", "agentrl", "train"]
-    kept = json.loads((hold_run(tmp_path / "kept", ["steps=3"]).folder / "run.json").read_text())
-    assert kept["resume"].endswith(f"train recipes/mine.py steps=3 --run-dir {tmp_path}/kept --resume")
+    record = json.loads((hold_run(tmp_path / "kept", ["steps=3"]).folder / "run.json").read_text())
+    assert record["resume"].endswith(f"train recipes/mine.py steps=3 --run-dir {tmp_path}/kept --resume")
 
 
 KEYS = st.sampled_from(["steps", "learner.lr", "critic", "critic.lam", "critic.gamma", "objective.advantage", "learner.limits"])
@@ -148,8 +148,8 @@ def test_merged_overrides_equal_both_in_sequence(earlier: list[str], later: list
 
 def leaves(kind: type[Section], prefix: str = "") -> Iterator[str]:
     """Every key with a value; named sections have the name `x`."""
-    for name, found in kind.model_fields.items():
-        inner, several = section_of(found.annotation), named_section_of(found.annotation)
+    for name, field in kind.model_fields.items():
+        inner, several = section_of(field.annotation), named_section_of(field.annotation)
         if inner is not None or several is not None:
             yield from leaves(inner or several, f"{prefix}{name}." if inner else f"{prefix}{name}.x.")  # type: ignore[arg-type]
         else:
@@ -169,11 +169,11 @@ DECIDES = (
 
 
 def test_every_key_is_either_resumable_or_decides_what_a_run_learns() -> None:
-    may = resumable_keys(Recipe)
+    resumable = resumable_keys(Recipe)
     for key in leaves(Recipe):
-        free = any(fnmatchcase(key, pattern) for pattern in may)
+        is_resumable = any(fnmatchcase(key, pattern) for pattern in resumable)
         decides = any(fnmatchcase(key, pattern) for pattern in DECIDES)
-        assert free != decides, f"{key}: is it resumable ({free}), or does it decide what a run learns ({decides})?"
+        assert is_resumable != decides, f"{key}: is it resumable ({is_resumable}), or does it decide what a run learns ({decides})?"
 
 
 def test_settings_against_a_slow_server_may_change_on_resume(tmp_path: Path) -> None:

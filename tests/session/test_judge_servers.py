@@ -1,4 +1,4 @@
-"""The judges' servers of a run: start, wait, restart and stop, and the checks of a recipe.
+"""The judge servers of a run: start, wait, restart and stop, and the checks of a recipe.
 
 A small Python server replaces vLLM; tests/serving/test_judge_server.py tests the real one.
 """
@@ -46,8 +46,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.answer({})
     def do_POST(self):
         self.rfile.read(int(self.headers["content-length"]))
-        said = json.dumps({"reasoning": "", "scores": {"correct": 1}, "abstain": False})
-        self.answer({"choices": [{"message": {"content": said}, "finish_reason": "stop"}]})
+        verdict = json.dumps({"reasoning": "", "scores": {"correct": 1}, "abstain": False})
+        self.answer({"choices": [{"message": {"content": verdict}, "finish_reason": "stop"}]})
     def answer(self, body):
         data = json.dumps(body).encode()
         self.send_response(200)
@@ -84,24 +84,24 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("scripted")
 async def test_a_dead_server_is_restarted_and_its_judges_wait(tmp_path: Path) -> None:
     judge = Judge(endpoint=Endpoint(url=served("small"), model="small"), form=CORRECT)
-    known = servers.registered_servers()["small"]
+    registered = servers.registered_servers()["small"]
     async with running_judge_servers(recipe(), {"small": Path("m")}, folder=tmp_path) as running:
         assert (await judge(TASK, episode())).value == 1.0, "requested before the server was up"
         await running.ready()
-        first = running.pid("small")
-        assert first is not None
-        os.kill(first, signal.SIGKILL)
+        first_pid = running.pid("small")
+        assert first_pid is not None
+        os.kill(first_pid, signal.SIGKILL)
         await until(lambda: running.restarts["small"] == 1)
         assert (await judge(TASK, episode("Paris, again"))).value == 1.0
-        second = running.pid("small")
-        assert second is not None and second != first
-        os.kill(second, signal.SIGKILL)
-        await until(lambda: bool(known.refused))
-        refused = await judge(TASK, episode("Paris, once more"))
+        second_pid = running.pid("small")
+        assert second_pid is not None and second_pid != first_pid
+        os.kill(second_pid, signal.SIGKILL)
+        await until(lambda: bool(registered.refused))
+        refused = await judge(TASK, episode("Paris, a third time"))
         assert refused.value is None and "died 2 times" in refused.reason
     with pytest.raises(ProcessLookupError):
-        os.kill(second, 0)
-    assert known.url == "" and (tmp_path / "logs" / "judge-small.log").exists()
+        os.kill(second_pid, 0)
+    assert registered.url == "" and (tmp_path / "logs" / "judge-small.log").exists()
 
 
 @pytest.mark.usefixtures("scripted")
@@ -111,8 +111,8 @@ async def test_a_server_that_cannot_start_fails_the_start(tmp_path: Path, monkey
         with pytest.raises(ServingError, match="the judge's server small ended with code 1"):
             await running.ready()
         assert "cannot be started" in servers.registered_servers()["small"].refused
-    async with running_judge_servers(recipe(), {}, folder=tmp_path) as none:
-        await asyncio.wait_for(none.ready(), 1)
+    async with running_judge_servers(recipe(), {}, folder=tmp_path) as no_servers:
+        await asyncio.wait_for(no_servers.ready(), 1)
 
 
 def test_judge_servers_of_a_recipe_are_checked(tmp_path: Path) -> None:
@@ -130,8 +130,8 @@ def test_judge_servers_of_a_recipe_are_checked(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("y")
     declare_judge_servers(recipe(max_model_len=512), {"small": tmp_path})
     assert servers.registered_servers()["small"].weights != before
-    servers.register_servers({"nobody-asks": servers.JudgeServer(folder=tmp_path, weights="", reward_model=False)})
-    with pytest.raises(UserError, match=r"judge_servers\.nobody-asks would start a server that no judge"):
+    servers.register_servers({"unused": servers.JudgeServer(folder=tmp_path, weights="", reward_model=False)})
+    with pytest.raises(UserError, match=r"judge_servers\.unused would start a server that no judge"):
         check_judge_servers_used()
 
 
@@ -150,23 +150,21 @@ def test_a_reward_model_that_reads_tokens_has_the_policys_vocabulary(tmp_path: P
     check_reward_model_vocabulary(model)
 
 
-def test_keys_of_one_of_several_sections_are_overridden_one_by_one() -> None:
-    made = recipe().but("judge_servers.small.threads=2", "judge_servers.other.model=m2")
-    assert (
-        made.judge_servers["small"].threads == 2 and made.judge_servers["small"].model == "m" and made.judge_servers["other"].model == "m2"
-    )
-    assert made.but("judge_servers={}").judge_servers == {}
-    for odd in ("judge_servers.small.thread=2", "judge_servers.a b.model=m", "judge_servers.small=3", "judge_servers.other.threads=1"):
+def test_keys_of_a_named_section_are_overridden_separately() -> None:
+    new = recipe().but("judge_servers.small.threads=2", "judge_servers.other.model=m2")
+    assert new.judge_servers["small"].threads == 2 and new.judge_servers["small"].model == "m" and new.judge_servers["other"].model == "m2"
+    assert new.but("judge_servers={}").judge_servers == {}
+    for wrong in ("judge_servers.small.thread=2", "judge_servers.a b.model=m", "judge_servers.small=3", "judge_servers.other.threads=1"):
         with pytest.raises(RecipeError):
-            recipe().but(odd)
-    for odd in ("tasks.group_weight=0.5", 'tasks={"family": "f:F", "group_judge": "a:b", "group_weight": 0}'):
+            recipe().but(wrong)
+    for wrong in ("tasks.group_weight=0.5", 'tasks={"family": "f:F", "group_judge": "a:b", "group_weight": 0}'):
         with pytest.raises(RecipeError, match="group_weight"):
-            recipe().but(odd)
+            recipe().but(wrong)
     with pytest.raises(RecipeError, match="compares the attempts"):
         recipe().but({"tasks.group_judge": "a:b", "rollout.group.size": 1, "objective.advantage": "reinforce++"})
 
 
-async def test_a_judge_on_another_host_gets_its_model_and_a_worker_there_the_files_without_weights(tmp_path: Path) -> None:
+async def test_another_host_gets_the_model_of_a_judge_and_its_worker_the_files_without_weights(tmp_path: Path) -> None:
     cache, model = tmp_path / "cache", tmp_path / "model"
     cache.mkdir()
     model.mkdir()
@@ -198,6 +196,6 @@ async def test_a_judge_on_another_host_gets_its_model_and_a_worker_there_the_fil
             await access.judge_folders(["other"])
 
 
-def test_a_judge_on_the_drivers_disk_is_served_from_its_folder(tmp_path: Path) -> None:
+def test_a_judge_on_the_driver_is_served_from_its_folder(tmp_path: Path) -> None:
     server = JudgeServer("small", recipe().judge_servers["small"], model=tmp_path, reward_model=False, folder=tmp_path, device="cpu")
     assert str(tmp_path) in server._command() and server._needs() == ()

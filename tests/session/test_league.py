@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("scripted")
 
 
 class League:
-    """A league, what serves, and the alerts."""
+    """A league, its server, and its alerts."""
 
     def __init__(self, folder: Path) -> None:
         self.registry, self.alerts = open_registry(folder), list[str]()
@@ -56,51 +56,51 @@ def publish(registry: FolderRegistry, number: int) -> None:
 
 
 async def test_the_opponent_changes_with_the_policy_but_not_during_a_game(tmp_path: Path) -> None:
-    one = League(tmp_path)
-    run = await one.start()
-    publish(one.registry, EVERY)
+    league = League(tmp_path)
+    run = await league.start()
+    publish(league.registry, EVERY)
     try:
         async with run.opponent() as first, run.opponent() as second:
             assert first.number == second.number == 0
-            one.served.version = EVERY
+            league.served.version = EVERY
             waiting = asyncio.create_task(run.opponent().__aenter__())
             await asyncio.sleep(0.05)
             assert not waiting.done(), "two games are running"
         third = await asyncio.wait_for(waiting, 10)
         assert run.table.members == [0, EVERY] and third.number == run.server.policy.version
-        assert one.registry.pinned() == {EVERY}
+        assert league.registry.pinned() == {EVERY}
     finally:
         await run.close()
     assert LeagueTable(tmp_path).members == [0, EVERY]
 
 
 async def test_a_version_that_is_damaged_or_deleted_leaves_the_league(tmp_path: Path) -> None:
-    one = League(tmp_path)
-    run = await one.start()
+    league = League(tmp_path)
+    run = await league.start()
     for number in (EVERY, 2 * EVERY):
-        publish(one.registry, number)
+        publish(league.registry, number)
         run.table.add(number)
         for _ in range(200):  # so that version 0 is hardly drawn
             run.record(0, 1.0, version=11)
             run.record(number, -1.0, version=11)
-    (one.registry.folder / f"{EVERY:06d}" / "model.safetensors").write_bytes(b"x")
-    (one.registry.folder / f"{2 * EVERY:06d}" / "model.safetensors").unlink()
-    one.served.version = 11
+    (league.registry.folder / f"{EVERY:06d}" / "model.safetensors").write_bytes(b"x")
+    (league.registry.folder / f"{2 * EVERY:06d}" / "model.safetensors").unlink()
+    league.served.version = 11
     try:
         async with run.opponent() as opponent:
             assert opponent.number == 0 and run.table.members == [0]
-        assert len(one.alerts) == 2 and all("leaves the league" in alert for alert in one.alerts)
+        assert len(league.alerts) == 2 and all("leaves the league" in alert for alert in league.alerts)
     finally:
         await run.close()
 
 
-async def test_a_game_that_does_not_end_delays_others_within_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_other_games_wait_for_an_endless_game_until_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(league_module, "CHANGE_S", 0.1)
-    one = League(tmp_path)
-    run = await one.start()
+    league = League(tmp_path)
+    run = await league.start()
     try:
         async with run.opponent():
-            one.served.version = 3
+            league.served.version = 3
             with pytest.raises(ServingError, match="not loaded within"):
                 async with run.opponent():
                     pass

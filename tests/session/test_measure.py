@@ -26,9 +26,9 @@ from tests.judge.judge_parts import RIGHT, TASK, endpoint, episode
 
 
 def group(index: int, *wall_s: float, cancelled: tuple[Cancelled, ...] = ()) -> Group:
-    line = (Trajectory(agent="main", turns=()),)
-    episodes = [Episode(id=f"{index}-{n}", task_id="t", task_key="k", trajectories=line, wall_s=s) for n, s in enumerate(wall_s)]
-    scored = tuple(ScoredEpisode(episode=one, score=Score(value=1.0)) for one in episodes)
+    trajectories = (Trajectory(agent="main", turns=()),)
+    episodes = [Episode(id=f"{index}-{n}", task_id="t", task_key="k", trajectories=trajectories, wall_s=s) for n, s in enumerate(wall_s)]
+    scored = tuple(ScoredEpisode(episode=episode, score=Score(value=1.0)) for episode in episodes)
     return Group(index=index, task_id="t", task_key="k", episodes=scored, cancelled=cancelled)
 
 
@@ -61,14 +61,14 @@ async def test_judge_costs_are_reported_and_a_damaged_ledger_is_logged(tmp_path:
     spent = judge_costs(tmp_path)
     figures = {name: spent[name] for name in ("calls", "cached", "unreadable", "prompt_tokens", "completion_tokens")}
     assert figures == {"calls": 3, "cached": 1, "unreadable": 2, "prompt_tokens": 300, "completion_tokens": 30} and spent["money"] == 330
-    told = Summary(
+    summary = Summary(
         name="x", finished=True, steps=1, episodes=1, episodes_left_out=0, tokens_trained=1, weight_swaps=1, sandbox_backend="b", seed=0,
         judges=spent,
     )  # fmt: skip
     line = "3 judge queries, 1 cached, 330 tokens, money 330; 2 unreadable"
-    assert line in describe(told, tmp_path)
+    assert line in describe(summary, tmp_path)
     assert suites.with_judge_costs("a table", spent) == f"a table\njudges  {line}" and suites.with_judge_costs("a table", {}) == "a table"
-    assert {("3", "questions to judges"), ("330", "money for judges"), ("2", "questions without a verdict")} <= {*_tiles(told)}
+    assert {("3", "questions to judges"), ("330", "money for judges"), ("2", "questions without a verdict")} <= {*_tiles(summary)}
     for file in tmp_path.glob("judges.sqlite*"):
         file.unlink()
     (tmp_path / "judges.sqlite").write_bytes(b"no database" * 100)
@@ -77,7 +77,7 @@ async def test_judge_costs_are_reported_and_a_damaged_ledger_is_logged(tmp_path:
 
 @pytest.fixture
 def handlers() -> Iterator[None]:
-    """Ctrl-C as in a terminal's foreground, and the handlers as before afterwards."""
+    """Handles ctrl-C as in a terminal's foreground, and checks that the handlers are restored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     terminated = signal.getsignal(signal.SIGTERM)
     yield
@@ -129,10 +129,10 @@ def test_two_interrupts_stop_a_run_whose_event_loop_is_blocked(handlers: None, m
                 await asyncio.sleep(60)
 
     threading.Thread(target=press, daemon=True).start()
-    began = time.monotonic()
+    started = time.monotonic()
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(run())
-    assert time.monotonic() - began < 30 and [type(error) for error in ended] == [KeyboardInterrupt]
+    assert time.monotonic() - started < 30 and [type(error) for error in ended] == [KeyboardInterrupt]
 
 
 @pytest.mark.parametrize(("to", "of", "renamed"), [("step4", "weights", True), (None, "weights", False), ("step4", "other", False)])

@@ -28,7 +28,7 @@ from agentrl.testing.sandboxes import printing
 from tests.driving import Family, Journaled, make_recipe, make_task, opened
 
 
-async def in_words(task: Task, episode: Episode) -> str:
+async def textual(task: Task, episode: Episode) -> str:
     return "looks right to me"
 
 
@@ -36,7 +36,7 @@ async def same_for_all(task: Task, episode: Episode) -> Score:
     return Score(value=1.0)
 
 
-async def broken_for_all(task: Task, episode: Episode) -> Score:
+async def raises_for_all(task: Task, episode: Episode) -> Score:
     raise ZeroDivisionError("no rows")
 
 
@@ -50,17 +50,17 @@ def judged_by(verifier: Callable[..., Any], **changes: Any) -> Family:
     return Family(lambda index: replace(make_task(index), verifiers=(reference,), **changes))
 
 
-async def one_step(folder: Path, family: Family, sandboxes: SandboxBackend) -> Summary:
-    """One step of two groups with the metrics of the learner's batch; then the run's summary."""
+async def run_one_step(folder: Path, family: Family, sandboxes: SandboxBackend) -> Summary:
+    """Runs one step of two groups with the metrics of the learner's batch, and returns the summary of the run."""
     recipe = make_recipe(checkpoint_turns=False)
     async with opened(folder, Journaled(folder / "journal.jsonl"), sandboxes, recipe, family) as run:
         run.groups = replace(run.groups, scorer=TaskScorer(), max_retries=0)
         await loop._roll_out(run)
         groups = run.store.store.groups(range(2))
-        made = assemble(0, groups, recipe)
-        dropped = Counter(f"groups_{reason.partition(':')[0]}" for reason in made.drop_reasons.values())
-        changed = float(bool(made.batch.samples))
-        update = {"tokens_trained": made.batch.denominator, "weights_changed": changed, "updates_left_out": 0.0, **dropped}
+        assembled = assemble(0, groups, recipe)
+        dropped = Counter(f"groups_{reason.partition(':')[0]}" for reason in assembled.drop_reasons.values())
+        changed = float(bool(assembled.batch.samples))
+        update = {"tokens_trained": assembled.batch.denominator, "weights_changed": changed, "updates_left_out": 0.0, **dropped}
         (folder / "update.json").write_text(json.dumps(update))
         metrics = measure.step_metrics(groups, folder, None, step=0, wall_s=1.0)
         measure.record_excluded(folder, 1, groups)
@@ -73,16 +73,16 @@ async def one_step(folder: Path, family: Family, sandboxes: SandboxBackend) -> S
     ("family", "dead", "left_out", "problem"),
     [
         (
-            judged_by(in_words),
+            judged_by(textual),
             False,
-            {"tests.session.test_no_result:in_words: verifier returned str, not a Score (policy-reachable)": 6},
-            "nothing was scored: all 6 episodes of 1 step were excluded (6 x tests.session.test_no_result:in_words: verifier returned str",
+            {"tests.session.test_no_result:textual: verifier returned str, not a Score (policy-reachable)": 6},
+            "nothing was scored: all 6 episodes of 1 step were excluded (6 x tests.session.test_no_result:textual: verifier returned str",
         ),
         (
-            judged_by(broken_for_all),
+            judged_by(raises_for_all),
             False,
-            {"tests.session.test_no_result:broken_for_all: verifier raised ZeroDivisionError: no rows (policy-reachable)": 6},
-            "nothing was scored: all 6 episodes of 1 step were excluded (6 x tests.session.test_no_result:broken_for_all: verifier raised",
+            {"tests.session.test_no_result:raises_for_all: verifier raised ZeroDivisionError: no rows (policy-reachable)": 6},
+            "nothing was scored: all 6 episodes of 1 step were excluded (6 x tests.session.test_no_result:raises_for_all: verifier raised",
         ),
         (
             judged_by(same_for_all),
@@ -107,45 +107,45 @@ async def one_step(folder: Path, family: Family, sandboxes: SandboxBackend) -> S
             "nothing was scored: all 6 episodes of 1 step were excluded (6 x infrastructure: SandboxError: the daemon is gone",
         ),
     ],
-    ids=["verifier gives text", "verifier raises", "groups never differ", "all quarantined", "no sandbox opens"],
+    ids=["verifier returns text", "verifier raises", "groups never differ", "all quarantined", "no sandbox opens"],
 )
 async def test_a_run_without_a_result_reports_why(
     tmp_path: Path, family: Family, dead: bool, left_out: dict[str, int], problem: str
 ) -> None:
-    summary = await one_step(tmp_path, family, Dead(printing("3")) if dead else ScriptedSandboxes(printing("3")))
+    summary = await run_one_step(tmp_path, family, Dead(printing("3")) if dead else ScriptedSandboxes(printing("3")))
     (line,) = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert line.get("reward_mean") == (None if left_out else 1.0), "no score is not zero"
+    assert line.get("reward_mean") == (None if left_out else 1.0), "a missing score is not zero"
     assert summary.left_out_reasons == left_out and summary.episodes_left_out == sum(left_out.values())
-    (told,) = summary.problems
-    assert told.startswith(problem) and not measure.weights_changed(tmp_path)
+    (reported,) = summary.problems
+    assert reported.startswith(problem) and not measure.weights_changed(tmp_path)
     if left_out:
-        (kept,) = [json.loads(text) for text in (tmp_path / "failures" / "left_out.jsonl").read_text().splitlines()]
-        assert kept["step"] == 1 and [len(ids) for ids in kept["left_out"].values()] == [6]
+        (record,) = [json.loads(text) for text in (tmp_path / "failures" / "left_out.jsonl").read_text().splitlines()]
+        assert record["step"] == 1 and [len(ids) for ids in record["left_out"].values()] == [6]
 
 
 async def test_a_repeated_step_is_counted_once(tmp_path: Path) -> None:
-    await one_step(tmp_path, judged_by(in_words), ScriptedSandboxes(printing("3")))
+    await run_one_step(tmp_path, judged_by(textual), ScriptedSandboxes(printing("3")))
     (tmp_path / "experience.sqlite").unlink()
-    summary = await one_step(tmp_path, judged_by(broken_for_all), ScriptedSandboxes(printing("3")))
+    summary = await run_one_step(tmp_path, judged_by(raises_for_all), ScriptedSandboxes(printing("3")))
     assert list(summary.left_out_reasons.values()) == [6] and "ZeroDivisionError" in next(iter(summary.left_out_reasons))
 
 
 @pytest.mark.parametrize("phase", ["before", "after"])
 async def test_an_evaluation_without_a_score_has_no_rate(tmp_path: Path, phase: str) -> None:
-    """Before training it ends the run; later it must not discard the training, so it is reported and the run continues."""
+    """Before training, it ends the run. Later, it is reported and the run continues, so that the training is not lost."""
     recipe = make_recipe().but({"evaluation.heldout": 3, "evaluation.heldout_real": 0})
-    async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), recipe, judged_by(in_words)) as run:
+    async with opened(tmp_path, Journaled(tmp_path / "j"), ScriptedSandboxes(printing("3")), recipe, judged_by(textual)) as run:
         run.groups = replace(run.groups, scorer=TaskScorer(), max_retries=0)
         run.registry = Registry()  # type: ignore[assignment]
-        told = "evaluation .*: 3 of 3 episodes on heldout excluded: 3 x tests.session.test_no_result:in_words: verifier returned str"
+        message = "evaluation .*: 3 of 3 episodes on heldout excluded: 3 x tests.session.test_no_result:textual: verifier returned str"
         if phase == "before":
-            with pytest.raises(InfrastructureError, match=told):
+            with pytest.raises(InfrastructureError, match=message):
                 await held_out.HeldOutEvaluation.of(run).evaluate(phase, step=0)
         else:
             assert await held_out.HeldOutEvaluation.of(run).evaluate(phase, step=0) == {}
     saved = json.loads((tmp_path / "evaluations.json").read_text())[phase]["heldout"]
     assert "value" not in saved and saved["left_out"] == 3 and list(saved["left_out_reasons"].values()) == [3]
-    assert len((tmp_path / "episodes" / f"{phase}.jsonl").read_text().splitlines()) == 3, "they are readable"
+    assert len((tmp_path / "episodes" / f"{phase}.jsonl").read_text().splitlines()) == 3, "the transcripts are stored"
     summary = measure.summarize(tmp_path, recipe, {}, backend="scripted", interrupted=False)
     assert summary.heldout_before is None and summary.heldout_after is None
     (problem,) = summary.problems
@@ -158,8 +158,8 @@ class Registry:
 
 
 @pytest.mark.slow
-async def test_a_complete_evaluation_is_not_repeated(tmp_path: Path) -> None:
-    """With the same weights and settings. Otherwise a stop in the first step would repeat the one before training."""
+async def test_a_completed_evaluation_is_not_repeated(tmp_path: Path) -> None:
+    """A stop in the first step does not repeat the evaluation before training, if weights and settings are the same."""
     recipe = make_recipe().but({"steps": 4, "evaluation.heldout": 3, "evaluation.heldout_real": 0})
 
     async def evaluated(**changes: Any) -> int:
@@ -176,7 +176,7 @@ async def test_a_complete_evaluation_is_not_repeated(tmp_path: Path) -> None:
 
     assert await evaluated() > 0
     assert await evaluated() == 0
-    assert await evaluated(**{"evaluation.every": 2}) == 0, "which belongs to another run"
+    assert await evaluated(**{"evaluation.every": 2}) == 0, "a setting that does not affect it"
     assert await evaluated(sha256="b" * 64) > 0, "other weights"
     assert await evaluated(**{"sha256": "b" * 64, "evaluation.heldout": 4}) > 0, "other settings"
 
@@ -212,14 +212,14 @@ async def test_a_fatal_fault_is_in_the_summary_and_unfinished_groups_are_counted
     assert summary.interrupted and not summary.finished
     assert summary.problems[0] == "the run ended early: InfrastructureError: the run pauses: too many faults"
     assert (summary.steps, summary.episodes, summary.episodes_left_out, summary.attempts_failed) == (0, 6, 6, 18)
-    assert [one.ended for one in summary.sessions] == ["failed"]
+    assert [session.ended for session in summary.sessions] == ["failed"]
 
-    async def nothing(run: Any) -> None:
+    async def finish_at_once(run: Any) -> None:
         return None
 
-    monkeypatch.setattr(loop, "_pipeline", nothing)
+    monkeypatch.setattr(loop, "_pipeline", finish_at_once)
     summary = await loop.train(recipe, start, cast(Any, None), root=tmp_path, console=False)
-    assert [one.ended for one in summary.sessions] == ["failed", "finished"] and not summary.interrupted
+    assert [session.ended for session in summary.sessions] == ["failed", "finished"] and not summary.interrupted
     assert not any("ended early" in problem for problem in summary.problems)
 
 
@@ -232,4 +232,4 @@ async def test_a_failed_start_does_not_change_the_record_of_the_earlier_driver(t
     start = RunStart(recipe=Path("r.py"), folder=tmp_path, overrides=())
     with pytest.raises(InfrastructureError):
         await loop.train(make_recipe(), start, cast(Any, None), root=tmp_path, console=False)
-    assert [one.ended for one in read_sessions(tmp_path)] == ["killed"]
+    assert [session.ended for session in read_sessions(tmp_path)] == ["killed"]

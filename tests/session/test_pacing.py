@@ -1,4 +1,4 @@
-"""The usual pace of a server survives the driver: after a resume, a slow server does not count as usual."""
+"""The known pace of a server is stored: after a resume, a slow server does not count as normal."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.driving import make_recipe
 RECIPE = make_recipe()
 
 
-def begun(folder: Path, recipe: Recipe = RECIPE) -> Pace:
-    pace, now = restore_pace(recipe, folder), 0.0
+def save_new_pace(folder: Path, recipe: Recipe = RECIPE) -> Pace:
+    pace, now_s = restore_pace(recipe, folder), 0.0
     for _ in range(20):
-        pace.end(pace.begin(now), now + 10.0, tokens=100, at_most=100)
-        now += 10.0
+        pace.end(pace.begin(now_s), now_s + 10.0, tokens=100, at_most=100)
+        now_s += 10.0
     save_pace(pace, recipe, folder)
     return pace
 
@@ -29,8 +29,8 @@ def lost_s(pace: Pace) -> float:
     return pace.end(pace.begin(0.0), 100.0, tokens=100, at_most=100).lost_s
 
 
-def test_a_resumed_run_compares_the_server_with_the_whole_run(tmp_path: Path) -> None:
-    begun(tmp_path)
+def test_a_resumed_run_compares_the_server_with_its_stored_pace(tmp_path: Path) -> None:
+    save_new_pace(tmp_path)
     assert lost_s(restore_pace(RECIPE, tmp_path)) == pytest.approx(90.0)
     assert lost_s(restore_pace(RECIPE, tmp_path / "another")) == 0.0
     slots = restore_pace(make_recipe(), tmp_path).slots
@@ -39,7 +39,7 @@ def test_a_resumed_run_compares_the_server_with_the_whole_run(tmp_path: Path) ->
 
 @pytest.mark.parametrize("key", ["serving.threads", "serving.max_num_seqs"])
 def test_settings_that_change_the_pace_start_a_new_history(tmp_path: Path, key: str, caplog: pytest.LogCaptureFixture) -> None:
-    begun(tmp_path)
+    save_new_pace(tmp_path)
     other = RECIPE.but({key: 7})
     with caplog.at_level(logging.WARNING):
         assert not restore_pace(other, tmp_path).known
@@ -48,7 +48,7 @@ def test_settings_that_change_the_pace_start_a_new_history(tmp_path: Path, key: 
 
 
 def test_another_machine_starts_a_new_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun(tmp_path)
+    save_new_pace(tmp_path)
     monkeypatch.setattr(platform, "node", lambda: "another")
     assert not restore_pace(RECIPE, tmp_path).known
 
@@ -57,7 +57,7 @@ def test_another_machine_starts_a_new_history(tmp_path: Path, monkeypatch: pytes
 def test_an_unreadable_file_starts_a_new_history(tmp_path: Path, text: str) -> None:
     (tmp_path / PACE_FILE).write_text(text)
     assert not restore_pace(RECIPE, tmp_path).known
-    begun(tmp_path)
+    save_new_pace(tmp_path)
     assert restore_pace(RECIPE, tmp_path).known
 
 

@@ -1,4 +1,4 @@
-"""Secrets are planted where a run needs them, and tools and servers repeat them. No file of the run contains one."""
+"""A run uses planted secrets, and its tools and servers repeat them. No file of the run contains one."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ LEAKS = """
 import json, os, sys
 token, other = os.environ["TOKEN"], os.environ["OTHER"]
 for line in sys.stdin:
-    asked = json.loads(line)
-    if "id" not in asked:
+    request = json.loads(line)
+    if "id" not in request:
         continue
-    what = {"protocolVersion": asked.get("params", {}).get("protocolVersion")}
-    if asked["method"] == "initialize":
-        what |= {"capabilities": {"tools": {}}, "serverInfo": {"name": "leaks", "version": "1"}}
-    elif asked["method"] == "tools/list":
-        what = {"tools": [{"name": "tell", "inputSchema": {"type": "object", "properties": {"way": {"type": "string"}}}}]}
-    elif asked["params"]["arguments"].get("way") == "dies":
+    result = {"protocolVersion": request.get("params", {}).get("protocolVersion")}
+    if request["method"] == "initialize":
+        result |= {"capabilities": {"tools": {}}, "serverInfo": {"name": "leaks", "version": "1"}}
+    elif request["method"] == "tools/list":
+        result = {"tools": [{"name": "tell", "inputSchema": {"type": "object", "properties": {"way": {"type": "string"}}}}]}
+    elif request["params"]["arguments"].get("way") == "dies":
         sys.exit(f"Unauthorized: {token} {other} at https://me:{token}@api.example")
     else:
-        error = asked["params"]["arguments"].get("way") == "fails"
+        error = request["params"]["arguments"].get("way") == "fails"
         text = f"{token} {other} {json.dumps(other)} https://me:p4ssw0rd@api.example postgres://me:ha1f@h1dden/now@db.example/x"
         text += " https://hooks.slack.com/services/T0/B0/w3bh00k"
-        what = {"content": [{"type": "text", "text": text}], "isError": error}
-    print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": what}), flush=True)
+        result = {"content": [{"type": "text", "text": text}], "isError": error}
+    print(json.dumps({"jsonrpc": "2.0", "id": request["id"], "result": result}), flush=True)
 """
 
 
@@ -72,43 +72,43 @@ async def test_no_file_of_a_run_contains_a_planted_secret(
     overrides = (*QUICK, f"mcp.leaks={json.dumps(server)}")
     answered = says(f"look {KEY}", *(("tell", json.dumps({"way": way})) for way in ("says", "fails")))
     turns = [answered, says("again", ("tell", json.dumps({"way": "dies"}))), answered, SUBMIT]  # a dead program costs the attempt
-    seen: list[str] = []
+    command_lines: list[str] = []
     stop = threading.Event()
-    watcher = threading.Thread(target=watch, args=(stop, seen))
+    watcher = threading.Thread(target=watch, args=(stop, command_lines))
     watcher.start()
     try:
         answers = [ScriptedAnswer(status=401, raw=f"no such key: {KEY}".encode())] if refused else turns
         with ChatServer(answers) as chat:
             policy = find_policy(chat.url, model_name="theirs", key_env="THEIR_KEY")
-            with prepare_evaluation(policy, [load_suite(suite.folder)], overrides=overrides) as asked:
-                (done,) = await evaluate_suites(asked, console=False)
+            with prepare_evaluation(policy, [load_suite(suite.folder)], overrides=overrides) as evaluation:
+                (result,) = await evaluate_suites(evaluation, console=False)
         assert chat.requests[0]["headers"]["authorization"] == f"Bearer {KEY}"
     finally:
         stop.set()
         watcher.join()
     if not refused:
-        (body,) = (one["body"] for one in chat.requests[1:2])
-        told = [message["content"] for message in body["messages"] if message["role"] == "tool"]
-        assert len(told) == 2 and all(secrets.HIDDEN in text for text in told), told
-    run = asked.start.folder
-    written = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    assert done.outcomes and {run / "recipe.json", run / "run.json"} <= {*written} and any(path.suffix == ".sqlite" for path in written)
+        (body,) = (request["body"] for request in chat.requests[1:2])
+        tool_outputs = [message["content"] for message in body["messages"] if message["role"] == "tool"]
+        assert len(tool_outputs) == 2 and all(secrets.HIDDEN in text for text in tool_outputs), tool_outputs
+    run = evaluation.start.folder
+    files = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert result.outcomes and {run / "recipe.json", run / "run.json"} <= {*files} and any(path.suffix == ".sqlite" for path in files)
     captured = capfd.readouterr()
-    texts = {**written, "output": (captured.out + captured.err + caplog.text).encode(), "command lines": "\n".join(seen).encode()}
-    for where, content in texts.items():
+    texts = {**files, "output": (captured.out + captured.err + caplog.text).encode(), "command lines": "\n".join(command_lines).encode()}
+    for source, content in texts.items():
         for secret in (TOKEN, KEY, FILE_TOKEN, "p4ssw0rd", "ha1f", "h1dden", "w3bh00k"):
             forms = (secret, json.dumps(secret)[1:-1], base64.b64encode(secret.encode()).decode())
-            assert not any(form.encode() in content for form in forms), (where, secret)
+            assert not any(form.encode() in content for form in forms), (source, secret)
     modes = {path.stat().st_mode & 0o077 for path in (run, *run.rglob("*")) if not path.is_symlink()}
     assert modes == {0}, "the run folder is private to this user"
 
 
-def watch(stop: threading.Event, seen: list[str]) -> None:
-    """The command lines of the processes that this one starts."""
+def watch(stop: threading.Event, command_lines: list[str]) -> None:
+    """Collects the command lines of the child processes of this process."""
     while not stop.is_set():
         for child in psutil.Process().children(recursive=True):
             try:
-                seen.append(" ".join(child.cmdline()))
+                command_lines.append(" ".join(child.cmdline()))
             except psutil.Error:
                 continue
         time.sleep(0.02)
@@ -121,13 +121,13 @@ async def test_a_sandbox_has_no_environment_variable_of_the_run(backend: str, mo
     monkeypatch.setenv("MY_TOKEN", TOKEN)
     monkeypatch.setenv("INNOCENT_NAME", KEY)
     config = SandboxConfig(backend=backend, max_open=1)
-    opened = open_backend(config, run_label="planted", root=Path(__file__).parents[2])
+    sandboxes = open_backend(config, run_label="planted", root=Path(__file__).parents[2])
     try:
         spec = SandboxSpec(image="sandboxes/tables")
-        await opened.prepare(spec)
-        sandbox = await opened.open(spec)
+        await sandboxes.prepare(spec)
+        sandbox = await sandboxes.open(spec)
         command = "env; cat /proc/[0-9]*/environ /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' '\\n'"
-        ran = await sandbox.exec(["sh", "-c", command], timeout_s=20, output_bytes=1 << 20)
-        assert "PATH=" in ran.stdout and TOKEN not in ran.stdout and KEY not in ran.stdout
+        result = await sandbox.exec(["sh", "-c", command], timeout_s=20, output_bytes=1 << 20)
+        assert "PATH=" in result.stdout and TOKEN not in result.stdout and KEY not in result.stdout
     finally:
-        await opened.close()
+        await sandboxes.close()

@@ -50,7 +50,7 @@ def test_missing_model_folder(model: str, tmp_path: Path) -> None:
         find_model(model, tmp_path)
 
 
-def test_incomplete_model_folder_names_what_is_missing(tmp_path: Path) -> None:
+def test_the_error_for_an_incomplete_model_folder_names_the_missing_files(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m")
     assert find_model("m", tmp_path) == folder
     (folder / "model.safetensors").unlink()
@@ -66,35 +66,35 @@ def _described(path: Path, config: dict[str, object], tokenizer: dict[str, objec
 
 
 KIND = {"model_type": "qwen3", "num_attention_heads": 2}
-WORDS = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2}]}
+TOKENIZER = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2}]}
 FITS = {**KIND, "max_position_embeddings": 2048, "vocab_size": 3}
 
 
 @pytest.mark.parametrize(
-    ("config", "tokenizer", "wrong"),
+    ("config", "tokenizer", "error"),
     [
-        (FITS, WORDS, None),
-        ({**FITS, "max_position_embeddings": 2047}, WORDS, r"^policy\.max_model_len=2048, but .* context of 2047"),
-        ({**FITS, "max_position_embeddings": 1024, "rope_scaling": {"factor": 2.0}}, WORDS, None),
-        ({**KIND, "text_config": {**FITS, "max_position_embeddings": 512}}, WORDS, "context of 512"),
-        ({**FITS, "quantization_config": {"quant_method": "gptq"}}, WORDS, r"quantized \(gptq\)"),
-        ({**FITS, "vocab_size": 2}, WORDS, "knows token 2, but the model's vocabulary has 2"),
+        (FITS, TOKENIZER, None),
+        ({**FITS, "max_position_embeddings": 2047}, TOKENIZER, r"^policy\.max_model_len=2048, but .* context of 2047"),
+        ({**FITS, "max_position_embeddings": 1024, "rope_scaling": {"factor": 2.0}}, TOKENIZER, None),
+        ({**KIND, "text_config": {**FITS, "max_position_embeddings": 512}}, TOKENIZER, "context of 512"),
+        ({**FITS, "quantization_config": {"quant_method": "gptq"}}, TOKENIZER, r"quantized \(gptq\)"),
+        ({**FITS, "vocab_size": 2}, TOKENIZER, "knows token 2, but the model's vocabulary has 2"),
         ({**FITS, "vocab_size": 2}, {"model": {"vocab": [["a", 0.0], ["b", -1.0], ["c", -2.0]]}}, "knows token 2"),
     ],
 )
-def test_a_model_that_does_not_fit_the_recipe_is_refused(
-    config: dict[str, object], tokenizer: dict[str, object], wrong: str | None, tmp_path: Path
+def test_a_model_that_does_not_fit_the_recipe_raises(
+    config: dict[str, object], tokenizer: dict[str, object], error: str | None, tmp_path: Path
 ) -> None:
     folder = _described(tmp_path / "m", config, tokenizer)
-    if wrong is None:
+    if error is None:
         check_model(folder, RECIPE)
     else:
-        with pytest.raises(UserError, match=wrong):
+        with pytest.raises(UserError, match=error):
             check_model(folder, RECIPE)
 
 
-def test_a_truncation_to_more_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
-    folder = _described(tmp_path / "m", {**FITS, "vocab_size": 40}, WORDS)
+def test_truncation_to_more_than_the_vocabulary_raises(tmp_path: Path) -> None:
+    folder = _described(tmp_path / "m", {**FITS, "vocab_size": 40}, TOKENIZER)
     check_model(folder, RECIPE.but("rollout.sampling.top_k=32"))
     with pytest.raises(UserError, match=r"top_k=33 does not truncate: .* a vocabulary of 40"):
         check_model(folder, RECIPE.but("rollout.sampling.top_k=33"))
@@ -105,7 +105,7 @@ def test_the_base_policy_fits() -> None:
     check_model(find_model("recipes/models/tables-base", ROOT), quickstart)
 
 
-def test_weights_that_are_cut_off_or_no_weights_are_named(tmp_path: Path) -> None:
+def test_the_error_names_truncated_and_invalid_weights(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m")
     file = folder / "model.safetensors"
     cases = {
@@ -116,9 +116,9 @@ def test_weights_that_are_cut_off_or_no_weights_are_named(tmp_path: Path) -> Non
         SAFETENSORS[:8] + b"{" * len(HEADER) + bytes(8): "damaged header",
         b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n": "Git LFS pointer",
     }
-    for data, wrong in cases.items():
+    for data, message in cases.items():
         file.write_bytes(data)
-        with pytest.raises(UserError, match=wrong):
+        with pytest.raises(UserError, match=message):
             find_model("m", tmp_path)
     file.unlink()
     (folder / "model-00001-of-00002.safetensors").write_bytes(SAFETENSORS)
@@ -129,7 +129,7 @@ def test_weights_that_are_cut_off_or_no_weights_are_named(tmp_path: Path) -> Non
 
 
 @given(st.integers(0, len(SAFETENSORS) - 1))
-def test_no_shortened_file_of_weights_passes(length: int) -> None:
+def test_a_truncated_weight_file_never_passes(length: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.safetensors"
         path.write_bytes(SAFETENSORS[:length])
@@ -138,13 +138,13 @@ def test_no_shortened_file_of_weights_passes(length: int) -> None:
 
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer_config.json", "tokenizer.json"])
-def test_a_missing_file_is_named(missing: str, tmp_path: Path) -> None:
+def test_the_error_names_a_missing_file(missing: str, tmp_path: Path) -> None:
     (model_folder(tmp_path / "m") / missing).unlink()
     with pytest.raises(UserError, match=f"lacks {missing}"):
         find_model("m", tmp_path)
 
 
-def test_a_template_may_be_next_to_the_tokenizer_but_must_exist(tmp_path: Path) -> None:
+def test_a_template_may_be_in_its_own_file_but_must_exist(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m")
     (folder / "tokenizer_config.json").write_text("{}")
     with pytest.raises(UserError, match="no chat template"):
@@ -154,7 +154,7 @@ def test_a_template_may_be_next_to_the_tokenizer_but_must_exist(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("config", "wrong"),
+    ("config", "error"),
     [
         ({"model_type": "mamba", "state_size": 16}, r"'mamba' does more than attention .* \(it has no attention heads\)"),
         ({"layer_types": ["full_attention", "linear_attention"]}, "layers of type linear_attention"),
@@ -170,14 +170,14 @@ def test_a_template_may_be_next_to_the_tokenizer_but_must_exist(tmp_path: Path) 
         ({"text_config": {"num_attention_heads": 2, "layer_types": ["conv"]}}, "layers of type conv"),
     ],
 )
-def test_a_model_type_that_the_learner_rejects_fails_before_the_start(config: dict[str, object], wrong: str | None, tmp_path: Path) -> None:
+def test_a_model_type_that_the_learner_rejects_fails_before_the_start(config: dict[str, object], error: str | None, tmp_path: Path) -> None:
     folder = _described(tmp_path / "m", {**KIND, **config}, {})
     if config.get("model_type") == "mamba":
         (folder / "config.json").write_text(json.dumps(config))
-    if wrong is None:
+    if error is None:
         check_model(folder, RECIPE)
     else:
-        with pytest.raises(UserError, match=wrong):
+        with pytest.raises(UserError, match=error):
             check_model(folder, RECIPE)
 
 
@@ -190,7 +190,7 @@ def test_an_unknown_model_type_is_reported_without_importing_transformers(tmp_pa
 
 @pytest.mark.slow
 def test_failed_checks_import_nothing_heavy(tmp_path: Path) -> None:
-    """One process in which a command fails at every stage, up to the last check before torch is needed."""
+    """Runs commands in one process that fail at every stage up to the last check before torch is needed."""
     (tmp_path / "held").mkdir()
     (tmp_path / "held" / "recipe.json").write_text("{}")
     (tmp_path / "syntax.py").write_text("recipe = (\n")
@@ -208,31 +208,31 @@ def test_failed_checks_import_nothing_heavy(tmp_path: Path) -> None:
     code = f"""
 import contextlib, io, json, sys
 from agentrl.cli import main
-said = []
+runs = []
 for command in {commands!r}:
-    with contextlib.redirect_stderr(io.StringIO()) as told:
+    with contextlib.redirect_stderr(io.StringIO()) as output:
         try:
             main(["train", *command])
         except SystemExit as error:
-            said.append([error.code, told.getvalue()])
-print(json.dumps([said, sorted({{name.split(".")[0] for name in sys.modules}} & {{"torch", "vllm", "transformers", "deepspeed", "trl"}})]))
+            runs.append([error.code, output.getvalue()])
+print(json.dumps([runs, sorted({{name.split(".")[0] for name in sys.modules}} & {{"torch", "vllm", "transformers", "deepspeed", "trl"}})]))
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    said, heavy = json.loads(done.stdout)
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    errors, heavy = json.loads(result.stdout)
     assert heavy == []
-    for (exit_code, text), told in zip(
-        said,
+    for (exit_code, text), expected in zip(
+        errors,
         ["syntax.py:1: SyntaxError", "learner.lrr: unknown key", "already contains a run", "no run to resume", "no folder",
          "KeyError: 'gone'"],
         strict=True,
     ):  # fmt: skip
-        assert exit_code == 2 and told in text and "Traceback" not in text and len(text.splitlines()) <= 2, text
-    assert "family.py:3" in said[5][1] and not (tmp_path / "run").exists()
+        assert exit_code == 2 and expected in text and "Traceback" not in text and len(text.splitlines()) <= 2, text
+    assert "family.py:3" in errors[5][1] and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
-def test_a_damaged_file_is_named(name: str, tmp_path: Path) -> None:
+def test_the_error_names_a_damaged_file(name: str, tmp_path: Path) -> None:
     (model_folder(tmp_path / "m") / name).write_text("{")
     with pytest.raises(UserError, match=rf"{name} is not JSON"):
         find_model("m", tmp_path)
@@ -272,7 +272,7 @@ def test_a_sharded_model_becomes_one_file(tmp_path: Path) -> None:
 
 
 class Own:
-    """A family that returns or raises what `gives` says."""
+    """A family whose tasks have the fault in `gives`."""
 
     def __init__(self, *, seed: int = 0, gives: str = "") -> None:
         self.gives = gives
@@ -292,7 +292,7 @@ class Own:
 
 
 @pytest.mark.parametrize(
-    ("gives", "says"),
+    ("gives", "message"),
     [
         ("exit at once", r"cannot be opened: SystemExit: bye \(.*test_preflight.py:\d+\)"),
         ("exit", r"the first task .* is broken: SystemExit: 0 \("),
@@ -302,9 +302,9 @@ class Own:
         ("none held out", "(?s)no tasks in split heldout.*fix: add some, or set evaluation.heldout=0"),
     ],
 )
-def test_a_family_without_a_task_fails_before_anything_is_loaded(gives: str, says: str) -> None:
+def test_a_family_without_a_valid_task_fails_before_anything_is_loaded(gives: str, message: str) -> None:
     tasks = TasksConfig(family=Part(f"{__file__}:Own", options={"gives": gives}))
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=message):
         open_tasks(RECIPE.but(tasks=tasks), root=ROOT)
 
 
@@ -332,12 +332,12 @@ def test_without_training_the_gates_own_server_needs_no_gpu(verb: str, tmp_path:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(device, "_installed", lambda distribution: distribution == "vllm")
     make_suite(tmp_path / "x", make_case("c"))
-    root, written = load_recipe(ROOT / "recipes" / "quickstart.py", [])
-    given = (f"gate.suite={json.dumps(str(tmp_path / 'x'))}", "gate.server=own", "device=auto")
+    root, recipe = load_recipe(ROOT / "recipes" / "quickstart.py", [])
+    overrides = (f"gate.suite={json.dumps(str(tmp_path / 'x'))}", "gate.server=own", "device=auto")
     too_few = r"gate\.server=own with learner\.ranks=1 needs 2 GPUs, 1 are"
-    wanted = nullcontext() if verb != "train" else pytest.raises(UserError, match=too_few)
+    expectation = nullcontext() if verb != "train" else pytest.raises(UserError, match=too_few)
     with (
-        wanted,
-        run_folder(root, Path("recipes/quickstart.py"), written, given, tmp_path / "run", verb=verb) as (_, _, checked),
+        expectation,
+        run_folder(root, Path("recipes/quickstart.py"), recipe, overrides, tmp_path / "run", verb=verb) as (_, _, checked),
     ):
         assert checked.plan.devices == {}

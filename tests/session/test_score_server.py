@@ -1,4 +1,4 @@
-"""Late scores over HTTP: a real server on loopback, a real store with parked groups, and senders that err, race, hang and die."""
+"""Late scores over HTTP: a real server and store with parked groups, and senders that fail, race, hang and crash."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
 async def test_the_scores_of_a_group_make_it_ready_and_a_retry_gets_the_receipt(client: httpx.AsyncClient, tmp_path: Path) -> None:
     first = await client.post("/scores", json=SCORE)
     assert (first.status_code, first.json()) == (200, {"group": 0, "attempt": 0, "remaining": 1, "repeated": False, "replaced": None})
-    again = await client.post("/scores", json=SCORE)
-    assert (again.status_code, again.json()) == (200, {**first.json(), "repeated": True})
+    retry = await client.post("/scores", json=SCORE)
+    assert (retry.status_code, retry.json()) == (200, {**first.json(), "repeated": True})
     with opened_store(tmp_path / "run") as store:
         assert [entry.state for entry in store.entries()] == ["parked", "parked"]
         without_key = {name: value for name, value in SCORE.items() if name != "key"} | {"episode_id": "g0-1", "value": 1}
@@ -88,7 +88,7 @@ REJECTED = {
 
 
 @pytest.mark.parametrize("case", REJECTED)
-async def test_a_score_that_is_rejected_says_why_and_changes_nothing(case: str, client: httpx.AsyncClient, tmp_path: Path) -> None:
+async def test_a_rejected_score_has_a_cause_and_changes_nothing(case: str, client: httpx.AsyncClient, tmp_path: Path) -> None:
     change, status, cause = REJECTED[case]
     answer = await client.post("/scores", content=json.dumps({**SCORE, **change}))
     error = answer.json()["error"]
@@ -99,16 +99,14 @@ async def test_a_score_that_is_rejected_says_why_and_changes_nothing(case: str, 
     assert (await client.post("/scores", json=SCORE)).status_code == 200, "the key of a rejected score is free"
 
 
-async def test_a_second_value_of_a_part_contradicts_the_first_and_after_training_the_part_is_finished(
-    client: httpx.AsyncClient, tmp_path: Path
-) -> None:
+async def test_a_second_value_of_a_part_is_contradictory_and_after_training_finished(client: httpx.AsyncClient, tmp_path: Path) -> None:
     await client.post("/scores", json={"scores": [SCORE, {**SCORE, "episode_id": "g0-1", "key": "k2"}]})
     other = {**SCORE, "value": 0.25}
     for changed in (other, {**other, "key": "other"}):
         answer = await client.post("/scores", json=changed)
         assert (answer.status_code, answer.json()["error"]["cause"]) == (409, "contradictory"), answer.text
-    again = {**other, "key": "other", "replace": True}
-    assert (await client.post("/scores", json=again)).json()["error"]["cause"] == "finished", "its group waits for no other score"
+    replacement = {**other, "key": "other", "replace": True}
+    assert (await client.post("/scores", json=replacement)).json()["error"]["cause"] == "finished", "its group has all scores"
     with opened_store(tmp_path / "run") as store:
         store.commit(0, {0: GroupUse(tokens_trained=1)}, "checkpoints/000001")
     answer = await client.post("/scores", json={**other, "key": "later"})
@@ -116,7 +114,7 @@ async def test_a_second_value_of_a_part_contradicts_the_first_and_after_training
     assert (await client.post("/scores", json=SCORE)).json()["repeated"], "the sender of the first value gets its receipt"
 
 
-async def test_a_list_is_answered_item_by_item(client: httpx.AsyncClient) -> None:
+async def test_each_item_of_a_list_has_its_result(client: httpx.AsyncClient) -> None:
     scores = [SCORE, {**SCORE, "value": 2}, 7, {**SCORE, "episode_id": "g0-1", "key": "k2"}]
     answer = await client.post("/scores", json={"scores": scores})
     causes = [result.get("error", {}).get("cause") for result in answer.json()["results"]]
@@ -126,7 +124,7 @@ async def test_a_list_is_answered_item_by_item(client: httpx.AsyncClient) -> Non
     assert (await client.post("/scores", json={"scores": [SCORE] * 101})).status_code == 400
 
 
-async def test_of_senders_that_race_for_a_part_one_wins_and_the_others_learn_it(client: httpx.AsyncClient, tmp_path: Path) -> None:
+async def test_one_of_several_racing_senders_wins_and_the_others_get_an_error(client: httpx.AsyncClient, tmp_path: Path) -> None:
     with opened_store(tmp_path / "run") as other_process:
 
         async def send(number: int) -> bool:
@@ -145,7 +143,7 @@ async def test_of_senders_that_race_for_a_part_one_wins_and_the_others_learn_it(
 
 
 class DyingStore(SqliteStore):
-    """Its process dies after the commit of a score, before any answer."""
+    """A store whose process dies after the commit of a score, before the answer."""
 
     def add_score(self, score: LateScore, *, now: float) -> ScoreReceipt:
         super().add_score(score, now=now)
@@ -166,7 +164,7 @@ def _serve_and_die(run: str, address: Any) -> None:
 
 
 @pytest.mark.slow
-async def test_a_score_whose_answer_was_lost_is_sent_again_and_gets_its_receipt(tmp_path: Path) -> None:
+async def test_a_resent_score_whose_answer_was_lost_gets_its_receipt(tmp_path: Path) -> None:
     run, address = write_run(tmp_path / "run", late_group(0)), FORKS.Queue()
     process = FORKS.Process(target=_serve_and_die, args=(str(run), address))
     process.start()
@@ -188,19 +186,19 @@ async def test_a_score_whose_answer_was_lost_is_sent_again_and_gets_its_receipt(
             }
 
 
-async def test_pending_scores_come_in_pages(client: httpx.AsyncClient) -> None:
-    seen, after = [], ""
+async def test_pending_scores_are_paginated(client: httpx.AsyncClient) -> None:
+    items, after = [], ""
     while page := (await client.get("/pending", params={"limit": 1, "after": after})).json()["pending"]:
         assert len({item["episode_id"] for item in page}) == 1
-        seen += [(item["episode_id"], item["part"], item["low"], item["left_s"]) for item in page]
+        items += [(item["episode_id"], item["part"], item["low"], item["left_s"]) for item in page]
         after = page[-1]["episode_id"]
-    assert [item for item in seen if item[0].startswith("g0")] == [(f"g0-{n}", "review", 0.0, None) for n in range(2)]
-    assert {item[0] for item in seen if item[1] == "style"} <= {"g1-0", "g1-1"} and len(seen) == len(set(seen))
+    assert [item for item in items if item[0].startswith("g0")] == [(f"g0-{n}", "review", 0.0, None) for n in range(2)]
+    assert {item[0] for item in items if item[1] == "style"} <= {"g1-0", "g1-1"} and len(items) == len(set(items))
     for limit in ("0", "101", "x", "-1", "٣", "00000000199"):
         assert (await client.get("/pending", params={"limit": limit})).status_code == 400
 
 
-async def test_only_the_token_opens_a_route_and_only_from_this_machine(client: httpx.AsyncClient, tmp_path: Path) -> None:
+async def test_every_route_needs_the_token_and_a_local_host_header(client: httpx.AsyncClient, tmp_path: Path) -> None:
     token = run_token(tmp_path / "run")
     for key in ("", "Bearer", f"Bearer {token[:-1]}", f"Bearer {token}x", f"Basic {token}", "Bearer \xff"):
         for method, path in (("POST", "/scores"), ("GET", "/pending"), ("POST", "/episode")):
@@ -209,7 +207,7 @@ async def test_only_the_token_opens_a_route_and_only_from_this_machine(client: h
     for header in ("Host", "Origin"):
         answer = await client.post("/scores", json=SCORE, headers={header: "http://evil.example" if header == "Origin" else "evil.example"})
         assert answer.status_code == 403
-    assert (await client.options("/scores", headers={"Origin": "http://a"})).status_code == 404, "no page of another origin may ask"
+    assert (await client.options("/scores", headers={"Origin": "http://a"})).status_code == 404, "no other origin may send requests"
     assert (await client.get("/scores")).status_code == 404 and (await client.get("/../../etc/passwd")).status_code == 404
 
 
@@ -230,7 +228,7 @@ async def test_bodies_are_bounded_in_bytes_depth_and_time(client: httpx.AsyncCli
     assert (await client.post("/scores", content=drip())).status_code == 400
 
 
-async def test_a_store_that_fails_is_no_rejection_and_says_nothing_of_the_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_store_error_is_no_rejection_and_reveals_nothing_of_the_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Broken(SqliteStore):
         def add_score(self, score: LateScore, *, now: float) -> ScoreReceipt:
             raise StoreError(f"experience store {self.path}: the disk is full")
@@ -244,7 +242,7 @@ async def test_a_store_that_fails_is_no_rejection_and_says_nothing_of_the_server
     store.close()
 
 
-async def test_requests_beyond_the_bound_are_sent_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_beyond_the_limit_get_status_429(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "run", late_group(0))
     monkeypatch.setattr(score_server, "WAITING", 2)
     with opened_store(run) as store:
@@ -258,7 +256,7 @@ async def test_requests_beyond_the_bound_are_sent_away(tmp_path: Path, monkeypat
             assert sorted(task.result().status_code for task in (await asyncio.wait(waiting))[0]) == [200] * 2 + [429] * 4
 
 
-def test_the_token_is_private_stays_and_is_replaced_only_by_its_user(tmp_path: Path) -> None:
+def test_the_token_file_is_private_and_never_replaced(tmp_path: Path) -> None:
     path = tmp_path / score_server.TOKEN_FILE
     before = os.umask(0)
     try:
@@ -275,7 +273,7 @@ def test_the_token_is_private_stays_and_is_replaced_only_by_its_user(tmp_path: P
         run_token(tmp_path)
 
 
-async def test_the_page_shows_one_episode_with_all_of_its_text_escaped(tmp_path: Path) -> None:
+async def test_the_page_shows_one_episode_and_escapes_all_text(tmp_path: Path) -> None:
     group = late_group(0, replace(REVIEW, name=HOSTILE))
     run = write_run(tmp_path / "run", group, question=HOSTILE)
     with opened_store(run) as store:
@@ -294,8 +292,8 @@ async def test_the_page_shows_one_episode_with_all_of_its_text_escaped(tmp_path:
             assert match is not None
             target = json.loads(html.unescape(match[1]))
             assert target["part"] == HOSTILE and (target["low"], target["high"]) == (0.0, 1.0)
-            sent = {"episode_id": target["episode_id"], "part": target["part"], "value": 1, "scored_by": "anna"}
-            assert (await client.post("/scores", json=sent)).json()["remaining"] == 1
+            score = {"episode_id": target["episode_id"], "part": target["part"], "value": 1, "scored_by": "anna"}
+            assert (await client.post("/scores", json=score)).json()["remaining"] == 1
             rest = await client.post("/episode", json={"skipped": [target["episode_id"]]})
             assert "g0-" in rest.text and target["episode_id"] not in rest.text
             empty = await client.post("/episode", json={"skipped": ["g0-0", "g0-1"]})
@@ -307,14 +305,14 @@ async def test_a_blind_page_hides_the_reference_and_a_missing_transcript_is_no_e
     with opened_store(run) as store:
         for blind in (False, True):
             async with served(run, store, blind=blind) as client:
-                shown = (await client.post("/episode", json={})).text
-                assert ("<dd>412</dd>" in shown) is not blind and "<dd>97</dd>" in shown and "How many?" in shown
+                page = (await client.post("/episode", json={})).text
+                assert ("<dd>412</dd>" in page) is not blind and "<dd>97</dd>" in page and "How many?" in page
         (run / "pending" / "000000.json").write_text("{")
         async with served(run, store) as client:
             assert "t0" in (await client.post("/episode", json={})).text
 
 
-async def test_people_get_different_episodes_first(tmp_path: Path) -> None:
+async def test_different_users_get_different_episodes_first(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", late_group(0, size=32))
     with opened_store(run) as store:
         async with served(run, store) as client:
@@ -323,11 +321,11 @@ async def test_people_get_different_episodes_first(tmp_path: Path) -> None:
             assert (await client.post("/episode", json={"scored_by": "person 0"})).text == first[0]
 
 
-def test_the_file_of_a_pending_group_has_its_task_and_a_damaged_one_has_none(tmp_path: Path) -> None:
+def test_the_task_of_a_pending_group_is_read_from_its_file_unless_damaged(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", late_group(0), late_group(1))
     transcripts = PendingTranscripts(run)
-    shown = transcripts.read(1, 0)
-    assert shown is not None and shown["question"] == "How many?" and shown["answer"] == HOSTILE
+    content = transcripts.read(1, 0)
+    assert content is not None and content["question"] == "How many?" and content["answer"] == HOSTILE
     assert transcripts.groups() == {0, 1} and transcripts.task(1) == late_task(1)
     (run / "pending" / "000001.json").write_text('{"task": "{}"}')
     transcripts.remove(0)

@@ -27,37 +27,37 @@ class NoSnapshot(ScriptedSandbox):
 
 
 class Backend(ScriptedSandboxes):
-    """A backend that fails to copy in several ways, or works."""
+    """A backend with one of several faulty snapshots, or a working one."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, behaviour: str) -> None:
         super().__init__(printing(""))
-        self.way = way
+        self.behaviour = behaviour
 
     async def open(self, spec: Any, *, files: Any = None, snapshot: Any = None, timeout_s: float = 60.0) -> Any:
-        kept = b"{}" if snapshot is not None and self.way == "forgets" else snapshot
-        made = await super().open(spec, files=files, snapshot=kept, timeout_s=timeout_s)
-        if self.way == "cannot":
-            made = self.opened[-1] = NoSnapshot(made.id, printing(""), made.files)
-        return made
+        restored = b"{}" if snapshot is not None and self.behaviour == "forgets" else snapshot
+        sandbox = await super().open(spec, files=files, snapshot=restored, timeout_s=timeout_s)
+        if self.behaviour == "cannot":
+            sandbox = self.opened[-1] = NoSnapshot(sandbox.id, printing(""), sandbox.files)
+        return sandbox
 
 
 @pytest.mark.parametrize(
-    ("way", "said"), [("cannot", "NotImplementedError: not yet"), ("forgets", "a file in it is missing"), ("does", None)]
+    ("behaviour", "message"), [("cannot", "NotImplementedError: not yet"), ("forgets", "a file in it is missing"), ("works", None)]
 )
-async def test_snapshots_of_a_backend_are_tested_before_a_run_needs_them(way: str, said: str | None, task: Task) -> None:
+async def test_snapshots_of_a_backend_are_tested_before_a_run_needs_them(behaviour: str, message: str | None, task: Task) -> None:
     for key, changes in {
         "rollout.delegation.sandbox=own": OWN,
         "rollout.checkpoint_turns": {"rollout.checkpoint_turns": True},
         "rollout.group.branches": {"rollout.group.branches": 2},
     }.items():
-        recipe, backend = BASE.but(changes), Backend(way)
-        if said is None:
+        recipe, backend = BASE.but(changes), Backend(behaviour)
+        if message is None:
             await check_snapshots(recipe, task, backend)
         else:
-            with pytest.raises(UserError, match=rf"{key} needs copies .* sandbox\.backend=mine:Backend does not create them: .*{said}"):
+            with pytest.raises(UserError, match=rf"{key} needs copies .* sandbox\.backend=mine:Backend does not create them: .*{message}"):
                 await check_snapshots(recipe, task, backend)
-        assert backend.opened and all(one.closed for one in backend.opened)
-    backend = Backend(way)
+        assert backend.opened and all(sandbox.closed for sandbox in backend.opened)
+    backend = Backend(behaviour)
     await check_snapshots(BASE, task, backend)
     await check_snapshots(BASE.but({**OWN, "sandbox.backend": "docker"}), task, backend)
     assert not backend.opened, "not needed, or built-in"

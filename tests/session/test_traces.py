@@ -1,4 +1,4 @@
-"""Traces of real rollouts, as a collector receives them over OTLP; and what an absent or silent collector costs."""
+"""Traces of real rollouts at a collector for OTLP, and the cost of an absent or silent collector."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SECRET = "sk-live-4711"
 
 
 class Collector:
-    """Receives OTLP over HTTP, and parses it with the protocol's own messages."""
+    """Receives OTLP over HTTP, and parses it with the messages of the protocol."""
 
     def __init__(self) -> None:
         from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -92,10 +92,10 @@ def collecting() -> Iterator[Collector]:
 
 def attributes(message: Any) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    for one in message.attributes:
-        kind = one.value.WhichOneof("value")
-        value = getattr(one.value, kind)
-        values[one.key] = [getattr(item, item.WhichOneof("value")) for item in value.values] if kind == "array_value" else value
+    for attribute in message.attributes:
+        kind = attribute.value.WhichOneof("value")
+        value = getattr(attribute.value, kind)
+        values[attribute.key] = [getattr(item, item.WhichOneof("value")) for item in value.values] if kind == "array_value" else value
     return values
 
 
@@ -144,14 +144,14 @@ print(sorted(name for name in sys.modules if name.startswith(("opentelemetry", "
 
 @pytest.mark.slow
 def test_traces_cost_nothing_when_they_are_off(tmp_path: Path) -> None:
-    """A run has no tracker for them: not even an attribute is looked at per episode, and nothing of OpenTelemetry is imported."""
-    done = subprocess.run([sys.executable, "-c", OFF, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "[]\n"
+    """The run has no tracker for traces, does no work per episode, and imports nothing of OpenTelemetry."""
+    result = subprocess.run([sys.executable, "-c", OFF, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "[]\n"
 
 
-async def rolled_out(folder: Path, tracker: RunTracker | None = None) -> tuple[Group, ...]:
-    """Rolls out two groups of three attempts, with three tool calls and a submission each, and a learner that used the first."""
+async def roll_out_groups(folder: Path, tracker: RunTracker | None = None) -> tuple[Group, ...]:
+    """Rolls out two groups of three attempts, each with three tool calls and a submission. The learner used the first group."""
     recipe = make_recipe()
     async with opened(folder, Journaled(folder / "j"), scripted(folder / "j"), recipe, Family()) as run:
         if tracker is not None:
@@ -170,34 +170,34 @@ async def test_a_collector_receives_a_trace_for_each_episode_and_a_span_for_the_
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
         opened_traces = open_traces(make_recipe(), tmp_path, alert=pytest.fail)
         tracker = RunTracker(tmp_path / "t", opened_traces)
-        groups = await rolled_out(tmp_path, tracker)
+        groups = await roll_out_groups(tmp_path, tracker)
         tracker.log(1, {"reward_mean": 1.0, "step_s": 2.0, "timeline/server/busy": 1.0})
         await asyncio.to_thread(tracker.close)
     assert opened_traces[0].dropped == 0
-    assert all(one == {**one, "service.name": "agentrl", "agentrl.run": tmp_path.name} for one in collector.resources)
+    assert all(resource == {**resource, "service.name": "agentrl", "agentrl.run": tmp_path.name} for resource in collector.resources)
     roots = {attributes(span)["gen_ai.conversation.id"]: span for span in collector.named("invoke_agent")}
     episodes = {scored.episode.id: scored.episode for group in groups for scored in group.episodes}
     assert roots.keys() == episodes.keys() and len(roots) == 6
     (step,) = collector.named("train 1")
     for name, root in roots.items():
-        one = [span for span in collector.spans if span.trace_id == root.trace_id]
-        kinds = sorted(span.name.split()[0] for span in one)
+        spans = [span for span in collector.spans if span.trace_id == root.trace_id]
+        kinds = sorted(span.name.split()[0] for span in spans)
         assert kinds == sorted(["invoke_agent", *["chat"] * 4, *["execute_tool"] * 4, "score", "train"])
-        assert {span.parent_span_id for span in one} == {b"", root.span_id} and len({span.span_id for span in one}) == len(one)
-        (trained,) = [span for span in one if span.name == "train"]
-        assert [(link.trace_id, link.span_id) for link in trained.links] == [(step.trace_id, step.span_id)]
+        assert {span.parent_span_id for span in spans} == {b"", root.span_id} and len({span.span_id for span in spans}) == len(spans)
+        (train_span,) = [span for span in spans if span.name == "train"]
+        assert [(link.trace_id, link.span_id) for link in train_span.links] == [(step.trace_id, step.span_id)]
         group = int(name[1:7])
-        assert attributes(trained)["agentrl.trained"] is (group == 0) and attributes(root)["agentrl.group"] == group
-        turns = sorted((span for span in one if span.name == "chat m"), key=lambda span: span.start_time_unix_nano)
+        assert attributes(train_span)["agentrl.trained"] is (group == 0) and attributes(root)["agentrl.group"] == group
+        turns = sorted((span for span in spans if span.name == "chat m"), key=lambda span: span.start_time_unix_nano)
         recorded = episodes[name].trajectories[0].turns
         context = 0
         for span, turn in zip(turns, recorded, strict=True):
             context += len(turn.prompt_ids)
-            shown = attributes(span)
-            assert (shown["gen_ai.usage.input_tokens"], shown["gen_ai.usage.output_tokens"]) == (context, len(turn.completion_ids))
-            assert shown["gen_ai.operation.name"] == "chat" and shown["gen_ai.response.finish_reasons"] == [turn.finish_reason]
+            values = attributes(span)
+            assert (values["gen_ai.usage.input_tokens"], values["gen_ai.usage.output_tokens"]) == (context, len(turn.completion_ids))
+            assert values["gen_ai.operation.name"] == "chat" and values["gen_ai.response.finish_reasons"] == [turn.finish_reason]
             context += len(turn.completion_ids)
-        for span in one:
+        for span in spans:
             assert span.start_time_unix_nano <= span.end_time_unix_nano
             if span.name != "train":
                 assert root.start_time_unix_nano <= span.start_time_unix_nano and span.end_time_unix_nano <= root.end_time_unix_nano
@@ -224,12 +224,12 @@ def long_episode(turns: int) -> ScoredEpisode:
             ended_at=1000.0 + number,
         )
 
-    line = Trajectory(agent="main", turns=tuple(turn(number) for number in range(turns)))
-    episode = Episode(id=f"g000003-0-a0{'y' * 5000}", task_id="t", task_key="k", trajectories=(line,), wall_s=float(turns))
+    trajectory = Trajectory(agent="main", turns=tuple(turn(number) for number in range(turns)))
+    episode = Episode(id=f"g000003-0-a0{'y' * 5000}", task_id="t", task_key="k", trajectories=(trajectory,), wall_s=float(turns))
     return ScoredEpisode(episode=episode, score=Score(value=None, reason=SECRET))
 
 
-def traced(tmp_path: Path, groups: list[Group], **recipe: Any) -> BackgroundTracker:
+def export_traces(tmp_path: Path, groups: list[Group], **recipe: Any) -> BackgroundTracker:
     async def run() -> BackgroundTracker:
         (tracker,) = open_traces(make_recipe(), tmp_path, alert=pytest.fail)
         for group in groups:
@@ -250,7 +250,7 @@ def test_an_episode_has_bounded_spans_with_content_on_request(tmp_path: Path, mo
         monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.name=mine")
         if content:
             monkeypatch.setenv(traces.CONTENT, "true")
-        traced(tmp_path, [group])
+        export_traces(tmp_path, [group])
     (root,) = collector.named("invoke_agent")
     assert len(collector.spans) == traces.MAX_SPANS
     assert attributes(root)["agentrl.spans_dropped"] == 2 + 200 * 4 - traces.MAX_SPANS
@@ -262,7 +262,7 @@ def test_an_episode_has_bounded_spans_with_content_on_request(tmp_path: Path, mo
     chat = collector.named("chat")[0]
     assert len(chat.links) == 1, "the version that sampled it"
     first, second, third = collector.named("execute_tool")[:3]
-    assert first.start_time_unix_nano == second.start_time_unix_nano == third.start_time_unix_nano, "they ran at once"
+    assert first.start_time_unix_nano == second.start_time_unix_nano == third.start_time_unix_nano, "they ran in parallel"
     assert attributes(first)["error.type"] == "tool_error"
     assert (SECRET.encode() in collector.raw) is content
     assert not any("\x1b" in str(value) for span in collector.spans for value in (span.name, *attributes(span).values()))
@@ -273,15 +273,15 @@ def test_an_episode_has_bounded_spans_with_content_on_request(tmp_path: Path, mo
 
 
 @pytest.mark.slow
-def test_a_sampler_of_the_variables_selects_whole_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sampler_from_the_environment_selects_complete_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with collecting() as collector:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
         monkeypatch.setenv("OTEL_TRACES_SAMPLER", "traceidratio")
         monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.5")
-        one = long_episode(1)
+        template = long_episode(1)
         names = [f"g{number:06d}-0-a0" for number in range(40)]
-        episodes = tuple(replace(one, episode=replace(one.episode, id=name)) for name in names)
-        traced(tmp_path, [Group(index=0, task_id="t", task_key="k", episodes=episodes)])
+        episodes = tuple(replace(template, episode=replace(template.episode, id=name)) for name in names)
+        export_traces(tmp_path, [Group(index=0, task_id="t", task_key="k", episodes=episodes)])
     by_trace: dict[bytes, int] = {}
     for span in collector.spans:
         by_trace[span.trace_id] = by_trace.get(span.trace_id, 0) + 1
@@ -304,7 +304,7 @@ def closed_port() -> Iterator[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("absent", [silent_server, closed_port])
-async def test_an_absent_collector_costs_a_run_nothing_and_is_one_alert(
+async def test_an_absent_collector_does_not_delay_a_run_and_raises_one_alert(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, absent: Any
 ) -> None:
     monkeypatch.setattr(background, "MAX_GROUPS", 4)
@@ -314,23 +314,23 @@ async def test_an_absent_collector_costs_a_run_nothing_and_is_one_alert(
     with absent() as port:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
         (tracker,) = open_traces(make_recipe(), tmp_path, alert=alerts.append)
-        began = time.monotonic()
+        started = time.monotonic()
         for _ in range(200):
             tracker.progress(3, group)
-        assert time.monotonic() - began < 0.5, "the run does not wait"
+        assert time.monotonic() - started < 0.5, "the run does not wait"
         for _ in range(100):
             await asyncio.sleep(0.1)
             if alerts:
                 break
         tracker.progress(3, group)
-        closing = time.monotonic()
+        closing_at = time.monotonic()
         await asyncio.to_thread(tracker.close)
-        assert time.monotonic() - closing < 6.0
+        assert time.monotonic() - closing_at < 6.0
         await asyncio.sleep(0)
     assert len(alerts) == 1 and "spans are dropped" in alerts[0] and "OTEL_EXPORTER_OTLP_ENDPOINT" in alerts[0]
     assert tracker.dropped >= 100, "groups that did not fit into the queue"
     assert any("spans were not exported" in record.message for record in caplog.records)
-    assert sum("opentelemetry" in record.name for record in caplog.records) == 0, "a line for each failed export would be noise"
+    assert sum("opentelemetry" in record.name for record in caplog.records) == 0, "failed exports are not logged one by one"
 
 
 @pytest.mark.slow
@@ -340,7 +340,7 @@ async def test_an_unknown_exporter_is_an_error_before_the_run(tmp_path: Path, mo
         open_traces(make_recipe(), tmp_path, alert=print)
 
 
-async def test_a_missing_package_is_an_error_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_error_for_a_missing_package_has_the_install_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "otlp")
     with pytest.raises(UserError, match=r"needs the package opentelemetry.*\n.*pip install .*opentelemetry"):

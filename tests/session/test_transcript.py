@@ -24,8 +24,8 @@ def test_an_example_conversation_in_the_prompt_keeps_its_tool_calls() -> None:
         split=Split.TRAIN,
     )
     episode = Episode(id="e", task_id=task.id, task_key=task.key, trajectories=())
-    told = transcript(task, ScoredEpisode(episode=episode, score=Score(value=1.0)), phase="train", step=0)
-    assert told["messages"][1] == {
+    record = transcript(task, ScoredEpisode(episode=episode, score=Score(value=1.0)), phase="train", step=0)
+    assert record["messages"][1] == {
         "role": "assistant",
         "content": "",
         "tool_calls": [{"name": "python", "arguments": {"code": "print(1)"}}],

@@ -1,4 +1,4 @@
-"""Versions of a run listed, compared, promoted, pinned and rolled back from the command line, on real folders."""
+"""The command line lists, compares, promotes, pins and rolls back versions of a run, on real folders."""
 
 from __future__ import annotations
 
@@ -62,26 +62,26 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def versions(*words: object) -> Result:
-    return CliRunner().invoke(app, ["versions", *map(str, words)], catch_exceptions=True)
+def run_command(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["versions", *map(str, arguments)], catch_exceptions=True)
 
 
-def said(*words: object) -> str:
-    done = versions(*words)
-    assert done.exit_code == 0, (done.output, done.exception)
-    return done.output
+def output_of(*arguments: object) -> str:
+    result = run_command(*arguments)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.output
 
 
-def fails(*words: object) -> str:
-    done = versions(*words)
-    assert isinstance(done.exception, UserError | StoreError), (done.output, done.exception)
-    return str(done.exception)
+def error_of(*arguments: object) -> str:
+    result = run_command(*arguments)
+    assert isinstance(result.exception, UserError | StoreError), (result.output, result.exception)
+    return str(result.exception)
 
 
 def evaluate(run: Path, phase: str, number: int, scores: list[float]) -> None:
     """Records an evaluation of a version as a run does."""
     version = FolderRegistry(run / "versions").get(number)
-    done = SplitEvaluation(
+    evaluation = SplitEvaluation(
         rate=Rate.from_scores(scores),
         by_kind={},
         attempts=1,
@@ -93,7 +93,7 @@ def evaluate(run: Path, phase: str, number: int, scores: list[float]) -> None:
         compute=(),
         transcripts=(),
     )
-    measure.save_evaluation(run, phase, {Split.HELDOUT: done}, of=measure.evaluation_key(recipe().evaluation, version.sha256))
+    measure.save_evaluation(run, phase, {Split.HELDOUT: evaluation}, of=measure.evaluation_key(recipe().evaluation, version.sha256))
     lines = [{"task_id": f"t{index}", "split": "heldout", "score": score, "left_out": False} for index, score in enumerate(scores)]
     (run / "episodes").mkdir(exist_ok=True)
     (run / "episodes" / f"{phase}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -101,19 +101,19 @@ def evaluate(run: Path, phase: str, number: int, scores: list[float]) -> None:
 
 def test_the_list_shows_what_the_run_records(run: Path) -> None:
     evaluate(run, "step2", 2, [1.0, 0.0, 1.0, 1.0])
-    line = {"step": 2, "episodes": 8, "staleness_mean": 1.25, "staleness_max": 3, "reward_mean": None}
-    (run / "metrics.jsonl").write_text(json.dumps(line) + "\nnot json\n")
-    said("pin", run, 2)
+    metrics = {"step": 2, "episodes": 8, "staleness_mean": 1.25, "staleness_max": 3, "reward_mean": None}
+    (run / "metrics.jsonl").write_text(json.dumps(metrics) + "\nnot json\n")
+    output_of("pin", run, 2)
     publish(run, 5, parent=2, value=2)
-    listed = json.loads(said("list", run, "--json"))
-    assert [one["number"] for one in listed] == [0, 1, 2, 3, 4, 5]
+    listed = json.loads(output_of("list", run, "--json"))
+    assert [version["number"] for version in listed] == [0, 1, 2, 3, 4, 5]
     two, five = listed[2], listed[5]
     assert two["held_out"]["heldout"]["value"] == 0.75 and two["held_out"]["heldout"]["ci_low"] < 0.75 and two["phase"] == "step2"
     assert five["held_out"] == two["held_out"], "equal weights have the same evaluation"
     assert (two["pinned"], two["checkpoint_bytes"] > 0, listed[1]["checkpoint_bytes"]) == (True, True, None)
     folder = run / "versions" / "000002"
     assert two["weights_bytes"] == sum(path.stat().st_size for path in folder.iterdir() if path.name != "version.json")
-    rows = said("list", run).splitlines()
+    rows = output_of("list", run).splitlines()
     assert rows[3].split()[:3] == ["*2", "1", "candidate"] and "1.2 to 3" in rows[3] and "heldout 0.750 [0.3" in rows[3]
     assert "restored from version 2" in rows[6]
 
@@ -121,20 +121,20 @@ def test_the_list_shows_what_the_run_records(run: Path) -> None:
 def test_the_difference_of_two_versions(run: Path) -> None:
     evaluate(run, "step1", 1, [1.0] * 8 + [0.0])
     evaluate(run, "after", 4, [0.0] * 8 + [1.0])
-    lines = [{"step": step, "episodes": 8, "tokens_trained": 100 * step, "entropy": 1 / step} for step in range(1, 5)]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    difference = json.loads(said("diff", run, 1, 4, "--json"))
+    metrics = [{"step": step, "episodes": 8, "tokens_trained": 100 * step, "entropy": 1 / step} for step in range(1, 5)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
+    difference = json.loads(output_of("diff", run, 1, 4, "--json"))
     assert (difference["common"], difference["only_after"], difference["totals"]["tokens_trained"]) == (1, [2, 3, 4], 900)
-    tensors = {one["name"]: one for one in difference["tensors"]}
+    tensors = {tensor["name"]: tensor for tensor in difference["tensors"]}
     assert tensors["w"]["difference"] == pytest.approx(3 * 8**0.5) and tensors["w"]["relative"] == pytest.approx(3.0)
     assert tensors["same"]["changed"] == 0
     (evaluation,) = difference["evaluations"]
     assert evaluation["comparison"]["verdict"] == "worse" and evaluation["comparison"]["p_value"] == pytest.approx(0.0390625)
     assert evaluation["comparison"]["lost"] == [f"heldout/t{index}" for index in range(8)]
     assert evaluation["comparison"]["gained"] == ["heldout/t8"]
-    shown = said("diff", run, 1, 4)
-    assert "1 of 2 tensors changed" in shown and "effect -77.8 points  95% interval [" in shown and "higher: heldout/t8" in shown
-    assert "no evaluation of both" in said("diff", run, 0, 4)
+    output = output_of("diff", run, 1, 4)
+    assert "1 of 2 tensors changed" in output and "effect -77.8 points  95% interval [" in output and "higher: heldout/t8" in output
+    assert "no evaluation of both" in output_of("diff", run, 0, 4)
 
 
 def test_versions_on_two_branches_have_a_common_ancestor() -> None:
@@ -148,84 +148,84 @@ def test_versions_on_two_branches_have_a_common_ancestor() -> None:
 def test_a_rollback_is_requested_and_withdrawn(run: Path) -> None:
     registry = FolderRegistry(run / "versions")
     (run / "run.json").write_text(json.dumps({"overrides": [], "resume": "agentrl train x.py --resume"}))
-    output = said("rollback", run, 2)
+    output = output_of("rollback", run, 2)
     assert "back to version 2, undoing 3, 4" in output and "continue with: agentrl train x.py --resume steps=N" in output
     request = rollback.pending_request(run / "versions", registry)
     assert (request.version, request.to, request.by_user) == (4, 2, True)
-    assert "replaces the requested rollback to version 2" in said("rollback", run, 3)
+    assert "replaces the requested rollback to version 2" in output_of("rollback", run, 3)
     with drive_folder(run, command="agentrl train"):
-        assert "when the run has ended, continue with" in said("rollback", run, 2)
+        assert "when the run has ended, continue with" in output_of("rollback", run, 2)
         (run / "recipe.json").write_text(recipe(steps=9).model_dump_json())
-        assert "performs it with its next step" in said("rollback", run, 2)
-    assert "to version 2 is withdrawn" in said("rollback", run, "--cancel")
+        assert "performs it with its next step" in output_of("rollback", run, 2)
+    assert "to version 2 is withdrawn" in output_of("rollback", run, "--cancel")
     assert rollback.pending_request(run / "versions", registry) is None
-    assert "no pending rollback" in fails("rollback", run, "--cancel")
+    assert "no pending rollback" in error_of("rollback", run, "--cancel")
 
 
 def test_a_rollback_without_an_intact_checkpoint_is_an_error_and_leaves_no_request(run: Path) -> None:
     registry = FolderRegistry(run / "versions")
-    assert "no intact checkpoint" in (error := fails("rollback", run, 1)) and "checkpoint: 2, 3, 4" in error
+    assert "no intact checkpoint" in (error := error_of("rollback", run, 1)) and "checkpoint: 2, 3, 4" in error
     (run / "checkpoints" / "000002" / "state").write_bytes(b"damaged")
-    assert "checkpoint: 3, 4" in fails("rollback", run, 2)
+    assert "checkpoint: 3, 4" in error_of("rollback", run, 2)
     assert rollback.read_request(run / "versions") is None
-    said("rollback", run, 3)
-    fails("rollback", run, 2)
+    output_of("rollback", run, 3)
+    error_of("rollback", run, 2)
     assert rollback.pending_request(run / "versions", registry).to == 3, "the earlier request stays"
-    assert "has no version 7" in (error := fails("rollback", run, 7)) and "0 to 4" in error
-    assert "has the weights of version 4" in fails("rollback", run, 4)
+    assert "has no version 7" in (error := error_of("rollback", run, 7)) and "0 to 4" in error
+    assert "has the weights of version 4" in error_of("rollback", run, 4)
     registry.set_state(3, VersionState.ROLLED_BACK)
-    assert "was rolled back and never serves again" in fails("rollback", run, 3)
-    assert "has no versions" in fails("rollback", run.parent, 1)
+    assert "was rolled back and never serves again" in error_of("rollback", run, 3)
+    assert "has no versions" in error_of("rollback", run.parent, 1)
     (run / "versions" / "000003" / "version.json").write_text("{")
-    assert "000003/version.json is not a policy version" in fails("rollback", run, 2)
+    assert "000003/version.json is not a policy version" in error_of("rollback", run, 2)
 
 
-def test_a_promoted_version_is_exported_unless_the_run_goes_on(run: Path) -> None:
+def test_a_promoted_version_is_exported_unless_the_run_is_active(run: Path) -> None:
     registry = FolderRegistry(run / "versions")
-    assert f"version 3 is promoted and exported to {run / 'model'}" in said("promote", run, 3)
+    assert f"version 3 is promoted and exported to {run / 'model'}" in output_of("promote", run, 3)
     assert sha256_file(run / "model" / "model.safetensors") == registry.get(3).sha256
     assert registry.get(3).state is VersionState.PROMOTED
-    assert "version 3 is promoted too, and is newer" in said("promote", run, 2)
+    assert "version 3 is promoted too, and is newer" in output_of("promote", run, 2)
     assert sha256_file(run / "model" / "model.safetensors") == registry.get(2).sha256
     with drive_folder(run, command="agentrl train"):
-        assert "has no gate, so its result is its last version" in fails("promote", run, 4)
+        assert "has no gate, so its result is its last version" in error_of("promote", run, 4)
     gated = recipe(gate={"suite": "evals/x"})
     (run / "recipe.json").write_text(gated.model_dump_json())
     with drive_folder(run, command="agentrl train"):
-        assert said("promote", run, 4) == "version 4 is promoted\n"
+        assert output_of("promote", run, 4) == "version 4 is promoted\n"
         publish(run, 5)
         checkpoint(run, 5)
-        assert "has not served yet" in fails("promote", run, 5)
-    assert "no intact checkpoint, to which the gate could return" in fails("promote", run, 1)
+        assert "has not served yet" in error_of("promote", run, 5)
+    assert "no intact checkpoint, to which the gate could return" in error_of("promote", run, 1)
 
 
 def test_versions_that_cannot_be_promoted(run: Path) -> None:
     registry = FolderRegistry(run / "versions")
     weights = run / "versions" / "000003" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-    assert "differs from the registered file" in fails("promote", run, 3)
+    assert "differs from the registered file" in error_of("promote", run, 3)
     registry.prune(keep=1)
-    assert "the weights of version 1" in fails("promote", run, 1)
+    assert "the weights of version 1" in error_of("promote", run, 1)
     registry.set_state(2, VersionState.ROLLED_BACK)
-    assert "never serves again" in fails("promote", run, 2)
+    assert "never serves again" in error_of("promote", run, 2)
     assert not (run / "model").exists() and registry.get(1).state is VersionState.CANDIDATE
 
 
-def test_pinning_keeps_and_deleted_weights_cannot_be_pinned(run: Path) -> None:
+def test_pinned_versions_are_kept_and_deleted_weights_cannot_be_pinned(run: Path) -> None:
     registry = FolderRegistry(run / "versions")
-    assert "its checkpoint was deleted, so the run cannot return to it" in said("pin", run, 1)
+    assert "its checkpoint was deleted, so the run cannot return to it" in output_of("pin", run, 1)
     registry.prune(keep=1)
     registry.verify(registry.get(1))
-    assert "the weights of version 2" in fails("pin", run, 2)
+    assert "the weights of version 2" in error_of("pin", run, 2)
     assert registry.pinned() == {1}
-    said("unpin", run, 1)
+    output_of("unpin", run, 1)
     assert registry.pinned() == set() and registry.prune(keep=1) == (1,)
-    assert "has no version 9" in fails("pin", run, 9)
-    assert "were deleted" in fails("diff", run, 1, 4) or "neither" in fails("diff", run, 1, 4)
+    assert "has no version 9" in error_of("pin", run, 9)
+    assert "contains neither model.safetensors nor a delta" in error_of("diff", run, 1, 4)
 
 
 def test_a_list_is_read_while_versions_are_published_and_pruned(run: Path) -> None:
-    """Every reading shows a state that existed: consecutive numbers, and no error for a folder that disappears."""
+    """Every list shows a state that existed, with consecutive numbers. A folder that disappears is no error."""
     registry, ended = FolderRegistry(run / "versions"), threading.Event()
 
     def churn() -> None:
@@ -238,6 +238,6 @@ def test_a_list_is_read_while_versions_are_published_and_pruned(run: Path) -> No
     thread = threading.Thread(target=churn)
     thread.start()
     while not ended.is_set():
-        listed = json.loads(said("list", run, "--json"))
-        assert [one["number"] for one in listed] == list(range(len(listed))) and len(listed) >= 5
+        versions = json.loads(output_of("list", run, "--json"))
+        assert [version["number"] for version in versions] == list(range(len(versions))) and len(versions) >= 5
     thread.join()

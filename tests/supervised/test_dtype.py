@@ -1,4 +1,4 @@
-"""A bfloat16 model is trained in float32, or its small updates would be rounded away one by one."""
+"""A bfloat16 model is trained in float32; otherwise its small updates would be rounded away."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     write_version(root, 0, make_model(0, vocabulary=VOCABULARY))
     base = next(path.parent for path in root.rglob("config.json"))
     lm = transformers.AutoModelForCausalLM.from_pretrained(base).to(torch.bfloat16)
-    made = root / "half", root / "full"
-    for folder, dtype in zip(made, (torch.bfloat16, torch.float32), strict=True):
+    folders = root / "half", root / "full"
+    for folder, dtype in zip(folders, (torch.bfloat16, torch.float32), strict=True):
         shutil.copytree(base, folder)
         lm.to(dtype).save_pretrained(folder)
-    return made
+    return folders
 
 
 def _trained(train: Callable[..., float], data: Any, model: Path, out: Path, kind: Any, **options: float) -> dict[str, torch.Tensor]:
@@ -37,8 +37,8 @@ def _trained(train: Callable[..., float], data: Any, model: Path, out: Path, kin
     return dict(kind.from_pretrained(out, dtype="auto").state_dict())
 
 
-@pytest.mark.parametrize("way", ["sft", "dpo", "reward"])
-def test_a_bfloat16_model_is_trained_in_float32_and_rounded_once(twins: tuple[Path, Path], tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize("method", ["sft", "dpo", "reward"])
+def test_a_bfloat16_model_is_trained_in_float32_and_rounded_once(twins: tuple[Path, Path], tmp_path: Path, method: str) -> None:
     from agentrl.supervised import tune
 
     train, kind, data, options = {
@@ -49,10 +49,10 @@ def test_a_bfloat16_model_is_trained_in_float32_and_rounded_once(twins: tuple[Pa
             transformers.AutoModelForSequenceClassification,
             select_preferences(groups()),
             {"lr": 1e-3},
-        ),  # it must learn
-    }[way]
+        ),  # a larger rate, so that it learns in two epochs
+    }[method]
     half, full = (_trained(train, data, start, tmp_path / start.name, kind, **options) for start in twins)  # type: ignore[arg-type]
     assert {tensor.dtype for tensor in half.values()} == {torch.bfloat16} and {tensor.dtype for tensor in full.values()} == {torch.float32}
     assert all(torch.equal(half[name], full[name].to(torch.bfloat16)) for name in full)
     start = transformers.AutoModelForCausalLM.from_pretrained(twins[1]).state_dict()
-    assert all(not torch.equal(tensor, start[name]) for name, tensor in full.items() if name in start), "it was trained"
+    assert all(not torch.equal(tensor, start[name]) for name, tensor in full.items() if name in start), "training changed every weight"

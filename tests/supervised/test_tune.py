@@ -1,4 +1,4 @@
-"""TRL's trainers on exact tokens: each moves the model the way its data says."""
+"""TRL's trainers on exact tokens: each moves the model towards its data."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def groups() -> list[Group]:
     rng = random.Random(0)
-    made = []
+    built = []
     for index in range(24):
         prompt = [rng.randrange(10, 200) for _ in range(6)]
         attempts = [
-            scored(episode(f"{index}-{value}", [turn(prompt, words, [-5.0] * 3), turn([30, 31], [40], [-5.0])]), value)
-            for words, value in ((GOOD, 1.0), (BAD, 0.0))
+            scored(episode(f"{index}-{value}", [turn(prompt, completion, [-5.0] * 3), turn([30, 31], [40], [-5.0])]), value)
+            for completion, value in ((GOOD, 1.0), (BAD, 0.0))
         ]
-        made.append(Group(index=index, task_id=f"t{index}", task_key=f"k{index}", episodes=tuple(attempts)))
-    return made
+        built.append(Group(index=index, task_id=f"t{index}", task_key=f"k{index}", episodes=tuple(attempts)))
+    return built
 
 
 def preference(folder: Path) -> float:
-    """How much likelier the good completion is than the bad one, in nats, after a prompt that was in no group."""
+    """Returns how much likelier the good completion is than the bad one, in nats, after a prompt that is in no group."""
     lm = transformers.AutoModelForCausalLM.from_pretrained(folder)
     prompt = [201, 202, 203]
-    found = []
-    for words in (GOOD, BAD):
-        ids = torch.tensor([prompt + words])
+    log_probs = []
+    for completion in (GOOD, BAD):
+        ids = torch.tensor([prompt + completion])
         with torch.no_grad():
             logp = lm(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])
-        found.append(logp[len(prompt) - 1 :].sum().item())
-    return found[0] - found[1]
+        log_probs.append(logp[len(prompt) - 1 :].sum().item())
+    return log_probs[0] - log_probs[1]
 
 
-def test_imitation(model: Path, tmp_path: Path) -> None:
+def test_imitation_raises_the_probability_of_good_completions(model: Path, tmp_path: Path) -> None:
     from agentrl.supervised.tune import train_sft
 
     rows = select_demonstrations(groups())
@@ -66,7 +66,7 @@ def test_imitation(model: Path, tmp_path: Path) -> None:
         train_sft([], model, tmp_path / "none", epochs=1, lr=1e-3, batch=8, seed=0)
 
 
-def test_direct_preference_optimization_leaves_tool_output_alone(model: Path, tmp_path: Path) -> None:
+def test_direct_preference_optimization_excludes_tool_output(model: Path, tmp_path: Path) -> None:
     from agentrl.supervised.tune import _masked_collator, train_dpo
 
     pairs = select_preferences(groups())
@@ -76,26 +76,26 @@ def test_direct_preference_optimization_leaves_tool_output_alone(model: Path, tm
     assert _masked_collator(0)([row])["completion_mask"].tolist() == [[0, 0, 1, 0, 1], [0, 0, 1, 0, 0]]
 
 
-def test_reward_model(model: Path, tmp_path: Path) -> None:
+def test_a_reward_model_scores_good_completions_higher(model: Path, tmp_path: Path) -> None:
     from agentrl.supervised.tune import train_reward_model
 
     train_reward_model(select_preferences(groups()), model, tmp_path / "out", epochs=8, lr=1e-3, batch=8, seed=0)
     judge = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     prompt = [201, 202, 203]
     with torch.no_grad():
-        scores = [judge(torch.tensor([prompt + words + [30, 31, 40]])).logits.item() for words in (GOOD, BAD)]
+        scores = [judge(torch.tensor([prompt + completion + [30, 31, 40]])).logits.item() for completion in (GOOD, BAD)]
     assert scores[0] > scores[1] + 0.5
     record = load_record(tmp_path / "out")
     assert record.shows == () and record.value(scores[0]) > 0.5 > record.value(scores[1])
     texts = [TextPreference(chosen=f"answer {number}: yes", rejected=f"answer {number}: no") for number in range(24)]
     train_reward_model(texts, model, tmp_path / "text", epochs=8, lr=1e-3, batch=8, seed=0, shows=("answer",))
     assert load_record(tmp_path / "text").shows == ("answer",)
-    read, tokenizer = (
+    model_of_texts, tokenizer = (
         transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "text"),
         transformers.AutoTokenizer.from_pretrained(tmp_path / "text"),
     )
     with torch.no_grad():
-        yes, no = (read(**tokenizer(f"answer 99: {word}", return_tensors="pt")).logits.item() for word in ("yes", "no"))
+        yes, no = (model_of_texts(**tokenizer(f"answer 99: {word}", return_tensors="pt")).logits.item() for word in ("yes", "no"))
     assert load_record(tmp_path / "text").value(yes) > 0.5 > load_record(tmp_path / "text").value(no)
 
 

@@ -27,12 +27,12 @@ def change(action: str, name: str, target: str = "family", weight: float = 1.0) 
 
 def changes_of(folder: Path) -> TaskChanges:
     base = Numbered(name="base", size=SIZES["base"])
-    return TaskChanges(folder, (change("add", "base"), base), lambda one: Numbered(name=one.name, size=SIZES[one.name]))
+    return TaskChanges(folder, (change("add", "base"), base), lambda added: Numbered(name=added.name, size=SIZES[added.name]))
 
 
-def apply(folder: Path, changes: TaskChanges, one: TaskChange, first: int) -> ChangeStart:
+def apply(folder: Path, changes: TaskChanges, task_change: TaskChange, first: int) -> ChangeStart:
     with changing(folder) as append:
-        append(one)
+        append(task_change)
     (logged,) = changes.pending()
     return changes.start(logged, first)
 
@@ -42,12 +42,12 @@ steps = st.tuples(
 )
 
 
-@given(done=st.lists(steps, max_size=6))
-def test_each_family_gets_its_share_and_none_of_its_schedule_twice(tmp_path_factory: pytest.TempPathFactory, done: list[tuple]) -> None:
-    """Whatever the changes: they do not alter groups before them, and a resumed run draws the same."""
+@given(requested=st.lists(steps, max_size=6))
+def test_each_family_gets_its_share_and_repeats_no_task(tmp_path_factory: pytest.TempPathFactory, requested: list[tuple]) -> None:
+    """Changes do not alter groups before them, and a resumed run draws the same tasks."""
     folder, first, bounds = tmp_path_factory.mktemp("r"), 0, [0]
     changes = changes_of(folder)
-    for later, action, name, weight in done:
+    for later, action, name, weight in requested:
         first += later
         before = [changes.draw(group, group)[:2] for group in range(first)]
         start = apply(folder, changes, change(action, name, weight=weight), first)
@@ -56,7 +56,7 @@ def test_each_family_gets_its_share_and_none_of_its_schedule_twice(tmp_path_fact
     groups = first + 50
     draws = [changes.draw(group, group) for group in range(groups)]
     resumed = changes_of(folder)
-    assert [(one.name, position) for one, position, _ in draws] == [
+    assert [(family.name, position) for family, position, _ in draws] == [
         (family.name, position) for family, position, _ in (resumed.draw(group, group) for group in range(groups))
     ]
     positions = defaultdict[str, list[int]](list)
@@ -79,7 +79,7 @@ def test_without_a_change_the_schedule_is_that_of_the_family(tmp_path: Path) -> 
     assert [schedule(changes_of(tmp_path)).task(group) for group in range(40)] == [plain.task(group) for group in range(40)]
 
 
-def test_removed_tasks_and_kinds_are_not_drawn_and_a_weight_makes_one_rarer(tmp_path: Path) -> None:
+def test_removed_tasks_and_kinds_are_not_drawn_and_a_low_weight_makes_a_task_rarer(tmp_path: Path) -> None:
     changes = changes_of(tmp_path)
     apply(tmp_path, changes, change("remove", "odd", "kind"), 10)
     apply(tmp_path, changes, change("remove", "base-2", "task"), 10)
@@ -91,16 +91,16 @@ def test_removed_tasks_and_kinds_are_not_drawn_and_a_weight_makes_one_rarer(tmp_
 
 
 @pytest.mark.parametrize(
-    ("one", "reason"),
+    ("task_change", "reason"),
     [
         (change("remove", "base"), "base is the last task family of the run"),
         (change("reweight", "two"), "the run uses no task family two"),
         (change("add", "base"), "the run already has a task family base"),
     ],
 )
-def test_a_change_that_does_not_fit_is_rejected_and_stays_rejected(tmp_path: Path, one: TaskChange, reason: str) -> None:
+def test_a_change_that_does_not_fit_is_rejected_and_stays_rejected(tmp_path: Path, task_change: TaskChange, reason: str) -> None:
     changes = changes_of(tmp_path)
-    assert reason in apply(tmp_path, changes, one, 5).rejected
+    assert reason in apply(tmp_path, changes, task_change, 5).rejected
     for known in (changes, changes_of(tmp_path)):
         assert list(known.mix.families) == ["base"] and list(known.pending()) == []
 
@@ -112,7 +112,7 @@ def test_a_weight_is_a_positive_number(weight: float) -> None:
 
 
 @pytest.mark.parametrize("damage", ["changed", "lost", "moved", "rejected", "swapped", "torn"])
-def test_files_that_do_not_belong_together_stop_a_resumed_run(tmp_path: Path, damage: str) -> None:
+def test_inconsistent_files_stop_a_resumed_run(tmp_path: Path, damage: str) -> None:
     changes = changes_of(tmp_path)
     apply(tmp_path, changes, change("add", "two"), 5)
     apply(tmp_path, changes, change("add", "three"), 9)
@@ -133,9 +133,7 @@ def test_files_that_do_not_belong_together_stop_a_resumed_run(tmp_path: Path, da
         changes_of(tmp_path)
 
 
-def test_a_change_that_is_requested_and_started_while_the_files_are_read_is_no_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_that_starts_while_the_files_are_read_is_not_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changes, read = changes_of(tmp_path), task_changes.complete_lines
 
     def read_slowly(path: Path) -> list[bytes]:
@@ -155,18 +153,18 @@ def test_many_changes_at_one_group_take_the_memory_of_one(tmp_path: Path) -> Non
     tracemalloc.start()
     for number in range(1000):
         changes._apply(change("reweight", f"base-{number}", "task", 2.0), 3)
-    used, _ = tracemalloc.get_traced_memory()
+    used_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert used < 4 << 20 and len(changes.mix.tasks) == 1000
+    assert used_bytes < 4 << 20 and len(changes.mix.tasks) == 1000
     assert schedule(changes).task(2) == schedule(changes_of(tmp_path)).task(2)
 
 
-def test_a_removed_family_continues_where_it_was_and_its_name_stays_its_own(tmp_path: Path) -> None:
+def test_a_family_that_is_added_again_continues_its_schedule_and_keeps_its_name(tmp_path: Path) -> None:
     changes = changes_of(tmp_path)
     for action, first in (("add", 2), ("remove", 8), ("add", 12)):
         assert not apply(tmp_path, changes, change(action, "two"), first).rejected
-    taken = [position for family, position, _ in (changes.draw(group, group) for group in range(20)) if family.name == "two"]
-    assert taken == list(range(7))
+    positions = [position for family, position, _ in (changes.draw(group, group) for group in range(20)) if family.name == "two"]
+    assert positions == list(range(7))
     apply(tmp_path, changes, change("remove", "two"), 20)
     other = TaskChange(action="add", target="family", name="two", at="", family="another")
     assert "has used another task family two" in apply(tmp_path, changes, other, 22).rejected

@@ -1,4 +1,4 @@
-"""Task folders: the resulting task, and the message for each mistake."""
+"""Task folders: the task of a valid folder, and the message for each mistake."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def write(folder: Path, files: dict[str, str | bytes]) -> None:
         target.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
-def good(folder: Path, name: str = "first", toml: str = TOML) -> Path:
+def write_task(folder: Path, name: str = "first", toml: str = TOML) -> Path:
     write(folder, {"image.toml": 'suite = "bookworm"\n'})
     write(
         folder / name,
@@ -68,13 +68,13 @@ def good(folder: Path, name: str = "first", toml: str = TOML) -> Path:
     return folder / name
 
 
-def only(folder: Path, split: Split = Split.TRAIN) -> Task:
+def only_task(folder: Path, split: Split = Split.TRAIN) -> Task:
     return TaskFolders(folder, root=folder.parent).task(split, 0)
 
 
 def test_a_folder_becomes_a_task(tmp_path: Path) -> None:
-    good(tmp_path / "family")
-    task = only(tmp_path / "family")
+    write_task(tmp_path / "family")
+    task = only_task(tmp_path / "family")
     assert (task.id, task.family, task.prompt[0].content) == ("family/first", "family", "Do it.")
     assert task.outputs == ("answer.txt", "src/**") and task.tools == ("python", "submit")
     assert task.contents() == {"data/in.txt": b"text", "in.bin": b"\xff\x00"}
@@ -88,30 +88,30 @@ def test_a_folder_becomes_a_task(tmp_path: Path) -> None:
 
 
 def test_task_image_takes_precedence_over_the_familys(tmp_path: Path) -> None:
-    folder = good(tmp_path / "family")
+    folder = write_task(tmp_path / "family")
     write(folder, {"environment/Dockerfile": "FROM debian\n", "environment/context.txt": "x"})
-    assert only(tmp_path / "family").sandbox.image == "family/first/environment"
+    assert only_task(tmp_path / "family").sandbox.image == "family/first/environment"
 
 
 def test_agent_receives_nothing_hidden(tmp_path: Path) -> None:
-    good(tmp_path / "family")
-    task = only(tmp_path / "family")
-    seen = json.dumps([task.prompt[0].content, dict(task.files), dict(task.binary_files), task.tools])
-    assert SECRET not in seen and SECRET.encode() in b"".join(grading_of(task).files().values())
+    write_task(tmp_path / "family")
+    task = only_task(tmp_path / "family")
+    received = json.dumps([task.prompt[0].content, dict(task.files), dict(task.binary_files), task.tools])
+    assert SECRET not in received and SECRET.encode() in b"".join(grading_of(task).files().values())
 
 
 def test_tests_are_part_of_the_task_key(tmp_path: Path) -> None:
-    folder = good(tmp_path / "family")
-    before = only(tmp_path / "family").key
-    assert only(tmp_path / "family").key == before
+    folder = write_task(tmp_path / "family")
+    before = only_task(tmp_path / "family").key
+    assert only_task(tmp_path / "family").key == before
     write(folder, {"tests/input.txt": "other input"})
-    assert only(tmp_path / "family").key != before
+    assert only_task(tmp_path / "family").key != before
 
 
 def test_splits_are_drawn_with_the_seed_and_never_overlap(tmp_path: Path) -> None:
     for number in range(8):
-        good(tmp_path / "family", f"t{number}")
-    good(tmp_path / "family", "real", TOML.replace("outputs", 'split = "heldout_real"\noutputs'))
+        write_task(tmp_path / "family", f"t{number}")
+    write_task(tmp_path / "family", "real", TOML.replace("outputs", 'split = "heldout_real"\noutputs'))
 
     def names(seed: int, split: Split) -> list[str]:
         family = TaskFolders(tmp_path / "family", root=tmp_path, seed=seed)
@@ -122,8 +122,8 @@ def test_splits_are_drawn_with_the_seed_and_never_overlap(tmp_path: Path) -> Non
     assert not set(names(0, Split.HELDOUT)) & set(names(0, Split.TRAIN))
     assert names(0, Split.HELDOUT) == names(0, Split.HELDOUT)
     assert len({tuple(names(seed, Split.HELDOUT)) for seed in range(6)}) > 1
-    for share, held in ((0.0, 0), (0.01, 1), (0.99, 7)):
-        assert TaskFolders(tmp_path / "family", root=tmp_path, heldout=share).size(Split.HELDOUT) == held
+    for share, size in ((0.0, 0), (0.01, 1), (0.99, 7)):
+        assert TaskFolders(tmp_path / "family", root=tmp_path, heldout=share).size(Split.HELDOUT) == size
     for share in (-0.1, 1.0):
         with pytest.raises(UserError, match="heldout"):
             TaskFolders(tmp_path / "family", root=tmp_path, heldout=share)
@@ -224,17 +224,17 @@ def prebuilt(folder: Path) -> None:
 
 def test_all_mistakes_of_all_tasks_are_reported_together(tmp_path: Path) -> None:
     for name in ("one", "two"):
-        folder = good(tmp_path / "family", name)
+        folder = write_task(tmp_path / "family", name)
         edit("task.toml", "[metadata]", "[solution]\nsecret = 1\n[metadata]")(folder)
         remove("solution")(folder)
         write(folder, {"instruction.md": " ", "notes.txt": "x", "more.txt": "x", "tests/runs.toml": "x"})
-    good(tmp_path / "family", "three")
+    write_task(tmp_path / "family", "three")
     with pytest.raises(TaskError) as error:
         TaskFolders(tmp_path / "family", root=tmp_path)
-    said = str(error.value).splitlines()
-    assert said[0] == "family: 2 of 3 tasks are invalid"
+    lines = str(error.value).splitlines()
+    assert lines[0] == "family: 2 of 3 tasks are invalid"
     for name in ("one", "two"):
-        assert [line.removeprefix(f"task {name}: ").split(" ")[0] for line in said if line.startswith(f"task {name}: ")] == [
+        assert [line.removeprefix(f"task {name}: ").split(" ")[0] for line in lines if line.startswith(f"task {name}: ")] == [
             *("more.txt,", "task.toml:", "instruction.md:", "solution:", "tests/runs.toml:"),
         ]
 
@@ -255,9 +255,9 @@ HARBOR_MISTAKES: list[tuple[Callable[[Path], None], list[str]]] = [
 ]
 
 
-def harbors(folder: Path, name: str, toml: str = TOML) -> Path:
-    """A folder as Harbor has it."""
-    task = good(folder, name, toml.replace('outputs = ["answer.txt", "src/**"]', ""))
+def write_harbor_task(folder: Path, name: str, toml: str = TOML) -> Path:
+    """Writes a task folder of Harbor."""
+    task = write_task(folder, name, toml.replace('outputs = ["answer.txt", "src/**"]', ""))
     for path in ("tests/runs.toml", "tests/test_it.py"):
         (task / path).unlink()
     script = f"curl http://localhost:80/x\nif ! command -v uvx; then\n  pip install uv\nfi\nwhich x || apt-get install x\n{REWARD}"
@@ -265,14 +265,14 @@ def harbors(folder: Path, name: str, toml: str = TOML) -> Path:
     return task
 
 
-@pytest.mark.parametrize(("change", "says"), HARBOR_MISTAKES)
-def test_unsupported_harbor_features_are_reported(change: Callable[[Path], None], says: list[str], tmp_path: Path) -> None:
-    folder = harbors(tmp_path / "family", "guilty")
+@pytest.mark.parametrize(("change", "messages"), HARBOR_MISTAKES)
+def test_unsupported_harbor_features_are_reported(change: Callable[[Path], None], messages: list[str], tmp_path: Path) -> None:
+    folder = write_harbor_task(tmp_path / "family", "guilty")
     TaskFolders(tmp_path / "family", root=tmp_path)
     change(folder)
     with pytest.raises(TaskError) as error:
         TaskFolders(tmp_path / "family", root=tmp_path)
-    for part in ("task guilty: ", "fix: ", *says):
+    for part in ("task guilty: ", "fix: ", *messages):
         assert part in str(error.value)
 
 
@@ -280,35 +280,35 @@ def test_harbor_folder_is_accepted_unmodified(tmp_path: Path) -> None:
     keys = 'allow_internet = true\nnetwork = ["pypi.org:443"]\nmemory = "1.5G"\nstorage = "64M"\ngpus = 0\nmcp_servers = []\n'
     head = '[task]\nname = "a/b"\n[solution.env]\n[verifier]\nenv = {}\nenvironment_mode = "shared"'
     toml = TOML.replace("memory_mb = 64\nstorage_mb = 8\n", keys).replace("[verifier]", head).replace("20.0", "1800.0")
-    folder = harbors(tmp_path / "family", "one", toml.replace('version = "1.0"', 'schema_version = "1.4"\nartifacts = []'))
+    folder = write_harbor_task(tmp_path / "family", "one", toml.replace('version = "1.0"', 'schema_version = "1.4"\nartifacts = []'))
     write(folder, {"LICENSE": "x", "NOTES.md": "x", "environment/files/a.txt": "part of the build context, as any other"})
-    task = only(tmp_path / "family")
+    task = only_task(tmp_path / "family")
     assert (task.outputs, task.contents(), task.tools) == ((WHOLE_DIRECTORY,), {}, ("shell", "python", "submit"))
     assert (task.sandbox.memory_mb, task.sandbox.disk_mb, task.sandbox.network) == (1536, 64, ("pypi.org:443",))
     assert (grading_of(task).mode, grading_of(task).timeout_s, grading_of(task).test_names()) == ("harbor", 1800.0, ("test.sh",))
     before = task.key
     write(folder, {"environment/app/a.txt": "2"})
-    assert only(tmp_path / "family").key != before, "what the image is built from is a part of what the task is"
+    assert only_task(tmp_path / "family").key != before, "the build context is part of the task's key"
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(("change", "says"), MISTAKES)
-def test_mistake_reports_task_file_field_and_fix(change: Callable[[Path], None], says: list[str], tmp_path: Path) -> None:
-    good(tmp_path / "family", "innocent")
+@pytest.mark.parametrize(("change", "messages"), MISTAKES)
+def test_mistake_reports_task_file_field_and_fix(change: Callable[[Path], None], messages: list[str], tmp_path: Path) -> None:
+    write_task(tmp_path / "family", "innocent")
     write(tmp_path / "family" / "innocent", {"environment/image.toml": 'suite = "bookworm"\n'})
-    folder = good(tmp_path / "family", "guilty")
+    folder = write_task(tmp_path / "family", "guilty")
     change(folder)
     with pytest.raises(TaskError) as error:
         TaskFolders(tmp_path / "family", root=tmp_path)
     message = str(error.value)
     assert "task guilty: " in message and "innocent" not in message and "fix: " in message
-    for part in says:
+    for part in messages:
         assert part in message
 
 
 def test_all_mistakes_of_a_task_are_reported_together(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
-        good(tmp_path / "family", name)
+        write_task(tmp_path / "family", name)
     (tmp_path / "family" / "a" / "task.toml").unlink()
     (tmp_path / "family" / "c" / "instruction.md").unlink()
     with pytest.raises(TaskError, match=r"2 of 3 tasks(?s:.*)task a: task\.toml(?s:.*)task c: instruction\.md"):
@@ -316,8 +316,8 @@ def test_all_mistakes_of_a_task_are_reported_together(tmp_path: Path) -> None:
 
 
 def test_recipe_refers_to_a_family_by_its_folder(tmp_path: Path) -> None:
-    good(tmp_path / "sandboxes" / "family", "a")
-    good(tmp_path / "sandboxes" / "family", "b")
+    write_task(tmp_path / "sandboxes" / "family", "a")
+    write_task(tmp_path / "sandboxes" / "family", "b")
     config = TasksConfig(family=Part("sandboxes/family", options={"heldout": 0.5}))
     family = open_family(config, seed=0, root=tmp_path)
     assert (family.name, family.size(Split.TRAIN), family.size(Split.HELDOUT)) == ("family", 1, 1)
@@ -339,7 +339,7 @@ def test_shipped_family_is_valid() -> None:
 
 
 def test_folder_name_that_is_not_utf8_is_a_mistake(tmp_path: Path) -> None:
-    good(tmp_path / "family", "na\udcffme")
+    write_task(tmp_path / "family", "na\udcffme")
     with pytest.raises(TaskError, match=r"'na\\udcffme': is not a valid name(?s:.*)rename the folder") as caught:
         TaskFolders(tmp_path / "family", root=tmp_path)
     str(caught.value).encode()

@@ -1,4 +1,4 @@
-"""A group index always has the same task, however often the run died and even if `tasks.jsonl` is damaged."""
+"""A group index always has the same task, even if the run died repeatedly or `tasks.jsonl` is damaged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS = 12
 
 
 class Practised:
-    """Every fifth group is practice."""
+    """A practice source that provides every fifth group."""
 
     def task_of_group(self, group_index: int) -> Task | None:
         return replace(Kinds().task(Split.TRAIN, 0), id="practice") if group_index % 5 == 4 else None
@@ -50,7 +50,7 @@ def recipe_of(**rollout: Any) -> Recipe:
 
 
 def played(task: Task, index: int) -> Group:
-    """The outcome of a group: `even` mostly has a spread, the others seldom; one in eight has no attempts."""
+    """Returns the outcome of a group: `even` mostly has a spread, the other kinds rarely do. One in eight has no scored attempts."""
     luck = random.Random(index)
     differ = luck.random() < (0.8 if task.kind == "even" else 0.1)
     scores = [0.0, 1.0 if differ else 0.0] if luck.random() < 7 / 8 else [None, None]
@@ -67,24 +67,24 @@ class Run:
         self.store = SqliteStore(folder / "experience.sqlite")
         self.starts = BlockStarts(self.order)
         schedule = GroupSchedule(Kinds(size), seed=3, practice=Practised() if practice else None)
-        self.taught = GroupTasks(recipe, folder, DriverStore(lambda: self.store), schedule, self.order, self.starts)
+        self.tasks = GroupTasks(recipe, folder, DriverStore(lambda: self.store), schedule, self.order, self.starts)
 
     async def step(self, step: int) -> list[str]:
         assert self.starts.admit(step * self.order.per_step, version=step, parked=0)
-        await self.taught.prepare_block(step)
-        given = []
+        await self.tasks.prepare_block(step)
+        task_ids = []
         waiting = iter(self.order.block(step))
-        made = [next(waiting) for _ in range(self.recipe.rollout.groups_per_step)]
-        for index in made:
-            task = self.taught.task(index)
-            given.append(task.id)
+        indices = [next(waiting) for _ in range(self.recipe.rollout.groups_per_step)]
+        for index in indices:
+            task = self.tasks.task(index)
+            task_ids.append(task.id)
             if not self.store.has(index):
                 self.store.put(played(task, index))
-                self.taught.record(task, self.store.groups([index])[0])
+                self.tasks.record(task, self.store.groups([index])[0])
             if not self.order.has_preference(new_entry(self.store.groups([index])[0])) and (another := next(waiting, None)) is not None:
-                made.append(another)
+                indices.append(another)
         take_step(self.order, self.store, step)
-        return given
+        return task_ids
 
 
 @contextmanager
@@ -110,21 +110,21 @@ def through(folder: Path, recipe: Recipe, size: int | None, practice: bool, *, b
 @pytest.mark.parametrize("rollout", [{}, {"extra_groups": 3, "max_staleness": 0}, {"max_staleness": 3}], ids=["plain", "extra", "stale"])
 def test_a_resumed_run_gives_each_group_the_same_task(tmp_path: Path, rollout: dict[str, Any], size: int | None, practice: bool) -> None:
     recipe = recipe_of(**rollout)
-    whole = through(tmp_path / "whole", recipe, size, practice)
+    uninterrupted = through(tmp_path / "whole", recipe, size, practice)
     file = tmp_path / "died" / TASKS_FILE
-    assert through(tmp_path / "died", recipe, size, practice, end=5) == whole[:5]
+    assert through(tmp_path / "died", recipe, size, practice, end=5) == uninterrupted[:5]
     file.write_bytes(file.read_bytes()[:-30])  # a torn line
-    assert through(tmp_path / "died", recipe, size, practice, begin=5, end=9) == whole[5:9]
+    assert through(tmp_path / "died", recipe, size, practice, begin=5, end=9) == uninterrupted[5:9]
     lines = file.read_bytes().splitlines(keepends=True)
-    file.write_bytes(b"".join(lines[::3]) + b'{"group": "?"}\n\xff{\n' + lines[0])  # lost, foreign, and written twice
-    assert through(tmp_path / "died", recipe, size, practice, begin=9) == whole[9:]
+    file.write_bytes(b"".join(lines[::3]) + b'{"group": "?"}\n\xff{\n' + lines[0])  # lost, invalid and repeated lines
+    assert through(tmp_path / "died", recipe, size, practice, begin=9) == uninterrupted[9:]
     file.unlink()
-    assert through(tmp_path / "died", recipe, size, practice, begin=10) == whole[10:]
-    kinds = Counter(task for step in whole[6:] for task in step)
+    assert through(tmp_path / "died", recipe, size, practice, begin=10) == uninterrupted[10:]
+    kinds = Counter(task for step in uninterrupted[6:] for task in step)
     assert kinds.total() >= 4 * (STEPS - 6)
 
 
-def test_kinds_with_spread_come_more_often_and_practice_is_not_counted(tmp_path: Path) -> None:
+def test_kinds_with_spread_are_drawn_more_often_and_practice_is_not_counted(tmp_path: Path) -> None:
     through(tmp_path, recipe_of(), None, True)
     lines = read_json_lines(tmp_path / TASKS_FILE)
     assert len(lines) == STEPS * 4 * 4 // 5 + 1
@@ -135,7 +135,7 @@ def test_kinds_with_spread_come_more_often_and_practice_is_not_counted(tmp_path:
 
 def test_missing_groups_end_the_run(tmp_path: Path) -> None:
     with opened(tmp_path, recipe_of(), None, False) as run, pytest.raises(StoreError, match="the outcomes of step 0"):
-        asyncio.run(run.taught.prepare_block(2))
+        asyncio.run(run.tasks.prepare_block(2))
 
 
 def test_without_weighting_the_schedule_decides_and_outcomes_are_recorded(tmp_path: Path) -> None:

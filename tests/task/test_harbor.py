@@ -1,4 +1,4 @@
-"""Unmodified Harbor folders: gold scores 1, nothing and cheats 0, and the image's files are in place."""
+"""Unmodified Harbor folders: gold scores 1, no action and cheats score 0, and the image's files are in place."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BOTH = [pytest.param("docker", marks=pytest.mark.docker), pytest.param("bubblewr
 CHEATS = {*cheats.TEXTS, *cheats.PROGRAMS}
 ONE_OF_EACH_SORT = {"exits with 0", "fake report", "links to the tests"}
 
-# A program is to be written; data come with COPY; tests run it with pytest on an input of their own.
+# The agent writes a program. COPY adds data, and the tests run the program with pytest on their own input.
 COUNT: dict[str, str] = {
     "task.toml": """
 schema_version = "1.1"
@@ -116,7 +116,7 @@ def test_the_notes_are_gone():
     assert not Path("notes.txt").exists()
 """,
 }
-# A program that is called as one, under another WORKDIR, with the verdict in JSON.
+# The agent fixes a script under another WORKDIR, and the verdict is JSON.
 GREET: dict[str, str] = {
     "task.toml": 'version = "1.0"\n[metadata]\ncategory = "shell"\n[verifier]\ntimeout_sec = 60.0\n[agent]\ntimeout_sec = 60.0\n'
     "[environment]\nmemory_mb = 256\nstorage_mb = 64\n",
@@ -136,7 +136,7 @@ with open("/logs/verifier/reward.json", "w") as file:
 
 @pytest.fixture(scope="module")
 def base() -> str:
-    """A tag that the daemon has, where no registry answers: Python and pytest, as such folders expect."""
+    """A tag that the daemon has, because no registry is available: an image with Python and pytest, as such folders expect."""
     return images.ensure_docker_image(images.load_image(ROOT / "sandboxes" / "chores"))
 
 
@@ -163,14 +163,14 @@ def write(folder: Path, files: dict[str, str], base: str) -> None:
 
 def tasks(family: Path) -> dict[str, Task]:
     opened = TaskFolders(family, root=family.parent, heldout=0.0)
-    found = [opened.task(Split.TRAIN, index) for index in range(opened.size(Split.TRAIN) or 0)]
-    return {task.id.rpartition("/")[2]: task for task in found}
+    opened_tasks = [opened.task(Split.TRAIN, index) for index in range(opened.size(Split.TRAIN) or 0)]
+    return {task.id.rpartition("/")[2]: task for task in opened_tasks}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BOTH)
 async def test_unmodified_harbor_folders_pass(backend: Any, family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against every cheat on one backend; on the other against one of each sort, to see that folders mean the same there."""
+    """Runs every cheat on one backend, and one of each sort on the other, to check that folders have the same meaning there."""
     if backend == "bubblewrap":
         for kind in ("TEXTS", "PROGRAMS"):
             monkeypatch.setattr(cheats, kind, {name: text for name, text in getattr(cheats, kind).items() if name in ONE_OF_EACH_SORT})
@@ -188,17 +188,17 @@ async def test_unmodified_harbor_folders_pass(backend: Any, family: Path, monkey
 
 @pytest.mark.parametrize("backend", BOTH)
 async def test_solution_inside_the_image_is_reported(backend: Any, family: Path) -> None:
-    """A Dockerfile that copies too much: the agent would find the solution in its own working directory."""
+    """A Dockerfile copies too much, so the agent would find the solution in its working directory."""
     solution = (family / "count" / "solution" / "solve.sh").read_text()
     (family / "count" / "environment" / "data" / "old.sh").write_text(f"# as last year\n{solution}")
-    found = tasks(family)
+    opened_tasks = tasks(family)
     sandboxes = select_backend(backend, run_label="test", root=family.parent)
     try:
-        for name, wanted in (("count", {("old.sh", "solution/solve.sh", True)}), ("greet", set())):
-            await sandboxes.prepare(found[name].sandbox)
-            shown = await image_files(found[name].sandbox, sandboxes)
-            sure = [leak for leak in find_leaks(shown.files, hidden_truths(found[name])) if leak.certain]
-            assert {(Path(leak.path).name, leak.truth.origin, leak.certain) for leak in sure} == wanted
+        for name, expected in (("count", {("old.sh", "solution/solve.sh", True)}), ("greet", set())):
+            await sandboxes.prepare(opened_tasks[name].sandbox)
+            listing = await image_files(opened_tasks[name].sandbox, sandboxes)
+            certain = [leak for leak in find_leaks(listing.files, hidden_truths(opened_tasks[name])) if leak.certain]
+            assert {(Path(leak.path).name, leak.truth.origin, leak.certain) for leak in certain} == expected
     finally:
         await sandboxes.close()
 
@@ -219,33 +219,33 @@ async def test_dockerfile_applies_and_changes_are_collected(backend: Any, family
     assert (task.sandbox.memory_mb, task.sandbox.disk_mb, task.sandbox.network) == (256, 10240, ())
     sandboxes = select_backend(backend, run_label="test", root=family.parent)
     try:
-        result, taken = await run_and_collect(task, LOOK, sandboxes, timeout_s=120)
+        result, collected = await run_and_collect(task, LOOK, sandboxes, timeout_s=120)
         assert result.ok, result
         first, second, third = result.stdout.splitlines()
         path = "/opt/tools:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
         assert first == f"['data', 'notes.txt'] INFO ERROR INFO {path} /home/agent"
         assert second == "/home/agent ['agent', 'artifacts', 'verifier'] False"
         assert "ERROR INFO" in third and third.count("Read-only file system") == 2
-        assert taken.files == {"data/app.log": b"INFO a\nERROR b\nINFO c\nmine", "new.txt": b"new"}
-        assert taken.removed == ("notes.txt",) and set(taken.refused) == {"p"}
+        assert collected.files == {"data/app.log": b"INFO a\nERROR b\nINFO c\nmine", "new.txt": b"new"}
+        assert collected.removed == ("notes.txt",) and set(collected.refused) == {"p"}
 
         forged = "import os\nfor name in ('reward.txt', 'reward.json'):\n    open('/logs/verifier/' + name, 'w').write('1')\n"
-        _, taken = await run_and_collect(task, forged + "open('x', 'w')", sandboxes, timeout_s=120)
+        _, collected = await run_and_collect(task, forged + "open('x', 'w')", sandboxes, timeout_s=120)
         score = TaskScorer(sandboxes=sandboxes)
-        for outputs in (taken.files, {"count.py": forged.encode()}, {"count.py": b"exit(1)"}):
+        for outputs in (collected.files, {"count.py": forged.encode()}, {"count.py": b"exit(1)"}):
             cheat = Episode(id="e", task_id=task.id, task_key=task.key, trajectories=(), outputs=outputs)
             result = await score(task, cheat)
             assert result.value == 0.0 and "exit code 0" in result.evidence, (outputs, result)
 
         sandbox = await sandboxes.open(task.sandbox)
         await sandbox.exec(["rm", "notes.txt"], timeout_s=60)
-        again = await sandboxes.open(task.sandbox, snapshot=await sandbox.snapshot())
-        assert (await again.exec(["ls"], timeout_s=60)).stdout == "data\n", "a snapshot is whole: nothing comes back beside it"
+        restored = await sandboxes.open(task.sandbox, snapshot=await sandbox.snapshot())
+        assert (await restored.exec(["ls"], timeout_s=60)).stdout == "data\n", "a snapshot is complete: no other file is restored"
 
-        liar = Episode(
+        forged_episode = Episode(
             id="e", task_id=task.id, task_key=task.key, trajectories=(), outputs={"x": b""}, removed=("../../etc/x", "data/app.log")
         )
-        assert (await score(task, liar)).value == 0.0
+        assert (await score(task, forged_episode)).value == 0.0
     finally:
         await sandboxes.close()
 
@@ -258,10 +258,10 @@ async def test_unsupported_image_features_are_reported_at_build_time(family: Pat
         "COPY greet.sh /tests/greet.sh": "/tests contains files",
         "WORKDIR /data\nRUN mkfifo pipe": "/data/pipe is not a file",
     }
-    for lines, says in cases.items():
+    for lines, message in cases.items():
         write(family / "greet", {"environment/Dockerfile": f"FROM {base}\n{lines}\n"}, base)
         image = images.load_image(family / "greet" / "environment")
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             images.ensure_docker_image(image)
         assert not builds.has_image(docker_client.client(), image.tag)
         docker_client.client().remove_image(f"{image.built_tag}-unchecked", force=True)

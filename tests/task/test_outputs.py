@@ -1,4 +1,4 @@
-"""Outputs: laws of patterns and paths, and collecting from misbehaving sandboxes."""
+"""Outputs: properties of patterns and paths, and collection from misbehaving sandboxes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FILES = st.dictionaries(PATH, st.binary(max_size=3), max_size=8)
 
 
 def slow_matches(steps: list[str], names: list[str]) -> bool:
-    """The definition, word by word."""
+    """Matches by the literal definition."""
     if not steps or not names:
         return not steps and not names
     if steps[0] == "**":
@@ -53,7 +53,7 @@ def test_example_matches_and_an_exact_pattern_is_its_example(pattern: str) -> No
     assert is_exact(pattern) == (example_path(pattern) == pattern)
 
 
-def test_matching_takes_no_exponential_time() -> None:
+def test_matching_does_not_take_exponential_time() -> None:
     assert not matches_pattern("**/" * 30 + "x", "/".join(["a"] * 32))
     assert not matches_pattern("*a" * 40 + "b", "a" * 400)
 
@@ -86,7 +86,7 @@ def test_overlay_is_writable_and_keeps_all_files_above(below: dict[str, bytes], 
 
 
 def writable(files: dict[str, bytes]) -> dict[str, bytes]:
-    """Those files that no other file's folder is in the way of."""
+    """Returns the files whose path is not also a folder of another file."""
     return {path: data for path, data in files.items() if not any(other.startswith(path + "/") for other in files)}
 
 
@@ -96,7 +96,7 @@ def test_select_returns_the_matching_files(files: dict[str, bytes], patterns: li
 
 
 class Refusing(ScriptedSandbox):
-    """Refuses what an exec server refuses: links and whatever is no regular file."""
+    """Rejects what an exec server rejects: links and other files that are not regular."""
 
     async def read(self, path: str, *, max_bytes: int) -> bytes:
         if self.files.get(path) == b"LINK":
@@ -129,22 +129,22 @@ async def test_uncollected_files_are_reported_as_storable_text() -> None:
     json.dumps(dict(collected.refused), ensure_ascii=False).encode()
 
 
-async def test_number_of_tried_names_is_limited() -> None:
-    tried = []
+async def test_number_of_names_that_are_read_is_limited() -> None:
+    read_paths = []
 
     class Counting(Refusing):
         async def read(self, path: str, *, max_bytes: int) -> bytes:
-            tried.append(path)
+            read_paths.append(path)
             return await super().read(path, max_bytes=max_bytes)
 
     names = [f"f{number}" for number in range(20_000)]
     collected = await collect_outputs(Counting("s", listing(*names), {}), ["*"])
-    assert not collected.files and len(tried) <= OUTPUT_FILES + 1 and len(collected.refused) <= OUTPUT_FILES + 2
+    assert not collected.files and len(read_paths) <= OUTPUT_FILES + 1 and len(collected.refused) <= OUTPUT_FILES + 2
 
 
-@pytest.mark.parametrize("said", ["", "{}", "[1, 2]", "[" * 100_000, '["a"'])
-async def test_invalid_listing_is_blamed_on_the_agent(said: str) -> None:
-    collected = await collect_outputs(Refusing("s", printing(said), {"a": b"1"}), ["*"])
+@pytest.mark.parametrize("listing_text", ["", "{}", "[1, 2]", "[" * 100_000, '["a"'])
+async def test_invalid_listing_is_blamed_on_the_agent(listing_text: str) -> None:
+    collected = await collect_outputs(Refusing("s", printing(listing_text), {"a": b"1"}), ["*"])
     assert not collected.files and "*" in collected.refused
 
 
@@ -163,10 +163,10 @@ async def test_number_and_size_of_outputs_are_limited() -> None:
 
 
 async def test_lost_or_silent_sandbox_is_an_infrastructure_fault() -> None:
-    gone = Refusing("s", printing(""), {})
-    await gone.close()
+    closed = Refusing("s", printing(""), {})
+    await closed.close()
     with pytest.raises(SandboxError):
-        await collect_outputs(gone, ["*"])
+        await collect_outputs(closed, ["*"])
 
     class Silent(Refusing):
         async def read(self, path: str, *, max_bytes: int) -> bytes:
@@ -184,13 +184,13 @@ async def test_whole_directory_collects_the_changes_to_the_image() -> None:
         and example_path(WHOLE_DIRECTORY) == "x"
         and pattern_error(WHOLE_DIRECTORY)
     )
-    told = json.dumps([["new", "../x", "a/b"], ["old", "/etc/passwd", "a/../b"]])
-    collected = await collect_outputs(Refusing("s", printing(told), {"new": b"1", "a/b": b"2", "untold": b"3"}), [WHOLE_DIRECTORY])
+    changes = json.dumps([["new", "../x", "a/b"], ["old", "/etc/passwd", "a/../b"]])
+    collected = await collect_outputs(Refusing("s", printing(changes), {"new": b"1", "a/b": b"2", "untold": b"3"}), [WHOLE_DIRECTORY])
     assert collected.files == {"new": b"1", "a/b": b"2"} and collected.removed == ("old",)
     assert set(collected.refused) == {"../x"}
-    for lie in ("[]", "[[1], []]", '{"a": 1}', "[" * 9999, "[[], [], []]", json.dumps([["new"], None])):
-        collected = await collect_outputs(Refusing("s", printing(lie), {"new": b"1"}), [WHOLE_DIRECTORY])
-        assert not collected.files and not collected.removed and "cannot be listed" in collected.refused[WHOLE_DIRECTORY], lie
+    for invalid in ("[]", "[[1], []]", '{"a": 1}', "[" * 9999, "[[], [], []]", json.dumps([["new"], None])):
+        collected = await collect_outputs(Refusing("s", printing(invalid), {"new": b"1"}), [WHOLE_DIRECTORY])
+        assert not collected.files and not collected.removed and "cannot be listed" in collected.refused[WHOLE_DIRECTORY], invalid
     many = json.dumps([["new"], [f"f{number}" for number in range(REMOVED_FILES + 1)]])
     collected = await collect_outputs(Refusing("s", printing(many), {"new": b"1"}), [WHOLE_DIRECTORY])
     assert len(collected.removed) == REMOVED_FILES

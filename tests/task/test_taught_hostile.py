@@ -32,24 +32,24 @@ class Breaking(Kinds):
         return super().task(split, index)
 
 
-def taught_of(folder: Path, store: SqliteStore, family: Kinds, **rollout: Any) -> GroupTasks:
+def group_tasks_of(folder: Path, store: SqliteStore, family: Kinds, **rollout: Any) -> GroupTasks:
     recipe = recipe_of(max_staleness=0, **rollout)
     order = GroupOrder.from_recipe(recipe)
     return GroupTasks(recipe, folder, DriverStore(lambda: store), GroupSchedule(family, seed=3), order, BlockStarts(order))
 
 
-def step(taught: GroupTasks, store: SqliteStore, number: int) -> list[Group]:
+def step(group_tasks: GroupTasks, store: SqliteStore, number: int) -> list[Group]:
     """Runs and stores the four groups of a step; a group whose task cannot be created is excluded."""
-    asyncio.run(taught.prepare_block(number))
+    asyncio.run(group_tasks.prepare_block(number))
     for index in range(4 * number, 4 * number + 4):
         try:
-            task = taught.task(index)
+            task = group_tasks.task(index)
         except RuntimeError:
             store.put(excluded_group(index, f"task of group {index}", f"group {index}", BROKEN, size=2))
             continue
-        lost = excluded_group(index, task.id, task.key, BROKEN, size=2)
-        store.put(lost if task.kind == "hard" else played(task, index))
-        taught.record(task, store.groups([index])[0])
+        excluded = excluded_group(index, task.id, task.key, BROKEN, size=2)
+        store.put(excluded if task.kind == "hard" else played(task, index))
+        group_tasks.record(task, store.groups([index])[0])
     store.commit(number, dict.fromkeys(range(4 * number, 4 * number + 4), GroupUse()), "checkpoint")
     return list(store.groups(range(4 * number, 4 * number + 4)))
 
@@ -59,18 +59,18 @@ def test_a_run_without_its_outcomes_continues_past_tasks_that_failed(tmp_path: P
     family.broken = frozenset({2, 5})
     store = SqliteStore(tmp_path / "experience.sqlite")
     try:
-        whole = taught_of(tmp_path, store, family)
-        groups = [group for number in range(6) for group in step(whole, store, number)]
+        group_tasks = group_tasks_of(tmp_path, store, family)
+        groups = [group for number in range(6) for group in step(group_tasks, store, number)]
         assert any(group.task_key.startswith("group ") for group in groups)
-        asyncio.run(whole.prepare_block(6))
-        wanted = [whole.task(index).id for index in range(24, 28) if _makes(whole, index)]
+        asyncio.run(group_tasks.prepare_block(6))
+        expected = [group_tasks.task(index).id for index in range(24, 28) if _has_task(group_tasks, index)]
         (tmp_path / TASKS_FILE).unlink()
-        again = taught_of(tmp_path, store, family)
-        asyncio.run(again.prepare_block(6))
-        assert [again.task(index).id for index in range(24, 28) if _makes(again, index)] == wanted
+        resumed = group_tasks_of(tmp_path, store, family)
+        asyncio.run(resumed.prepare_block(6))
+        assert [resumed.task(index).id for index in range(24, 28) if _has_task(resumed, index)] == expected
         family.broken = frozenset(range(12))  # the project changed in the meantime
         with pytest.raises(TaskError, match=r"cannot be created again.*no task \d+ today"):
-            asyncio.run(taught_of(tmp_path, store, family).prepare_block(6))
+            asyncio.run(group_tasks_of(tmp_path, store, family).prepare_block(6))
     finally:
         store.close()
 
@@ -80,26 +80,26 @@ def test_a_resumed_run_reads_no_group_with_a_recorded_outcome(tmp_path: Path, mo
     try:
         rollout = {"groups_per_step": 3, "extra_groups": 1}
         family = Kinds(12)
-        first = taught_of(tmp_path, store, family, **rollout)
+        first = group_tasks_of(tmp_path, store, family, **rollout)
         for number in range(4):
             step(first, store, number)
-        read: list[int] = []
+        read_indices: list[int] = []
         groups = store.groups
 
         def counted(indices: Iterable[int]) -> tuple[Group, ...]:
-            read.extend(wanted := list(indices))
-            return groups(wanted)
+            read_indices.extend(requested := list(indices))
+            return groups(requested)
 
         monkeypatch.setattr(store, "groups", counted)
-        asyncio.run(taught_of(tmp_path, store, family, **rollout).prepare_block(4))
-        assert not read
+        asyncio.run(group_tasks_of(tmp_path, store, family, **rollout).prepare_block(4))
+        assert not read_indices
     finally:
         store.close()
 
 
-def _makes(taught: GroupTasks, index: int) -> bool:
+def _has_task(group_tasks: GroupTasks, index: int) -> bool:
     try:
-        taught.task(index)
+        group_tasks.task(index)
     except RuntimeError:
         return False
     return True

@@ -1,4 +1,4 @@
-"""Task weighting: known weights, and a deterministic schedule that follows them."""
+"""Task weighting: weights with known values, and a deterministic schedule that follows them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def taught(index: int, *, kind: str = "easy", key: str = "", scores: Iterable[fl
     return GroupOutcome.from_group(replace(plain(Split.TRAIN, index), data={"kind": kind}), group)
 
 
-def recorded(lines: Iterable[GroupOutcome], *, by_task: bool = False) -> Weights:
+def weights_of(lines: Iterable[GroupOutcome], *, by_task: bool = False) -> Weights:
     record = TaskHistory(min_group_size=2, by_task=by_task)
     record.add(lines)
     return record.weights()
@@ -65,15 +65,15 @@ def of_kind(kind: str, index: int = 0) -> Task:
 def test_weight_of_a_kind_comes_from_its_newest_groups() -> None:
     lines = [taught(n, kind="easy") for n in range(100)]
     lines += [taught(n, kind="even", scores=(0.0, 1.0) if n % 2 else (0.0, 0.0)) for n in range(100)]
-    lines += [taught(n, kind="hard", scores=(0.0,)) for n in range(20)]  # one attempt: what a fault left of the group
-    weights = recorded(lines)
+    lines += [taught(n, kind="hard", scores=(0.0,)) for n in range(20)]  # one attempt: the others were lost to a fault
+    weights = weights_of(lines)
     assert weights.kinds == {"easy": Tally(64, 0, 0.0), "even": Tally(64, 32, 48.0)}
     assert weights.weight_of(of_kind("even")) == 1.0
     assert weights.weight_of(of_kind("easy")) == 0.1
-    assert weights.weight_of(of_kind("hard")) == 1.0, "nothing is known of it"
+    assert weights.weight_of(of_kind("hard")) == 1.0, "nothing is known of this kind"
     lines += [taught(n, kind="hard", scores=(0.0, 0.0)) for n in range(7)] + [taught(7, kind="hard", scores=(0.0, 1.0, 0.0, 0.0))]
-    assert recorded(lines).weight_of(of_kind("hard")) == pytest.approx((2 / 9 * 8.75 / 9) / (33 / 65 * 49 / 65))
-    assert recorded([taught(0), taught(1, kind="even")]).weight_of(of_kind("even")) == 1.0, "where nothing is left to learn, all are alike"
+    assert weights_of(lines).weight_of(of_kind("hard")) == pytest.approx((2 / 9 * 8.75 / 9) / (33 / 65 * 49 / 65))
+    assert weights_of([taught(0), taught(1, kind="even")]).weight_of(of_kind("even")) == 1.0, "without headroom all weights are equal"
 
 
 def test_scores_outside_0_to_1_are_clipped() -> None:
@@ -84,11 +84,11 @@ def test_scores_outside_0_to_1_are_clipped() -> None:
 def test_weight_of_a_task_comes_from_its_groups_and_its_kind() -> None:
     task, other = of_kind("easy", 1), of_kind("easy", 2)
     lines = [taught(n, key=task.key, scores=(0.0, 0.0)) for n in range(2)] + [taught(n, scores=(0.0, 1.0)) for n in (2, 3)]
-    weights = recorded(lines, by_task=True)
+    weights = weights_of(lines, by_task=True)
     kind = (3 / 5, 4 / 5)
     assert weights.weight_of(task) == pytest.approx((4 * kind[0] + 0) / 6 * (4 * kind[1] + 2) / 6 / (kind[0] * kind[1]))
     assert weights.weight_of(other) == 1.0, "an unused task has the weight of its kind"
-    assert not recorded(lines).tasks, "the tasks of an endless family do not come again"
+    assert not weights_of(lines).tasks, "the tasks of an endless family do not repeat"
 
 
 group_scores = st.sampled_from([(0.0, 0.0), (0.0, 1.0), (1.0, 1.0)])
@@ -97,29 +97,29 @@ group_scores = st.sampled_from([(0.0, 0.0), (0.0, 1.0), (1.0, 1.0)])
 @settings(max_examples=examples(50))
 @given(st.lists(st.tuples(st.sampled_from(["easy", "even"]), st.integers(0, 3), group_scores), max_size=40))
 def test_a_task_weight_lies_between_those_of_its_kind_and_of_its_own_groups(groups: list[tuple[str, int, tuple[float, float]]]) -> None:
-    """Also: a group with equal scores lowers the weight of its task, relative to one with different scores and the same mean."""
+    """A group with equal scores also lowers the weight of its task, relative to one with different scores and the same mean."""
     lines = [taught(n, kind=kind, key=of_kind(kind, task).key, scores=scores) for n, (kind, task, scores) in enumerate(groups)]
-    weights = recorded(lines, by_task=True)
+    weights = weights_of(lines, by_task=True)
     for kind, task in {(kind, task) for kind, task, _ in groups}:
         tally, prior = weights.tasks[of_kind(kind, task).key], weighting._kind_rates(weights.kinds[kind])
         for estimate, known, own in zip(tally.rates(prior, 4.0), prior, tally[1:], strict=True):
             assert min(known, own / tally.groups) - 1e-12 <= estimate <= max(known, own / tally.groups) + 1e-12
         assert 0.1 <= weights.weight_of(of_kind(kind, task)) <= 1.0
-    wasted, taught_one = (taught(99, key=of_kind("easy").key, scores=scores) for scores in ((0.5, 0.5), (0.0, 1.0)))
-    later = [recorded([*lines, taught(98, kind="best", scores=(0.0, 0.1)), line], by_task=True) for line in (wasted, taught_one)]
+    wasted, informative = (taught(99, key=of_kind("easy").key, scores=scores) for scores in ((0.5, 0.5), (0.0, 1.0)))
+    later = [weights_of([*lines, taught(98, kind="best", scores=(0.0, 0.1)), line], by_task=True) for line in (wasted, informative)]
     assert later[0].weight_of(of_kind("easy")) <= later[1].weight_of(of_kind("easy"))
 
 
 def test_a_kind_that_is_never_solved_lowers_the_weight_of_its_unused_tasks() -> None:
-    """Before a task has been tried: with a separate estimate for each task, every impossible task would have to fail several times."""
+    """With a separate estimate for each task, every impossible task would have to fail several times first."""
     lines = [taught(n, kind="hard", key=of_kind("hard", n).key, scores=(0.0, 0.0)) for n in range(20)]
-    weights = recorded([*lines, *(taught(n, scores=(0.0, 1.0)) for n in range(20, 40))], by_task=True)
+    weights = weights_of([*lines, *(taught(n, scores=(0.0, 1.0)) for n in range(20, 40))], by_task=True)
     assert weights.weight_of(of_kind("hard", 9)) < 0.2 and weights.weight_of(replace(of_kind("hard"), id="unused")) == 0.1
 
 
 @pytest.mark.parametrize("kinds", [2, 3])
 def test_the_substitutes_of_neighbouring_groups_differ(kinds: int) -> None:
-    """With one task in two, or in three, accepted, 24 groups have at least as many tasks as independent draws would give."""
+    """If one task in two or in three is accepted, 24 groups have at least as many different tasks as independent draws would give."""
     family = Kinds(72)
     accepted = [family.task(Split.TRAIN, index) for index in range(0, 72, kinds)]
     tallies = {task.key: Tally(10**9, 10**9, 1e9) for task in accepted}
@@ -134,13 +134,13 @@ def test_the_substitutes_of_neighbouring_groups_differ(kinds: int) -> None:
 
 @pytest.mark.parametrize("size", [None, 300])
 def test_schedule_follows_the_weights_deterministically(size: int | None) -> None:
-    seldom, often = Tally(1000, 99, 1000.0), Tally(1000, 1000, 1000.0)
-    weights = Weights({}, {"easy": seldom, "even": often, "hard": seldom})
+    low, high = Tally(1000, 99, 1000.0), Tally(1000, 1000, 1000.0)
+    weights = Weights({}, {"easy": low, "even": high, "hard": low})
     schedule = GroupSchedule(Kinds(size), seed=5)
-    given = [schedule.task(n, weights) for n in range(300)]
-    assert given == [GroupSchedule(Kinds(size), seed=5).task(n, weights) for n in reversed(range(300))][::-1]
-    times = Counter(task.kind for task in given)
-    assert 0.75 < times["even"] / 300 < 0.92, times  # 10 of 12 shares are its own
+    tasks = [schedule.task(n, weights) for n in range(300)]
+    assert tasks == [GroupSchedule(Kinds(size), seed=5).task(n, weights) for n in reversed(range(300))][::-1]
+    times = Counter(task.kind for task in tasks)
+    assert 0.75 < times["even"] / 300 < 0.92, times  # it has 10 of 12 shares
     assert times["easy"] and times["hard"]
     assert [schedule.task(n, Weights({}, {})) for n in range(9)] == [schedule.task(n) for n in range(9)]
 
@@ -155,28 +155,28 @@ def test_first_allowed_task_is_used_if_all_are_skipped(monkeypatch: pytest.Monke
 def test_only_valid_lines_are_parsed() -> None:
     line = taught(3, scores=(0.0, 0.25))
     assert line.has_spread and GroupOutcome.from_line(json_line(codec.to_data(line))) == line
-    whole = codec.to_data(line)
+    valid = codec.to_data(line)
     wrong: Any
     for wrong in (
         [],
         None,
         {},
-        {**whole, "more": 1},
-        {**whole, "kind": 3},
-        {**whole, "group": "3"},
-        {**whole, "counted": True},
-        {**whole, "broken": 0},
+        {**valid, "more": 1},
+        {**valid, "kind": 3},
+        {**valid, "group": "3"},
+        {**valid, "counted": True},
+        {**valid, "broken": 0},
     ):
         assert GroupOutcome.from_line(json_line(wrong)) is None, wrong
-    for key in whole:
-        assert GroupOutcome.from_line(json_line({**whole, key: None})) is None
+    for key in valid:
+        assert GroupOutcome.from_line(json_line({**valid, key: None})) is None
     assert all(GroupOutcome.from_line(line) is None for line in (b"", b"\xff", b"[" * 100_000, b"{"))
-    assert all(GroupOutcome.from_line(json_line({**whole, "lowest": number})) is None for number in (math.nan, 10**400))
+    assert all(GroupOutcome.from_line(json_line({**valid, "lowest": number})) is None for number in (math.nan, 10**400))
 
 
 def test_any_name_of_a_kind_is_accepted() -> None:
     assert len(taught(0, kind="x" * 10_000).kind) == 200
-    assert recorded([taught(n, kind="x" * 10_000) for n in range(3)]).weight_of(of_kind("x" * 10_000)) == 1.0
+    assert weights_of([taught(n, kind="x" * 10_000) for n in range(3)]).weight_of(of_kind("x" * 10_000)) == 1.0
 
 
 def test_broken_task_has_no_headroom_and_faulted_groups_do_not_count() -> None:
@@ -186,7 +186,7 @@ def test_broken_task_has_no_headroom_and_faulted_groups_do_not_count() -> None:
     for failure, weight in ((broken, 1 / 3 * 1 / 3 / (3 / 4)), (lost, 1.0)):
         groups = [excluded_group(n, task.id, task.key, failure, size=4) for n in range(2)]
         lines = [GroupOutcome.from_group(task, group) for group in groups]
-        assert recorded([*lines, taught(9, scores=(0.0, 1.0))]).weight_of(task) == pytest.approx(weight)
+        assert weights_of([*lines, taught(9, scores=(0.0, 1.0))]).weight_of(task) == pytest.approx(weight)
         assert [GroupOutcome.from_line(json_line(codec.to_data(line))) for line in lines] == lines
 
 
@@ -210,7 +210,7 @@ def test_broken_task_fails_only_its_own_groups() -> None:
 @settings(max_examples=examples(20))
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=6), st.integers(0, 64), st.integers(0, 9))
 def test_no_task_is_starved_and_every_choice_repeats(differed: list[int], best: int, seed: int) -> None:
-    """Whatever the weights, each task is used, at least with `MIN_WEIGHT` in every epoch: never in 150 epochs has a chance of 1e-7."""
+    """For any weights, each task is used at least with `MIN_WEIGHT` in every epoch. Never in 150 epochs has a chance of 1e-7."""
     family = Kinds(len(differed))
     tasks = [family.task(Split.TRAIN, index) for index in range(len(differed))]
     tallies = {task.key: Tally(8, number, 8.0) for task, number in zip(tasks, differed, strict=True)}

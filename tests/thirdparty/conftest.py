@@ -14,6 +14,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the package installed in it, entry points included, by pip and from its pyproject.toml."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--no-cache-dir"]
-    done = subprocess.run([*command, "--target", str(folder), str(PACKAGE)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    completed = subprocess.run([*command, "--target", str(folder), str(PACKAGE)], capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr
     return folder

@@ -1,4 +1,4 @@
-"""Somebody's package, installed beside agentrl, is trained with: nothing in agentrl knows its name."""
+"""A run with the plugins of a third-party package, which agentrl does not mention anywhere."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALL = [
 @pytest.mark.deepspeed
 @pytest.mark.bubblewrap
 @pytest.mark.e2e
-def test_a_run_of_somebody_elses_parts(site: Path, tmp_path: Path) -> None:
+def test_a_run_trains_with_third_party_plugins(site: Path, tmp_path: Path) -> None:
     run, account, journal, columns = tmp_path / "run", tmp_path / "sandboxes.json", tmp_path / "ended", ["reward_mean", "advantage_std"]
     parts = [
         *("rollout.agent=fieldkit.agent:JournalAgent", f"rollout.agent.options={json.dumps({'journal': str(journal)})}"),
@@ -38,11 +38,11 @@ def test_a_run_of_somebody_elses_parts(site: Path, tmp_path: Path) -> None:
     ]
     command = [sys.executable, "-m", "agentrl", "train", "recipes/quickstart.py", *SMALL, *parts, "--run-dir", str(run), "--json"]
     path = os.pathsep.join([str(site), str(ROOT)])
-    done = subprocess.run(
+    completed = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=1500, check=False
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    summary = json.loads(done.stdout.splitlines()[-1])
+    assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-4000:]
+    summary = json.loads(completed.stdout.splitlines()[-1])
     assert summary["finished"] and summary["sandbox_backend"] == "counted"
 
     counts = json.loads(account.read_text())
@@ -51,24 +51,24 @@ def test_a_run_of_somebody_elses_parts(site: Path, tmp_path: Path) -> None:
     assert not (run / "experience.sqlite").exists() and not (run / "logs" / "tensorboard").exists()
     groups = [codec.from_json(Group, file.read_bytes()) for file in sorted((run / "kept").glob("[0-9]*.json"))]
     assert [group.index for group in groups] == list(range(8))
-    taken = json.loads((run / "kept" / "taken.json").read_text())
-    assert sorted(map(int, taken)) == list(range(8)) and sorted(one["step"] for one in taken.values()) == [0] * 4 + [1] * 4
-    assert all(one["use"] is not None for one in taken.values())
+    consumed = json.loads((run / "kept" / "taken.json").read_text())
+    assert sorted(map(int, consumed)) == list(range(8)) and sorted(entry["step"] for entry in consumed.values()) == [0] * 4 + [1] * 4
+    assert all(entry["use"] is not None for entry in consumed.values())
     assert [json.loads(line)["version"] for line in (run / "went.jsonl").read_text().splitlines()] == [1, 2]
 
     rows = [line.split(",") for line in (run / "figures.csv").read_text().splitlines()]
     assert [row[0] for row in rows] == ["before", "1", "2", "after"]
     for step in (0, 1):
-        advantages = [value for group in groups[4 * step : 4 * step + 4] for value in _by_hand(group)]
-        if advantages:  # somebody was better than somebody else
+        advantages = [value for group in groups[4 * step : 4 * step + 4] for value in _expected_advantages(group)]
+        if advantages:  # the scores differ
             assert float(rows[step + 1][2]) == pytest.approx(pstdev(advantages), rel=1e-9)
-    said = (run / "logs" / "learner.log").read_text()
-    assert "fieldkit: leave-one-out over 4 groups" in said and "fieldkit: soft clip of " in said
+    log = (run / "logs" / "learner.log").read_text()
+    assert "fieldkit: leave-one-out over 4 groups" in log and "fieldkit: soft clip of " in log
     assert summary["tokens_trained"] > 0
 
 
-def _by_hand(group: Group) -> list[float]:
-    """Three times leave-one-out of the episodes that count; nothing for a group that teaches nothing."""
+def _expected_advantages(group: Group) -> list[float]:
+    """Three times the leave-one-out advantages of the scored episodes, or nothing for a group of equal scores."""
     scores = [scored.score.value for scored in group.scored if scored.score.value is not None]
-    made = [3.0 * (score - fmean(scores[:at] + scores[at + 1 :])) for at, score in enumerate(scores)] if len(scores) > 1 else []
-    return made if any(made) else []
+    advantages = [3.0 * (score - fmean(scores[:at] + scores[at + 1 :])) for at, score in enumerate(scores)] if len(scores) > 1 else []
+    return advantages if any(advantages) else []

@@ -1,4 +1,4 @@
-"""What an adapter's file must be before it is merged into a served model."""
+"""Checks of an adapter file before it is merged into a served model."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def test_adapted_layers_are_merged_and_others_unchanged(tmp_path: Path, dtype: t
     tensors = {name: torch.randn(tensor.shape).to(dtype) for name, tensor in GOOD.items()}
     adapter = read_adapter(write(tmp_path, tensors, "0.3"), SHAPES)
     weight, norm = torch.randn(4, 6).to(dtype), torch.randn(6).to(dtype)
-    kept = weight.clone()
+    original = weight.clone()
     merged = dict(adapter.merge([("model.q.weight", weight), ("model.norm.weight", norm)], torch.device("cpu")))
     a, b = (tensor.double() for tensor in tensors.values())
-    exact = kept.double() + 0.3 * b @ a
+    exact = original.double() + 0.3 * b @ a
     assert merged["model.norm.weight"] is norm
     assert merged["model.q.weight"].dtype == dtype
-    assert torch.equal(weight, kept), "the base weights are mapped from a file and stay as they are"
+    assert torch.equal(weight, original), "the base weights are mapped from a file and must not change"
     rounding = exact.abs() * torch.finfo(dtype).eps + torch.finfo(torch.promote_types(dtype, torch.float32)).eps * 10
     assert ((merged["model.q.weight"].double() - exact).abs() <= rounding).all()
 
 
 @pytest.mark.parametrize(
-    ("changes", "scaling", "named"),
+    ("changes", "scaling", "message"),
     [
         ({"base_model.model.model.q.lora_B.weight": None}, "1", "not a plain LoRA adapter"),
         ({"base_model.model.model.q.lora_magnitude_vector": torch.ones(4)}, "1", "not a plain LoRA adapter"),
@@ -52,10 +52,10 @@ def test_adapted_layers_are_merged_and_others_unchanged(tmp_path: Path, dtype: t
     ],
 )
 def test_an_adapter_that_does_not_fit_raises_with_the_layers_name(
-    tmp_path: Path, changes: dict[str, torch.Tensor | None], scaling: str | None, named: str
+    tmp_path: Path, changes: dict[str, torch.Tensor | None], scaling: str | None, message: str
 ) -> None:
     tensors = {name: tensor for name, tensor in {**GOOD, "x": None, **changes}.items() if tensor is not None}
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(ValueError, match=message):
         read_adapter(write(tmp_path, tensors or {"other": torch.ones(1)}, scaling), SHAPES)
 
 

@@ -1,4 +1,4 @@
-"""Deltas: the same bytes come out, or an error; never other weights."""
+"""Deltas restore the same bytes or raise an error; they never give other weights."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from tests.strategies import examples
 
 
 def weights(path: Path, seed: int, *, changed: float = 0.05, dtype: type = np.float32) -> None:
-    """Numbers of which a share `changed` depends on the seed."""
+    """Writes weights of which a fraction `changed` depends on the seed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     base = np.random.default_rng(0).normal(size=(64, 33)).astype(dtype)
     rng = np.random.default_rng(seed)
-    made = np.where(rng.random(base.shape) < changed, base + rng.normal(size=base.shape).astype(dtype) / 1000, base)
-    save_file({"a": made.astype(dtype), "b": np.arange(7, dtype=np.int64)}, path, {"format": "pt"})
+    values = np.where(rng.random(base.shape) < changed, base + rng.normal(size=base.shape).astype(dtype) / 1000, base)
+    save_file({"a": values.astype(dtype), "b": np.arange(7, dtype=np.int64)}, path, {"format": "pt"})
 
 
 @pytest.fixture
 def versions(tmp_path: Path) -> Path:
-    """Version 0 whole, 1 to 3 each a delta of the one before, as the learner leaves them."""
+    """Version 0 as a full model and versions 1 to 3 as deltas of the previous one, as the learner writes them."""
     folder = tmp_path / "versions"
     weights(folder / "000000" / deltas.WEIGHTS, 0)
     for number in (1, 2, 3):
@@ -46,12 +46,12 @@ def versions(tmp_path: Path) -> Path:
     return folder
 
 
-def whole(versions: Path, number: int) -> bytes:
+def full_weights(versions: Path, number: int) -> bytes:
     return (versions.parent / "whole" / str(number)).read_bytes()
 
 
 def sha(versions: Path, number: int) -> str:
-    return hashlib.sha256(whole(versions, number)).hexdigest()
+    return hashlib.sha256(full_weights(versions, number)).hexdigest()
 
 
 @settings(max_examples=examples(60))
@@ -87,16 +87,16 @@ def test_files_of_different_lengths_have_no_delta(tmp_path: Path) -> None:
 
 def test_a_delta_of_few_changes_is_small(versions: Path) -> None:
     for number in (1, 2, 3):
-        assert (versions / f"{number:06d}" / deltas.DELTA_FILE).stat().st_size < 0.25 * len(whole(versions, number))
+        assert (versions / f"{number:06d}" / deltas.DELTA_FILE).stat().st_size < 0.25 * len(full_weights(versions, number))
 
 
 def test_a_chain_is_materialized(versions: Path) -> None:
-    made = deltas.materialize(versions / "000003")
-    assert made.read_bytes() == whole(versions, 3)
+    weights_file = deltas.materialize(versions / "000003")
+    assert weights_file.read_bytes() == full_weights(versions, 3)
     deltas.verify_weights(versions / "000002", sha(versions, 2))
     assert [path.name for path in deltas.delta_chain(versions / "000002")] == ["000000", "000001", "000002"]
     shutil.rmtree(versions / "000001")
-    assert deltas.materialize(versions / "000003") == made, "it needs its parents no more"
+    assert deltas.materialize(versions / "000003") == weights_file, "a materialized version does not need its parents"
     assert [path.name for path in deltas.delta_chain(versions / "000003")] == ["000003"]
     with pytest.raises(ValueError, match=r"neither model\.safetensors nor a delta"):
         deltas.materialize(versions / "000002")
@@ -105,28 +105,28 @@ def test_a_chain_is_materialized(versions: Path) -> None:
 
 def test_the_learners_copy_is_used_only_if_its_checksum_fits(versions: Path) -> None:
     shutil.rmtree(versions / "000001")
-    (versions / deltas.NEWEST_WEIGHTS).write_bytes(b"x" * len(whole(versions, 3)))
+    (versions / deltas.NEWEST_WEIGHTS).write_bytes(b"x" * len(full_weights(versions, 3)))
     with pytest.raises(ValueError, match="neither"):
         deltas.materialize(versions / "000003")
-    (versions / deltas.NEWEST_WEIGHTS).write_bytes(whole(versions, 3))
-    assert deltas.materialize(versions / "000003").read_bytes() == whole(versions, 3)
+    (versions / deltas.NEWEST_WEIGHTS).write_bytes(full_weights(versions, 3))
+    assert deltas.materialize(versions / "000003").read_bytes() == full_weights(versions, 3)
 
 
-@pytest.mark.parametrize("what", ["frames", "cut", "parent", "record", "older"])
-def test_damage_anywhere_raises(versions: Path, what: str) -> None:
+@pytest.mark.parametrize("damage", ["frames", "cut", "parent", "record", "older"])
+def test_damage_anywhere_raises(versions: Path, damage: str) -> None:
     frames, record = versions / "000002" / deltas.DELTA_FILE, versions / "000002" / deltas.DELTA_RECORD
-    if what == "frames":
+    if damage == "frames":
         data = bytearray(frames.read_bytes())
         data[20] ^= 1
         frames.write_bytes(data)
-    elif what == "cut":
+    elif damage == "cut":
         frames.write_bytes(frames.read_bytes()[:-3])
-    elif what == "parent":
+    elif damage == "parent":
         weights(versions / "000000" / deltas.WEIGHTS, 99)
     else:
-        told = json.loads(record.read_text())
-        told |= {"sha256": "0" * 64} if what == "record" else {"parent": 2}
-        record.write_text(json.dumps(told))
+        fields = json.loads(record.read_text())
+        fields |= {"sha256": "0" * 64} if damage == "record" else {"parent": 2}
+        record.write_text(json.dumps(fields))
     with pytest.raises(ValueError, match=r"sha256 differs|differs from the registered file|not older"):
         deltas.verify_weights(versions / "000003", sha(versions, 3))
     with pytest.raises(ValueError, match=r"damaged|sha256 differs|not older"):
@@ -136,14 +136,14 @@ def test_damage_anywhere_raises(versions: Path, what: str) -> None:
 
 @pytest.mark.slow
 def test_a_frames_size_is_bounded_by_the_file(versions: Path) -> None:
-    """A record that vouches for a hostile frame: it may not grow beyond the piece it changes."""
+    """The record contains the checksum of a hostile frame, which may not grow beyond the chunk that it changes."""
     import zstandard
 
     home = versions / "000001"
     bomb = zstandard.ZstdCompressor().compress(b"\0" * (1 << 28))
     (home / deltas.DELTA_FILE).write_bytes(len(bomb).to_bytes(4, "little") + bomb)
-    told = json.loads((home / deltas.DELTA_RECORD).read_text())
-    (home / deltas.DELTA_RECORD).write_text(json.dumps(told | {"delta_sha256": sha256_file(home / deltas.DELTA_FILE)}))
+    fields = json.loads((home / deltas.DELTA_RECORD).read_text())
+    (home / deltas.DELTA_RECORD).write_text(json.dumps(fields | {"delta_sha256": sha256_file(home / deltas.DELTA_FILE)}))
     with pytest.raises(ValueError, match="damaged"):
         deltas.materialize(home)
 
@@ -151,13 +151,13 @@ def test_a_frames_size_is_bounded_by_the_file(versions: Path) -> None:
 def test_the_server_applies_deltas_in_place_and_rejects_others(versions: Path, tmp_path: Path) -> None:
     copy = WeightCopy(tmp_path)
     for number in (1, 2):
-        assert copy.apply_delta(versions / f"{number:06d}").read_bytes() == whole(versions, number)
-    stranger = WeightCopy(tmp_path / "other")
+        assert copy.apply_delta(versions / f"{number:06d}").read_bytes() == full_weights(versions, number)
+    other_copy = WeightCopy(tmp_path / "other")
     (tmp_path / "other").mkdir()
     with pytest.raises(ValueError, match="not the delta's parent"):
-        stranger.apply_delta(versions / "000003")
+        other_copy.apply_delta(versions / "000003")
     deltas.materialize(versions / "000002")
-    assert stranger.apply_delta(versions / "000003").read_bytes() == whole(versions, 3), "a whole parent helps"
+    assert other_copy.apply_delta(versions / "000003").read_bytes() == full_weights(versions, 3), "a materialized parent is used"
     frames = versions / "000003" / deltas.DELTA_FILE
     good = frames.read_bytes()
     frames.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
@@ -166,22 +166,22 @@ def test_the_server_applies_deltas_in_place_and_rejects_others(versions: Path, t
     frames.write_bytes(good)
     (versions / "000002" / deltas.WEIGHTS).unlink()
     with pytest.raises(ValueError, match="not the delta's parent"):
-        copy.apply_delta(versions / "000003")  # after a refusal what it holds is in doubt
+        copy.apply_delta(versions / "000003")  # after an error the contents of the copy are unknown
     with pytest.raises(ValueError, match="no delta"):
         copy.apply_delta(versions / "000000")
     copy.remove()
-    stranger.remove()
+    other_copy.remove()
     copy.remove()
     assert not list(tmp_path.glob("**/agentrl-weights-*"))
 
 
 @pytest.fixture
 def registry(versions: Path) -> FolderRegistry:
-    made = FolderRegistry(versions)
+    registry = FolderRegistry(versions)
     hashes = [sha256_file(versions / "000000" / deltas.WEIGHTS), *(sha(versions, number) for number in (1, 2, 3))]
     for number, sha256 in enumerate(hashes):
-        made.add(PolicyVersion(number=number, parent=number - 1 if number else None, folder=f"versions/{number:06d}", sha256=sha256))
-    return made
+        registry.add(PolicyVersion(number=number, parent=number - 1 if number else None, folder=f"versions/{number:06d}", sha256=sha256))
+    return registry
 
 
 def test_the_registry_verifies_deltas_and_keeps_their_bases(registry: FolderRegistry) -> None:
@@ -206,15 +206,15 @@ def test_pruning_keeps_the_parents_of_a_serving_delta(registry: FolderRegistry) 
 
 def test_exports_and_evaluations_get_a_whole_model(registry: FolderRegistry, tmp_path: Path) -> None:
     home = registry.folder / "000002"
-    kept = ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
-    for name in (*kept, "update.json"):
+    exported = ["chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    for name in (*exported, "update.json"):
         if name != deltas.WEIGHTS:
             (home / name).write_text("{}")
     export_model(home, tmp_path / "model", base=registry.folder / "000000", sampling=SamplingConfig())
-    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == [SAMPLING_FILE, *kept]
-    assert (tmp_path / "model" / deltas.WEIGHTS).read_bytes() == whole(registry.folder, 2)
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == [SAMPLING_FILE, *exported]
+    assert (tmp_path / "model" / deltas.WEIGHTS).read_bytes() == full_weights(registry.folder, 2)
     (home / deltas.WEIGHTS).unlink()
     assert find_model(str(home), tmp_path) == home
     copy_base_version(home, tmp_path / "base")
-    assert sorted(path.name for path in (tmp_path / "base").iterdir()) == kept
-    assert (home / deltas.WEIGHTS).read_bytes() == whole(registry.folder, 2)
+    assert sorted(path.name for path in (tmp_path / "base").iterdir()) == exported
+    assert (home / deltas.WEIGHTS).read_bytes() == full_weights(registry.folder, 2)

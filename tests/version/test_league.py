@@ -16,11 +16,11 @@ from agentrl.version.league import ELO, FILE, VERSIONS, WINDOW, LeagueTable, rat
 
 
 def test_members_are_spread_evenly_and_their_number_is_bounded(tmp_path: Path) -> None:
-    table, left = LeagueTable(tmp_path, size=5), list[int]()
+    table, evicted = LeagueTable(tmp_path, size=5), list[int]()
     for version in range(1, 101):
-        left += table.add(version)
+        evicted += table.add(version)
     assert len(table.members) == 5 and table.members[0] == 0 and table.members[-1] == 100
-    assert sorted({*left, *table.members}) == list(range(101)) and len(left) == 96
+    assert sorted({*evicted, *table.members}) == list(range(101)) and len(evicted) == 96
     gaps = [after - before for before, after in zip(table.members, table.members[1:], strict=False)]
     assert max(gaps) <= 64
     assert table.add(100) == () and table.members.count(100) == 1
@@ -58,8 +58,8 @@ def test_results_survive_a_restart_and_a_damaged_file_is_reported(tmp_path: Path
     table.record(5, 4, 0.0)
     table.record(5, 0, -1.0)
     table.save()
-    again = LeagueTable(tmp_path)
-    assert again.members == [0, 4] and again.results == table.results and again.ratings() == table.ratings()
+    reloaded = LeagueTable(tmp_path)
+    assert reloaded.members == [0, 4] and reloaded.results == table.results and reloaded.ratings() == table.ratings()
     for damaged in ("{", "[]", '{"members": [4, 0], "results": []}', '{"members": [0], "results": [[1, 0, -1, 0, 0]]}', "[" * 100_000):
         (tmp_path / FILE).write_text(damaged)
         with pytest.raises(StoreError, match="damaged"):
@@ -75,11 +75,11 @@ def test_the_number_of_results_is_bounded(tmp_path: Path) -> None:
 
 def test_ratings_of_two_versions_equal_the_closed_form() -> None:
     """With many games the prior does not matter: the difference of strengths is the log odds, its variance 1 / (n p (1 - p))."""
-    zero, one = ratings({(1, 0): (75_000, 100_000)})
-    assert (zero.elo, zero.interval, zero.games, one.games) == (0.0, (0.0, 0.0), 100_000, 100_000)
-    assert one.elo == pytest.approx(ELO * math.log(3), rel=1e-3)
+    version_0, version_1 = ratings({(1, 0): (75_000, 100_000)})
+    assert (version_0.elo, version_0.interval, version_0.games, version_1.games) == (0.0, (0.0, 0.0), 100_000, 100_000)
+    assert version_1.elo == pytest.approx(ELO * math.log(3), rel=1e-3)
     half = 1.96 * ELO / math.sqrt(100_000 * 0.75 * 0.25)
-    assert one.interval == pytest.approx((one.elo - half, one.elo + half), rel=1e-2)
+    assert version_1.interval == pytest.approx((version_1.elo - half, version_1.elo + half), rel=1e-2)
 
 
 def test_ratings_recover_known_strengths_and_their_intervals_cover_them() -> None:

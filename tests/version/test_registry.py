@@ -56,21 +56,21 @@ def states(registry: FolderRegistry) -> dict[int, VersionState]:
 
 
 def test_versions_are_returned_and_latest_is_by_number(registry: FolderRegistry) -> None:
-    face: VersionRegistry = registry
-    assert face.latest() is None and face.get(0) is None
+    protocol: VersionRegistry = registry
+    assert protocol.latest() is None and protocol.get(0) is None
     for number in (0, 2, 10):
-        assert publish(registry, number) == face.get(number)
-    assert face.latest().number == 10
-    face.set_state(2, SERVING)
-    assert face.latest(SERVING, PROMOTED).number == 2
-    assert face.latest(ROLLED_BACK) is None
-    face.set_evals(2, {"heldout": 0.5})
-    face.set_evals(2, {"heldout_real": 0.25})
-    assert face.get(2).evals == {"heldout": 0.5, "heldout_real": 0.25}
+        assert publish(registry, number) == protocol.get(number)
+    assert protocol.latest().number == 10
+    protocol.set_state(2, SERVING)
+    assert protocol.latest(SERVING, PROMOTED).number == 2
+    assert protocol.latest(ROLLED_BACK) is None
+    protocol.set_evals(2, {"heldout": 0.5})
+    protocol.set_evals(2, {"heldout_real": 0.25})
+    assert protocol.get(2).evals == {"heldout": 0.5, "heldout_real": 0.25}
     assert FolderRegistry(registry.folder).versions() == registry.versions()
 
 
-def test_adding_the_same_weights_again_changes_nothing_other_weights_are_refused(registry: FolderRegistry) -> None:
+def test_adding_the_same_weights_again_changes_nothing_and_other_weights_raise(registry: FolderRegistry) -> None:
     version = publish(registry, 1)
     registry.set_state(1, SERVING)
     registry.add(version)
@@ -90,7 +90,7 @@ def test_a_version_published_again_is_not_confused_with_the_old_one(registry: Fo
     assert states(registry)[1] is CANDIDATE
 
 
-def test_a_whole_life_has_one_serving_version_and_uncovers_the_last_good_one(registry: FolderRegistry) -> None:
+def test_one_version_serves_at_a_time_and_a_rollback_restores_the_last_good_one(registry: FolderRegistry) -> None:
     for number in range(5):
         publish(registry, number)
     registry.set_state(0, SERVING)
@@ -113,7 +113,7 @@ def test_a_whole_life_has_one_serving_version_and_uncovers_the_last_good_one(reg
 
 
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(VersionState, VersionState)))
-def test_every_transition_is_allowed_or_refused_as_documented(registry: FolderRegistry, before: VersionState, after: VersionState) -> None:
+def test_every_transition_is_allowed_or_raises_as_documented(registry: FolderRegistry, before: VersionState, after: VersionState) -> None:
     publish(registry, 1)
     for state in (SERVING, SERVED) if before is SERVED else (before,):
         registry.set_state(1, state)
@@ -152,16 +152,16 @@ def test_a_half_written_folder_is_not_a_version(registry: FolderRegistry) -> Non
 def test_a_damaged_record_is_an_error_not_an_absent_version(registry: FolderRegistry) -> None:
     publish(registry, 0)
     record = registry.folder / "000000" / "version.json"
-    whole = record.read_text()
-    record.write_text(whole[:-5])
+    complete_text = record.read_text()
+    record.write_text(complete_text[:-5])
     with pytest.raises(StoreError, match="not a policy version"):
         registry.latest()
-    record.write_text(whole.replace('"number":0', '"number":7'))
+    record.write_text(complete_text.replace('"number":0', '"number":7'))
     with pytest.raises(StoreError, match="says it is version 7"):
         registry.get(0)
 
 
-def test_verify_knows_the_weights_by_their_hash(registry: FolderRegistry) -> None:
+def test_verify_compares_the_hash_of_the_weights(registry: FolderRegistry) -> None:
     version = publish(registry, 3)
     registry.verify(version)
     weights = registry.path(version) / "model.safetensors"
@@ -173,7 +173,7 @@ def test_verify_knows_the_weights_by_their_hash(registry: FolderRegistry) -> Non
         registry.verify(version)
 
 
-def test_of_an_adapter_the_adapter_is_verified_and_a_record_without_the_field_is_a_whole_model(registry: FolderRegistry) -> None:
+def test_adapter_weights_are_verified_and_a_record_without_the_field_means_a_full_model(registry: FolderRegistry) -> None:
     version = replace(publish(registry, 3), number=4, folder="versions/000004", weights=ADAPTER)
     folder = registry.folder / "000004"
     folder.mkdir()
@@ -198,10 +198,10 @@ def test_prune_keeps_the_newest_the_base_the_serving_and_the_promoted(registry: 
     registry.set_state(2, PROMOTED)
     registry.set_state(4, SERVING)
     assert registry.prune(keep=2) == (1, 3, 5)
-    kept = [number for number in range(8) if (registry.folder / f"{number:06d}" / "model.safetensors").exists()]
-    assert kept == [0, 2, 4, 6, 7]
+    remaining = [number for number in range(8) if (registry.folder / f"{number:06d}" / "model.safetensors").exists()]
+    assert remaining == [0, 2, 4, 6, 7]
     assert [path.name for path in (registry.folder / "000001").iterdir()] == ["version.json"]
-    assert len(registry.versions()) == 8, "the history stays"
+    assert len(registry.versions()) == 8, "the records remain"
     assert registry.prune(keep=2) == ()
     assert registry.prune(keep=100) == ()
 
@@ -210,11 +210,11 @@ def test_prune_deletes_old_promoted_versions(registry: FolderRegistry) -> None:
     for number in range(8):
         publish(registry, number)
         registry.set_state(number, PROMOTED)
-    one = registry.get(7)
+    newest = registry.get(7)
     rollback.request_rollback(
-        registry.folder, rollback.RollbackRequest(version=7, sha256=one.sha256, to=3, to_sha256=registry.get(3).sha256, reason="worse")
+        registry.folder, rollback.RollbackRequest(version=7, sha256=newest.sha256, to=3, to_sha256=registry.get(3).sha256, reason="worse")
     )
-    assert registry.prune(keep=2) == (1, 2, 4, 5), "the two newest stay, and the target of a rollback request"
+    assert registry.prune(keep=2) == (1, 2, 4, 5), "the two newest and the target of a rollback request are kept"
     registry.verify(registry.get(3))
 
 
@@ -252,7 +252,7 @@ def test_a_pinned_version_is_kept_until_it_is_unpinned(registry: FolderRegistry)
         registry.prune(keep=1)
 
 
-def test_a_request_of_a_person_outlives_a_later_promotion(registry: FolderRegistry) -> None:
+def test_a_rollback_request_by_a_user_remains_after_a_later_promotion(registry: FolderRegistry) -> None:
     versions = [publish(registry, number, f"weights {number}".encode()) for number in range(4)]
     for by_user in (False, True):
         request = rollback.RollbackRequest(
@@ -263,7 +263,7 @@ def test_a_request_of_a_person_outlives_a_later_promotion(registry: FolderRegist
         registry.set_state(3, PROMOTED)
         assert rollback.pending_request(registry.folder, registry) == (request if by_user else None)
     registry.set_state(2, ROLLED_BACK)
-    assert rollback.pending_request(registry.folder, registry) is None, "answered"
+    assert rollback.pending_request(registry.folder, registry) is None, "the request was performed"
 
 
 def test_reconcile_deletes_versions_newer_than_the_checkpoint(registry: FolderRegistry) -> None:
@@ -346,7 +346,7 @@ for turn in range(100_000):
 
 
 @pytest.mark.slow
-def test_kill_9_leaves_whole_records_and_a_free_lock(registry: FolderRegistry) -> None:
+def test_kill_9_leaves_complete_records_and_a_free_lock(registry: FolderRegistry) -> None:
     for number in range(3):
         publish(registry, number)
     changer = subprocess.Popen([sys.executable, "-c", _CHANGER, str(registry.folder)], stdout=subprocess.PIPE, text=True)
@@ -355,8 +355,8 @@ def test_kill_9_leaves_whole_records_and_a_free_lock(registry: FolderRegistry) -
         changer.stdout.readline()
     os.kill(changer.pid, signal.SIGKILL)
     changer.communicate(timeout=60)
-    found = states(registry)
-    assert sorted(found) == [0, 1, 2] and list(found.values()).count(SERVING) <= 1
+    states_by_number = states(registry)
+    assert sorted(states_by_number) == [0, 1, 2] and list(states_by_number.values()).count(SERVING) <= 1
     registry.set_state(1, SERVING)
     assert registry.latest(SERVING).number == 1
 
@@ -371,20 +371,20 @@ def test_a_manifest_covers_every_regular_file(tmp_path: Path) -> None:
     assert sha256_file(tmp_path / "b.txt") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
 
 
-@pytest.mark.parametrize(("served", "left"), [(3, 2), (2, 2), (1, 1)])
-def test_forgetting_versions_leaves_one_that_can_serve(registry: FolderRegistry, served: int, left: int) -> None:
-    """The learner returned to checkpoint 2: versions 3 and 4 are gone, whichever of them was serving."""
+@pytest.mark.parametrize(("served", "expected"), [(3, 2), (2, 2), (1, 1)])
+def test_reconciling_leaves_a_version_that_can_serve(registry: FolderRegistry, served: int, expected: int) -> None:
+    """The learner returned to checkpoint 2: versions 3 and 4 are deleted, no matter which version was serving."""
     for number in range(5):
         publish(registry, number)
     registry.set_state(served, SERVING)
     assert registry.reconcile(2) == (3, 4)
-    found = registry.latest(SERVING, PROMOTED)
-    assert found is not None and found.number == left
-    assert registry.path(found).is_dir()
+    latest = registry.latest(SERVING, PROMOTED)
+    assert latest is not None and latest.number == expected
+    assert registry.path(latest).is_dir()
     assert list(states(registry).values()).count(SERVING) == 1
 
 
-def test_forgetting_versions_never_revives_one_that_was_rolled_back(registry: FolderRegistry) -> None:
+def test_reconciling_never_restores_a_rolled_back_version(registry: FolderRegistry) -> None:
     for number in range(4):
         publish(registry, number)
     registry.set_state(2, ROLLED_BACK)
@@ -395,22 +395,22 @@ def test_forgetting_versions_never_revives_one_that_was_rolled_back(registry: Fo
     registry.set_state(1, PROMOTED)
     registry.set_state(3, SERVING)
     registry.reconcile(2)
-    assert states(registry) == {0: CANDIDATE, 1: PROMOTED, 2: ROLLED_BACK}, "a promoted one serves without losing its promotion"
+    assert states(registry) == {0: CANDIDATE, 1: PROMOTED, 2: ROLLED_BACK}, "a promoted version serves without losing its promotion"
 
 
 OPERATIONS = st.lists(st.sampled_from(["publish", "publish", "serve", "promote", "pin", "unpin", "retract"]), min_size=4, max_size=14)
 
 
-@given(operations=OPERATIONS, chosen=st.randoms(use_true_random=False))
+@given(operations=OPERATIONS, random=st.randoms(use_true_random=False))
 @settings(max_examples=examples(20))
-def test_a_long_lived_process_that_reads_only_recent_versions_prunes_as_a_new_one(operations: list[str], chosen: Any) -> None:
+def test_a_process_that_reads_only_recent_versions_prunes_like_a_new_one(operations: list[str], random: Any) -> None:
     with tempfile.TemporaryDirectory() as work, pytest.MonkeyPatch.context() as patch:
         patch.setattr("agentrl.version.registry._RECENT", 3)
         registry = FolderRegistry(Path(work) / "versions")
         publish(registry, 0)
         for operation in operations:
             numbers = [version.number for version in registry.versions()]
-            number = chosen.choice(numbers)
+            number = random.choice(numbers)
             with suppress(StoreError):
                 if operation == "publish":
                     publish(registry, numbers[-1] + 1)

@@ -46,7 +46,7 @@ def test_norms_equal_those_of_whole_tensors_for_any_block(
     new = {name: np.where(rng.random(values.shape) < 0.3, values + 1, values).astype(dtype) for name, values in old.items()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensor_diff, "BLOCK", 7)
-        changes = {one.name: one for one in compare_weights(write(folder / "a", old), write(folder / "b", new))}
+        changes = {change.name: change for change in compare_weights(write(folder / "a", old), write(folder / "b", new))}
     assert changes.keys() == old.keys()
     for name, change in changes.items():
         before, after = old[name].astype(np.float64), new[name].astype(np.float64)
@@ -58,13 +58,13 @@ def test_norms_equal_those_of_whole_tensors_for_any_block(
 
 def test_bfloat16_deltas_and_adapters_are_compared(tmp_path: Path) -> None:
     values = np.array([1.0, -2.5, 3e5, 1e-4])
-    ones, others = write_bfloat16(tmp_path / "a", values), write_bfloat16(tmp_path / "b", values * 1.1)
+    before, after = write_bfloat16(tmp_path / "a", values), write_bfloat16(tmp_path / "b", values * 1.1)
     (change,) = compare_weights(tmp_path / "a", tmp_path / "b")
-    assert change.difference == pytest.approx(np.linalg.norm(others - ones)) and change.changed == 4
+    assert change.difference == pytest.approx(np.linalg.norm(after - before)) and change.changed == 4
 
-    whole, versions = {"w": np.arange(9, dtype="<f4")}, tmp_path / "versions"
-    write(versions / "000000", whole)
-    write(tmp_path / "complete", {"w": whole["w"] + np.eye(1, 9, 3, dtype="<f4")[0]})
+    model, versions = {"w": np.arange(9, dtype="<f4")}, tmp_path / "versions"
+    write(versions / "000000", model)
+    write(tmp_path / "complete", {"w": model["w"] + np.eye(1, 9, 3, dtype="<f4")[0]})
     (versions / "000001").mkdir()
     assert deltas.write_delta(versions / "000000" / WHOLE_MODEL, tmp_path / "complete" / WHOLE_MODEL, versions / "000001", number=0)
     (change,) = compare_weights(versions / "000000", versions / "000001")
@@ -76,7 +76,7 @@ def test_bfloat16_deltas_and_adapters_are_compared(tmp_path: Path) -> None:
     assert (change.before, change.after, change.relative) == (0, 4.0, math.inf), "version 0 has an adapter of zeros"
 
 
-def test_weights_that_are_not_finite_show(tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_reported(tmp_path: Path) -> None:
     write(tmp_path / "a", {"w": np.array([1.0, 2.0])})
     write(tmp_path / "b", {"w": np.array([math.nan, 2.0])})
     (change,) = compare_weights(tmp_path / "a", tmp_path / "b")

@@ -62,6 +62,6 @@ def test_other_formats_than_safetensors_raise(tmp_path: Path, data: bytes) -> No
 
 def test_another_shape_raises_with_the_tensors_name() -> None:
     check_same_shapes({"a": (2, 3)}, {"a": (2, 3)})
-    for given in ({}, {"a": (3, 2)}, {"a": (2, 3), "b": (1,)}):
+    for shapes in ({}, {"a": (3, 2)}, {"a": (2, 3), "b": (1,)}):
         with pytest.raises(ValueError, match=r"tensor [ab]"):
-            check_same_shapes({"a": (2, 3)}, given)
+            check_same_shapes({"a": (2, 3)}, shapes)

@@ -1,4 +1,4 @@
-"""Whether what the view shows of tokens adds up to what the learner reported of its steps."""
+"""Compares the token values of the view with the metrics that the learner reported for its steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentrl.view.training import recorded_tokens, train_group
 def assert_tokens_agree_with_metrics(run: Path) -> int:
     """For each step: number of trained tokens, mean entropy, share of clipped tokens, mean KL and extremes of the ratio.
 
-    The masks and behaviour logprobs are computed again from the store, the learner's values come from its records. Returns the tokens.
+    The masks and behaviour logprobs are recomputed from the store. The learner's values come from its records. Returns the token count.
     """
     source, compared = RunSource(run, run_id="run", name="run"), 0
     assert source.refresh() == []
@@ -23,14 +23,14 @@ def assert_tokens_agree_with_metrics(run: Path) -> int:
         metrics = source.metrics.row(step)
         assert len(tokens) == metrics["tokens_trained"]
         ratios = [math.exp(learner - behaviour) for learner, behaviour, _, _ in tokens]
-        matches = {
+        totals = {
             "entropy": sum(entropy for _, _, entropy, _ in tokens) / len(tokens),
             "clip_fraction": sum(clipped for _, _, _, clipped in tokens) / len(tokens),
             "kl_behaviour": sum(ratio - 1 - math.log(ratio) for ratio in ratios) / len(tokens),
             "ratio_max": max(ratios),
             "ratio_min": min(ratios),
         }
-        assert matches == pytest.approx({name: metrics[name] for name in matches}, rel=1e-4, abs=1e-7), f"step {step}"
+        assert totals == pytest.approx({name: metrics[name] for name in totals}, rel=1e-4, abs=1e-7), f"step {step}"
         compared += len(tokens)
     source.close()
     return compared

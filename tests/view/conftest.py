@@ -58,7 +58,7 @@ def serving(root: Path, **options: Any) -> Iterator[ServedView]:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the run `demo` and the run `other`, which nothing changes."""
+    """A folder with the runs `demo` and `other`, which no test changes."""
     root = tmp_path_factory.mktemp("runs")
     make_run(root / "demo")
     make_run(root / "other", steps=3, learner={"lr": 2e-5})
@@ -74,7 +74,7 @@ def view(runs: Path) -> Iterator[ServedView]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Headless Chromium. Root needs --no-sandbox; the pages are ours. It ends with the file: its loop would disturb asynchronous tests."""
+    """Headless Chromium. Root needs --no-sandbox. It ends with each test file, because its event loop would disturb asynchronous tests."""
     from playwright.sync_api import sync_playwright
 
     path = shutil.which(CHROMIUM)
@@ -86,13 +86,13 @@ def browser() -> Iterator[Any]:
 
 
 def check(page: Any, name: str) -> Any:
-    """What a check of page_checks.js returns for a page."""
+    """Returns the result of a check of page_checks.js on a page."""
     checks = (Path(__file__).parent / "page_checks.js").read_text()
     return page.evaluate(f"{checks[checks.index('({') :].strip()}.{name}()")
 
 
 class Watched:
-    """A page, and everything that must not happen on it: errors, dialogs, blocked content, and requests to other addresses."""
+    """A page that records errors, dialogs, blocked content and requests to other addresses, none of which may happen."""
 
     def __init__(self, context: Any, url: str) -> None:
         self.problems: list[str] = []
@@ -109,11 +109,11 @@ class Watched:
         self.page.goto(url)
 
     def check(self, url: str) -> None:
-        """Fails if anything happened that must not."""
+        """Fails if any of these happened."""
         blocked = self.page.evaluate("window.blocked")
         assert self.problems == [] and blocked == [], (self.problems, blocked)
         base = url.partition("?")[0]
-        assert [one for one in self.requests if not one.startswith(base)] == [], "a page asked another address"
+        assert [address for address in self.requests if not address.startswith(base)] == [], "a page sent a request to another address"
 
     def until(self, expression: str) -> None:
         """Waits until an expression is true. Playwright's own function for that needs `eval`, which the pages forbid."""

@@ -1,6 +1,6 @@
 // Checks that tests run in a page. Each expression is a function.
 ({
-  // What axe-core checks first: names of controls, ids that are unique, labels of fields, headings, landmarks, a language, the focus.
+  // The basic checks of axe-core: names of controls, unique ids, labels of fields, headings, landmarks, a language, the focus.
   outline() {
     const shown = (e) => e.getClientRects().length > 0;
     const name = (e) => (e.getAttribute("aria-label") || e.textContent || e.title || "").trim();
@@ -46,7 +46,7 @@
   // Bytes of the page and of everything that it loaded.
   weight() {
     const loaded = [...performance.getEntriesByType("resource"), ...performance.getEntriesByType("navigation")];
-    return loaded.reduce((sum, one) => sum + one.decodedBodySize, 0);
+    return loaded.reduce((sum, entry) => sum + entry.decodedBodySize, 0);
   },
 
   // Inserts a picture with a handler, as a defect of a page might.

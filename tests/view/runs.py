@@ -1,8 +1,8 @@
-"""Builds run folders with a run's own parts: scripted attempts, the store, the tracker and the capture of failures.
+"""Builds run folders with the parts of a real run: scripted attempts, the store, the tracker and the capture of failures.
 
     python -m tests.view.runs FOLDER STEPS SECONDS
 
-adds steps to a run, one each few seconds, like a driver that trains.
+adds steps to a run at an interval, like a driver.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KINDS = ("join", "count")
 CALL = '<tool_call>\n{{"name": "python", "arguments": {{"code": "{code}"}}}}\n</tool_call>'
 SUBMIT = '<tool_call>\n{{"name": "submit", "arguments": {{"answer": "{answer}"}}}}\n</tool_call>'
 FALL = 3
-"""The step at which the reward falls: no attempt at a task of kind join is right."""
+"""The step at which the reward drops: no attempt at a task of kind join is right."""
 
 Script = Callable[[int, str], str]
 
@@ -53,7 +53,7 @@ def recipe_of(steps: int, **changes: Any) -> Recipe:
 
 
 def task_of(index: int) -> Task:
-    """The task of a group, of the kind that its index gives."""
+    """Returns the task of a group. The index determines its kind."""
     return Task(
         id=f"task-{index}",
         family="demo",
@@ -68,7 +68,7 @@ def task_of(index: int) -> Task:
 
 
 def usual(turn: int, episode: str) -> str:
-    """Attempt n of a group of step s is right if n is at most s, and none of kind join at the step `FALL`."""
+    """Attempt n of a group of step s is right if n is at most s, except for kind join at step `FALL`, where none is."""
     if turn == 0:
         return "I look at the *table*." + CALL.format(code="print(len(rows))")
     group, attempt = int(episode[1:7]), int(episode.split("-")[1])
@@ -117,7 +117,7 @@ class RunMaker:
         self.store.put_all([group])
         self.capture.capture_group(task, group, step=self.done)
         append_lines(self.folder / "tasks.jsonl", [json_line(asdict(GroupOutcome.from_group(task, group)))])
-        scored = [transcript(task, one, phase="train", step=self.done) for one in group.episodes[:1]]
+        scored = [transcript(task, attempt, phase="train", step=self.done) for attempt in group.episodes[:1]]
         append_transcripts(self.folder / "episodes" / "train.jsonl", scored)
         return group
 
@@ -132,7 +132,7 @@ class RunMaker:
             trained = sum(sum(sample.loss_mask) for sample in assembled.batch.samples if sample.group_index == group.index)
             uses[group.index] = GroupUse(tokens_trained=trained, reason=assembled.drop_reasons.get(group.index, ""))
         self.store.commit(self.done, uses, f"checkpoints/{self.done + 1:06d}")
-        scores = [one.score.value or 0.0 for group in groups for one in group.scored]
+        scores = [attempt.score.value or 0.0 for group in groups for attempt in group.scored]
         self.done += 1
         metrics = {"reward_mean": sum(scores) / len(scores), "entropy": 0.5 / self.done, "clip_fraction": 0.01, "step_s": 2.0}
         busy = {"timeline/server/busy": 1.5, "timeline/server/waiting for weights": 0.5, "timeline/learner/busy": 2.0}
@@ -143,7 +143,7 @@ class RunMaker:
         write_digest(self.folder)
         (group,) = self.store.groups([0])
         renamed = [
-            replace(one, episode=replace(one.episode, id=f"after-heldout-{number:05d}-a0")) for number, one in enumerate(group.episodes)
+            replace(row, episode=replace(row.episode, id=f"after-heldout-{number:05d}-a0")) for number, row in enumerate(group.episodes)
         ]
         self.store.put_evaluated("after", self.done, replace(group, episodes=tuple(renamed), split="heldout"))
         record_end(self.folder, "finished")
@@ -179,7 +179,7 @@ def make_run(folder: Path, *, steps: int = 5, script: Script = usual, finish: bo
 
 
 def with_text(group: Group, text: str) -> Group:
-    """The group with `text` as every text that an agent, tool, verifier or task can write, and as names."""
+    """Returns the group with `text` in every text and name that an agent, tool, verifier or task can write."""
     episodes = []
     for scored in group.episodes:
         trajectories = []

@@ -1,4 +1,4 @@
-"""Runs that are half written, old, damaged, removed, or a stranger's: a clear message, and never a fault of the server."""
+"""Runs that are incomplete, old, damaged, removed or untrusted give a clear message, never a server error."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ PATHS = ("", "/ledger", "/steps/1", "/groups", "/groups/4", "/groups/4/0", "/gro
 
 
 async def answers(root: Path, run: str = "demo") -> dict[str, tuple[int, Any]]:
-    """Status and JSON of every kind of page of a run."""
-    async with client(root) as ours:
-        assert (await ours.get("/api/runs")).status_code == 200
-        return {path: ((answer := await ours.get(f"/api/runs/{run}{path}")).status_code, answer.json()) for path in PATHS}
+    """Returns status and JSON of every kind of page of a run."""
+    async with client(root) as api:
+        assert (await api.get("/api/runs")).status_code == 200
+        return {path: ((answer := await api.get(f"/api/runs/{run}{path}")).status_code, answer.json()) for path in PATHS}
 
 
 @pytest.fixture
@@ -83,25 +83,25 @@ def bad_row(run: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [no_store, older_schema, overwritten, cut_off, another_database, a_trigger, linked_store, bad_row])
-async def test_a_damaged_store_is_a_message_and_the_curves_stay(copy: Path, damage: Callable[[Path], None]) -> None:
+async def test_a_damaged_store_gives_a_message_and_the_curves_remain(copy: Path, damage: Callable[[Path], None]) -> None:
     damage(copy)
-    matches = await answers(copy.parent)
-    assert all(status < 500 for status, _ in matches.values()), matches
-    assert matches[""][0] == 200 and matches[""][1]["reward"][-1][0] == 5, "the curves do not need the store"
-    assert matches["/groups/4"][0] in (404, 409, 422) and matches["/groups/4"][1]["error"]["message"]
+    pages = await answers(copy.parent)
+    assert all(status < 500 for status, _ in pages.values()), pages
+    assert pages[""][0] == 200 and pages[""][1]["reward"][-1][0] == 5, "the curves do not need the store"
+    assert pages["/groups/4"][0] in (404, 409, 422) and pages["/groups/4"][1]["error"]["message"]
     if damage is bad_row:
-        lines = {line["group"]: line for line in matches["/groups"][1]["groups"]}
+        lines = {line["group"]: line for line in pages["/groups"][1]["groups"]}
         assert all(lines[group]["problem"] for group in (4, 6, 7)) and lines[5]["scores"]
     else:
-        assert matches["/steps/1"][0] == 200 and matches["/steps/1"][1]["notes"]
+        assert pages["/steps/1"][0] == 200 and pages["/steps/1"][1]["notes"]
     if damage is older_schema:
-        assert "schema 3" in matches["/groups/4"][1]["error"]["message"] and "agentrl version" in matches["/groups/4"][1]["error"]["fix"]
+        assert "schema 3" in pages["/groups/4"][1]["error"]["message"] and "agentrl version" in pages["/groups/4"][1]["error"]["fix"]
 
 
-async def test_half_written_and_strange_files_become_notes(copy: Path) -> None:
+async def test_incomplete_and_invalid_files_become_notes(copy: Path) -> None:
     lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
     huge = json.dumps({"step": 9, "reward_mean": 1.0, "x": "y" * MAX_LINE})
-    strange = [
+    invalid = [
         huge,
         "[1]",
         '{"step": 1e400}',
@@ -109,7 +109,7 @@ async def test_half_written_and_strange_files_become_notes(copy: Path) -> None:
         '{"step": 7, "reward_mean": NaN, "a": 1e999}',
         "\ud800".encode("utf-8", "replace").decode(),
     ]
-    (copy / "metrics.jsonl").write_text("".join(lines) + "\n".join(strange) + '\n{"step": 8, "reward_m')
+    (copy / "metrics.jsonl").write_text("".join(lines) + "\n".join(invalid) + '\n{"step": 8, "reward_m')
     (copy / "summary.json").write_text('{"heldout_after": {"value": "x"}, "wall_s": [1], "by_kind": 5, "problems": "no"')
     (copy / "recipe.json").write_bytes(b"\xff\xfe" + b"[" * 100_000)
     (copy / "sessions.jsonl").write_text('{"began": 1}\n[]\n{"ended": "exploded"}\n')
@@ -117,9 +117,9 @@ async def test_half_written_and_strange_files_become_notes(copy: Path) -> None:
     (copy / "tasks.jsonl").mkdir()
     (copy / "gate" / "000001").mkdir(parents=True)
     (copy / "gate" / "000001" / "verdict.json").write_text("{")
-    matches = await answers(copy.parent)
-    assert {path: status for path, (status, _) in matches.items() if status >= 500} == {}
-    run = matches[""][1]
+    pages = await answers(copy.parent)
+    assert {path: status for path, (status, _) in pages.items() if status >= 500} == {}
+    run = pages[""][1]
     assert [point[0] for point in run["reward"]] == [1, 2, 3, 4, 5], run["reward"]
     text = " ".join(run["notes"])
     assert "unreadable lines ignored" in text and "summary.json" in text and "tasks.jsonl" in text
@@ -138,13 +138,13 @@ async def test_links_out_of_the_folder_are_not_followed(runs: Path, tmp_path: Pa
     (root / "stranger" / "model" / "tokenizer.json").symlink_to("/etc/passwd")
     (root / "stranger" / "failures").symlink_to("/etc")
     os.mkfifo(root / "stranger" / "tasks.jsonl")
-    matches = await answers(root, "stranger")
-    assert all(status < 500 for status, _ in matches.values()) and "SECRET" not in json.dumps(matches)
-    async with client(root) as ours:
-        assert [run["name"] for run in (await ours.get("/api/runs")).json()["runs"]] == ["stranger"]
+    pages = await answers(root, "stranger")
+    assert all(status < 500 for status, _ in pages.values()) and "SECRET" not in json.dumps(pages)
+    async with client(root) as api:
+        assert [run["name"] for run in (await api.get("/api/runs")).json()["runs"]] == ["stranger"]
 
 
-async def test_any_name_of_a_folder_has_an_address(tmp_path: Path) -> None:
+async def test_every_folder_name_has_an_address(tmp_path: Path) -> None:
     names = [
         b"<script>alert(1)<script>",
         b"..%2f..",
@@ -159,31 +159,31 @@ async def test_any_name_of_a_folder_has_an_address(tmp_path: Path) -> None:
         folder = os.fsencode(tmp_path) + b"/" + name
         os.mkdir(folder)
         Path(os.fsdecode(folder), "recipe.json").write_text("{}")
-    async with client(tmp_path) as ours:
-        listed = (await ours.get("/api/runs")).json()["runs"]
+    async with client(tmp_path) as api:
+        listed = (await api.get("/api/runs")).json()["runs"]
         assert len({run["id"] for run in listed}) == len(names)
         for run in listed:
-            assert (await ours.get(f"/api/runs/{run['id']}")).status_code == 200, run
+            assert (await api.get(f"/api/runs/{run['id']}")).status_code == 200, run
 
 
-async def test_a_run_that_is_removed_while_it_is_shown_is_gone_and_another_in_its_place_is_read(runs: Path, copy: Path) -> None:
-    async with client(copy.parent) as ours:
-        assert (await ours.get("/api/runs/demo/groups/4")).status_code == 200
+async def test_a_removed_run_gets_status_404_and_its_replacement_is_read(runs: Path, copy: Path) -> None:
+    async with client(copy.parent) as api:
+        assert (await api.get("/api/runs/demo/groups/4")).status_code == 200
         shutil.rmtree(copy)
         for path in PATHS:
-            gone = await ours.get(f"/api/runs/demo{path}")
-            assert gone.status_code == 404 and "removed" in gone.json()["error"]["message"]
+            answer = await api.get(f"/api/runs/demo{path}")
+            assert answer.status_code == 404 and "removed" in answer.json()["error"]["message"]
         shutil.copytree(runs / "other", copy)
-        again = (await ours.get("/api/runs/demo")).json()
-        assert again["step"] == 3 and (await ours.get("/api/runs/demo/groups/4")).status_code == 200
-        assert (await ours.get("/api/runs/demo/groups/8")).status_code == 404
+        replacement = (await api.get("/api/runs/demo")).json()
+        assert replacement["step"] == 3 and (await api.get("/api/runs/demo/groups/4")).status_code == 200
+        assert (await api.get("/api/runs/demo/groups/8")).status_code == 404
 
 
 async def test_a_group_that_would_not_fit_into_memory_is_not_decoded(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "MAX_GROUP_BYTES", 2000)
-    matches = await answers(copy.parent)
-    assert matches["/groups/4"][0] == 409 and "cannot be shown" in matches["/groups/4"][1]["error"]["message"]
-    assert all("cannot be shown" in line["problem"] for line in matches["/groups"][1]["groups"])
+    pages = await answers(copy.parent)
+    assert pages["/groups/4"][0] == 409 and "cannot be shown" in pages["/groups/4"][1]["error"]["message"]
+    assert all("cannot be shown" in line["problem"] for line in pages["/groups"][1]["groups"])
 
 
 def test_a_folder_that_does_not_exist_is_the_users_error(tmp_path: Path) -> None:

@@ -40,17 +40,17 @@ def test_the_printed_address_works_until_ctrl_c(runs: Path) -> None:
         view.wait()
 
 
-def test_training_runs_are_compared_by_the_command_of_evaluations(runs: Path) -> None:
+def test_the_compare_command_compares_training_runs(runs: Path) -> None:
     pair = [str(runs / "demo"), str(runs / "other")]
-    shown = CliRunner().invoke(app, ["compare", *pair])
-    assert shown.exit_code == 0 and "learner.lr" in shown.output and "best reward" in shown.output
+    result = CliRunner().invoke(app, ["compare", *pair])
+    assert result.exit_code == 0 and "learner.lr" in result.output and "best reward" in result.output
     data = json.loads(CliRunner().invoke(app, ["compare", *pair, "--json"]).output)
     assert data["names"] == ["demo", "other"] and {row["key"] for row in data["settings"]} == {"learner.lr", "steps"}
     assert CliRunner().invoke(app, ["compare", pair[0], str(runs / "none")]).exit_code != 0
 
 
 @pytest.mark.slow
-def test_a_followed_report_is_written_again_until_the_run_has_ended(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_followed_report_is_rewritten_until_the_run_ends(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.cli.runs._FOLLOW_S", 0.05)
     run = shutil.copytree(runs / "demo", tmp_path / "demo")
     states = iter(["running"] * 1000)

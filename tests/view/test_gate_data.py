@@ -25,7 +25,7 @@ def write(run: Path, version: int, verdict: GateVerdict | None, episodes: dict[s
     (folder / EPISODES).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_a_verdict_has_each_fallen_case_before_and_after(tmp_path: Path) -> None:
+def test_a_verdict_has_each_regressed_case_before_and_after(tmp_path: Path) -> None:
     regressions = (
         CaseRegression(case="sum-1", turn=2, before_episode="b1", episode="a1"),
         CaseRegression(case="sum-2", turn=None, before_episode="lost", episode="a2"),

@@ -1,4 +1,4 @@
-"""A stranger's run folder cannot stop the view, use up its memory, show other files of the user, or write to them."""
+"""An untrusted run folder cannot crash the view, exhaust its memory, or make it show or change other files of the user."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ HUGE = 1.7e308
 
 
 async def all_pages(run: Path) -> dict[str, str]:
-    """The text of every page of a run. None of them is a fault of the server."""
+    """Returns the text of every page of a run, and checks that none is a server error."""
     paths = [f"/api/runs/{run.name}{path}" for path in (*PATHS, "/events", "/steps/2", "/steps/3", "/steps/11", "/groups/0/0", "/gate/1")]
-    async with client(run.parent) as ours:
-        pages = {path: await ours.get(path) for path in ("/api/runs", f"/api/compare?run={run.name}&run={run.name}", *paths)}
-        pages |= {path: await ours.get(f"/api/runs/{run.name}/failures/{path}") for path in await trace_ids(ours)}
+    async with client(run.parent) as api:
+        pages = {path: await api.get(path) for path in ("/api/runs", f"/api/compare?run={run.name}&run={run.name}", *paths)}
+        pages |= {path: await api.get(f"/api/runs/{run.name}/failures/{path}") for path in await trace_ids(api)}
     assert {path: page.text for path, page in pages.items() if page.status_code >= 500} == {}
     return {path: page.text for path, page in pages.items()}
 
 
-async def trace_ids(ours: httpx.AsyncClient) -> list[str]:
-    return [row["id"] for row in (await ours.get("/api/runs/demo/failures")).json()["rows"]][:3]
+async def trace_ids(api: httpx.AsyncClient) -> list[str]:
+    return [row["id"] for row in (await api.get("/api/runs/demo/failures")).json()["rows"]][:3]
 
 
-async def operate(ours: httpx.AsyncClient, operation: str, **body: Any) -> httpx.Response:
+async def operate(api: httpx.AsyncClient, operation: str, **body: Any) -> httpx.Response:
     content = json.dumps(body).encode()
-    return await ours.post(f"/api/runs/demo/operations/{operation}", content=content, headers={"origin": HERE})
+    return await api.post(f"/api/runs/demo/operations/{operation}", content=content, headers={"origin": HERE})
 
 
 async def test_numbers_that_overflow_do_not_hide_the_other_runs(copy: Path) -> None:  # noqa: F811
@@ -80,7 +80,7 @@ async def test_a_linked_folder_of_a_run_shows_no_file_from_elsewhere(copy: Path,
     assert "SECRET" not in "".join((await all_pages(copy)).values())
 
 
-async def test_files_that_are_endless_or_never_answer_are_notes(copy: Path) -> None:  # noqa: F811
+async def test_huge_files_and_pipes_become_notes(copy: Path) -> None:  # noqa: F811
     os.truncate(copy / "metrics.jsonl", tails.MAX_BYTES + 1)
     os.truncate(copy / "sessions.jsonl", 1 << 40)
     pages = await all_pages(copy)
@@ -90,7 +90,7 @@ async def test_files_that_are_endless_or_never_answer_are_notes(copy: Path) -> N
     await all_pages(copy)
 
 
-def test_metrics_that_appear_late_do_not_exceed_the_numbers_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_that_appear_late_do_not_exceed_the_memory_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tails, "MAX_CELLS", 1000)
     monkeypatch.setattr(tails, "MAX_ROWS", 400)
     rows = [{"step": step, "a": 1.0} for step in range(300)] + [{"step": 299, **{f"k{number}": 1.0 for number in range(300)}}]
@@ -113,35 +113,35 @@ async def test_an_operation_writes_to_no_file_outside_of_the_run(copy: Path, tmp
         (copy / "operations.jsonl").symlink_to(victim)
     else:
         (copy / "labels").symlink_to(victim.parent)
-    async with client(copy.parent, user="anna") as ours:
-        (trace, *_) = await trace_ids(ours)
+    async with client(copy.parent, user="anna") as api:
+        (trace, *_) = await trace_ids(api)
         fields = {"tag": "other"} if operation == "tag" else {"label": "right"}
-        refused = await operate(ours, operation, trace=trace, **fields)
-        shown = (await ours.get(f"/api/runs/demo/failures/{trace}")).json()
+        refused = await operate(api, operation, trace=trace, **fields)
+        trace_data = (await api.get(f"/api/runs/demo/failures/{trace}")).json()
     assert refused.status_code == 422 and "link" in refused.json()["error"]["message"]
     assert victim.read_text() == "line\nwithout an end"
-    assert not any(tag["name"] == "other" for tag in shown["tags"]), "nothing was changed"
+    assert not any(tag["name"] == "other" for tag in trace_data["tags"]), "no tag was added"
 
 
-async def test_an_operation_is_refused_if_its_log_is_a_pipe_or_its_text_is_no_text(copy: Path) -> None:  # noqa: F811
-    async with client(copy.parent, user="anna") as ours:
-        (trace, *_) = await trace_ids(ours)
+async def test_an_operation_fails_if_its_log_is_a_pipe_or_its_text_is_invalid(copy: Path) -> None:  # noqa: F811
+    async with client(copy.parent, user="anna") as api:
+        (trace, *_) = await trace_ids(api)
         for body in ({"tag": "other", "note": "\ud800"}, {"tag": "other", "note": "a\0b"}):
-            assert (await operate(ours, "tag", trace=trace, **body)).status_code == 422
-        assert (await operate(ours, "promote", trace=trace, suite="a\0b")).status_code == 422
-        assert (await operate(ours, "promote", trace=trace, suite="a" * 1900)).status_code == 422
+            assert (await operate(api, "tag", trace=trace, **body)).status_code == 422
+        assert (await operate(api, "promote", trace=trace, suite="a\0b")).status_code == 422
+        assert (await operate(api, "promote", trace=trace, suite="a" * 1900)).status_code == 422
         os.mkfifo(copy / "operations.jsonl")
-        assert (await operate(ours, "tag", trace=trace, tag="other")).status_code == 422
-        assert (await ours.get("/api/runs/demo/failures/clusters?tag=%00")).status_code == 400
+        assert (await operate(api, "tag", trace=trace, tag="other")).status_code == 422
+        assert (await api.get("/api/runs/demo/failures/clusters?tag=%00")).status_code == 400
 
 
 async def test_clusters_run_no_module_of_the_current_folder(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     commands: list[list[str]] = []
     real = failure_data.subprocess.run
     monkeypatch.setattr(failure_data.subprocess, "run", lambda command, **options: (commands.append(command), real(["false"]))[1])
-    async with client(copy.parent) as ours:
-        await ours.get("/api/runs/demo/failures/clusters")
-    assert commands[0][:3] == [sys.executable, "-P", "-m"], "a stranger's folder may have a module `agentrl`"
+    async with client(copy.parent) as api:
+        await api.get("/api/runs/demo/failures/clusters")
+    assert commands[0][:3] == [sys.executable, "-P", "-m"], "an untrusted folder may have a module `agentrl`"
 
 
 @pytest.mark.parametrize("to", ["parquet", "jsonl"])
@@ -149,20 +149,20 @@ def test_an_export_overwrites_no_file_outside_of_the_run(copy: Path, tmp_path: P
     if to == "parquet":
         pytest.importorskip("pyarrow")
     victim = tmp_path / "victim"
-    victim.write_text("as it was")
+    victim.write_text("unchanged")
     (copy / "exports" / to).mkdir(parents=True)
     (copy / "exports" / to / f".episodes.{to}.part").symlink_to(victim)
-    assert export_episodes(copy, to, query=EpisodeQuery()).episodes and victim.read_text() == "as it was"
+    assert export_episodes(copy, to, query=EpisodeQuery()).episodes and victim.read_text() == "unchanged"
     shutil.rmtree(copy / "exports")
     (tmp_path / "elsewhere").mkdir()
     (copy / "exports").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match="outside of the run"):
         export_episodes(copy, to, query=EpisodeQuery())
     assert not list((tmp_path / "elsewhere").iterdir())
-    assert export_episodes(copy, to, tmp_path / "elsewhere", query=EpisodeQuery()).episodes, "a folder that the user gives may be anywhere"
+    assert export_episodes(copy, to, tmp_path / "elsewhere", query=EpisodeQuery()).episodes, "a folder from the user may be anywhere"
 
 
-async def test_deleted_episodes_are_reported_and_not_called_damaged(copy: Path) -> None:  # noqa: F811
+async def test_deleted_episodes_are_reported_as_deleted_and_not_as_damaged(copy: Path) -> None:  # noqa: F811
     store = SqliteStore(copy / "experience.sqlite")
     for step in range(2):
         store._delete_episodes(step)
@@ -181,9 +181,9 @@ def test_episodes_whose_names_differ_in_special_characters_have_a_sample_each(co
     store = SqliteStore(copy / "experience.sqlite")
     (group,) = store.groups([0])
     for phase, name in (("a/b", "x/y"), ("a_b", "x_y"), ("a?b", "../x\n")):
-        one = group.episodes[0]
-        score = replace(one.score, value=HUGE)
-        renamed = replace(one, episode=replace(one.episode, id=name), score=score)
+        episode = group.episodes[0]
+        score = replace(episode.score, value=HUGE)
+        renamed = replace(episode, episode=replace(episode.episode, id=name), score=score)
         store.put_evaluated(phase, 3, replace(group, episodes=(renamed,), split="heldout", cancelled=()))
     store.close()
     exported = export_episodes(copy, "eval", query=EpisodeQuery(split="heldout"))
@@ -192,7 +192,7 @@ def test_episodes_whose_names_differ_in_special_characters_have_a_sample_each(co
     assert len(samples) == len(set(samples)) == 3 and not any(".." in name for name in samples)
 
 
-async def test_a_run_opens_without_a_look_at_the_others(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_run_is_opened_without_reading_the_others(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(runs / "demo", tmp_path / "a b")
     (tmp_path / "link").symlink_to(runs / "demo")
     library = RunLibrary(tmp_path)
@@ -204,7 +204,7 @@ async def test_a_run_opens_without_a_look_at_the_others(runs: Path, tmp_path: Pa
     library.close()
 
 
-async def test_a_run_that_is_read_keeps_its_store_while_many_others_are_opened(runs: Path, tmp_path: Path) -> None:
+async def test_a_run_in_use_keeps_its_store_while_many_others_are_opened(runs: Path, tmp_path: Path) -> None:
     for number in range(MAX_OPEN + 2):
         shutil.copytree(runs / "other", tmp_path / f"r{number:02d}")
     library = RunLibrary(tmp_path)

@@ -1,4 +1,4 @@
-"""A transcript that attacks the browser of its reader: nothing of it runs, loads, hides or breaks the page."""
+"""Transcripts that attack the reader's browser: no part of them runs, loads, hides or breaks the page."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_a_hostile_transcript_runs_no_script_and_loads_nothing(hostile: Path, watch: Opener) -> None:
-    """`watch` fails on errors, dialogs, blocked content and requests elsewhere. The text of the attacks is shown."""
+def test_a_hostile_transcript_runs_no_script_and_loads_no_resource(hostile: Path, watch: Opener) -> None:
+    """`watch` fails on errors, dialogs, blocked content and requests to other addresses. The text of the attacks is visible."""
     with serving(hostile) as view:
-        opened = watch(view)
-        page = opened.page
+        tab = watch(view)
+        page = tab.page
         assert "<img src=x onerror=alert(1)>" in page.locator("main").inner_text(), "names of folders are text"
         for address in PAGES:
-            opened.open(address)
+            tab.open(address)
             assert page.locator(".problem").count() == 0, (address, page.locator("main").inner_text())
             assert page.evaluate("window.owned") is None, address
             assert (
@@ -78,20 +78,20 @@ def test_a_hostile_transcript_runs_no_script_and_loads_nothing(hostile: Path, wa
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), address
             for summary in page.locator("summary").all():
                 summary.click()
-        opened.open("#/run/hostile/groups/0/0")
+        tab.open("#/run/hostile/groups/0/0")
         text = page.locator("main").inner_text()
         assert "<script>window.owned = 1; alert(1)</script>" in text and "\\u202e" in text and "\\x07" in text and "\x1b" not in text
         page.locator("button:visible:has-text('show all')").first.click()
-        opened.open("#/run/hostile/groups/1/0")
+        tab.open("#/run/hostile/groups/1/0")
         assert "more characters are not shown" in page.locator("main").inner_text()
         assert page.evaluate("document.querySelector('main').innerText.length") < 400_000
         page.evaluate("document.querySelectorAll('main *').forEach((e) => e.click && !e.closest('a') && e.click())")
         assert page.evaluate("window.owned") is None
-        opened.end(view.url)
+        tab.end(view.url)
 
 
-def test_the_policy_of_the_pages_blocks_what_a_defect_would_let_through(hostile: Path, browser: object) -> None:
-    """A page that did insert markup: the browser refuses strings as markup, inline handlers, and requests elsewhere."""
+def test_the_content_security_policy_blocks_injected_markup(hostile: Path, browser: object) -> None:
+    """If a page inserted markup, the browser would block strings as markup, inline handlers, and requests to other addresses."""
     with serving(hostile) as view:
         page = browser.new_page()  # type: ignore[attr-defined]
         page.goto(view.url)

@@ -25,10 +25,10 @@ def parsed(event: bytes) -> tuple[str, Any]:
     return name.removeprefix("event: "), json.loads(data)
 
 
-async def test_a_stream_has_changes_and_events_and_ends_when_the_run_is_gone(
+async def test_a_stream_has_changes_and_events_and_ends_when_the_run_is_removed(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two viewers get the same; each event once."""
+    """Two viewers get the same events, each once."""
     monkeypatch.setattr(live, "LOOK_S", 0.02)
     shutil.copytree(runs / "demo", tmp_path / "demo")
     library, log = RunLibrary(tmp_path), EventLog(tmp_path / "demo")
@@ -38,7 +38,7 @@ async def test_a_stream_has_changes_and_events_and_ends_when_the_run_is_gone(
         assert parsed(await anext(viewer)) == ("change", {"state": "finished", "step": 5, "steps": 5, "store": [9, 10, 4, 0]})
     pending = [viewer.__anext__() for viewer in viewers]
     first = asyncio.gather(*pending)
-    await asyncio.sleep(0.1)  # both have read where the stream ends
+    await asyncio.sleep(0.1)  # both have read the end of the stream
     log.record(AlertRaised(text="the reward fell"))
     log.record(EpisodeScored(episode="g000004-0-a0", score=0.5))
     log.close()
@@ -56,7 +56,7 @@ async def test_a_stream_has_changes_and_events_and_ends_when_the_run_is_gone(
     library.close()
 
 
-def test_notable_events_are_apart_and_a_run_without_events_has_none(tmp_path: Path) -> None:
+def test_notable_events_are_separate_and_a_run_without_events_has_none(tmp_path: Path) -> None:
     source = RunSource(tmp_path, run_id="r", name="r")
     assert events_data(source) == {"run": "r", "newest": [], "notable": [], "notes": []}
     log = EventLog(tmp_path)
@@ -72,8 +72,8 @@ def test_notable_events_are_apart_and_a_run_without_events_has_none(tmp_path: Pa
     assert events_data(source)["newest"] == []
 
 
-def test_a_page_that_was_left_frees_its_stream(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who steps through 33 episodes in half a minute still gets live updates."""
+def test_a_closed_page_frees_its_stream(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening 33 episodes in half a minute does not exhaust the live updates."""
     monkeypatch.setattr(live, "LOOK_S", 0.05)
     with serving(runs) as view:
         headers = {"authorization": f"Bearer {view.server.token}"}

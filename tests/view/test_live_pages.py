@@ -15,8 +15,8 @@ from tests.view.runs import RunMaker
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 
-def test_two_viewers_see_a_run_grow_and_then_vanish(tmp_path: Path, watch: Opener) -> None:
-    """Another process drives the run: one page shows the curve, one the newest groups. Neither is loaded again."""
+def test_two_viewers_see_new_steps_and_the_removal_of_a_run(tmp_path: Path, watch: Opener) -> None:
+    """Another process drives the run: one page shows the curve, one the newest groups. Neither is reloaded."""
     maker = RunMaker(tmp_path / "live", steps=8)
     maker.step()
     maker.close()
@@ -38,16 +38,16 @@ def test_two_viewers_see_a_run_grow_and_then_vanish(tmp_path: Path, watch: Opene
                 first.page.locator(f".tile b:text-is('{number} / 8')").wait_for()
                 second.page.locator(f"[data-group='{2 * number - 1}']").wait_for()
             driver.communicate(timeout=60)
-            first.page.locator(".chip:text-is('killed')").wait_for()  # it wrote no end
+            first.page.locator(".chip:text-is('killed')").wait_for()  # it recorded no end
             assert first.page.locator("#live").inner_text() == ""
             shutil.rmtree(tmp_path / "live")
-            for opened in (first, second):
-                opened.page.locator(".problem:has-text('was removed while you were looking at it')").wait_for()
+            for tab in (first, second):
+                tab.page.locator(".problem:has-text('was removed while you were looking at it')").wait_for()
             second.page.locator(".problem a").click()
             second.page.locator("text=There is no run in this folder yet").wait_for()
-            for opened in (first, second):  # requests for the removed run may have had status 404
-                opened.problems = [one for one in opened.problems if "404" not in one]
-                opened.end(view.url)
+            for tab in (first, second):  # requests for the removed run may have had status 404
+                tab.problems = [problem for problem in tab.problems if "404" not in problem]
+                tab.end(view.url)
     finally:
         driver.kill()
         driver.wait()

@@ -1,4 +1,4 @@
-"""Pages report an unreadable run as such, name compared runs in each table, fit a narrow screen, and lay out any text at once."""
+"""Pages report unreadable runs, name compared runs in each table, fit a narrow screen, and lay out any text quickly."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ SCRIPT = """async () => {
 }"""
 
 
-def test_no_text_keeps_the_page_busy_for_long(view: ServedView, watch: Opener) -> None:
-    opened = watch(view)
+def test_every_text_is_laid_out_quickly(view: ServedView, watch: Opener) -> None:
+    tab = watch(view)
     for text in SLOW_TEXTS:
-        assert opened.page.evaluate(SCRIPT.replace("TEXT", text)) < 3000, text
+        assert tab.page.evaluate(SCRIPT.replace("TEXT", text)) < 3000, text
 
 
 def test_hidden_characters_need_few_elements(view: ServedView, watch: Opener) -> None:
@@ -58,16 +58,14 @@ def test_every_table_of_a_comparison_has_the_names_of_the_runs(runs: Path, tmp_p
         summary |= {"heldout_before": rate, "heldout_after": rate, "by_kind": {"after": {"join": rate}}}
         (tmp_path / name / "summary.json").write_text(json.dumps(summary))
     with serving(tmp_path) as served:
-        opened = watch(served)
-        opened.open("#/compare?run=demo&run=other")
-        heads = [table.locator("th").all_inner_texts() for table in opened.page.locator("table").all()]
+        tab = watch(served)
+        tab.open("#/compare?run=demo&run=other")
+        heads = [table.locator("th").all_inner_texts() for table in tab.page.locator("table").all()]
         assert len(heads) == 4 and all({"demo", "other"} <= set(head) for head in heads), heads
-        opened.end(served.url)
+        tab.end(served.url)
 
 
-def test_a_store_that_cannot_be_read_is_not_called_empty_and_a_damaged_summary_breaks_no_page(
-    runs: Path, tmp_path: Path, watch: Opener
-) -> None:
+def test_an_unreadable_store_is_not_shown_as_empty_and_a_damaged_summary_breaks_no_page(runs: Path, tmp_path: Path, watch: Opener) -> None:
     shutil.copytree(runs / "demo", tmp_path / "demo")
     with sqlite3.connect(tmp_path / "demo" / "experience.sqlite") as db:
         db.execute("PRAGMA user_version = 4")
@@ -75,22 +73,22 @@ def test_a_store_that_cannot_be_read_is_not_called_empty_and_a_damaged_summary_b
     damaged = {"by_kind": {"after": {"x": None, "y": 5, "z": {"value": 1}}, "before": 3}, "wall_s": {"a": "b", "c": []}, "problems": [{}]}
     (tmp_path / "demo" / "summary.json").write_text(json.dumps(damaged))
     with serving(tmp_path) as served:
-        opened = watch(served)
+        tab = watch(served)
         for page, wrong in (("/groups", "No group is stored"), ("/episodes", "0 stored"), ("/steps/2", "no group of this step")):
-            opened.open(f"#/run/demo{page}")
-            text = opened.page.locator("main").inner_text()
+            tab.open(f"#/run/demo{page}")
+            text = tab.page.locator("main").inner_text()
             assert "schema 4" in text and wrong not in text, text
-        opened.open("#/run/demo")
-        assert "Reward by step" in opened.page.locator("main").inner_text()
-        opened.end(served.url)
+        tab.open("#/run/demo")
+        assert "Reward by step" in tab.page.locator("main").inner_text()
+        tab.end(served.url)
 
 
 def test_the_largest_curve_is_legible_on_a_narrow_screen(view: ServedView, watch: Opener) -> None:
-    opened = watch(view, viewport={"width": 400, "height": 800})
-    opened.open("#/run/demo")
-    heights = "[...document.querySelectorAll('svg text')].map((one) => one.getBoundingClientRect().height)"
-    assert min(opened.page.evaluate(heights)) >= 8
-    opened.open("#/run/demo/groups")
-    rows = "[...document.querySelectorAll('tbody tr')].map((one) => one.getBoundingClientRect().height)"
-    assert max(opened.page.evaluate(rows)) <= 80
-    opened.end(view.url)
+    tab = watch(view, viewport={"width": 400, "height": 800})
+    tab.open("#/run/demo")
+    heights = "[...document.querySelectorAll('svg text')].map((element) => element.getBoundingClientRect().height)"
+    assert min(tab.page.evaluate(heights)) >= 8
+    tab.open("#/run/demo/groups")
+    rows = "[...document.querySelectorAll('tbody tr')].map((element) => element.getBoundingClientRect().height)"
+    assert max(tab.page.evaluate(rows)) <= 80
+    tab.end(view.url)

@@ -1,4 +1,4 @@
-"""The buttons that change a run ask first, and show what happened."""
+"""Buttons that change a run ask for confirmation and show the result."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def records(run: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_a_trace_is_tagged_and_labelled_and_an_episode_scored_after_a_question(runs: Path, tmp_path: Path, watch: Opener) -> None:
+def test_tags_labels_and_scores_are_recorded_after_a_confirmation(runs: Path, tmp_path: Path, watch: Opener) -> None:
     run = shutil.copytree(runs / "demo", tmp_path / "demo")
     maker = RunMaker(run)
     group = maker.sample(100, pending=True)
     maker.close()
     with serving(tmp_path) as view:
-        opened = watch(view)
-        page = opened.page
-        opened.open("#/run/demo/failures/g000004-0-a0")
+        tab = watch(view)
+        page = tab.page
+        tab.open("#/run/demo/failures/g000004-0-a0")
         page.get_by_label("tag, such as misread_output").fill("wrong_unit")
         page.get_by_role("button", name="Tag", exact=True).click()
         page.locator("dialog[open]").get_by_role("button", name="Cancel").click()
@@ -39,11 +39,11 @@ def test_a_trace_is_tagged_and_labelled_and_an_episode_scored_after_a_question(r
         page.get_by_role("button", name="wrong", exact=True).click()
         page.get_by_role("button", name="Confirm").click()
         page.locator("[role=status]:has-text('is labelled wrong')").wait_for()
-        opened.open("#/run/demo/groups/100/2")
+        tab.open("#/run/demo/groups/100/2")
         page.get_by_label("review, from 0 to 1").fill("0.5")
         page.get_by_role("button", name="Send score").click()
         page.get_by_role("button", name="Confirm").click()
         page.locator("[role=status]:has-text('the score is stored')").wait_for()
-        assert [one["operation"] for one in records(run)] == ["tag", "label", "score"]
-        assert records(run)[2]["episode_id"] == group.episodes[2].episode.id and {one["by"] for one in records(run)} == {"anna"}
-        opened.end(view.url)
+        assert [record["operation"] for record in records(run)] == ["tag", "label", "score"]
+        assert records(run)[2]["episode_id"] == group.episodes[2].episode.id and {record["by"] for record in records(run)} == {"anna"}
+        tab.end(view.url)

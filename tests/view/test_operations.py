@@ -1,4 +1,4 @@
-"""The buttons of the pages do what the commands do, and leave a record."""
+"""Operations of the pages have the same effect as the commands, and are recorded."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def copies(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 async def operate(root: Path, name: str, body: dict[str, Any], run: str = "page") -> tuple[int, Any]:
-    async with client(root, user="anna") as ours:
-        answer = await ours.post(f"/api/runs/{run}/operations/{name}", json=body, headers={"origin": HERE})
+    async with client(root, user="anna") as api:
+        answer = await api.post(f"/api/runs/{run}/operations/{name}", json=body, headers={"origin": HERE})
         return answer.status_code, answer.json()
 
 
@@ -42,7 +42,7 @@ def command(*arguments: str) -> None:
     assert result.exit_code == 0, result.output
 
 
-async def test_a_tag_is_the_one_of_the_command(copies: Path) -> None:
+async def test_a_tag_is_equal_to_that_of_the_command(copies: Path) -> None:
     status, answer = await operate(copies, "tag", {"trace": TRACE, "tag": "wrong_unit", "turn": 2, "note": "metres"})
     assert status == 200 and "is tagged wrong_unit" in answer["message"]
     command("failures", "tag", str(copies / "command"), TRACE, "--as", "wrong_unit", "--turn", "2", "--note", "metres")
@@ -58,13 +58,11 @@ async def test_a_tag_is_the_one_of_the_command(copies: Path) -> None:
     assert (record["by"], record["operation"], record["trace"], record["tag"]) == ("anna", "tag", TRACE, "wrong_unit")
 
 
-async def test_a_case_and_a_label_are_those_of_the_commands(copies: Path) -> None:
+async def test_a_case_and_a_label_are_equal_to_those_of_the_commands(copies: Path) -> None:
     assert (await operate(copies, "promote", {"trace": TRACE, "suite": "evals/page", "note": "why"}))[0] == 200
     command("failures", "promote", str(copies / "command"), TRACE, "--into", "evals/command", "--note", "why")
-    ours, theirs = (load_suite(copies / "evals" / name).cases for name in ("page", "command"))
-    assert (
-        [case.id for case in ours] == [case.id for case in theirs] and ours[0].task == theirs[0].task and ours[0].origin == theirs[0].origin
-    )
+    page, shell = (load_suite(copies / "evals" / name).cases for name in ("page", "command"))
+    assert [case.id for case in page] == [case.id for case in shell] and page[0].task == shell[0].task and page[0].origin == shell[0].origin
     status, again = await operate(copies, "promote", {"trace": TRACE, "suite": "evals/page"})
     assert status == 200 and again["new"] is False, "a task has one case"
     assert (await operate(copies, "label", {"trace": TRACE, "label": "wrong"}))[0] == 200
@@ -84,7 +82,7 @@ async def test_a_parked_episode_gets_its_score(tmp_path: Path) -> None:
     store.close()
     status, answer = await operate(tmp_path, "score", {"episode_id": episode, "part": "review", "value": 7})
     assert status == 422 and "review" in answer["error"]["message"]
-    assert len((tmp_path / "page" / "operations.jsonl").read_text().splitlines()) == 1, "only what happened"
+    assert len((tmp_path / "page" / "operations.jsonl").read_text().splitlines()) == 1, "only the successful operation is recorded"
 
 
 @pytest.mark.parametrize(

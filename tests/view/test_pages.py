@@ -1,4 +1,4 @@
-"""The pages in a real browser: from a curve to the token in few clicks, by keyboard too, on narrow screens, in the dark."""
+"""The pages in a real browser: from a curve to a token in few clicks, with the keyboard, on narrow screens, in dark mode."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ PAGES = (
 )
 
 
-def test_from_a_fall_of_the_reward_to_the_token_in_six_clicks(view: ServedView, watch: Opener) -> None:
-    """The reward falls at step 3, because no attempt of kind join is right. Every click is on something that the page shows."""
-    opened = watch(view)
-    page, clicks = opened.page, 0
+def test_six_clicks_lead_from_a_drop_of_the_reward_to_a_token(view: ServedView, watch: Opener) -> None:
+    """The reward drops at step 3, because no attempt of kind join is right. Every click is on a visible element."""
+    tab = watch(view)
+    page, clicks = tab.page, 0
 
     def click(selector: str) -> None:
         nonlocal clicks
         clicks += 1
         page.locator(selector).first.click()
-        opened.settle()
+        tab.settle()
 
-    opened.open("#/run/demo")
+    tab.open("#/run/demo")
     click(f"[data-drop='{FALL}']")
     assert page.locator("h1").inner_text() == f"Step {FALL}" and "0.5 → 0.375" in page.locator(".top").inner_text()
     worst = page.locator("table.kinds tbody tr").first.inner_text()
@@ -44,7 +44,7 @@ def test_from_a_fall_of_the_reward_to_the_token_in_six_clicks(view: ServedView, 
     click("[data-group]")  # the lowest score first
     assert page.locator("h1").inner_text() == "Group 4"
     page.go_back()
-    opened.settle()
+    tab.settle()
     page.locator("select[aria-label='Kind of task']").select_option("count")
     click("[data-group='5']")
     assert "Scores differ" in page.locator(".signal").inner_text()
@@ -64,7 +64,7 @@ def test_from_a_fall_of_the_reward_to_the_token_in_six_clicks(view: ServedView, 
 
 
 def strongest_push(page: Any) -> int:
-    """The token whose details show the largest push."""
+    """Returns the index of the token whose details show the largest push."""
     pushes = []
     for token in page.locator(".token").all():
         token.click()
@@ -73,25 +73,25 @@ def strongest_push(page: Any) -> int:
     return max(range(len(pushes)), key=lambda n: pushes[n])
 
 
-def test_a_click_on_the_curve_opens_its_step_and_arrow_keys_do_too(view: ServedView, watch: Opener) -> None:
-    opened = watch(view)
-    opened.open("#/run/demo")
-    chart = opened.page.locator("svg.chart.picks").first
+def test_a_click_or_arrow_keys_on_the_curve_open_a_step(view: ServedView, watch: Opener) -> None:
+    tab = watch(view)
+    tab.open("#/run/demo")
+    chart = tab.page.locator("svg.chart.picks").first
     box = chart.bounding_box()
     chart.click(position={"x": box["width"] - 25, "y": box["height"] / 2})
-    opened.until("location.hash === '#/run/demo/steps/5'")
-    opened.open("#/run/demo")
+    tab.until("location.hash === '#/run/demo/steps/5'")
+    tab.open("#/run/demo")
     chart.focus()
     for key in ("ArrowLeft", "ArrowLeft", "Enter"):
         chart.press(key)
-    opened.until("location.hash === '#/run/demo/steps/4'")
+    tab.until("location.hash === '#/run/demo/steps/4'")
 
 
-def test_every_page_is_reached_and_left_by_keyboard(view: ServedView, watch: Opener) -> None:
+def test_the_keyboard_reaches_every_page(view: ServedView, watch: Opener) -> None:
     """j and k walk the episodes across groups, t opens tokens, u goes up, and ? shows the keys of the page."""
-    opened = watch(view)
-    page = opened.page
-    opened.open("#/run/demo/groups/4/3")
+    tab = watch(view)
+    page = tab.page
+    tab.open("#/run/demo/groups/4/3")
     for key, hash_ in (
         ("k", "groups/4/2"),
         ("j", "groups/4/3"),
@@ -101,16 +101,16 @@ def test_every_page_is_reached_and_left_by_keyboard(view: ServedView, watch: Ope
         ("u", "groups/5"),
     ):
         page.keyboard.press(key)
-        opened.until(f"location.hash.split('?')[0] === '#/run/demo/{hash_}'")
-        opened.settle()
+        tab.until(f"location.hash.split('?')[0] === '#/run/demo/{hash_}'")
+        tab.settle()
     for hash_ in (f"steps/{FALL}", ""):
         page.keyboard.press("u")
-        opened.until(f"location.hash === '#/run/demo{hash_ and '/' + hash_}'")
-        opened.settle()
+        tab.until(f"location.hash === '#/run/demo{hash_ and '/' + hash_}'")
+        tab.settle()
     page.keyboard.press("?")
     assert "episodes" in page.locator("dialog[open]").inner_text()
     page.keyboard.press("Escape")
-    opened.open("#/run/demo/groups/4/0/0/0")
+    tab.open("#/run/demo/groups/4/0/0/0")
     page.locator(".tokens").focus()
     page.keyboard.press("End")
     assert page.locator("[aria-selected='true']").inner_text() == "<|im_end|>"
@@ -118,39 +118,39 @@ def test_every_page_is_reached_and_left_by_keyboard(view: ServedView, watch: Ope
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (1280, "dark")])
-def test_no_page_is_wider_than_the_screen_and_its_text_can_be_read(view: ServedView, watch: Opener, width: int, scheme: str) -> None:
+def test_pages_fit_the_screen_and_their_text_has_enough_contrast(view: ServedView, watch: Opener, width: int, scheme: str) -> None:
     """Text has a contrast of at least 4.5 to its background (WCAG 2.2, 1.4.3)."""
-    opened = watch(view, viewport={"width": width, "height": 800}, color_scheme=scheme)
+    tab = watch(view, viewport={"width": width, "height": 800}, color_scheme=scheme)
     for address in PAGES:
-        opened.open(address)
-        assert opened.page.evaluate("document.documentElement.scrollWidth") <= width, address
-        assert low_contrast(opened.page) == [], address
+        tab.open(address)
+        assert tab.page.evaluate("document.documentElement.scrollWidth") <= width, address
+        assert low_contrast(tab.page) == [], address
 
 
 def test_every_control_has_a_name_and_every_page_an_outline(view: ServedView, watch: Opener) -> None:
-    """What axe-core checks first: names of controls, one h1, landmarks, ids that are unique, labels of fields, a language."""
-    opened = watch(view)
+    """The basic checks of axe-core: names of controls, one h1, landmarks, unique ids, labels of fields, a language."""
+    tab = watch(view)
     for address in PAGES:
-        opened.open(address)
-        matches = check(opened.page, "outline")
-        assert matches["unnamed"] == [] and matches["doubled"] == [] and matches["unlabelled"] == [], (address, matches)
-        assert matches["h1"] == 1 and matches["main"] == 1 and matches["lang"] == "en", (address, matches)
-        assert matches["focus"] in ("H1", "MAIN", "BODY"), (address, matches)
-        tree = opened.page.locator("main").aria_snapshot()
+        tab.open(address)
+        outline = check(tab.page, "outline")
+        assert outline["unnamed"] == [] and outline["doubled"] == [] and outline["unlabelled"] == [], (address, outline)
+        assert outline["h1"] == 1 and outline["main"] == 1 and outline["lang"] == "en", (address, outline)
+        assert outline["focus"] in ("H1", "MAIN", "BODY"), (address, outline)
+        tree = tab.page.locator("main").aria_snapshot()
         assert "heading" in tree and "[level=1]" in tree, address
 
 
-def test_the_pages_weigh_less_than_half_a_megabyte(view: ServedView, watch: Opener) -> None:
-    opened = watch(view)
-    opened.open("#/run/demo")
-    weight = check(opened.page, "weight")
+def test_a_page_loads_less_than_half_a_megabyte(view: ServedView, watch: Opener) -> None:
+    tab = watch(view)
+    tab.open("#/run/demo")
+    weight = check(tab.page, "weight")
     assert 50_000 < weight < 500_000
 
 
 def test_filters_and_full_text_search_are_in_the_address(view: ServedView, watch: Opener) -> None:
-    opened = watch(view)
-    page = opened.page
-    opened.open("#/run/demo/episodes")
+    tab = watch(view)
+    page = tab.page
+    tab.open("#/run/demo/episodes")
     page.get_by_text("44 episodes match", exact=True).wait_for()
     page.locator("select[name=kind]").select_option("join")
     page.locator("select[name=outcome]").select_option("failed")
@@ -166,8 +166,8 @@ def test_filters_and_full_text_search_are_in_the_address(view: ServedView, watch
 
 
 def test_two_runs_are_compared_with_their_settings_and_curves(view: ServedView, watch: Opener) -> None:
-    opened = watch(view)
-    page = opened.page
+    tab = watch(view)
+    page = tab.page
     for box in page.locator("tbody input[type=checkbox]").all():
         box.check()
     page.get_by_role("button", name="Compare 2 runs").click()
@@ -181,8 +181,8 @@ def low_contrast(page: Any) -> list[str]:
     return list(check(page, "pale"))
 
 
-def test_the_check_of_contrast_finds_what_is_too_pale(view: ServedView, watch: Opener) -> None:
-    opened: Watched = watch(view)
-    opened.open("#/run/demo")
-    opened.page.evaluate("document.querySelector('h1').style.color = '#bbbbbb'")
-    assert low_contrast(opened.page) != []
+def test_the_contrast_check_detects_pale_text(view: ServedView, watch: Opener) -> None:
+    tab: Watched = watch(view)
+    tab.open("#/run/demo")
+    tab.page.evaluate("document.querySelector('h1').style.color = '#bbbbbb'")
+    assert low_contrast(tab.page) != []

@@ -1,4 +1,4 @@
-"""The report in a real browser: its charts, wide and narrow, in the dark, and without JavaScript."""
+"""The report in a real browser: its charts, wide and narrow, in dark mode, and without JavaScript."""
 
 from __future__ import annotations
 
@@ -77,32 +77,32 @@ ATTACK = (
 )
 
 
-def attacked(value: Any) -> Any:
-    """JSON data with an attack in every text and key that is no name of a field."""
+def add_attacks(value: Any) -> Any:
+    """Returns JSON data with an attack in every text and as an additional key."""
     if isinstance(value, dict):
-        return {key: attacked(one) for key, one in value.items()} | {ATTACK: next(iter(map(attacked, value.values())), ATTACK)}
+        return {key: add_attacks(item) for key, item in value.items()} | {ATTACK: next(iter(map(add_attacks, value.values())), ATTACK)}
     if isinstance(value, list):
-        return [attacked(one) for one in value]
+        return [add_attacks(item) for item in value]
     return value + ATTACK if isinstance(value, str) else value
 
 
 @pytest.mark.parametrize("scripts", [True, False])
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_report_of_a_hostile_run_executes_and_loads_nothing(
+def test_a_report_of_a_hostile_run_executes_and_loads_no_attack(
     browser: Any, runs: Path, tmp_path: Path, scripts: bool, broken: bool
 ) -> None:
-    """With `broken`, even without the escaping: the policy of the page is enough."""
+    """With `broken`, the escaping is removed, and the content security policy alone must block the attacks."""
     folder = tmp_path / "<img src=x onerror=window.owned=5>"
     shutil.copytree(runs / "demo", folder)
     for path in folder.rglob("*.json"):
-        if path.name == "summary.json":  # validated: only some of its texts are free
+        if path.name == "summary.json":  # validated: only some of its texts are arbitrary
             summary = json.loads(path.read_text())
             summary |= {"problems": [ATTACK], "versions": {ATTACK: ATTACK}, "left_out_reasons": {ATTACK: 3}, "sandbox_backend": ATTACK}
             path.write_text(json.dumps(summary))
         else:
-            path.write_text(json.dumps(attacked(json.loads(path.read_text()))))
+            path.write_text(json.dumps(add_attacks(json.loads(path.read_text()))))
     for path in folder.rglob("*.jsonl"):
-        path.write_text("".join(json.dumps(attacked(json.loads(line))) + "\n" for line in path.read_text().splitlines()))
+        path.write_text("".join(json.dumps(add_attacks(json.loads(line))) + "\n" for line in path.read_text().splitlines()))
     append_lines(folder / "metrics.jsonl", [json_line({"step": 99, f"part/{ATTACK}": 1.0, "part/b": 0.5, "audit_mean": 0.1})])
     report = write_report(folder)
     if broken:

@@ -1,4 +1,4 @@
-"""The view's numbers of a group are those of the step: masks and advantages of every token, with every estimator."""
+"""The view's masks and advantages of every token are equal to those of the training step, with every estimator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.view.runs import FALL, recipe_of
 
 
 def source_of(runs: Path, folder: Path, **objective: object) -> RunSource:
-    """A run with the groups of `demo`, in one step, under another objective."""
+    """Returns a run with the groups of `demo` in one step, with another objective."""
     store = SqliteStore(runs / "demo" / "experience.sqlite")
     groups = store.groups(range(6))
     store.close()
@@ -32,50 +32,50 @@ def source_of(runs: Path, folder: Path, **objective: object) -> RunSource:
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce++", "reinforce++-baseline"])
-def test_masks_and_advantages_are_those_of_the_whole_step(runs: Path, tmp_path: Path, advantage: str) -> None:
+def test_masks_and_advantages_are_equal_to_those_of_the_step(runs: Path, tmp_path: Path, advantage: str) -> None:
     source = source_of(runs, tmp_path, advantage=advantage)
     recipe, _ = source.recipe()
     assert recipe is not None
     groups = source.store().groups(range(6))
-    whole = assemble(0, groups, recipe)
+    step = assemble(0, groups, recipe)
     compared = 0
     for group in groups:
         entry = source.store().entry(group.index)
         assert entry is not None
         training = train_group(source, entry, group)
-        expected = [sample for sample in whole.batch.samples if sample.group_index == group.index]
-        assert [sample for one in training.samples.values() for sample in one] == expected and training.notes == ()
-        assert training.reason == whole.drop_reasons.get(group.index, "")
+        expected = [sample for sample in step.batch.samples if sample.group_index == group.index]
+        assert [sample for samples in training.samples.values() for sample in samples] == expected and training.notes == ()
+        assert training.reason == step.drop_reasons.get(group.index, "")
         for scored in group.episodes:
             for trajectory in scored.episode.trajectories:
                 sample = sample_of(training, scored.episode.id, trajectory, scored.episode.trajectories)
-                assert (sample is None) == (group.index in whole.drop_reasons)
+                assert (sample is None) == (group.index in step.drop_reasons)
                 compared += sample is not None
     assert compared > 0
     alone = [sample.advantages for sample in assemble(0, groups[:1], recipe).batch.samples]
-    together = [sample.advantages for sample in whole.batch.samples if sample.group_index == 0]
-    assert (alone != together) == (advantage in OF_THE_BATCH), "those of the batch need the other groups"
+    together = [sample.advantages for sample in step.batch.samples if sample.group_index == 0]
+    assert (alone != together) == (advantage in OF_THE_BATCH), "batch estimators need the other groups"
 
 
 @pytest.mark.parametrize(
-    ("objective", "says"),
+    ("objective", "message"),
     [
         ({"advantage": "evil.module:estimator"}, "the view runs no code that a run names"),
         ({"kl": "k1_reward", "kl_coef": 0.1}, "is not recorded"),
         ({"credit": "counterfactual"}, ""),
     ],
 )
-def test_what_cannot_be_computed_is_said_and_no_code_of_the_run_is_imported(
-    runs: Path, tmp_path: Path, objective: dict[str, object], says: str
+def test_a_note_explains_missing_values_and_no_code_of_the_run_is_imported(
+    runs: Path, tmp_path: Path, objective: dict[str, object], message: str
 ) -> None:
     source = source_of(runs, tmp_path, **objective)
     data = group_data(source, 1)
-    assert any(says in note for note in data["notes"])
+    assert any(message in note for note in data["notes"])
     if "evil" in str(objective):
         assert data["advantages"] == [None] * 4 and tokens_data(source, 1, 0, 0, 0)["mask"] is None
 
 
-def test_a_recipe_of_another_version_leaves_the_rest_readable(runs: Path, tmp_path: Path) -> None:
+def test_a_run_with_a_recipe_of_another_version_is_still_readable(runs: Path, tmp_path: Path) -> None:
     source = source_of(runs, tmp_path)
     (tmp_path / "recipe.json").write_text('{"name": "old", "rollout": {"group_size": 8}}')
     data = tokens_data(source, 1, 0, 0, 0)
@@ -83,8 +83,8 @@ def test_a_recipe_of_another_version_leaves_the_rest_readable(runs: Path, tmp_pa
     assert any("another version of agentrl" in note for note in data["notes"])
 
 
-def test_what_the_learner_recorded_is_next_to_its_token(runs: Path, tmp_path: Path) -> None:
-    """Logprobs of the learner, entropies, weights and clips of trained tokens; turn by turn and page by page."""
+def test_values_from_the_learner_are_shown_with_their_tokens(runs: Path, tmp_path: Path) -> None:
+    """Logprobs of the learner, entropies, weights and clips of trained tokens; by turn and by page."""
     source = source_of(runs, tmp_path)
     recipe, _ = source.recipe()
     assert recipe is not None
@@ -110,18 +110,18 @@ def test_what_the_learner_recorded_is_next_to_its_token(runs: Path, tmp_path: Pa
     write_records(tmp_path, 1, 0, records)
     trained = next(sample for sample in samples if sample.episode_id == "g000001-0-a0")
     start = records[samples.index(trained)].logprobs[0]
-    one, two = (tokens_data(source, 1, 0, 0, turn) for turn in (0, 1))
-    shown = [*one["new_logprobs"], *two["new_logprobs"]]
-    assert shown == [start + number for number in range(len(shown))] and len(shown) == sum(trained.loss_mask)
-    assert two["clipped"][0] == (len(one["clipped"]) % 2 == 0) and two["entropies"] == two["new_logprobs"]
-    later = tokens_data(source, 1, 0, 0, 1, offset=3)
-    assert later["new_logprobs"] == two["new_logprobs"][3:] and later["total"] == two["total"] <= MAX_TOKENS
+    first_turn, second_turn = (tokens_data(source, 1, 0, 0, turn) for turn in (0, 1))
+    logprobs = [*first_turn["new_logprobs"], *second_turn["new_logprobs"]]
+    assert logprobs == [start + number for number in range(len(logprobs))] and len(logprobs) == sum(trained.loss_mask)
+    assert second_turn["clipped"][0] == (len(first_turn["clipped"]) % 2 == 0) and second_turn["entropies"] == second_turn["new_logprobs"]
+    second_page = tokens_data(source, 1, 0, 0, 1, offset=3)
+    assert second_page["new_logprobs"] == second_turn["new_logprobs"][3:] and second_page["total"] == second_turn["total"] <= MAX_TOKENS
     (tmp_path / "updates" / "000001.0.tokens").write_bytes(b"damaged")
     data = tokens_data(source, 1, 0, 0, 0)
     assert data["new_logprobs"] is None and any("cannot be read" in note for note in data["notes"])
 
 
-def test_a_step_shows_which_kind_fell_and_why_groups_have_no_signal(runs: Path) -> None:
+def test_a_step_shows_regressed_kinds_and_why_groups_have_no_signal(runs: Path) -> None:
     source = RunSource(runs / "demo", run_id="demo", name="demo")
     data = step_data(source, FALL)
     assert data["kinds"][0] == {"kind": "join", "now": 0.0, "groups": 1, "before": 0.5}
@@ -131,14 +131,14 @@ def test_a_step_shows_which_kind_fell_and_why_groups_have_no_signal(runs: Path) 
     source.close()
 
 
-def test_rewards_of_single_actions_are_shown_with_their_turns(runs: Path) -> None:
-    """An environment gives them; a tool does not."""
+def test_rewards_of_actions_are_shown_with_their_turns(runs: Path) -> None:
+    """Environments give such rewards, tools do not."""
     source = RunSource(runs / "demo", run_id="demo", name="demo")
     episode = source.group(4).episodes[3].episode
-    line = episode.trajectories[0]
-    first, second = line.turns
-    won = replace(first, tool_results=tuple(replace(result, reward=0.5) for result in first.tool_results))
-    (shown,) = episode_tree(replace(episode, trajectories=(replace(line, turns=(won, second)),)), Budget(9999), None)
-    assert [turn["reward"] for turn in shown["turns"]] == [0.5, None]
-    assert shown["turns"][0]["results"][0]["reward"] == 0.5
+    trajectory = episode.trajectories[0]
+    first, second = trajectory.turns
+    rewarded = replace(first, tool_results=tuple(replace(result, reward=0.5) for result in first.tool_results))
+    (shown_trajectory,) = episode_tree(replace(episode, trajectories=(replace(trajectory, turns=(rewarded, second)),)), Budget(9999), None)
+    assert [turn["reward"] for turn in shown_trajectory["turns"]] == [0.5, None]
+    assert shown_trajectory["turns"][0]["results"][0]["reward"] == 0.5
     source.close()

@@ -20,18 +20,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(st.text(max_size=40))
-def test_texts_add_up_to_what_the_tokenizer_decodes(folder: Path, text: str) -> None:
-    """Characters of several bytes are split into several tokens here: a token has its text once the character is complete."""
-    tokenizer, ours = shared_tokenizer(), read_vocabulary(folder / "tokenizer.json", inside=folder)
+def test_token_texts_concatenate_to_the_decoded_text(folder: Path, text: str) -> None:
+    """A character of several bytes may have several tokens. The token that completes the character has its text."""
+    tokenizer, vocab = shared_tokenizer(), read_vocabulary(folder / "tokenizer.json", inside=folder)
     ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-    assert "".join(ours.texts(ids)) == ours.decode(ids) == text + "<|im_end|>"
-    assert len(ours.texts(ids)) == len(ids) and ids[-1] in ours.special
+    assert "".join(vocab.texts(ids)) == vocab.decode(ids) == text + "<|im_end|>"
+    assert len(vocab.texts(ids)) == len(ids) and ids[-1] in vocab.special
 
 
 @given(st.lists(st.integers(-5, 400), max_size=40))
-def test_any_ids_have_a_text(folder: Path, ids: list[int]) -> None:
-    ours = read_vocabulary(folder / "tokenizer.json", inside=folder)
-    assert len(ours.texts(ids)) == len(ids) and isinstance(ours.decode(ids), str)
+def test_all_token_ids_have_a_text(folder: Path, ids: list[int]) -> None:
+    vocab = read_vocabulary(folder / "tokenizer.json", inside=folder)
+    assert len(vocab.texts(ids)) == len(ids) and isinstance(vocab.decode(ids), str)
 
 
 def test_vocabularies_of_sentencepiece_have_spaces_and_bytes(tmp_path: Path) -> None:
@@ -39,8 +39,8 @@ def test_vocabularies_of_sentencepiece_have_spaces_and_bytes(tmp_path: Path) -> 
     (tmp_path / "tokenizer.json").write_text(
         json.dumps({"model": model, "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}]}})
     )
-    ours = read_vocabulary(tmp_path / "tokenizer.json", inside=tmp_path)
-    assert ours.texts([1, 4, 2, 3, 1]) == [" the", "s", "", "\xe9", " the"]
+    vocab = read_vocabulary(tmp_path / "tokenizer.json", inside=tmp_path)
+    assert vocab.texts([1, 4, 2, 3, 1]) == [" the", "s", "", "\xe9", " the"]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_vocabularies_of_sentencepiece_have_spaces_and_bytes(tmp_path: Path) -> 
         '{"model": {"vocab": {}}, "added_tokens": [1]}',
     ],
 )
-def test_what_is_no_vocabulary_is_an_error(tmp_path: Path, content: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_vocabulary_raises(tmp_path: Path, content: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(content)
     with pytest.raises(ValueError):

@@ -72,8 +72,8 @@ LINES = st.builds(
 )
 
 
-def printed(lines: list[object], size: Size) -> str:
-    """What a terminal of this size receives, without colours."""
+def render(lines: list[object], size: Size) -> str:
+    """Returns the output to a terminal of this size, without colours."""
     console = Console(
         file=io.StringIO(), width=size.width, height=size.height, force_terminal=True, color_system=None, legacy_windows=False
     )
@@ -85,7 +85,7 @@ def printed(lines: list[object], size: Size) -> str:
 
 def check(lines: list[object], size: Size) -> str:
     assert len(lines) <= max(1, size.height)
-    text = printed(lines, size)
+    text = render(lines, size)
     rows = text.splitlines()
     assert len(rows) <= max(1, size.height) and all(cell_len(row) <= size.width for row in rows)
     without = re.sub(r"\x1b\[[0-9;]*m", "", text)  # rich's styles, such as bold
@@ -149,7 +149,7 @@ def test_a_narrow_and_low_terminal_keeps_title_list_and_keys() -> None:
     assert rows[0].startswith("quickstart  running") and "> g000001-0-a0" in "\n".join(rows) and "q quit" in rows[-1]
 
 
-def test_a_selected_episode_is_visible_wherever_it_is() -> None:
+def test_a_selected_episode_is_always_visible() -> None:
     for selected in range(30):
         run = RunFrame(name="x", state="running", episodes=RUN.episodes, selected=selected)
         for height in (5, 9, 24):

@@ -57,9 +57,9 @@ def episode(group: int, attempt: int, text: str) -> ScoredEpisode:
         generate_s=1.25,
         ended_at=1000.0,
     )
-    line = Trajectory(agent="main", turns=(turn,), stop_reason="answered")
-    done = Episode(id=f"g{group:06d}-{attempt}-a0", task_id=f"task {text}", task_key="k", trajectories=(line,), wall_s=2.0)
-    return ScoredEpisode(episode=done, score=Score(value=float(attempt), parts={"exact": float(attempt)}, reason="", evidence=text))
+    trajectory = Trajectory(agent="main", turns=(turn,), stop_reason="answered")
+    finished = Episode(id=f"g{group:06d}-{attempt}-a0", task_id=f"task {text}", task_key="k", trajectories=(trajectory,), wall_s=2.0)
+    return ScoredEpisode(episode=finished, score=Score(value=float(attempt), parts={"exact": float(attempt)}, reason="", evidence=text))
 
 
 @pytest.fixture(scope="module")
@@ -104,11 +104,11 @@ def text_of(screen: Any, size: Size = WIDE) -> str:
 
 @pytest.fixture
 def screen(run: Path) -> Iterator[RunScreen]:
-    shown = open_screen(run)
-    assert isinstance(shown, RunScreen)
-    shown.refresh()
-    yield shown
-    shown.close()
+    opened = open_screen(run)
+    assert isinstance(opened, RunScreen)
+    opened.refresh()
+    yield opened
+    opened.close()
 
 
 def test_a_finished_run_shows_curves_health_ledger_and_episodes(screen: RunScreen) -> None:
@@ -152,7 +152,7 @@ def test_arrows_select_an_episode_and_enter_opens_its_transcript(screen: RunScre
     opened.key("p")
     assert "g000007-1-a0" in text_of(opened)
     opened.key("p")
-    assert "g000007-1-a0" in text_of(opened), "it is the first of the list"
+    assert "g000007-1-a0" in text_of(opened), "it is already the first in the list"
     low = Size(100, 8)
     top = text_of(opened, low)
     opened.key("end")
@@ -173,7 +173,7 @@ def test_a_folder_of_runs_lists_them_and_opens_one(run: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["no files", "torn lines", "a text as store", "an older schema", "a link", "removed"])
-def test_a_damaged_run_shows_what_can_be_read_and_why_the_rest_cannot(run: Path, tmp_path: Path, damage: str) -> None:
+def test_a_damaged_run_shows_its_readable_parts_and_an_error_for_the_rest(run: Path, tmp_path: Path, damage: str) -> None:
     folder = tmp_path / "run"
     shutil.copytree(run, folder)
     screen = RunScreen(folder)
@@ -218,7 +218,7 @@ KEYS = ("step", "reward_mean", "loss", "step_s", "heldout", "utilization/server"
 
 
 @given(st.lists(st.fixed_dictionaries({key: VALUES for key in KEYS}), max_size=6), VALUES, VALUES)
-def test_no_number_or_text_of_a_stranger_breaks_a_frame(lines: list[dict[str, Any]], steps: object, value: object) -> None:
+def test_no_untrusted_number_or_text_breaks_a_frame(lines: list[dict[str, Any]], steps: object, value: object) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "run"
         folder.mkdir()
@@ -291,18 +291,18 @@ def test_the_command_in_a_terminal_follows_keys_and_restores_the_terminal(run: P
 
 
 def test_the_screens_take_no_lock_of_the_run(run: Path, tmp_path: Path) -> None:
-    """A driver that starts while somebody watches always gets its lock."""
+    """A driver that starts while a screen is open always gets its lock."""
     folder = tmp_path / "run"
     shutil.copytree(run, folder)
     screen = RunScreen(folder)
 
-    async def both() -> None:
+    async def refresh_often() -> None:
         for _ in range(20):
             await asyncio.to_thread(screen.refresh)
 
     with drive_folder(folder, command="x"):
         pass
-    asyncio.run(both())
+    asyncio.run(refresh_often())
     with drive_folder(folder, command="x"):
         screen.refresh()
     screen.close()

@@ -1,4 +1,4 @@
-"""inspect tasks whose samples score, fail and end in every way; the id of a sample says how."""
+"""inspect tasks whose samples score, fail and end in every way. The id of a sample names the way."""
 
 import anyio
 from inspect_ai import Task, task
@@ -159,7 +159,7 @@ def missing_import():
 def unreachable_hub():
     try:
         import an_optional_package  # noqa: F401
-    except ImportError:  # which is not the cause of what follows
+    except ImportError:  # not the cause of the next error
         raise ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub")  # noqa: B904
 
 

@@ -94,5 +94,5 @@ EXPORTS = {
 for kind, exported in EXPORTS.items():
     module = sys.modules[f"toy_broken_{kind}"] = types.ModuleType(f"toy_broken_{kind}")
     if exported is not None:
-        module.__all__ = [each.__name__ for each in exported]
-        module.__dict__.update({each.__name__: each for each in exported})
+        module.__all__ = [taskset.__name__ for taskset in exported]
+        module.__dict__.update({taskset.__name__: taskset for taskset in exported})

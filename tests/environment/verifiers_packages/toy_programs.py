@@ -19,8 +19,8 @@ class Task(vf.Task[Data]):
         if self.data.answer == "nothing":
             return 1.0
         content = await runtime.read("folder/-input.txt")
-        done = await runtime.run(["python3", "-c", trace.last_reply], {})
-        return float(content == b"\x00\xff42" and done.stdout.strip() == self.data.answer)
+        process = await runtime.run(["python3", "-c", trace.last_reply], {})
+        return float(content == b"\x00\xff42" and process.stdout.strip() == self.data.answer)
 
 
 class Programs(vf.Taskset[Task, vf.TasksetConfig]):

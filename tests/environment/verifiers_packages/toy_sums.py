@@ -1,4 +1,4 @@
-"""A taskset for verifiers 0.4 as its documentation shows."""
+"""A taskset for verifiers 0.4 as shown in its documentation."""
 
 import verifiers.v1 as vf
 

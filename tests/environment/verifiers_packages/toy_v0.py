@@ -1,4 +1,4 @@
-"""An environment for verifiers 0.3 as its documentation shows, and its faults."""
+"""An environment for verifiers 0.3 as shown in its documentation, with faults."""
 
 import verifiers as vf
 from datasets import Dataset
@@ -7,8 +7,8 @@ from datasets import Dataset
 def exact(completion, answer, **kwargs) -> float:
     if answer == "raises":
         raise ValueError("the answer key is missing")
-    said = [message["content"] for message in completion if message["role"] == "assistant"]
-    return float("nan") if answer == "nan" else float(said[-1] == answer)
+    answers = [message["content"] for message in completion if message["role"] == "assistant"]
+    return float("nan") if answer == "nan" else float(answers[-1] == answer)
 
 
 class Talk(vf.MultiTurnEnv):
@@ -29,6 +29,6 @@ def load_environment(count: int = 8, kind: str = "sums") -> vf.Environment:
     if kind == "group":
         return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[compare]))
     heldout = Dataset.from_list([{"question": "50 + 50 = ?", "answer": "100"}])
-    rows += [{"question": each, "answer": each} for each in ("raises", "nan", "breaks")]
+    rows += [{"question": text, "answer": text} for text in ("raises", "nan", "breaks")]
     rubric = vf.Rubric(funcs=[exact], weights=[1.0])
     return Talk(dataset=Dataset.from_list(rows), eval_dataset=heldout, system_prompt="Answer with a number.", rubric=rubric)

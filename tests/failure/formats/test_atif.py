@@ -20,9 +20,9 @@ DATA = Path(__file__).parent / "data"
 
 
 def test_a_document_with_sub_agents_round_trips(tmp_path: Path) -> None:
-    (trace,), told = read_all(DATA / "atif.json")
-    assert not told and not trace.missing
-    speakers = [one.agent for one in trace.spoken]
+    (trace,), errors = read_all(DATA / "atif.json")
+    assert not errors and not trace.missing
+    speakers = [entry.agent for entry in trace.spoken]
     assert speakers == ["desk"] * 3 + ["checker"] * 4 + ["desk"] + ["checker 2"] * 3 + ["checker 3"] * 4 + ["checker 2"] * 2 + ["desk"] * 2
     write([trace], tmp_path / "again.json")
     assert json.loads((tmp_path / "again.json").read_text()) == json.loads((DATA / "atif.json").read_text())
@@ -41,7 +41,7 @@ def test_gaps_are_described_and_no_path_is_followed() -> None:
         "its continuation",
         "time of",
     ):
-        assert any(gap in what for what in trace.missing), gap
+        assert any(gap in missing for missing in trace.missing), gap
     assert "root:" not in str(trace)
 
 
@@ -51,29 +51,29 @@ def test_every_import_is_written_as_a_valid_equal_document(name: str, tmp_path: 
     assert write(traces, tmp_path / "out.jsonl") == len(traces)
     for line in (tmp_path / "out.jsonl").read_text().splitlines():
         Atif.model_validate_json(line)
-    back, _ = read_all(tmp_path / "out.jsonl")
-    for was, now in zip(traces, back, strict=True):
-        assert [(one.message, one.call_ids, one.answers, one.failed, one.reasoning) for one in was.spoken] == [
-            (one.message, one.call_ids, one.answers, one.failed, one.reasoning) for one in now.spoken
+    reread, _ = read_all(tmp_path / "out.jsonl")
+    for before, after in zip(traces, reread, strict=True):
+        assert [(entry.message, entry.call_ids, entry.answers, entry.failed, entry.reasoning) for entry in before.spoken] == [
+            (entry.message, entry.call_ids, entry.answers, entry.failed, entry.reasoning) for entry in after.spoken
         ]
-        assert [one.at_s for one in now.spoken] == pytest.approx([one.at_s for one in was.spoken], abs=2e-6)
-        assert len({one.agent for one in was.spoken}) == len({one.agent for one in now.spoken})
+        assert [entry.at_s for entry in after.spoken] == pytest.approx([entry.at_s for entry in before.spoken], abs=2e-6)
+        assert len({entry.agent for entry in before.spoken}) == len({entry.agent for entry in after.spoken})
 
 
 def turn(*ids: int, calls: tuple[str, ...] = (), results: tuple[str, ...] = (), logprob: float = -0.5) -> Turn:
-    made = tuple(ToolCall(name=name, arguments={"n": 1}) for name in calls)
+    tool_calls = tuple(ToolCall(name=name, arguments={"n": 1}) for name in calls)
     return Turn(
         prompt_ids=ids,
         completion_ids=(7, 8),
         logprobs=(logprob, -0.25),
         versions=(VersionSpan(version=3, start=0, end=2),),
-        message=Message(role="assistant", content="é<|im_end|>", tool_calls=made),
+        message=Message(role="assistant", content="é<|im_end|>", tool_calls=tool_calls),
         finish_reason="stop",
         tool_results=tuple(ToolResult(name="t", output=text, ok=text != "bad") for text in results),
     )
 
 
-def own() -> Trace:
+def own_trace() -> Trace:
     """An episode with two parallel calls, one of which started a sub-agent, and a continuation in a new context."""
     task = sample_task()
     main = Trajectory(agent="main", turns=(turn(1, 2, calls=("python", "ask"), results=("bad", "fine")), turn(4, logprob=float("-inf"))))
@@ -87,11 +87,11 @@ def own() -> Trace:
 
 
 def test_own_episodes_are_written_with_tokens_and_sub_agents() -> None:
-    trace = own()
-    made = Atif.model_validate(document(trace))
-    assert trace.task is not None and made.session_id == "e1"
-    said = made.steps[len(trace.task.prompt) :]
-    first, last = said
+    trace = own_trace()
+    exported = Atif.model_validate(document(trace))
+    assert trace.task is not None and exported.session_id == "e1"
+    agent_steps = exported.steps[len(trace.task.prompt) :]
+    first, last = agent_steps
     assert first.metrics is not None and last.metrics is not None
     assert (first.metrics.prompt_token_ids, first.metrics.completion_token_ids, first.metrics.logprobs) == ([1, 2], [7, 8], [-0.5, -0.25])
     assert (last.metrics.prompt_token_ids, last.metrics.logprobs) == ([1, 2, 7, 8, 4], None)  # infinity is no JSON number
@@ -99,27 +99,27 @@ def test_own_episodes_are_written_with_tokens_and_sub_agents() -> None:
     bad, fine = first.observation.results
     assert [bad.source_call_id, fine.source_call_id] == [call.tool_call_id for call in first.tool_calls]
     assert bad.extra is not None and bad.extra["agentrl"]["failed"] is True
-    helper, later = made.subagent_trajectories or []
+    helper, later = exported.subagent_trajectories or []
     assert [ref.trajectory_id for ref in fine.subagent_trajectory_ref or []] == [helper.trajectory_id]
     assert helper.agent.name == "helper" and later.agent.name == "main" and later.extra is not None
-    assert later.extra["agentrl"]["continues"] == {"trajectory_id": made.trajectory_id, "turn": 1}
+    assert later.extra["agentrl"]["continues"] == {"trajectory_id": exported.trajectory_id, "turn": 1}
     assert [step.is_copied_context for step in later.steps][-2:] == [True, None]
-    assert made.extra is not None and made.extra["agentrl"]["score"]["value"] == 0.0
+    assert exported.extra is not None and exported.extra["agentrl"]["score"]["value"] == 0.0
 
 
 def test_own_episodes_are_read_back_as_messages(tmp_path: Path) -> None:
-    assert write([own(), own()], tmp_path / "out") == 2
+    assert write([own_trace(), own_trace()], tmp_path / "out") == 2
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["run-..-x-2.json", "run-..-x.json"]
-    (back,), told = read_all(tmp_path / "out")
-    assert len(told) == 1 and "is the same as" in told[0].message
-    assert [one.agent for one in back.spoken if one.message.role == "assistant"] == ["main", "helper", "main", "main 2", "main 2"]
-    assert [one.failed for one in back.spoken if one.message.role == "tool"] == [True, False]
-    assert any("exact tokens" in gap for gap in back.missing)
-    assert write([own()], tmp_path / "chat.jsonl", format="openai") == 3  # a conversation for each agent and context
+    (reread,), errors = read_all(tmp_path / "out")
+    assert len(errors) == 1 and "is the same as" in errors[0].message
+    assert [entry.agent for entry in reread.spoken if entry.message.role == "assistant"] == ["main", "helper", "main", "main 2", "main 2"]
+    assert [entry.failed for entry in reread.spoken if entry.message.role == "tool"] == [True, False]
+    assert any("exact tokens" in gap for gap in reread.missing)
+    assert write([own_trace()], tmp_path / "chat.jsonl", format="openai") == 3  # a conversation for each agent and context
     with pytest.raises(UserError, match="more than one document"):
-        write([own()], tmp_path / "chat.json", format="openai")
+        write([own_trace()], tmp_path / "chat.json", format="openai")
     with pytest.raises(UserError, match="is not written"):
-        write([own()], tmp_path / "x", format="otel")
+        write([own_trace()], tmp_path / "x", format="otel")
 
 
 @pytest.mark.slow
@@ -133,8 +133,8 @@ def test_repeated_continuations_stay_at_one_level(tmp_path: Path) -> None:
         trace = Trace(id="t", why=CaptureReason.FAILED, task=task, episode=episode)
         Atif.model_validate(document(trace))
         write([trace], tmp_path / "out.json")
-        (back,), _ = read_all(tmp_path / "out.json")
-        assert len({one.agent for one in back.spoken}) == 300
+        (reread,), _ = read_all(tmp_path / "out.json")
+        assert len({entry.agent for entry in reread.spoken}) == 300
 
 
 def test_hostile_documents_end_in_an_error(tmp_path: Path) -> None:
@@ -142,8 +142,8 @@ def test_hostile_documents_end_in_an_error(tmp_path: Path) -> None:
     steps = [{"step_id": 1, "source": "user", "message": "q"}]
 
     def nested(depth: int) -> dict[str, Any]:
-        whole: dict[str, Any] = {"schema_version": "ATIF-v1.8", "trajectory_id": "x", "agent": agent, "steps": steps}
-        return whole | ({"subagent_trajectories": [nested(depth - 1)]} if depth else {})
+        nested_document: dict[str, Any] = {"schema_version": "ATIF-v1.8", "trajectory_id": "x", "agent": agent, "steps": steps}
+        return nested_document | ({"subagent_trajectories": [nested(depth - 1)]} if depth else {})
 
     (tmp_path / "deep.json").write_text(json.dumps(nested(60)))
     with pytest.raises(UserError, match="levels of sub-agents"):
@@ -151,5 +151,5 @@ def test_hostile_documents_end_in_an_error(tmp_path: Path) -> None:
     twice = nested(0) | {"subagent_trajectories": [nested(0), nested(0)]}
     (tmp_path / "twice.json").write_text(json.dumps(twice))
     (trace,), _ = read_all(tmp_path / "twice.json")
-    assert [one.agent for one in trace.spoken] == ["a", "a 2", "a 3"] and any("missing or repeated" in gap for gap in trace.missing)
+    assert [entry.agent for entry in trace.spoken] == ["a", "a 2", "a 3"] and any("missing or repeated" in gap for gap in trace.missing)
     Atif.model_validate(document(trace))

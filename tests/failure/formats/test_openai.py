@@ -16,56 +16,56 @@ from agentrl.records import Message
 DATA = Path(__file__).parent / "data"
 
 
-def one(document: Any, path: Path) -> Trace:
+def read_one(document: Any, path: Path) -> Trace:
     path.write_text(json.dumps(document))
-    (trace,), told = read_all(path)
-    assert not told
+    (trace,), errors = read_all(path)
+    assert not errors
     return trace
 
 
 def test_a_conversation_with_parallel_calls_an_error_and_invalid_arguments() -> None:
-    (whole, asked), _ = read_all(DATA / "openai.jsonl")
-    roles = [said.message.role for said in whole.spoken]
+    (conversation, question), _ = read_all(DATA / "openai.jsonl")
+    roles = [entry.message.role for entry in conversation.spoken]
     assert roles == ["system", "user", "assistant", "tool", "tool", "assistant", "tool", "assistant"]
-    assert "Zoë 🦊 says \u201csoon\u201d,\u2028naïve \u202e<|im_end|>" in whole.spoken[1].message.content
-    both, broken = whole.spoken[2], whole.spoken[5]
-    assert [call.arguments for call in both.message.tool_calls] == [{"order": "A-1"}, {"order": "A-2"}]
-    assert both.call_ids == tuple(said.answers for said in whole.spoken[3:5]) == ("call_1", "call_2")
-    assert broken.message.tool_calls[0].arguments == {UNPARSED: '{"order": A-2}'}
-    assert any(UNPARSED in gap for gap in whole.missing) and len(whole.tools) == 2
-    assert (asked.origin["model"], len(asked.spoken)) == ("stub-1", 3)
+    assert "Zoë 🦊 says \u201csoon\u201d,\u2028naïve \u202e<|im_end|>" in conversation.spoken[1].message.content
+    parallel_calls, invalid_call = conversation.spoken[2], conversation.spoken[5]
+    assert [call.arguments for call in parallel_calls.message.tool_calls] == [{"order": "A-1"}, {"order": "A-2"}]
+    assert parallel_calls.call_ids == tuple(entry.answers for entry in conversation.spoken[3:5]) == ("call_1", "call_2")
+    assert invalid_call.message.tool_calls[0].arguments == {UNPARSED: '{"order": A-2}'}
+    assert any(UNPARSED in gap for gap in conversation.missing) and len(conversation.tools) == 2
+    assert (question.origin["model"], len(question.spoken)) == ("stub-1", 3)
 
 
 def test_a_conversation_round_trips(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (DATA / "openai.jsonl").read_text().splitlines()]
     traces, _ = read_all(DATA / "openai.jsonl")
     assert write(traces, tmp_path / "again.jsonl", format="openai") == 2
-    again = [json.loads(line) for line in (tmp_path / "again.jsonl").read_text().splitlines()]
-    for message, said in zip(again[0]["messages"], lines[0]["messages"], strict=True):
-        assert {key: value for key, value in message.items() if value is not None} == said
-    assert again[0]["tools"] == lines[0]["tools"]
-    back, _ = read_all(tmp_path / "again.jsonl")
-    assert [trace.spoken for trace in back] == [trace.spoken for trace in traces]
+    written = [json.loads(line) for line in (tmp_path / "again.jsonl").read_text().splitlines()]
+    for message, original in zip(written[0]["messages"], lines[0]["messages"], strict=True):
+        assert {key: value for key, value in message.items() if value is not None} == original
+    assert written[0]["tools"] == lines[0]["tools"]
+    reread, _ = read_all(tmp_path / "again.jsonl")
+    assert [trace.spoken for trace in reread] == [trace.spoken for trace in traces]
 
 
 def test_named_assistants_stay_in_one_conversation(tmp_path: Path) -> None:
-    said = [{"role": "user", "content": "q"}, *({"role": "assistant", "name": name, "content": name} for name in ("planner", "coder"))]
-    trace = one(said, tmp_path / "a.json")
-    assert [told.agent for told in trace.spoken] == ["", "planner", "coder"]
+    messages = [{"role": "user", "content": "q"}, *({"role": "assistant", "name": name, "content": name} for name in ("planner", "coder"))]
+    trace = read_one(messages, tmp_path / "a.json")
+    assert [entry.agent for entry in trace.spoken] == ["", "planner", "coder"]
     for format in ("openai", "atif"):
         assert write([trace], tmp_path / "b.json", format=format) == 1
-        (back,), _ = read_all(tmp_path / "b.json")
-        assert back.spoken == trace.spoken
+        (reread,), _ = read_all(tmp_path / "b.json")
+        assert reread.spoken == trace.spoken
 
 
 @pytest.mark.parametrize(
-    ("role", "kept"), [("assistant", "why"), (" assistant", "why"), ("user", ""), (" function ", ""), (" my  role ", "")]
+    ("role", "reasoning"), [("assistant", "why"), (" assistant", "why"), ("user", ""), (" function ", ""), (" my  role ", "")]
 )
-def test_roles_and_reasoning_are_the_same_in_every_format(role: str, kept: str, tmp_path: Path) -> None:
-    trace = one([{"role": role, "content": "a", "reasoning": "why"}], tmp_path / "a.json")
-    named = " ".join(role.split()).replace("function", "tool")
-    assert [(said.message.role, said.reasoning) for said in trace.spoken] == [(named, kept)]
-    assert any("reasoning in a message of role" in what for what in trace.missing) is not bool(kept)
+def test_roles_and_reasoning_are_the_same_in_every_format(role: str, reasoning: str, tmp_path: Path) -> None:
+    trace = read_one([{"role": role, "content": "a", "reasoning": "why"}], tmp_path / "a.json")
+    normalized_role = " ".join(role.split()).replace("function", "tool")
+    assert [(entry.message.role, entry.reasoning) for entry in trace.spoken] == [(normalized_role, reasoning)]
+    assert any("reasoning in a message of role" in gap for gap in trace.missing) is not bool(reasoning)
     for format in ("openai", "atif"):
         assert write([trace], tmp_path / "b.json", format=format) == 1
         assert read_all(tmp_path / "b.json")[0][0].spoken == trace.spoken
@@ -80,9 +80,9 @@ def test_roles_and_reasoning_are_the_same_in_every_format(role: str, kept: str, 
     ids=["tool", "function"],
 )
 def test_tool_calls_in_a_tool_message_are_dropped_as_a_gap(message: dict[str, Any], tmp_path: Path) -> None:
-    trace = one([message], tmp_path / "a.json")
+    trace = read_one([message], tmp_path / "a.json")
     assert trace.spoken[0].message == Message(role="tool", content="a")
-    assert any("tool calls in a message of role tool" in what for what in trace.missing), trace.missing
+    assert any("tool calls in a message of role tool" in gap for gap in trace.missing), trace.missing
     for format in ("openai", "atif"):
         assert write([trace], tmp_path / "b.json", format=format) == 1
         assert read_all(tmp_path / "b.json")[0][0].spoken == trace.spoken
@@ -104,13 +104,13 @@ def test_tool_calls_in_a_tool_message_are_dropped_as_a_gap(message: dict[str, An
     ],
 )
 def test_gaps_of_a_message_are_described(message: dict[str, Any], gap: str, tmp_path: Path) -> None:
-    trace = one([message], tmp_path / "a.json")
+    trace = read_one([message], tmp_path / "a.json")
     assert trace.spoken[0].message.content == "a"
-    assert any(gap in what for what in trace.missing), trace.missing
+    assert any(gap in missing for missing in trace.missing), trace.missing
 
 
 @pytest.mark.parametrize(
-    ("document", "said"),
+    ("document", "message"),
     [
         ({"response": {"error": {"type": "rate_limit_exceeded", "code": 429}}}, "the response is an error, rate_limit_exceeded, 429"),
         ({"response": {"status_code": 500, "body": {"error": {"message": "overloaded"}}}}, "the response is an error, overloaded"),
@@ -120,8 +120,8 @@ def test_gaps_of_a_message_are_described(message: dict[str, Any], gap: str, tmp_
         ({"response": {}}, "an answer of the model"),
     ],
 )
-def test_a_failed_response_is_a_gap_with_its_error(document: dict[str, Any], said: str, tmp_path: Path) -> None:
-    whole = {"request": {"messages": [{"role": "user", "content": "q"}]}, **document}
-    (tmp_path / "a.json").write_text(json.dumps(whole))
+def test_a_failed_response_is_a_gap_with_its_error(document: dict[str, Any], message: str, tmp_path: Path) -> None:
+    call = {"request": {"messages": [{"role": "user", "content": "q"}]}, **document}
+    (tmp_path / "a.json").write_text(json.dumps(call))
     (trace,) = read(tmp_path / "a.json")
-    assert isinstance(trace, Trace) and any(said in gap for gap in trace.missing), trace
+    assert isinstance(trace, Trace) and any(message in gap for gap in trace.missing), trace

@@ -21,29 +21,29 @@ AGENT = {"name": "a", "version": "1"}
 ATIF: dict[str, Any] = {"schema_version": "ATIF-v1.8", "agent": AGENT, "steps": [{"step_id": 1, "source": "user", "message": "q"}]}
 
 
-def refused(path: Path, document: Any) -> UnreadableDocument:
+def unreadable(path: Path, document: Any) -> UnreadableDocument:
     """The error for a document without a trace."""
     path.write_text(document if isinstance(document, str) else json.dumps(document))
-    (one,) = read(path)
-    assert isinstance(one, UnreadableDocument) and one.fix and str(one).startswith(str(path))
-    return one
+    (error,) = read(path)
+    assert isinstance(error, UnreadableDocument) and error.fix and str(error).startswith(str(path))
+    return error
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in DATA.iterdir() if "silent" not in path.name))
 def test_the_format_of_real_exports_is_detected(name: str) -> None:
-    traces, told = read_all(DATA / name)
-    assert not told
+    traces, errors = read_all(DATA / name)
+    assert not errors
     for trace in traces:
         assert trace.why is CaptureReason.IMPORTED and trace.source == name.partition("_")[0].partition(".")[0] and trace.origin["file"]
         assert codec.from_json(Trace, codec.to_json(trace)) == trace
 
 
 def test_all_files_of_a_folder_are_read() -> None:
-    traces, told = read_all(DATA)
+    traces, errors = read_all(DATA)
     assert len({trace.id for trace in traces}) == len(traces) == 9
-    assert [one.message.partition(": ")[2] for one in told] == ["contains no message texts"] * 3  # of otel_silent.jsonl
-    again, _ = read_all(DATA)
-    assert again == traces
+    assert [error.message.partition(": ")[2] for error in errors] == ["contains no message texts"] * 3  # of otel_silent.jsonl
+    reread, _ = read_all(DATA)
+    assert reread == traces
 
 
 def test_a_bad_line_does_not_lose_the_others(tmp_path: Path) -> None:
@@ -60,19 +60,19 @@ def test_a_bad_line_does_not_lose_the_others(tmp_path: Path) -> None:
     ]
     path = tmp_path / "some.jsonl"
     path.write_bytes(b"\n".join(lines))
-    found = list(read(path))
-    assert [one.origin["place"] for one in found if isinstance(one, Trace)] == ["line 2", "line 8"]
-    told = {one.position: one.message.partition(": ")[2] for one in found if isinstance(one, UnreadableDocument)}
-    assert list(told) == ["line 1", "line 3", "line 5", "line 6", "line 7"]
-    assert "not JSON" in told["line 1"] and "UTF-8" in told["line 3"] and "not a list" in told["line 5"]
-    assert told["line 6"] == "has no known format: it is an object with 'a'" and told["line 7"] == "is the same as some.jsonl, line 2"
+    items = list(read(path))
+    assert [item.origin["place"] for item in items if isinstance(item, Trace)] == ["line 2", "line 8"]
+    texts = {item.position: item.message.partition(": ")[2] for item in items if isinstance(item, UnreadableDocument)}
+    assert list(texts) == ["line 1", "line 3", "line 5", "line 6", "line 7"]
+    assert "not JSON" in texts["line 1"] and "UTF-8" in texts["line 3"] and "not a list" in texts["line 5"]
+    assert texts["line 6"] == "has no known format: it is an object with 'a'" and texts["line 7"] == "is the same as some.jsonl, line 2"
     path.rename(tmp_path / "some.json")  # a file of lines that is named otherwise, and whose first line is broken
     (tmp_path / "some.json").write_bytes(b"{3}\n" + b"\n".join(lines))
-    assert sum(isinstance(one, Trace) for one in read(tmp_path / "some.json")) == 2
+    assert sum(isinstance(item, Trace) for item in read(tmp_path / "some.json")) == 2
 
 
 @pytest.mark.parametrize(
-    ("document", "said"),
+    ("document", "message"),
     [
         ({**ATIF, "schema_version": "ATIF-v2.0"}, r"'ATIF-v2\.0'; supported versions are ATIF-v1\.0 to"),
         ({**ATIF, "schema_version": "ATIF-v1.9"}, "supported versions are"),
@@ -93,10 +93,10 @@ def test_a_bad_line_does_not_lose_the_others(tmp_path: Path) -> None:
         ('"\x1b[2J\u202e"', "is not JSON"),
     ],
 )
-def test_an_unreadable_document_has_a_reason(document: Any, said: str, tmp_path: Path) -> None:
-    one = refused(tmp_path / "one.json", document)
-    assert re.search(said, one.message), one.message
-    assert all(letter.isprintable() for letter in one.message)
+def test_an_unreadable_document_has_a_reason(document: Any, message: str, tmp_path: Path) -> None:
+    error = unreadable(tmp_path / "one.json", document)
+    assert re.search(message, error.message), error.message
+    assert all(letter.isprintable() for letter in error.message)
 
 
 def test_sizes_are_bounded_before_anything_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def test_sizes_are_bounded_before_anything_is_parsed(tmp_path: Path, monkeypatch
     assert isinstance(long, UnreadableDocument) and long.position == "line 2" and "longer than" in long.message
     monkeypatch.setattr(files, "LARGEST", 1 << 20)
     monkeypatch.setattr(files, "LARGEST_IN_MEMORY", 1 << 20)
-    assert "too many values" in refused(tmp_path / "bomb.json", "[" + "{}," * 200_000 + "{}]").message
+    assert "too many values" in unreadable(tmp_path / "bomb.json", "[" + "{}," * 200_000 + "{}]").message
 
 
 def test_too_many_spans_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
-"""The archive that a sandbox is restored from, which a policy may have made.
+"""The archive that a sandbox is restored from, which a policy may have created.
 
-Nothing of it lands outside of the working directory, and what lies there comes out again as it went in.
+Nothing is written outside the working directory, and a snapshot of it restores the same files.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def prepare(scratch: Path) -> Check:
 
     def check(data: bytes) -> None:
         try:
-            taken = desk.ask("restore", {}, data) is not None
-            if taken and (before := desk.listing()):
-                made = desk.ask("snapshot", {"max_bytes": LIMIT}, schema=frames.CHUNK, most=LIMIT)
-                must(made is not None, "a working directory that was restored cannot be kept again")
+            restored = desk.ask("restore", {}, data) is not None
+            if restored and (before := desk.listing()):
+                snapshot = desk.ask("snapshot", {"max_bytes": LIMIT}, schema=frames.CHUNK, max_bytes=LIMIT)
+                must(snapshot is not None, "no snapshot of a restored working directory")
                 desk.tidy()
-                must(desk.ask("restore", {}, made or b"") is not None, "a snapshot that cannot be restored")
-                must(desk.listing() == before, "a snapshot is not what was in the working directory")
+                must(desk.ask("restore", {}, snapshot or b"") is not None, "a snapshot that cannot be restored")
+                must(desk.listing() == before, "a snapshot differs from the working directory")
         finally:
             desk.tidy()
 
@@ -52,7 +52,7 @@ def seeds() -> Sequence[bytes]:
 
 target = Target(
     name="archive",
-    about="the tar archive that a sandbox goes on from",
+    about="the tar archive that a sandbox is restored from",
     prepare=prepare,
     seeds=seeds,
     mutate=mutators.tar,

@@ -1,4 +1,4 @@
-"""A completion, from sampled ids to what the agent sees and the store keeps: parsed, called, clipped, rendered and stored."""
+"""A completion, from sampled ids to the agent's view and the stored record: parsed, called, clipped, rendered and stored."""
 
 from __future__ import annotations
 
@@ -100,22 +100,22 @@ def prepare(scratch: Path) -> Check:
     loop = asyncio.new_event_loop()
 
     def check(data: bytes) -> None:
-        ids, said = words.ids(data), data.decode("utf-8", "replace")
+        ids, text = words.ids(data), data.decode("utf-8", "replace")
         parsed = chat.parse(ids)
         for form in FORMS.values():
-            must(len(form.read(said, ()).calls) <= MAX_CALLS, f"a turn makes more calls than it may, in the form {form.name}")
-        outcomes = [loop.run_until_complete(_called(call, said)) for call in parsed.message.tool_calls[:MOST_CALLS]]
-        shown = [outcome.output for outcome in outcomes] or [said, *parsed.errors]
-        fenced = chat.escape_text("\n".join(shown))
-        must(not any(token in fenced for token in spellings), "a tool's output spells a control token")
+            must(len(form.read(text, ()).calls) <= MAX_CALLS, f"a turn makes more calls than it may, in the form {form.name}")
+        outcomes = [loop.run_until_complete(_called(call, text)) for call in parsed.message.tool_calls[:MOST_CALLS]]
+        outputs = [outcome.output for outcome in outcomes] or [text, *parsed.errors]
+        escaped = chat.escape_text("\n".join(outputs))
+        must(not any(token in escaped for token in spellings), "a tool's output spells a control token")
         results = tuple(
-            ToolResult(name=call.name, output=text, ok=True) for call, text in zip(parsed.message.tool_calls, shown, strict=False)
+            ToolResult(name=call.name, output=text, ok=True) for call, text in zip(parsed.message.tool_calls, outputs, strict=False)
         )
         answer = next((outcome.answer for outcome in outcomes if outcome.answer is not None), None)
         scored = _stored(ids, parsed.message, results, answer)
         if one_in(WHOLE_EVERY, data):
-            plain = chat.tool_delta([""] * len(shown))
-            must(_count(chat.tool_delta(shown), control) == _count(plain, control), "a tool's output forges a turn")
+            plain = chat.tool_delta([""] * len(outputs))
+            must(_count(chat.tool_delta(outputs), control) == _count(plain, control), "a tool's output forges a turn")
             _written(scored, scratch / "episodes.jsonl")
 
     return check
@@ -125,15 +125,15 @@ def _count(ids: Sequence[int], control: set[int]) -> int:
     return sum(number in control for number in ids)
 
 
-async def _called(call: ToolCall, said: str) -> ToolOutcome:
+async def _called(call: ToolCall, output: str) -> ToolOutcome:
     """The outcome of a call; a call of an unknown tool is tried with all of them."""
-    sandbox = ScriptedSandbox("fuzzed", lambda code: ExecResult(exit_code=0, stdout=said, stderr="", wall_s=0.0), {})
+    sandbox = ScriptedSandbox("fuzzed", lambda code: ExecResult(exit_code=0, stdout=output, stderr="", wall_s=0.0), {})
     outcome = None
     for name in [call.name] if call.name in TOOLS else list(TOOLS):
         outcome = checked_outcome(await TOOLS[name](call.arguments, sandbox, LIMITS), LIMITS)
-        most = LIMITS.tool_output_chars + 100
-        must(name != "takes" or outcome.ok or outcome.output.startswith("error: takes: "), "arguments are neither taken nor told")
-        must(len(outcome.output) <= most and len(outcome.answer or "") <= most, "more is shown than the limit allows")
+        limit = LIMITS.tool_output_chars + 100
+        must(name != "takes" or outcome.ok or outcome.output.startswith("error: takes: "), "arguments are neither accepted nor reported")
+        must(len(outcome.output) <= limit and len(outcome.answer or "") <= limit, "more output than the limit allows")
     assert outcome is not None, "there are tools"
     return outcome
 
@@ -154,7 +154,7 @@ def _stored(ids: Sequence[int], message: Message, results: tuple[ToolResult, ...
     trajectory = Trajectory(agent="main", turns=(turn,))
     episode = Episode(id="fuzz", task_id=TASK.id, task_key=KEY, trajectories=(trajectory,), answer=answer)
     scored = ScoredEpisode(episode=episode, score=Score(value=0.0, evidence=repr(answer)))
-    must(codec.from_json(ScoredEpisode, codec.to_json(scored)) == scored, "an episode is read back as another one")
+    must(codec.from_json(ScoredEpisode, codec.to_json(scored)) == scored, "an episode changes when it is read back")
     return scored
 
 
@@ -199,7 +199,7 @@ _CALLS = mutators.json_in(b"<tool_call>", b"</tool_call>")
 
 target = Target(
     name="calls",
-    about="a completion: its tool calls, their arguments, what is shown and stored of them",
+    about="a completion: its tool calls, their arguments, outputs and records",
     prepare=prepare,
     seeds=seeds,
     brief=6_000,

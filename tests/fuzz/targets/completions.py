@@ -26,7 +26,7 @@ def prepare(scratch: Path) -> Check:
             if isinstance(answer, dict) and "weight_version" in answer:
                 must(isinstance(parse_weight_version(answer), str), "a version without a name")
         except ServingError as error:
-            must(bool(str(error)), "an error that says nothing")
+            must(bool(str(error)), "an error without a message")
             return
         for params in (PARAMS, TRUNCATED):
             for cut in (False, True):
@@ -39,16 +39,16 @@ def _check(answer: Any, params: SamplingParams, *, cut: bool) -> None:
     try:
         completion = parse_completion(answer, params, cut=cut)
     except ServingError as error:
-        must(bool(str(error)), "an error that says nothing")
+        must(bool(str(error)), "an error without a message")
         return
     count = len(completion.token_ids)
-    must(completion.finish_reason != CUT or cut, "a request that was cut off by nobody")
+    must(completion.finish_reason != CUT or cut, "a completion marked as cut although nothing cut it")
     if completion.finish_reason == CUT and not count:
         return
     must(1 <= count <= params.max_tokens and all(math.isfinite(logprob) for logprob in completion.logprobs), "a completion out of range")
-    must(codec.from_json(Completion, codec.to_json(completion)) == completion, "a completion is read back as another one")
+    must(codec.from_json(Completion, codec.to_json(completion)) == completion, "a completion changes when it is read back")
     if params.supports:
-        must(completion.supports is not None and all(completion.supports.rows), "a token without the support that was asked for")
+        must(completion.supports is not None and all(completion.supports.rows), "a token without the requested support")
     Turn(
         prompt_ids=(1,),
         completion_ids=completion.token_ids,
@@ -81,7 +81,7 @@ def seeds() -> Sequence[bytes]:
 
 target = Target(
     name="completions",
-    about="what the inference server answers",
+    about="responses of the inference server",
     prepare=prepare,
     seeds=seeds,
     mutate=mutators.json_text,

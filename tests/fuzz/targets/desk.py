@@ -21,15 +21,15 @@ from tests.fuzz.target import Broken, must
 _INSIDE = "agentrl.sandbox.inside"
 
 
-class _HeldLink(Link):
-    """A connection whose other end sends nothing more; what is sent to it is kept."""
+class _RecordedLink(Link):
+    """A connection with fixed received bytes, which records the bytes that are sent."""
 
-    def __init__(self, said: bytes) -> None:
-        self.said = io.BytesIO(said)
+    def __init__(self, received: bytes) -> None:
+        self.received = io.BytesIO(received)
         self.sent = bytearray()
 
     def read(self, size: int) -> bytes:
-        data = self.said.read(size)
+        data = self.received.read(size)
         must(len(data) == size, "the server reads more than was sent to it")
         return data
 
@@ -38,17 +38,17 @@ class _HeldLink(Link):
 
 
 def _server_in(home: str) -> Any:
-    """The server's module, imported again with another working directory, and unable to send signals.
+    """The server's module, imported again with another working directory and without the ability to send signals.
 
-    A server stops every process that it can signal while it makes a snapshot: outside of a sandbox that is the whole machine.
+    A server stops every process that it can signal while it creates a snapshot. Outside a sandbox, those are all processes of the machine.
     """
     package = importlib.import_module(_INSIDE)
-    kept = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith(f"{_INSIDE}.")}
+    modules = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith(f"{_INSIDE}.")}
     try:
         setattr(importlib.import_module(f"{_INSIDE}.users"), "HOME", home)  # noqa: B010 - a constant wherever it is not set here
         server: Any = importlib.import_module(f"{_INSIDE}.server")
     finally:
-        for name, module in kept.items():
+        for name, module in modules.items():
             sys.modules[name] = module
             setattr(package, name.rpartition(".")[2], module)
     server.kill_everything = _forbidden
@@ -67,7 +67,7 @@ class Desk:
         self.home.mkdir()
         (scratch / "canary").write_bytes(b"outside of the working directory")
         self._module = _server_in(str(self.home))
-        self._outside = self._beside()
+        self._outside = self._state_outside()
 
     def ask(
         self,
@@ -76,66 +76,66 @@ class Desk:
         body: bytes = b"",
         *,
         schema: Schema = frames.EMPTY,
-        most: int = 0,
+        max_bytes: int = 0,
         written: Mapping[str, bytes] | None = None,
     ) -> bytes | None:
-        """The body of the answer, None for a refusal. Raises `Broken` for anything that the host would take for a broken sandbox."""
-        link = _HeldLink(frames.encode({"id": 1, "op": operation, **arguments}, body))
+        """Returns the body of the answer, or None for a refusal. Raises `Broken` if the host would regard the sandbox as broken."""
+        link = _RecordedLink(frames.encode({"id": 1, "op": operation, **arguments}, body))
         server = object.__new__(self._module.Server)  # its constructor starts processes
         user = os.geteuid()
         server.link, server.users = link, Users(user, user, 64, grouped=True)
         server.paused_at = 0.0 if operation == "snapshot" else None
         server.answer(link.request())
-        must(not link.said.read(1), "the server leaves a part of a request unread")
-        answer = self._answer(bytes(link.sent), schema, most)
+        must(not link.received.read(1), "the server leaves part of a request unread")
+        answer = self._answer(bytes(link.sent), schema, max_bytes)
         if written is not None and answer is not None:
             for path, content in written.items():
-                must((self.home / path).read_bytes() == content, "a file is not what was written")
+                must((self.home / path).read_bytes() == content, "a file differs from what was written")
         return answer
 
-    def _answer(self, sent: bytes, schema: Schema, most: int) -> bytes | None:
+    def _answer(self, sent: bytes, schema: Schema, max_bytes: int) -> bytes | None:
         stream = io.BytesIO(sent)
         parts: list[bytes] = []
         while True:
             header_size, body_size = frames.parse_prefix(stream.read(frames.PREFIX.size))
             header = frames.parse_header(stream.read(header_size))
             parts.append(stream.read(body_size))
-            must(header["id"] == 1 and sum(map(len, parts)) <= most, "an answer larger than was asked for")
+            must(header["id"] == 1 and sum(map(len, parts)) <= max_bytes, "an answer larger than requested")
             if not header["ok"]:
                 kind, _ = frames.parse_failure(header)
-                must(kind in ("not_found", "too_large", "refused"), f"the agent's own doing is told as the machine's: {header}")
+                must(kind in ("not_found", "too_large", "refused"), f"a fault of the agent is reported as one of the machine: {header}")
                 return None
             if not frames.check_fields(header, schema).get("more", False):
                 must(not stream.read(1), "more than one answer")
                 return b"".join(parts)
-            must(bool(parts[-1]), "a piece of nothing")
+            must(bool(parts[-1]), "an empty chunk")
 
     def listing(self) -> dict[bytes, object]:
-        """Path -> a link's target, or a folder's or file's mode and time, and a file's bytes."""
-        listed: dict[bytes, object] = {}
-        self._look(os.fsencode(self.home), b"", listed)
-        return listed
+        """Path -> the target of a link, the mode and time of a folder, or the mode, time, link count and content of a file."""
+        entries_by_path: dict[bytes, object] = {}
+        self._look(os.fsencode(self.home), b"", entries_by_path)
+        return entries_by_path
 
-    def _look(self, folder: bytes, within: bytes, listed: dict[bytes, object]) -> None:
+    def _look(self, folder: bytes, within: bytes, entries_by_path: dict[bytes, object]) -> None:
         with os.scandir(folder) as entries:
             for entry in entries:
                 info, key = entry.stat(follow_symlinks=False), within + entry.name
                 if entry.is_symlink():
-                    listed[key] = os.readlink(entry.path)
+                    entries_by_path[key] = os.readlink(entry.path)
                     continue
                 os.chmod(entry.path, 0o700)  # without root an owner may not read everything it owns
                 if entry.is_dir():
-                    listed[key] = (stat.S_IMODE(info.st_mode), int(info.st_mtime))
-                    self._look(entry.path, key + b"/", listed)
+                    entries_by_path[key] = (stat.S_IMODE(info.st_mode), int(info.st_mtime))
+                    self._look(entry.path, key + b"/", entries_by_path)
                 else:
                     must(stat.S_ISREG(info.st_mode), f"{key!r} is neither a file, a folder nor a link")
                     with open(entry.path, "rb") as file:
-                        listed[key] = (stat.S_IMODE(info.st_mode), int(info.st_mtime), info.st_nlink, file.read())
+                        entries_by_path[key] = (stat.S_IMODE(info.st_mode), int(info.st_mtime), info.st_nlink, file.read())
                 os.chmod(entry.path, stat.S_IMODE(info.st_mode))
 
     def tidy(self) -> None:
-        """Empties the working directory, and nothing else."""
-        must(self._beside() == self._outside, "something beside the working directory has changed")
+        """Empties the working directory."""
+        must(self._state_outside() == self._outside, "something outside the working directory has changed")
         with os.scandir(self.home) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
@@ -145,7 +145,7 @@ class Desk:
                 else:
                     os.unlink(entry.path)
 
-    def _beside(self) -> tuple[object, ...]:
+    def _state_outside(self) -> tuple[object, ...]:
         canary = os.stat(self.scratch / "canary")
         return sorted(os.listdir(self.scratch)), canary.st_mtime_ns, canary.st_size, canary.st_mode, canary.st_nlink
 

@@ -1,6 +1,6 @@
-"""What a program in a sandbox asks the proxy for, and the entries of an allow-list.
+"""Requests of a sandboxed program to the proxy, and the entries of an allow-list.
 
-What goes on to a server is one request, and another reader of HTTP understands it as the proxy did.
+The proxy forwards one request, which other HTTP parsers read as the proxy did.
 """
 
 from __future__ import annotations
@@ -38,50 +38,50 @@ def _head(body: bytes) -> None:
     end = body.find(b"\r\n\r\n")
     head = (body[:end] if end >= 0 else body)[: HEAD_BYTES - 4] + b"\r\n\r\n"
     try:
-        wanted = requests.parse_request(head)
+        request = requests.parse_request(head)
     except Refusal as refusal:
-        must(refusal.reason.isprintable() and 400 <= refusal.status < 600, "a refusal that cannot be told")
+        must(refusal.reason.isprintable() and 400 <= refusal.status < 600, "a refusal without a printable reason")
         return
-    must(1 <= wanted.port <= 65535 and destinations.plain_host(_shown(wanted.host)) == wanted.host, "a host that is not in its one form")
     must(
-        (address := destinations.address_literal(wanted.host)) is None or isinstance(is_public(address), bool),
-        "an address that cannot be judged",
+        1 <= request.port <= 65535 and destinations.plain_host(_bracketed(request.host)) == request.host,
+        "a host that is not in its canonical form",
     )
-    if wanted.head:
-        _understood(wanted)
+    must((address := destinations.address_literal(request.host)) is None or isinstance(is_public(address), bool), "an unclassified address")
+    if request.head:
+        _check_other_parsers(request)
 
 
-def _understood(wanted: ProxyRequest) -> None:
-    """Two readers of HTTP, a strict one (h11) and a lenient one (`http.server`), find the same one request in what is sent on."""
+def _check_other_parsers(request: ProxyRequest) -> None:
+    """A strict HTTP parser (h11) and a lenient one (`http.server`) read the same single request from what is forwarded."""
     server = h11.Connection(h11.SERVER, max_incomplete_event_size=2 * HEAD_BYTES)
-    server.receive_data(wanted.head)
-    request = server.next_event()
-    must(isinstance(request, h11.Request), "no request is sent on")
-    assert isinstance(request, h11.Request)
-    headers = [(name.decode("ascii"), value.decode("latin-1")) for name, value in request.headers]
-    _sent_on(wanted, headers)
-    if wanted.body == 0:
-        must(type(server.next_event()) in (h11.EndOfMessage,) and server.trailing_data[0] == b"", "more than one request is sent on")
-    lenient = _Lenient(wanted.head)
-    if not lenient.refused:  # it takes fewer headers
-        must(lenient.command == request.method.decode(), "a request of two meanings is sent on")
-        must(lenient.path.lstrip("/") == request.target.decode().lstrip("/"), "a request of two meanings is sent on")
-        must(lenient.rfile.read() == b"", "more than one request is sent on")
-        _sent_on(wanted, [(name.lower(), value) for name, value in lenient.headers.items()])
+    server.receive_data(request.head)
+    parsed = server.next_event()
+    must(isinstance(parsed, h11.Request), "no request is forwarded")
+    assert isinstance(parsed, h11.Request)
+    headers = [(name.decode("ascii"), value.decode("latin-1")) for name, value in parsed.headers]
+    _check_headers(request, headers)
+    if request.body == 0:
+        must(type(server.next_event()) in (h11.EndOfMessage,) and server.trailing_data[0] == b"", "more than one request is forwarded")
+    lenient = _Lenient(request.head)
+    if not lenient.refused:  # it accepts fewer headers
+        must(lenient.command == parsed.method.decode(), "an ambiguous request is forwarded")
+        must(lenient.path.lstrip("/") == parsed.target.decode().lstrip("/"), "an ambiguous request is forwarded")
+        must(lenient.rfile.read() == b"", "more than one request is forwarded")
+        _check_headers(request, [(name.lower(), value) for name, value in lenient.headers.items()])
 
 
-def _sent_on(wanted: ProxyRequest, headers: list[tuple[str, str]]) -> None:
-    named = dict(headers)
-    once = [name for name, _ in headers if name in ("host", "connection", "content-length")]
-    must(len(once) == len(set(once)), "a header is sent on twice")
-    host = _shown(wanted.host)
-    must(named.get("host") in (host, f"{host}:{wanted.port}"), "the server is told of another host")
-    must(named.get("connection") == "close", "a second request could follow")
-    must("transfer-encoding" not in named and int(named.get("content-length", "0")) == wanted.body, "a body of another length")
+def _check_headers(request: ProxyRequest, headers: list[tuple[str, str]]) -> None:
+    by_name = dict(headers)
+    single = [name for name, _ in headers if name in ("host", "connection", "content-length")]
+    must(len(single) == len(set(single)), "a header is forwarded twice")
+    host = _bracketed(request.host)
+    must(by_name.get("host") in (host, f"{host}:{request.port}"), "another host is forwarded")
+    must(by_name.get("connection") == "close", "a second request could follow")
+    must("transfer-encoding" not in by_name and int(by_name.get("content-length", "0")) == request.body, "a body of another length")
 
 
 class _Lenient(BaseHTTPRequestHandler):
-    """The standard library's server, as far as it reads a head; it answers nothing."""
+    """The standard library's server, used only to parse a request head."""
 
     def __init__(self, head: bytes) -> None:
         self.rfile, self.wfile = io.BytesIO(head), io.BytesIO()
@@ -92,7 +92,7 @@ class _Lenient(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None: ...
 
 
-def _shown(host: str) -> str:
+def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
@@ -102,10 +102,10 @@ def _entry(text: str) -> None:
     except ValueError:
         return
     host = f"x.{entry.host}" if entry.below else entry.host
-    must(entry.covers(host, entry.port) and not entry.covers(host, entry.port % 65535 + 1), "an entry that does not mean its own port")
-    must(not entry.below or not entry.covers(entry.host, entry.port), "a star that stands for the name itself")
-    again = destinations.parse_destination(f"{'*.' if entry.below else ''}{_shown(entry.host)}:{entry.port}")
-    must(again == entry, "an entry that means another one when it is written plainly")
+    must(entry.covers(host, entry.port) and not entry.covers(host, entry.port % 65535 + 1), "an entry that does not cover exactly its port")
+    must(not entry.below or not entry.covers(entry.host, entry.port), "a wildcard that covers the domain itself")
+    reparsed = destinations.parse_destination(f"{'*.' if entry.below else ''}{_bracketed(entry.host)}:{entry.port}")
+    must(reparsed == entry, "an entry that changes when it is formatted and parsed")
     if entry.address is None:
         must(destinations.address_literal(entry.host) is None, "a name that is an address")
 
@@ -128,12 +128,12 @@ def seeds() -> Sequence[bytes]:
         b"0x7f.1:80",
         b"xn--bcher-kva.de:65535",
     ]
-    return [*(join("head", one) for one in requests), *(join("entry", one) for one in entries)]
+    return [*(join("head", text) for text in requests), *(join("entry", text) for text in entries)]
 
 
 target = Target(
     name="egress",
-    about="what a program asks the proxy for; entries of an allow-list",
+    about="requests of a program to the proxy; entries of an allow-list",
     prepare=prepare,
     seeds=seeds,
     brief=70_000,

@@ -1,4 +1,4 @@
-"""The host's end of the connection to an exec server: any bytes may arrive, and every call ends with a result or a typed error."""
+"""The host's connection to an exec server: for any received bytes, every call ends with a result or a typed error."""
 
 from __future__ import annotations
 
@@ -71,22 +71,22 @@ async def _session(data: bytes) -> None:
     finally:
         await sandbox.close()
         protocol.connection_lost(None)
-    must(channel.broken, "a channel that was closed still works")
+    must(channel.broken, "a closed channel still works")
 
 
 async def _use(sandbox: ChannelSandbox) -> None:
-    most = 2 * (OUTPUT_BYTES + CUT_MARK_BYTES)
+    limit = 2 * (OUTPUT_BYTES + CUT_MARK_BYTES)
     for session in ("", "agent"):
         result = await sandbox.python("pass", timeout_s=1.0, output_bytes=OUTPUT_BYTES, session=session)
-        must(len(result.stdout) + len(result.stderr) <= most, "more output than was asked for")
+        must(len(result.stdout) + len(result.stderr) <= limit, "more output than requested")
         must((result.exit_code is None) == bool(result.reason), "a program that both ended and was killed")
-        must(result.wall_s >= 0, "a program that took less than no time")
-    for most in (READ_BYTES, SNAPSHOT_BYTES):
+        must(result.wall_s >= 0, "a program with a negative duration")
+    for limit in (READ_BYTES, SNAPSHOT_BYTES):
         try:
-            data = await (sandbox.read("a", max_bytes=most) if most == READ_BYTES else sandbox.snapshot())
-            must(len(data) <= most, "a file larger than was allowed")
+            data = await (sandbox.read("a", max_bytes=limit) if limit == READ_BYTES else sandbox.snapshot())
+            must(len(data) <= limit, "a file larger than was allowed")
         except (FileNotFoundError, ValueError) as error:
-            must(str(error).isprintable() and len(str(error)) <= 500, "a message that a terminal would obey")
+            must(str(error).isprintable() and len(str(error)) <= 500, "a message with control characters")
     await sandbox.pause()
     await sandbox.resume()
     with contextlib.suppress(FileNotFoundError, ValueError):
@@ -107,7 +107,7 @@ SESSION = {**RAN, "restarted": False, "ended": False}
 
 
 def seeds() -> Sequence[bytes]:
-    whole = [
+    session = [
         *(HELLO, frame({"id": 1, **RAN}, b"outerr"), frame({"id": 2, **SESSION}, b"outerr")),
         *(frame({"id": 3, "ok": True, "more": True}, b"con"), frame({"id": 3, "ok": True, "more": False}, b"tent")),
         frame({"id": 4, "ok": False, "error": "too_large", "message": "the working directory is larger than a snapshot may be"}),
@@ -115,12 +115,12 @@ def seeds() -> Sequence[bytes]:
         frame({"id": 7, "ok": False, "error": "refused", "message": "'a' cannot be replaced"}),
     ]
     killed = frame({"id": 1, **RAN, "exit": None, "reason": "timeout"}, b"outerr")
-    return [b"".join(whole[:count]) for count in range(1, len(whole) + 1)] + [HELLO + killed, HELLO + HELLO, b""]
+    return [b"".join(session[:count]) for count in range(1, len(session) + 1)] + [HELLO + killed, HELLO + HELLO, b""]
 
 
 target = Target(
     name="frames",
-    about="what an exec server sends",
+    about="responses of an exec server",
     prepare=prepare,
     seeds=seeds,
     brief=5_000,

@@ -1,4 +1,4 @@
-"""What an outside program asks the gateway, in the words of each protocol."""
+"""Requests of an outside program to the gateway, in each protocol."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def prepare(scratch: Path) -> Check:
         if protocol is None:
             return
         try:
-            asked = protocol.read(read_json(body))
-        except RequestError as refused:
-            must(refused.status in STATUS.values() and bool(refused.message), "a refusal that says nothing")
-            _written(protocol.error(refused))
+            parsed = protocol.read(read_json(body))
+        except RequestError as error:
+            must(error.status in STATUS.values() and bool(error.message), "a refusal without a message")
+            _written(protocol.error(error))
             return
-        must(len(asked.messages) <= MAX_MESSAGES * MAX_MESSAGES and all(isinstance(one, str) for one in asked.system), "no request")
-        must(len(conversation_ends(asked.messages)) == len(asked.messages) + 1, "a conversation without an end")
-        place = ConversationGraph().locate(asked)
-        must(place.before is None and place.parent is None, "a conversation that nobody sampled goes on from somewhere")
-        _written(protocol.write(ANSWER, asked))
-        events = [event for _, event in protocol.events(ANSWER, asked)]
+        must(len(parsed.messages) <= MAX_MESSAGES * MAX_MESSAGES and all(isinstance(text, str) for text in parsed.system), "invalid")
+        must(len(conversation_ends(parsed.messages)) == len(parsed.messages) + 1, "a conversation without an end")
+        location = ConversationGraph().locate(parsed)
+        must(location.before is None and location.parent is None, "an unknown conversation continues a sampled one")
+        _written(protocol.write(ANSWER, parsed))
+        events = [event for _, event in protocol.events(ANSWER, parsed)]
         must(len(events) > 1, "a stream without an event")
         for event in events:
             _written(event)
@@ -54,22 +54,22 @@ def prepare(scratch: Path) -> Check:
 
 
 def _written(body: Any) -> None:
-    must(json.loads(json.dumps(body).encode()) == body, "what is answered is read as something else")
+    must(json.loads(json.dumps(body).encode()) == body, "an answer changes when it is read back")
 
 
 def seeds() -> Sequence[bytes]:
     schema = {"type": "object", "properties": {"at": {"type": "string"}}}
-    named = {"name": "look", "description": "Looks.", "parameters": schema}
-    called = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"at": "b"}'}}
+    function = {"name": "look", "description": "Looks.", "parameters": schema}
+    tool_call = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"at": "b"}'}}
     chat = {
         "model": "policy",
         "messages": [
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": [{"type": "text", "text": "look"}]},
-            {"role": "assistant", "content": None, "tool_calls": [called]},
+            {"role": "assistant", "content": None, "tool_calls": [tool_call]},
             {"role": "tool", "tool_call_id": "call_1", "content": "seen"},
         ],
-        "tools": [{"type": "function", "function": named}],
+        "tools": [{"type": "function", "function": function}],
         "max_completion_tokens": 9,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -105,28 +105,28 @@ def seeds() -> Sequence[bytes]:
             {"type": "function_call", "call_id": "call_1", "name": "look", "arguments": "{}"},
             {"type": "function_call_output", "call_id": "call_1", "output": "seen"},
         ],
-        "tools": [{"type": "function", **named, "strict": True}],
+        "tools": [{"type": "function", **function, "strict": True}],
         "max_output_tokens": 9,
     }
     shape = {"$ref": "#/$defs/A", "$defs": {"A": {**schema, "required": ["at"], "anyOf": [{"enum": [1]}]}}}
-    shaped = {"model": "policy", "input": "look", "text": {"format": {"type": "json_schema", "name": "a", "schema": shape}}}
-    older: dict[str, Any] = {
+    with_schema = {"model": "policy", "input": "look", "text": {"format": {"type": "json_schema", "name": "a", "schema": shape}}}
+    legacy: dict[str, Any] = {
         "model": "policy",
         "messages": [{"role": "user", "content": "look"}],
-        "functions": [named],
+        "functions": [function],
         "function_call": {"name": "look"},
     }
-    older["messages"] += [
+    legacy["messages"] += [
         {"role": "assistant", "function_call": {"name": "look", "arguments": "{}"}},
         {"role": "function", "content": "seen"},
     ]
-    bodies = [("chat", chat), ("messages", messages), ("responses", items), ("responses", shaped), ("chat", older)]
+    bodies = [("chat", chat), ("messages", messages), ("responses", items), ("responses", with_schema), ("chat", legacy)]
     return [label.encode() + b"\n" + json.dumps(body).encode() for label, body in bodies]
 
 
 target = Target(
     name="gateway",
-    about="what an outside program asks the gateway",
+    about="requests of an outside program to the gateway",
     prepare=prepare,
     seeds=seeds,
     mutate=mutators.labelled(dict.fromkeys(PROTOCOLS, mutators.json_text)),

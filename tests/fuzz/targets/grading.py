@@ -1,4 +1,4 @@
-"""From outputs and a grading sandbox's answers to the score. Every sandbox is hostile, also the judge's."""
+"""The path from outputs and the reports of a grading sandbox to the score. Every sandbox is hostile, including the judge's."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.fuzz.target import Check, Target, must
 
 SECRET = "secret"
 """Placeholder in an input's report for the grader's secret, which a compromised sandbox has read."""
-ANSWERED = "rewards.tables:exact_answer"
-GRADED = "agentrl.reward.cleanroom:grade"
+EXACT = "rewards.tables:exact_answer"
+GRADE = "agentrl.reward.cleanroom:grade"
 _TESTS: Mapping[Mode, dict[str, bytes]] = {
     "judge": {"test_a.py": b"def test_one(outputs): ...\n"},
     "pytest": {"test_a.py": b"def test_one(): ...\n"},
@@ -63,10 +63,10 @@ def prepare(scratch: Path) -> Check:
     add_project_root(content_root())
     loop = asyncio.new_event_loop()
     tasks = {
-        mode: _task({GRADING_KEY: Grading(mode=mode, tests=encode_files(files), timeout_s=5.0).model_dump(mode="json")}, GRADED)
+        mode: _task({GRADING_KEY: Grading(mode=mode, tests=encode_files(files), timeout_s=5.0).model_dump(mode="json")}, GRADE)
         for mode, files in _TESTS.items()
     }
-    answered = {"text": _task({"answer": "north"}, ANSWERED), "number": _task({"answer": "-12.5", "tolerance": 0.005}, ANSWERED)}
+    answer_tasks = {"text": _task({"answer": "north"}, EXACT), "number": _task({"answer": "-12.5", "tolerance": 0.005}, EXACT)}
     reports = _inside("contained").reports
 
     def check(data: bytes) -> None:
@@ -74,28 +74,28 @@ def prepare(scratch: Path) -> Check:
         text = body.decode("utf-8", "replace")
         if label in tasks:
             loop.run_until_complete(_graded(tasks[label], text))
-        elif label in answered:
-            loop.run_until_complete(_answer(answered[label], text))
+        elif label in answer_tasks:
+            loop.run_until_complete(_answer(answer_tasks[label], text))
         elif label == "listing":
             loop.run_until_complete(_collected(text))
         elif label == "reward.txt":
-            _reward(*parse_reward(text, None))
+            _check_reward(*parse_reward(text, None))
         elif label == "reward.json":
-            _reward(*parse_reward(None, text))
+            _check_reward(*parse_reward(None, text))
         elif label == "reports":
             results = reports(body, b"key")
-            must(all(isinstance(name, str) and isinstance(error, str) for name, error in results.items()), "a report that is no text")
+            must(all(isinstance(name, str) and isinstance(error, str) for name, error in results.items()), "a report that is not text")
             must(set(results.values()) <= {"a report that the tests did not write"}, "a report was forged without the key")
 
     return check
 
 
-async def _graded(task: Task, said: str) -> None:
-    """The verifier of task folders, with these answers of its sandboxes."""
-    sandboxes = _TakenOverSandboxes(lambda code: ExecResult(exit_code=0, stdout=said, stderr=said[:100], wall_s=0.0))
+async def _graded(task: Task, output: str) -> None:
+    """Runs the verifier of task folders in sandboxes with this output."""
+    sandboxes = _TakenOverSandboxes(lambda code: ExecResult(exit_code=0, stdout=output, stderr=output[:100], wall_s=0.0))
     episode = Episode(id="fuzz", task_id=task.id, task_key=task.key, trajectories=(), outputs={"a.txt": b"x"})
     try:
-        _checked(await cleanroom.CleanRoom()(task, episode, sandboxes))
+        _check_score(await cleanroom.CleanRoom()(task, episode, sandboxes))
     except TaskError:
         must(
             GRADING_KEY in task.data and task.data[GRADING_KEY]["mode"] == "judge",
@@ -103,39 +103,39 @@ async def _graded(task: Task, said: str) -> None:
         )
 
 
-async def _answer(task: Task, said: str) -> None:
-    score = await TaskScorer()(task, Episode(id="fuzz", task_id=task.id, task_key=task.key, trajectories=(), answer=said))
-    _checked(score)
+async def _answer(task: Task, answer: str) -> None:
+    score = await TaskScorer()(task, Episode(id="fuzz", task_id=task.id, task_key=task.key, trajectories=(), answer=answer))
+    _check_score(score)
     must(score.value in (0.0, 1.0), f"an answer without a verdict: {score.reason}")
 
 
-def _checked(score: Score) -> None:
+def _check_score(score: Score) -> None:
     must(score.value is not None and math.isfinite(score.value) and 0 <= score.value <= 1, "a score out of range")
-    must(len(score.evidence) <= 4000, "evidence without end")
-    must(codec.from_json(Score, codec.to_json(score)) == score, "a score is read back as another one")
+    must(len(score.evidence) <= 4000, "evidence that is too long")
+    must(codec.from_json(Score, codec.to_json(score)) == score, "a score changes when it is read back")
 
 
-async def _collected(said: str) -> None:
-    """An agent's sandbox that lists made-up outputs, each of which can be read."""
-    sandbox = _Obliging("fuzzed", lambda code: ExecResult(exit_code=0, stdout=said, stderr="", wall_s=0.0), {})
+async def _collected(output: str) -> None:
+    """Collects outputs from an agent's sandbox that lists arbitrary files, each of which can be read."""
+    sandbox = _HasEveryFile("fuzzed", lambda code: ExecResult(exit_code=0, stdout=output, stderr="", wall_s=0.0), {})
     for patterns in ([WHOLE_DIRECTORY], ["src/**", "*.txt"]):
         collected = await collect_outputs(sandbox, patterns)
         must(all(is_plain_path(path) for path in (*collected.files, *collected.removed)), "a path that leads out of a folder")
-        must(WHOLE_DIRECTORY in patterns or select_files(collected.files, patterns) == collected.files, "a file that was not asked for")
+        must(WHOLE_DIRECTORY in patterns or select_files(collected.files, patterns) == collected.files, "a file that was not requested")
         episode = Episode(id="fuzz", task_id="t", task_key="k", trajectories=(), outputs=collected.files, removed=collected.removed)
-        must(codec.from_json(Episode, codec.to_json(episode)) == episode, "an episode is read back as another one")
+        must(codec.from_json(Episode, codec.to_json(episode)) == episode, "an episode changes when it is read back")
 
 
-class _Obliging(ScriptedSandbox):
+class _HasEveryFile(ScriptedSandbox):
     """A sandbox that has every file."""
 
     async def read(self, path: str, *, max_bytes: int) -> bytes:
         return arguments.plain_path(path).encode("utf-8", "surrogateescape")[:max_bytes]
 
 
-def _reward(value: float | None, wrong: str) -> None:
+def _check_reward(value: float | None, wrong: str) -> None:
     must(value is None or 0 <= value <= 1, "a reward out of range")
-    must(len(wrong) < 1000, "a problem without end")
+    must(len(wrong) < 1000, "a message that is too long")
 
 
 def _inside(name: str) -> ModuleType:

@@ -1,4 +1,4 @@
-"""A judge's endpoint: the body and the headers of its answer, and an agent's words on their way into its prompt."""
+"""A judge's endpoint: the body and the headers of its response, and the text of an agent in its prompt."""
 
 from __future__ import annotations
 
@@ -21,91 +21,91 @@ from tests.fuzz.target import Check, Target, must
 
 LONGEST = 40_000  # bytes of an answer; longer ones are refused unread
 NONCE = "5f" * 16
-WANTED = {"correct": (0, 1), "complete": (0, 4)}
-RANKED = 3
+RANGES = {"correct": (0, 1), "complete": (0, 4)}
+RANKED_COUNT = 3
 SIDES = ("A", "B", "tie")
 RECORD = RewardRecord(shows=("answer",), offset=0.5, scale=2.0, max_tokens=8, weights="")
-ASKED = [{"role": "user", "content": "Who?"}]
+PROMPT = [{"role": "user", "content": "Who?"}]
 
 
 def prepare(scratch: Path) -> Check:
     def check(data: bytes) -> None:
-        what, body = mutators.split(data)
-        ENTRIES.get(what, chat)(body)
+        kind, body = mutators.split(data)
+        ENTRIES.get(kind, chat)(body)
 
     return check
 
 
 def chat(body: bytes) -> None:
     """A chat completion, read as each kind of verdict."""
-    reply = parse_completion(body, LONGEST, ASKED)
+    reply = parse_completion(body, LONGEST, PROMPT)
     must(reply.prompt_tokens >= 0 and reply.completion_tokens >= 0, "a negative count of tokens")
-    scored = parse_answer(reply, lambda said: (verdict.numbers(said, WANTED), verdict.reasoning(said)))
+    scored = parse_answer(reply, lambda text: (verdict.numbers(text, RANGES), verdict.reasoning(text)))
     if scored.verdict is not None:
         numbers, reasons = scored.verdict
-        must(all(low <= numbers[name] <= high for name, (low, high) in WANTED.items()), "a number out of its range")
-        _stored(Score(value=sum(numbers.values()) / 5, parts={name: float(one) for name, one in numbers.items()}, evidence=reasons))
-    ranked = parse_answer(reply, lambda said: verdict.ranking(said, RANKED))
-    must(ranked.verdict is None or sorted(ranked.verdict) == list(range(1, RANKED + 1)), "a ranking that is none")
-    chosen = parse_answer(reply, lambda said: verdict.choice(said, "better", SIDES))
-    must(chosen.verdict is None or chosen.verdict in SIDES, "a side that is none")
-    for heard in (scored, ranked, chosen):
-        _told(heard)
+        must(all(low <= numbers[name] <= high for name, (low, high) in RANGES.items()), "a number out of its range")
+        _storable(Score(value=sum(numbers.values()) / 5, parts={name: float(count) for name, count in numbers.items()}, evidence=reasons))
+    ranked = parse_answer(reply, lambda text: verdict.ranking(text, RANKED_COUNT))
+    must(ranked.verdict is None or sorted(ranked.verdict) == list(range(1, RANKED_COUNT + 1)), "an invalid ranking")
+    chosen = parse_answer(reply, lambda text: verdict.choice(text, "better", SIDES))
+    must(chosen.verdict is None or chosen.verdict in SIDES, "an invalid choice")
+    for answer in (scored, ranked, chosen):
+        _check_reason(answer)
 
 
 def number(body: bytes) -> None:
     """A reward model's answer."""
-    heard = parse_answer(parse_classification(body, LONGEST, query_tokens=3), parse_reward)
-    if heard.verdict is not None:
-        must(math.isfinite(heard.verdict), "a number that is none")
-        value = RECORD.value(heard.verdict)
+    answer = parse_answer(parse_classification(body, LONGEST, query_tokens=3), parse_reward)
+    if answer.verdict is not None:
+        must(math.isfinite(answer.verdict), "a reward that is not finite")
+        value = RECORD.value(answer.verdict)
         must(0.0 <= value <= 1.0, "a value out of range")
-        _stored(Score(value=value, parts={"number": heard.verdict}))
-    _told(heard)
+        _storable(Score(value=value, parts={"number": answer.verdict}))
+    _check_reason(answer)
 
 
 def headers(body: bytes) -> None:
-    """The headers of a busy server, one a line."""
+    """The headers of a busy server, one per line."""
     lines = (line.partition(":") for line in body.decode("latin-1").split("\n"))
-    asked = requested_wait_s({name.strip().lower(): value.strip() for name, _, value in lines}, now=1.7e9)
-    must(asked is None or (math.isfinite(asked) and asked >= 0), "a wait that is none")
-    must(0 <= backoff_s(3, asked, luck=0.5) < math.inf, "a wait without end")
+    wait_s = requested_wait_s({name.strip().lower(): value.strip() for name, _, value in lines}, now=1.7e9)
+    must(wait_s is None or (math.isfinite(wait_s) and wait_s >= 0), "an invalid wait")
+    must(0 <= backoff_s(3, wait_s, luck=0.5) < math.inf, "an infinite wait")
 
 
 def words(body: bytes) -> None:
-    """An agent's answer, as data in a prompt."""
+    """The answer of an agent, as data in a prompt."""
     text = body.decode("utf-8", "replace")
-    shown = delimited("answer", text, nonce=NONCE)
+    quoted = delimited("answer", text, nonce=NONCE)
     opening, closing = begin_marker("answer", NONCE), end_marker("answer", NONCE)
-    must(shown.startswith(f"{opening}\n") and shown.endswith(f"\n{closing}"), "data without its delimiters")
-    must(shown.count(opening) == 1 and shown.count(closing) == 1, "data that holds a delimiter")
+    must(quoted.startswith(f"{opening}\n") and quoted.endswith(f"\n{closing}"), "data without its delimiters")
+    must(quoted.count(opening) == 1 and quoted.count(closing) == 1, "data that contains a delimiter")
     plain = neutralize(text)
-    must(neutralize(plain) == plain, "what was broken up is structure again")
-    must("<|" not in plain and "<<<" not in plain and "\x1b" not in plain, "structure that is left")
+    must(neutralize(plain) == plain, "neutralized text changes when it is neutralized again")
+    must("<|" not in plain and "<<<" not in plain and "\x1b" not in plain, "structure that remains")
     must(isinstance(non_answer_reason(text, question="Who?", reference="me"), str), "no reason")
 
 
-def _told(heard: JudgeAnswer) -> None:
+def _check_reason(answer: JudgeAnswer) -> None:
     """Without a verdict there is a reason; both can be stored."""
-    must(heard.verdict is not None or bool(heard.reason), "neither a verdict nor a reason")
-    _stored(Score(value=None, reason=heard.reason or "-", evidence=heard.text))
+    must(answer.verdict is not None or bool(answer.reason), "neither a verdict nor a reason")
+    _storable(Score(value=None, reason=answer.reason or "-", evidence=answer.text))
 
 
-def _stored(score: Score) -> None:
-    must(codec.from_json(Score, codec.to_json(score)) == score, "a score is read back as another one")
+def _storable(score: Score) -> None:
+    must(codec.from_json(Score, codec.to_json(score)) == score, "a score changes when it is read back")
 
 
 ENTRIES: Mapping[str, Callable[[bytes], None]] = {"chat": chat, "number": number, "headers": headers, "words": words}
 
 
 def seeds() -> Sequence[bytes]:
-    said = [
+    forms = [
         {"reasoning": "so", "scores": {"correct": 1, "complete": 4}, "abstain": False},
         {"reasoning": "so", "scores": {"correct": 1, "complete": 4}, "abstain": True},
         {"reasoning": "so", "ranking": [3, 1, 2], "abstain": False},
         {"reasoning": "so", "better": "tie", "abstain": False},
     ]
-    texts = [*map(json.dumps, said), f"```json\n{json.dumps(said[0])}\n```", f"<think>{{}}</think>{json.dumps(said[3])}", "I am sorry."]
+    texts = [*map(json.dumps, forms), f"```json\n{json.dumps(forms[0])}\n```", f"<think>{{}}</think>{json.dumps(forms[3])}", "I am sorry."]
     bodies: list[Any] = [
         {"choices": [{"message": {"content": text}, "finish_reason": "stop"}], "usage": {"prompt_tokens": 9, "completion_tokens": 3}}
         for text in texts
@@ -124,7 +124,7 @@ def seeds() -> Sequence[bytes]:
 
 target = Target(
     name="judges",
-    about="what a judge's endpoint answers, its headers, and the agent's words that it is shown",
+    about="responses of a judge's endpoint, their headers, and the agent's text in its prompt",
     prepare=prepare,
     seeds=seeds,
     mutate=mutators.labelled(

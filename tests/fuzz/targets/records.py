@@ -1,4 +1,4 @@
-"""Records read back from JSON: a file of a run, a row of the store. What is accepted is written and read back as the same."""
+"""Records read back from JSON: a file of a run, a row of the store. Every accepted record can be written and read back unchanged."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ def prepare(scratch: Path) -> Check:
             record = codec.from_json(KINDS[label], body)
         except ValueError:
             return
-        again = codec.to_json(record)
-        must(codec.to_json(codec.from_json(KINDS[label], again)) == again, "a record is read back as another one")
+        json_text = codec.to_json(record)
+        must(codec.to_json(codec.from_json(KINDS[label], json_text)) == json_text, "a record changes when it is read back")
         codec.to_data(record)
 
     return check

@@ -1,4 +1,4 @@
-"""The exec server's end: whatever names and sizes the host sends, the server answers with a frame that the host accepts."""
+"""Requests to the exec server: for any names and sizes, it answers with a frame that the host accepts."""
 
 from __future__ import annotations
 
@@ -34,29 +34,29 @@ def prepare(scratch: Path) -> Check:
     return check
 
 
-def _call(desk: Desk, kind: str, said: Sequence[Any]) -> None:
-    """One call as `agentrl.sandbox.channel_sandbox` makes it; what that refuses is a `ValueError` or a `TypeError`."""
-    one, two, three, four = (*said, None, None, None, None)[:4]
+def _call(desk: Desk, kind: str, values: Sequence[Any]) -> None:
+    """One call as `agentrl.sandbox.channel_sandbox` makes it; invalid arguments raise ValueError or TypeError."""
+    first, second, third, fourth = (*values, None, None, None, None)[:4]
     try:
         if kind == "read":
-            most = arguments.size(two, "max_bytes", MOST_BYTES)
-            desk.ask("read", {"path": arguments.plain_path(one), "max_bytes": most}, schema=frames.CHUNK, most=most)
+            max_bytes = arguments.size(second, "max_bytes", MOST_BYTES)
+            desk.ask("read", {"path": arguments.plain_path(first), "max_bytes": max_bytes}, schema=frames.CHUNK, max_bytes=max_bytes)
         elif kind == "write":
-            path, body = arguments.plain_path(one), arguments.content(_bytes(two), "data")
+            path, body = arguments.plain_path(first), arguments.content(_bytes(second), "data")
             desk.ask("write", {"files": [[path, len(body)]]}, body, written={path: body})
         elif kind == "exec":
-            request = {**arguments.program(one, two), **arguments.limits(three, four)}
+            request = {**arguments.program(first, second), **arguments.limits(third, fourth)}
             frames.encode({"id": 1, "op": "exec", **request})
-            must(len(work("exec", (request["argv"], request["env"]))) > 0, "work without words")
+            must(len(work("exec", (request["argv"], request["env"]))) > 0, "an empty command")
         elif kind == "python":
-            must(isinstance(arguments.code(one), bytes), "code that is not sent")
-            frames.encode({"id": 1, "op": "python", "session": arguments.session_name(two), **arguments.limits(three, four)})
+            must(isinstance(arguments.code(first), bytes), "code that is not sent")
+            frames.encode({"id": 1, "op": "python", "session": arguments.session_name(second), **arguments.limits(third, fourth)})
     except (ValueError, TypeError) as error:
-        must(not isinstance(error, UnicodeError) and "\n" not in str(error), f"a request that is refused in other words: {error!r}")
+        must(not isinstance(error, UnicodeError) and "\n" not in str(error), f"an invalid request raises another error: {error!r}")
 
 
-def _bytes(said: object) -> object:
-    return said.encode("utf-8", "replace") if isinstance(said, str) else said
+def _bytes(value: object) -> object:
+    return value.encode("utf-8", "replace") if isinstance(value, str) else value
 
 
 def seeds() -> Sequence[bytes]:
@@ -79,7 +79,7 @@ def seeds() -> Sequence[bytes]:
 
 target = Target(
     name="server",
-    about="what the host asks of an exec server: names, sizes, files",
+    about="requests of the host to an exec server: names, sizes, files",
     prepare=prepare,
     seeds=seeds,
     brief=15_000,

@@ -129,7 +129,7 @@ def prepare(scratch: Path) -> Check:
         try:
             _open(scratch / family, scratch)
         except UserError as error:
-            must(bool(error.message.strip()), "an error that says nothing")
+            must(bool(error.message.strip()), "an error without a message")
         finally:
             (scratch / label).write_text(text)
 
@@ -147,20 +147,20 @@ def _alone(name: str, text: str) -> None:
         elif name.endswith(".py"):
             Grading(mode="judge", tests=encode_files({"test_a.py": text.encode()}))
         elif name.endswith(".sh"):
-            must(len(script_problem(text, network=False)) < 300, "a problem without end")
+            must(len(script_problem(text, network=False)) < 300, "a message that is too long")
     except ValueError as error:
-        must(bool(str(error)), "an error that says nothing")
+        must(bool(str(error)), "an error without a message")
 
 
 def _open(family: Path, root: Path) -> None:
-    opened = TaskFolders(family, root=root)
-    tasks = [opened.task(split, index) for split in Split for index in range(opened.size(split) or 0)]
-    must(len(tasks) == 1, "a task went missing")
+    folders = TaskFolders(family, root=root)
+    tasks = [folders.task(split, index) for split in Split for index in range(folders.size(split) or 0)]
+    must(len(tasks) == 1, "a task is missing")
     for task in tasks:
         must(len(task.key) == 64 and bool(grading_of(task).test_names()), "a task without tests")
-        must(bool(opened.gold(task)) and task.contents() is not None, "a task without a solution")
+        must(bool(folders.gold(task)) and task.contents() is not None, "a task without a solution")
         image = load_image(root / task.sandbox.image, cache=root / "cache")
-        must(image.tag.isascii(), "an image that cannot be named")
+        must(image.tag.isascii(), "an image tag that is not ASCII")
 
 
 def seeds() -> Sequence[bytes]:

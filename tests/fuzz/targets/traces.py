@@ -1,4 +1,4 @@
-"""Files that somebody else's agent left: chat messages, spans, trajectories. Whatever is read can be stored, and written as ATIF."""
+"""Files of third-party agents: chat messages, spans, trajectories. Every trace that is read can be stored and written as ATIF."""
 
 from __future__ import annotations
 
@@ -17,46 +17,46 @@ from tests.fuzz.target import Check, Target, must, one_in
 
 
 def prepare(scratch: Path) -> Check:
-    file, again = scratch / "traces.jsonl", scratch / "again.jsonl"
+    file, exported = scratch / "traces.jsonl", scratch / "again.jsonl"
 
     def check(data: bytes) -> None:
         file.write_bytes(data)
         traces = []
         try:
-            for one in read(file):
-                if isinstance(one, UnreadableDocument):
-                    _check_told(one)
+            for document in read(file):
+                if isinstance(document, UnreadableDocument):
+                    _check_error(document)
                 else:
-                    traces.append(one)
+                    traces.append(document)
         except UserError as error:
-            must(bool(str(error)), "an error that says nothing")
+            must(bool(str(error)), "an error without a message")
         for trace in traces:
-            must(codec.from_json(Trace, codec.to_json(trace)) == trace, "a trace is read back as another one")
-            must(trace.id.replace("-", "").isalnum(), "a trace's id is no name")
+            must(codec.from_json(Trace, codec.to_json(trace)) == trace, "a trace changes when it is read back")
+            must(trace.id.replace("-", "").isalnum(), "the id of a trace is not a valid name")
         if traces and one_in(4, data):
-            _check_written(traces, again)
+            _check_written(traces, exported)
 
     return check
 
 
-def _check_told(one: UnreadableDocument) -> None:
-    text = str(one)
-    must(bool(one.fix) and len(text) < 4000, "an error without advice, or without end")
-    must(all(letter.isprintable() or letter == "\n" for letter in text), "a message that a terminal obeys")
+def _check_error(error: UnreadableDocument) -> None:
+    text = str(error)
+    must(bool(error.fix) and len(text) < 4000, "an error without advice, or too long")
+    must(all(letter.isprintable() or letter == "\n" for letter in text), "a message with control characters")
 
 
 def _check_written(traces: Sequence[Trace], file: Path) -> None:
-    """What is exported says the same once it is imported."""
+    """Exporting traces and importing them changes no message."""
     for format in ("openai", "atif"):
         write(traces, file, format=format)
-    back = [one for one in read(file, "atif") if isinstance(one, Trace)]
-    must({_said(trace) for trace in traces} == {_said(trace) for trace in back}, "an exported trace says something else")
+    imported = [document for document in read(file, "atif") if isinstance(document, Trace)]
+    must({_messages(trace) for trace in traces} == {_messages(trace) for trace in imported}, "an exported trace has other messages")
 
 
-def _said(trace: Trace) -> str:
-    """What was said in a trace, in the order in which it was said."""
-    told = [(one.message, one.answers, one.failed, one.call_ids, one.reasoning) for one in trace.spoken]
-    return codec.to_json(told).decode()
+def _messages(trace: Trace) -> str:
+    """The messages of a trace, in order."""
+    messages = [(message.message, message.answers, message.failed, message.call_ids, message.reasoning) for message in trace.spoken]
+    return codec.to_json(messages).decode()
 
 
 def _otlp(*spans: dict[str, Any]) -> dict[str, Any]:
@@ -65,8 +65,8 @@ def _otlp(*spans: dict[str, Any]) -> dict[str, Any]:
 
 
 def _span(id: str, parent: str, operation: str, start: int, **attributes: Any) -> dict[str, Any]:
-    told = {"gen_ai.operation.name": operation, **{f"gen_ai.{name.replace('_', '.')}": value for name, value in attributes.items()}}
-    values = [{"key": key, "value": {"stringValue": value if isinstance(value, str) else json.dumps(value)}} for key, value in told.items()]
+    data = {"gen_ai.operation.name": operation, **{f"gen_ai.{name.replace('_', '.')}": value for name, value in attributes.items()}}
+    values = [{"key": key, "value": {"stringValue": value if isinstance(value, str) else json.dumps(value)}} for key, value in data.items()]
     return {
         "traceId": "ab" * 16,
         "spanId": id * 8,
@@ -87,25 +87,25 @@ def seeds() -> Sequence[bytes]:
         {"role": "tool", "tool_call_id": "c1", "content": "x"},
         {"role": "assistant", "content": "done", "name": "b"},
     ]
-    asks = {"role": "user", "parts": [{"type": "text", "content": "q"}]}
-    calls = {"role": "assistant", "parts": [{"type": "tool_call", "id": "c", "name": "ask", "arguments": {"a": 1}}]}
-    told = {"role": "tool", "parts": [{"type": "tool_call_response", "id": "c", "response": "r"}]}
-    ends = {"role": "assistant", "parts": [{"type": "text", "content": "e"}, {"type": "reasoning", "content": "t"}]}
+    user_message = {"role": "user", "parts": [{"type": "text", "content": "q"}]}
+    call_message = {"role": "assistant", "parts": [{"type": "tool_call", "id": "c", "name": "ask", "arguments": {"a": 1}}]}
+    response_message = {"role": "tool", "parts": [{"type": "tool_call_response", "id": "c", "response": "r"}]}
+    final_message = {"role": "assistant", "parts": [{"type": "text", "content": "e"}, {"type": "reasoning", "content": "t"}]}
     spans = _otlp(
         _span("a1", "", "invoke_agent", 1, agent_name="desk"),
-        _span("b1", "a1", "chat", 2, input_messages=[asks], output_messages=[calls], conversation_id="k"),
+        _span("b1", "a1", "chat", 2, input_messages=[user_message], output_messages=[call_message], conversation_id="k"),
         _span("c1", "a1", "execute_tool", 3, tool_name="ask"),
         _span("d1", "c1", "invoke_agent", 4, agent_name="helper"),
-        _span("e1", "d1", "chat", 5, input_messages=[asks], output_messages=[ends]),
-        _span("f1", "a1", "chat", 9, input_messages=[asks, calls, told], output_messages=[ends]),
+        _span("e1", "d1", "chat", 5, input_messages=[user_message], output_messages=[final_message]),
+        _span("f1", "a1", "chat", 9, input_messages=[user_message, call_message, response_message], output_messages=[final_message]),
     )
     body = {"kvlistValue": {"values": [{"key": "content", "value": {"stringValue": "q"}}]}}
     names = [[{"key": "event.name", "value": {"stringValue": f"gen_ai.{name}"}}] for name in ("user.message", "choice")]
     ids = {"traceId": "cd" * 16, "spanId": "ab" * 8, "timeUnixNano": "5"}
-    said = {"kvlistValue": {"values": [{"key": "message", "value": body}]}}
+    resp = {"kvlistValue": {"values": [{"key": "message", "value": body}]}}
     logs = {
         "resourceLogs": [
-            {"scopeLogs": [{"logRecords": [{**ids, "attributes": names[0], "body": body}, {**ids, "attributes": names[1], "body": said}]}]}
+            {"scopeLogs": [{"logRecords": [{**ids, "attributes": names[0], "body": body}, {**ids, "attributes": names[1], "body": resp}]}]}
         ]
     }
     agent = {"name": "desk", "version": "1", "model_name": "m"}
@@ -132,7 +132,7 @@ def seeds() -> Sequence[bytes]:
 
 
 def _mutated(data: bytes, chance: Random) -> bytes:
-    """A change of one line, or of their order."""
+    """Changes one line, or the order of lines."""
     if b"\n" not in data.strip():
         return mutators.json_text(data, chance)
     if chance.random() < 0.2:
@@ -145,7 +145,7 @@ def _mutated(data: bytes, chance: Random) -> bytes:
 
 target = Target(
     name="traces",
-    about="files of somebody else's agents: chat messages, spans, trajectories",
+    about="files of third-party agents: chat messages, spans, trajectories",
     prepare=prepare,
     seeds=seeds,
     brief=2_500,

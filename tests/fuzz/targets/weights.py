@@ -104,7 +104,7 @@ def prepare(scratch: Path) -> Check:
             _frames(child, delta, body)
         elif label == deltas.DELTA_RECORD:
             (child / deltas.DELTA_FILE).write_bytes(frames)
-            _made(child, body)
+            _check_materialized(child, body)
         elif label in (WHOLE_MODEL, ADAPTER):
             _header(scratch / label, body)
         elif label in MODEL:
@@ -116,19 +116,19 @@ def prepare(scratch: Path) -> Check:
 
 
 def _gguf(path: Path, data: bytes) -> None:
-    """A header that is taken holds what it says: as many tensors and values, within the file."""
+    """An accepted header has as many tensors and values as it declares, and they fit in the file."""
     path.write_bytes(data)
     try:
         header = read_header(path)
     except UserError:
         return
     counts = struct.unpack("<QQ", data[8:24])
-    must((len(header.tensors), len(header.metadata)) == counts, "other counts than the file's")
-    must(len(data) >= 24 + 13 * counts[1] + 32 * counts[0], "more than the file has room for")
+    must((len(header.tensors), len(header.metadata)) == counts, "counts differ from those in the file")
+    must(len(data) >= 24 + 13 * counts[1] + 32 * counts[0], "more than fits in the file")
 
 
 def _frames(folder: Path, delta: Delta, frames: bytes) -> None:
-    """A deliberately forged delta: its record has the checksum of its content."""
+    """A forged delta whose record has the checksum of its content."""
     (folder / deltas.DELTA_FILE).write_bytes(frames)
     hostile = Delta(
         parent=delta.parent,
@@ -138,22 +138,22 @@ def _frames(folder: Path, delta: Delta, frames: bytes) -> None:
         size=delta.size,
         stride=delta.stride,
     )
-    _made(folder, codec.to_json(hostile))
+    _check_materialized(folder, codec.to_json(hostile))
 
 
-def _made(folder: Path, record: bytes) -> None:
-    """A version is made whole and equals the published one, or it is refused and nothing is left of it."""
+def _check_materialized(folder: Path, record: bytes) -> None:
+    """A materialized version equals the published one; a refused version leaves no file."""
     (folder / deltas.DELTA_RECORD).write_bytes(record)
-    whole = folder / WHOLE_MODEL
+    weights_file = folder / WHOLE_MODEL
     try:
         deltas.materialize(folder)
-        must(sha256_file(whole) == codec.from_json(Delta, record).sha256, "a version that was not published")
+        must(sha256_file(weights_file) == codec.from_json(Delta, record).sha256, "a version that was never published")
     except ValueError:
-        must(not whole.exists(), "a version that was refused lies there")
+        must(not weights_file.exists(), "a refused version was written")
     finally:
-        whole.unlink(missing_ok=True)
+        weights_file.unlink(missing_ok=True)
         deltas.base_folders(folder)
-    must(not [path for path in folder.iterdir() if path.name not in (deltas.DELTA_RECORD, deltas.DELTA_FILE)], "something is left over")
+    must(not [path for path in folder.iterdir() if path.name not in (deltas.DELTA_RECORD, deltas.DELTA_FILE)], "a file is left over")
 
 
 def _header(path: Path, data: bytes) -> None:
@@ -182,7 +182,7 @@ def _model_folder(folder: Path, name: str, data: bytes) -> None:
         check_model_files(folder)
         check_model(folder, RECIPE)
     except UserError as error:
-        must(bool(error.message and error.fix), "an error that says nothing")
+        must(bool(error.message and error.fix), "an error without a message")
     finally:
         (folder / name).write_bytes(MODEL[name])
 
@@ -196,9 +196,9 @@ def seeds() -> Sequence[bytes]:
     text = json.dumps(adapter).encode()
     record = Delta(parent=0, parent_sha256="0" * 64, sha256="1" * 64, delta_sha256="2" * 64, size=len(CHILD), stride=4)
     return [
-        *(join(WHOLE_MODEL, one) for one in (PARENT, CHILD, b"", PARENT[:20])),
+        *(join(WHOLE_MODEL, content) for content in (PARENT, CHILD, b"", PARENT[:20])),
         join(ADAPTER, struct.pack("<Q", len(text)) + text + bytes(4)),
-        *(join(deltas.DELTA_FILE, one) for one in (struct.pack("<I", len(packed)) + packed, struct.pack("<I", 0), b"")),
+        *(join(deltas.DELTA_FILE, content) for content in (struct.pack("<I", len(packed)) + packed, struct.pack("<I", 0), b"")),
         join(deltas.DELTA_RECORD, codec.to_json(record)),
         join(GGUF, _gguf_file()),
         *(join(name, content) for name, content in MODEL.items()),

@@ -1,1 +1,1 @@
-"""One sandbox backend, weight channel, store, tracker, advantage estimator and loss, as somebody outside of agentrl writes them."""
+"""One sandbox backend, weight channel, store, tracker, advantage estimator and loss, as a third-party package implements them."""

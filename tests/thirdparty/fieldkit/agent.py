@@ -1,4 +1,4 @@
-"""An agent around the one that ships: it writes down how its episodes ended."""
+"""An agent that wraps the shipped one and records how its episodes ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file channel, with a journal of what went over it."""
+"""The file channel, with a journal of its swaps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bubblewrap sandboxes behind a backend of our own, which keeps an account of them."""
+"""Bubblewrap sandboxes behind a third-party backend, which counts them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentrl.sandbox import BubblewrapBackend
 
 
 class CountedBackend:
-    """Has what `SandboxBackend` asks for, and nothing else; `account` is the file that gets the counts when it closes."""
+    """Implements only `SandboxBackend`. Closing it writes the counts to the file `account`."""
 
     name = "counted"
 
@@ -37,7 +37,7 @@ class CountedBackend:
 
 
 class CountedSandbox:
-    """A `Sandbox` around another."""
+    """A `Sandbox` that wraps another one."""
 
     def __init__(self, inner: Sandbox, counts: Counter[str]) -> None:
         self.id, self._inner, self._counts, self._open = inner.id, inner, counts, True

@@ -1,4 +1,4 @@
-"""An experience store of plain files: one for each group, and one that says which step took which."""
+"""An experience store of plain files: one per group, and one with the step that consumed each group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from agentrl.records import Group, GroupUse, LateScore, LedgerEntry, PendingScor
 
 
 class FolderStore:
-    """An `ExperienceStore` in `folder` of the run folder. A group's file appears whole or not at all, by a hard link."""
+    """An `ExperienceStore` in `folder` of the run folder. The file of a group is created atomically, with a hard link."""
 
     def __init__(self, run_dir: Path, recipe: Recipe, *, folder: str = "groups") -> None:
         self._folder = run_dir / folder
@@ -189,12 +189,12 @@ class FolderStore:
             self._write(self._taken, taken)
 
     def _read(self) -> dict[int, dict[str, Any]]:
-        known = json.loads(self._taken.read_text()) if self._taken.exists() else {}
-        return {int(index): {"step": one["step"], "use": one["use"] and GroupUse(**one["use"])} for index, one in known.items()}
+        data = json.loads(self._taken.read_text()) if self._taken.exists() else {}
+        return {int(index): {"step": known["step"], "use": known["use"] and GroupUse(**known["use"])} for index, known in data.items()}
 
 
 def _parts(group: Group) -> Iterator[tuple[tuple[str, str], LatePart]]:
-    """(episode id, part) and state of the parts that a group waits for."""
+    """Yields (episode id, part) and the state of each part that a group waits for."""
     for attempt, scored, part in group.pending:
         state = LatePart(group=group.index, attempt=attempt, low=part.low, high=part.high, expires_at=part.expires_at)
         yield (scored.episode.id, part.name), state
