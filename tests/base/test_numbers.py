@@ -52,7 +52,7 @@ def test_no_constant_is_near_under_any_tolerance(truth: Fraction, absolute: floa
 
 
 @given(st.floats(-1e12, 1e12), st.floats(-1e12, 1e12), tolerances)
-def test_floats_are_compared_like_fractions(number: float, other: float, relative: float) -> None:
+def test_comparing_floats_agrees_with_exact_fractions(number: float, other: float, relative: float) -> None:
     exact = is_near(Fraction(number), Fraction(other), relative=relative)
     at_bound = abs(abs(number - other) - relative * abs(other)) <= 1e-12 * abs(other)  # exactly at the bound, rounding decides
     assert at_bound or is_near(number, other, relative=relative) is exact

@@ -216,7 +216,7 @@ def chain_of(length: int) -> BaseException:
     return error
 
 
-def test_64_errors_of_a_chain_are_searched() -> None:
+def test_at_most_64_errors_of_a_chain_are_searched() -> None:
     assert classify(chain_of(64)) == "server" and classify(chain_of(65)) == "request"
 
 

@@ -350,7 +350,7 @@ NAMES = ["../../etc/passwd", "/etc/passwd", ".hidden", "a/../b", "version.json",
 
 
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
-def test_a_file_can_only_have_the_name_of_a_version_file(name: str) -> None:
+def test_an_invalid_version_file_name_raises(name: str) -> None:
     with pytest.raises(ValueError, match="cannot be the name"):
         FileChunks(name=name, size=0, chunks=())
 

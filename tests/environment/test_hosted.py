@@ -161,7 +161,7 @@ async def test_more_requests_than_turns_are_rejected(task: Task) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["inspect", "verifiers"])
-def test_a_host_starts_in_the_project_of_the_recipe(prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_runs_in_the_recipes_project_folder(prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     project = tmp_path / "project"
     lock = venvs.Lock(name="mine", requires=("inspect-ai", "verifiers"), python="3.11", platform="x", pins=())
     for path, text in (("environments/mine.lock", lock.to_text()), (".environments/mine/agentrl.lock", lock.to_text())):

@@ -54,7 +54,7 @@ def test_a_version_has_the_same_sampling_by_folder_and_by_number(tmp_path: Path)
     assert samplings == [SamplingConfig(temperature=0.7, top_k=20)] * 2
 
 
-def test_a_model_of_another_origin_has_the_defaults(tmp_path: Path) -> None:
+def test_a_third_party_model_uses_the_default_sampling(tmp_path: Path) -> None:
     assert sampling_of(model_of(tmp_path / "m"), tmp_path) == SamplingConfig()
 
 

@@ -229,7 +229,7 @@ async def test_a_split_turn_is_one_turn(run_episode: Any, protocol: str, order: 
 
 
 @pytest.mark.parametrize("protocol", PATHS)
-async def test_two_joined_turns_are_two_turns(run_episode: Any, protocol: str) -> None:
+async def test_a_continued_answer_is_two_turns_even_if_sent_back_as_one_message(run_episode: Any, protocol: str) -> None:
     """A program continues after a cut answer, and sends both parts as one message or as two."""
     limit = "max_output_tokens" if protocol == "responses" else "max_tokens"
 

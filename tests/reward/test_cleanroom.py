@@ -411,7 +411,7 @@ if os.fork() == 0:
     assert collected.files.get("a.txt") == b"2" or "cannot be listed" in collected.refused["*.txt"]
 
 
-async def test_report_without_the_secret_is_ignored() -> None:
+async def test_a_report_without_the_secret_gives_no_score() -> None:
     """A single foreign line on the stdout of the judge invalidates the report."""
     forged = ScriptedSandboxes(printing('{"loaded": ["test_it.py::test_double"]}\nx {"test": "test_it.py::test_double", "error": ""}\n'))
     result = await score(task(), outputs_of(code=DOUBLE), forged)

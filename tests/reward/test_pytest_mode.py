@@ -170,7 +170,7 @@ def test_documentation_states_their_number() -> None:
     assert len(CLOSED) + len(OPEN) >= 32
 
 
-def test_mode_is_reported_as_unsafe() -> None:
+def test_the_pytest_mode_is_reported_as_unsafe() -> None:
     graded_task, _ = in_mode("pytest")
     proof = prove_separation([graded_task, task()])
     assert [(finding.severity, finding.tasks) for finding in proof.findings] == [("unsafe", (graded_task.id,))]

@@ -334,7 +334,7 @@ def test_time_in_which_several_requests_ran_counts_once() -> None:
     assert time.newest is last
 
 
-def test_a_first_request_of_half_a_second_counts() -> None:
+def test_the_time_of_the_first_request_counts_as_sampling_time() -> None:
     time = SamplingTime()
     time.begin(0.0)
     time.end(0.5, reading(0.5))

@@ -181,7 +181,7 @@ def test_an_episode_without_time_sends_no_request(spent_s: float) -> None:
     assert server.calls == []
 
 
-def test_a_request_without_a_token_at_the_end_is_out_of_time() -> None:
+def test_a_request_cut_before_its_first_token_raises_out_of_time() -> None:
     with pytest.raises(OutOfTime):
         sampled(requests_of(Server(Part(6.0, 0, CUT)), Watched(0.05), spent_s=70.0))
 

@@ -140,7 +140,7 @@ def test_timeout_is_positive_and_finite(value):
         lambda: arguments.content("text", "stdin"),
     ],
 )
-def test_wrong_type_is_a_type_error(work):
+def test_an_argument_of_the_wrong_type_raises_type_error(work):
     with pytest.raises(TypeError):
         work()
 

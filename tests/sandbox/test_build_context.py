@@ -101,7 +101,7 @@ def test_special_files_and_oversized_contexts_are_refused(folder, monkeypatch):
         read_build_context(folder)
 
 
-def test_dockerfile_that_is_a_link_is_refused(folder, tmp_path):
+def test_a_symlinked_dockerfile_raises_a_user_error(folder, tmp_path):
     (folder / "Dockerfile").rename(tmp_path / "elsewhere")
     (folder / "Dockerfile").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match="Dockerfile is not a regular file"):

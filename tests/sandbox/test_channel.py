@@ -63,7 +63,7 @@ async def test_reply_and_chunks(pair):
 @pytest.mark.parametrize(
     ("kind", "error"), [("not_found", FileNotFoundError), ("too_large", ValueError), ("refused", ValueError), ("busy", SandboxError)]
 )
-async def test_refusals_are_typed_and_leave_the_channel_usable(pair, kind, error):
+async def test_error_replies_raise_typed_exceptions_and_keep_the_channel_usable(pair, kind, error):
     channel, peer = pair
     with pytest.raises(error, match="why"):
         await answer(channel, peer, {"ok": False, "error": kind, "message": "why"})

@@ -93,7 +93,7 @@ async def test_images_of_the_daemon_are_removed_with_their_folder(cache, tmp_pat
 
 
 @pytest.mark.bubblewrap
-async def test_opening_a_sandbox_records_the_use_of_its_image(tmp_path):
+async def test_opening_a_sandbox_updates_the_last_use_of_its_image(tmp_path):
     (tmp_path / "image").mkdir()
     (tmp_path / "image" / "image.toml").write_text('suite = "bookworm"\npackages = ["python3"]\n')
     backend = select_backend("bubblewrap", run_label="test", root=tmp_path)

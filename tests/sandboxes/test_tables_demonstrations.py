@@ -26,7 +26,7 @@ def arguments(act: Act) -> dict[str, str]:
     return {"tool": body["name"], **body["arguments"]}
 
 
-def test_a_call_is_one_json_object_between_the_markers() -> None:
+def test_a_call_is_written_as_one_json_object_between_the_markers() -> None:
     act = Act(completion=call("python", code="print('é')\n"), observation="é")
     assert act.completion == '<tool_call>\n{"name": "python", "arguments": {"code": "print(\'é\')\\n"}}\n</tool_call><|im_end|>'
     assert arguments(act) == {"tool": "python", "code": "print('é')\n"}
