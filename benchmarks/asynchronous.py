@@ -162,8 +162,8 @@ class Simulation:
     def roll_out(self) -> Generator[simpy.Event, Any, None]:
         """Starts groups, as `agentrl.run.loop._roll_out` does."""
         for slot in itertools.count():
-            wanted = self.steps * self.order.per_step
-            while slot >= wanted + self.parked or not self.starts.admit(slot, version=self.version, parked=self.parked):
+            groups_needed = self.steps * self.order.per_step
+            while slot >= groups_needed + self.parked or not self.starts.admit(slot, version=self.version, parked=self.parked):
                 yield self.changed
             self.env.process(self.group(slot))
 

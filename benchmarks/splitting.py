@@ -215,15 +215,19 @@ def page(outcomes: list[Outcome]) -> str:
     )
 
 
-def make_all(wanted: Sequence[tuple[str, int]], runs: Path, out: Path, note: str, overrides: Sequence[str]) -> None:
+def run_all(configurations: Sequence[tuple[str, int]], runs: Path, out: Path, note: str, overrides: Sequence[str]) -> None:
     """Runs all modes and seeds without a stored result and prints progress."""
-    todo = [(credit, seed) for credit, seed in wanted if not result_path(out, credit, seed).exists()]
+    todo = [(credit, seed) for credit, seed in configurations if not result_path(out, credit, seed).exists()]
     if todo:
         subprocess.run([sys.executable, str(POLICY)], cwd=ROOT, check=True)
     began = time.monotonic()
     for number, (credit, seed) in enumerate(todo):
         pace = (time.monotonic() - began) / 60 / number if number else None
-        status = f"about {pace * (len(todo) - number):.0f} min left" if pace is not None else f"{len(wanted) - len(todo)} finished before"
+        status = (
+            f"about {pace * (len(todo) - number):.0f} min left"
+            if pace is not None
+            else f"{len(configurations) - len(todo)} finished before"
+        )
         print(f"credit {credit}, seed {seed}: run {number + 1} of {len(todo)}, {status}", file=sys.stderr, flush=True)
         run(credit, seed, runs, out, note, overrides)
 
@@ -240,7 +244,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.page is None:
         check_alike(args.out, args.overrides)
-        make_all([(credit, seed) for seed in args.seeds for credit in args.credits], args.runs, args.out, args.note, args.overrides)
+        run_all([(credit, seed) for seed in args.seeds for credit in args.credits], args.runs, args.out, args.note, args.overrides)
     outcomes = stored_outcomes(args.out)
     if not outcomes:
         sys.exit(f"error: {args.out} has no stored results\nfix: python benchmarks/splitting.py")

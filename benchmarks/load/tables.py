@@ -76,8 +76,8 @@ def turn_figures(result: dict[str, Any]) -> dict[str, Any]:
     return {"sides": sides, "turns": result["turns"], "episodes": result["episodes"], "tokens": result["tokens"]}
 
 
-def _crowd(result: dict[str, Any]) -> tuple[str, bool]:
-    few, many = result["runs"]
+def _in_flight_section(result: dict[str, Any]) -> tuple[str, bool]:
+    small_run, large_run = result["runs"]
     low, high = result["delay_s"]
     rows = [
         "### Episodes in flight",
@@ -92,11 +92,11 @@ def _crowd(result: dict[str, Any]) -> tuple[str, bool]:
     rows += [
         f"| {run['episodes']:,} | {run['turns']:,} | {run['cpu_share']:.0%} | {1000 * run['added_50_s']:.1f}"
         f" | {1000 * run['added_99_s']:.1f} | {1000 * run['collection_s']:.0f} |"
-        for run in (few, many)
+        for run in (small_run, large_run)
     ]
-    met = many["added_99_s"] <= DRIVER_P99_S and many["in_flight"] > 0.95 * many["episodes"]
-    rows += ["", f"Target: at most {1000 * DRIVER_P99_S:.0f} ms at the p99 with {many['episodes']:,} episodes. {_reached(met)}"]
-    return "\n".join(rows), met
+    target_met = large_run["added_99_s"] <= DRIVER_P99_S and large_run["in_flight"] > 0.95 * large_run["episodes"]
+    rows += ["", f"Target: at most {1000 * DRIVER_P99_S:.0f} ms at the p99 with {large_run['episodes']:,} episodes. {_reached(target_met)}"]
+    return "\n".join(rows), target_met
 
 
 def _idle(result: dict[str, Any]) -> tuple[str, bool]:
@@ -152,4 +152,4 @@ def _reached(met: bool) -> str:
     return "Reached." if met else "Not reached."
 
 
-_PARTS = {"turns": _turns, "crowd": _crowd, "idle": _idle, "prefix": _prefix}
+_PARTS = {"turns": _turns, "crowd": _in_flight_section, "idle": _idle, "prefix": _prefix}

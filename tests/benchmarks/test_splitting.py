@@ -56,23 +56,23 @@ async def test_results_are_stored_and_the_page_is_written_from_them(tmp_path: Pa
     runs, out, page = tmp_path / "runs", tmp_path / "stored", tmp_path / "page.md"
     commands: list[list[str]] = []
 
-    def trained(command: list[str]) -> tuple[float, float]:
+    def fake_timed_run(command: list[str]) -> tuple[float, float]:
         commands.append(command)
         if "--resume" not in command:
             write_finished_run(Path(command[command.index("--run-dir") + 1]), attempts)
         return 300.0, 3.0
 
     monkeypatch.setattr(splitting.subprocess, "run", lambda command, **_: commands.append(command))
-    monkeypatch.setattr(splitting, "timed", trained)
+    monkeypatch.setattr(splitting, "timed", fake_timed_run)
     write_finished_run(runs / "verifier-1", attempts)
     (runs / "verifier-1" / "recipe.json").write_text("{}")
-    wanted = [("verifier", 0), ("verifier", 1), ("episode", 0)]
-    splitting.make_all(wanted, runs, out, "", ["steps=2"])
+    configurations = [("verifier", 0), ("verifier", 1), ("episode", 0)]
+    splitting.run_all(configurations, runs, out, "", ["steps=2"])
     assert [Path(command[1]).name for command in commands] == ["splitting_policy.py", *["splitting.py"] * 3]
     assert ["--resume" in command for command in commands] == [False, False, True, False]
     assert "objective.credit=episode" in commands[3] and "seed=0" in commands[3] and "steps=2" in commands[3]
-    splitting.make_all(wanted, tmp_path / "elsewhere", out, "", [])
-    assert len(commands) == 4, "a stored result is not measured again, in any folder of runs"
+    splitting.run_all(configurations, tmp_path / "elsewhere", out, "", [])
+    assert len(commands) == 4, "a stored result is not measured again, even with a different folder of runs"
 
     page.write_text(f"# Before\n\n{splitting.BEGIN}\n\nold\n\n{splitting.END}\n\nAfter.\n")
     monkeypatch.setattr(sys, "argv", ["splitting.py", "--out", str(out), "--page", str(page)])

@@ -199,7 +199,7 @@ def test_cases_planned_from_one_policy_reach_the_power(repeats: int, everywhere:
         after = [0.7] * n if everywhere else [0.0 if index < 0.2 / 0.9 * n else 0.9 for index in range(n)]
         tails = sign_flip_test([passed(chance) - passed(0.9) for chance in after])
         detected += tails.both <= 0.05
-    assert detected / 200 >= 0.75, "80%, but for the chance in 200 evaluations"
+    assert detected / 200 >= 0.75, "the planned 80%, less sampling error over 200 evaluations"
 
 
 @pytest.mark.slow

@@ -113,15 +113,15 @@ def test_steps_are_committed_once_completely_and_in_order(tmp_path: Path) -> Non
 def test_old_notes_are_deleted_without_changing_readable_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "RESULTS", 20)
     monkeypatch.setattr(store_module, "KEEP", 20)
-    config, everything = MemoryConfig(), NoteStore(None, MemoryConfig())
-    store = NoteStore(None, config)
+    config, unpruned = MemoryConfig(), NoteStore(None, MemoryConfig())
+    pruned = NoteStore(None, config)
     for step in range(30):
-        written = [note(f"{step}-{member}", *(f"word {step} {member} {n}" for n in range(3))) for member in range(4)]
-        assert store.commit(step, written, oldest_read=max(0, step - 1)) and everything.commit(step, written, oldest_read=0)
+        new_notes = [note(f"{step}-{member}", *(f"word {step} {member} {n}" for n in range(3))) for member in range(4)]
+        assert pruned.commit(step, new_notes, oldest_read=max(0, step - 1)) and unpruned.commit(step, new_notes, oldest_read=0)
         for version in range(max(0, step - 1), step + 2):
             for query in ("", "word", "1"):
-                assert texts(store, query, version) == texts(everything, query, version) and len(texts(store, query, version)) <= 20
-    ((notes, _),) = store.counts().values()
+                assert texts(pruned, query, version) == texts(unpruned, query, version) and len(texts(pruned, query, version)) <= 20
+    ((notes, _),) = pruned.counts().values()
     assert notes <= 20 + 2 * 12
 
 

@@ -313,7 +313,7 @@ def test_the_measure_detects_a_provoked_exclusion() -> None:
     class Excluding(Bandit):
         async def generate(self, prompt_ids: Any, params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
             if self.arm(request_id.partition(".")[0].rpartition("-")[0]) == "provoke":
-                raise ConnectionResetError("a fault that the policy can cause, and nobody sees")
+                raise ConnectionResetError("an undetected fault that the policy can cause")
             return await super().generate(prompt_ids, params, request_id=request_id, timeout_s=timeout_s)
 
     async def play() -> tuple[list[Group], Bandit]:

@@ -34,10 +34,10 @@ def group(index: int, *wall_s: float, cancelled: tuple[Cancelled, ...] = ()) -> 
 
 def test_cancelled_attempts_are_counted_next_to_the_others() -> None:
     assert cancelled_metrics([group(0, 1.0), group(1, 1.0)]) == {}, "a run without cancelled attempts has no such metrics"
-    slow = Cancelled(episode_id="a", reason="spare", turns=2, tokens=300, wall_s=9.0)
-    lazy = Cancelled(episode_id="b", reason="spare", turns=0, tokens=0, wall_s=5.0)
-    idle = Cancelled(episode_id="c", reason="equal", begun=False)
-    assert cancelled_metrics([group(0, 1.0, 3.0, cancelled=(slow, idle)), group(1, 2.0, cancelled=(lazy,))]) == {
+    two_turns = Cancelled(episode_id="a", reason="spare", turns=2, tokens=300, wall_s=9.0)
+    no_turn = Cancelled(episode_id="b", reason="spare", turns=0, tokens=0, wall_s=5.0)
+    not_started = Cancelled(episode_id="c", reason="equal", begun=False)
+    assert cancelled_metrics([group(0, 1.0, 3.0, cancelled=(two_turns, not_started)), group(1, 2.0, cancelled=(no_turn,))]) == {
         "attempts_cancelled": 2,
         "attempts_not_begun": 1,
         "tokens_cancelled": 300,

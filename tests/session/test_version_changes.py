@@ -225,7 +225,7 @@ def test_pinned_versions_are_kept_and_deleted_weights_cannot_be_pinned(run: Path
 
 
 def test_a_list_is_read_while_versions_are_published_and_pruned(run: Path) -> None:
-    """Every list shows a state that existed, with consecutive numbers. A folder that disappears is no error."""
+    """Every list shows a state that existed, with consecutive numbers. A folder that disappears does not cause an error."""
     registry, ended = FolderRegistry(run / "versions"), threading.Event()
 
     def churn() -> None:

@@ -96,10 +96,10 @@ def opened(folder: Path, *args: Any) -> Iterator[Run]:
         run.store.close()
 
 
-def through(folder: Path, recipe: Recipe, size: int | None, practice: bool, *, begin: int = 0, end: int = STEPS) -> list[list[str]]:
+def run_steps(folder: Path, recipe: Recipe, size: int | None, practice: bool, *, start: int = 0, end: int = STEPS) -> list[list[str]]:
     async def all_steps() -> list[list[str]]:
         with opened(folder, recipe, size, practice) as run:
-            return [await run.step(step) for step in range(begin, end)]
+            return [await run.step(step) for step in range(start, end)]
 
     return asyncio.run(all_steps())
 
@@ -110,22 +110,22 @@ def through(folder: Path, recipe: Recipe, size: int | None, practice: bool, *, b
 @pytest.mark.parametrize("rollout", [{}, {"extra_groups": 3, "max_staleness": 0}, {"max_staleness": 3}], ids=["plain", "extra", "stale"])
 def test_a_resumed_run_gives_each_group_the_same_task(tmp_path: Path, rollout: dict[str, Any], size: int | None, practice: bool) -> None:
     recipe = recipe_of(**rollout)
-    uninterrupted = through(tmp_path / "whole", recipe, size, practice)
-    file = tmp_path / "died" / TASKS_FILE
-    assert through(tmp_path / "died", recipe, size, practice, end=5) == uninterrupted[:5]
-    file.write_bytes(file.read_bytes()[:-30])  # a torn line
-    assert through(tmp_path / "died", recipe, size, practice, begin=5, end=9) == uninterrupted[5:9]
-    lines = file.read_bytes().splitlines(keepends=True)
-    file.write_bytes(b"".join(lines[::3]) + b'{"group": "?"}\n\xff{\n' + lines[0])  # lost, invalid and repeated lines
-    assert through(tmp_path / "died", recipe, size, practice, begin=9) == uninterrupted[9:]
-    file.unlink()
-    assert through(tmp_path / "died", recipe, size, practice, begin=10) == uninterrupted[10:]
-    kinds = Counter(task for step in uninterrupted[6:] for task in step)
-    assert kinds.total() >= 4 * (STEPS - 6)
+    uninterrupted = run_steps(tmp_path / "whole", recipe, size, practice)
+    tasks_file = tmp_path / "interrupted" / TASKS_FILE
+    assert run_steps(tmp_path / "interrupted", recipe, size, practice, end=5) == uninterrupted[:5]
+    tasks_file.write_bytes(tasks_file.read_bytes()[:-30])  # a torn line
+    assert run_steps(tmp_path / "interrupted", recipe, size, practice, start=5, end=9) == uninterrupted[5:9]
+    lines = tasks_file.read_bytes().splitlines(keepends=True)
+    tasks_file.write_bytes(b"".join(lines[::3]) + b'{"group": "?"}\n\xff{\n' + lines[0])  # lost, invalid and repeated lines
+    assert run_steps(tmp_path / "interrupted", recipe, size, practice, start=9) == uninterrupted[9:]
+    tasks_file.unlink()
+    assert run_steps(tmp_path / "interrupted", recipe, size, practice, start=10) == uninterrupted[10:]
+    uses_by_task = Counter(task for step in uninterrupted[6:] for task in step)
+    assert uses_by_task.total() >= 4 * (STEPS - 6)
 
 
 def test_kinds_with_spread_are_drawn_more_often_and_practice_is_not_counted(tmp_path: Path) -> None:
-    through(tmp_path, recipe_of(), None, True)
+    run_steps(tmp_path, recipe_of(), None, True)
     lines = read_json_lines(tmp_path / TASKS_FILE)
     assert len(lines) == STEPS * 4 * 4 // 5 + 1
     late = Counter(line["kind"] for line in lines if line["group"] >= 24)
@@ -140,7 +140,7 @@ def test_missing_groups_end_the_run(tmp_path: Path) -> None:
 
 def test_without_weighting_the_schedule_decides_and_outcomes_are_recorded(tmp_path: Path) -> None:
     recipe = recipe_of().but("tasks.weighting=false")
-    ids = [task for step in through(tmp_path, recipe, 30, False) for task in step]
+    ids = [task for step in run_steps(tmp_path, recipe, 30, False) for task in step]
     schedule = GroupSchedule(Kinds(30), seed=3)
     assert ids == [schedule.task(n).id for n in range(len(ids))]
     assert len(read_json_lines(tmp_path / TASKS_FILE)) == len(ids)

@@ -26,26 +26,31 @@ SMALL = [
 @pytest.mark.bubblewrap
 @pytest.mark.e2e
 def test_a_run_trains_with_third_party_plugins(site: Path, tmp_path: Path) -> None:
-    run, account, journal, columns = tmp_path / "run", tmp_path / "sandboxes.json", tmp_path / "ended", ["reward_mean", "advantage_std"]
-    parts = [
+    run, counts_file, journal, columns = (
+        tmp_path / "run",
+        tmp_path / "sandboxes.json",
+        tmp_path / "ended",
+        ["reward_mean", "advantage_std"],
+    )
+    overrides = [
         *("rollout.agent=fieldkit.agent:JournalAgent", f"rollout.agent.options={json.dumps({'journal': str(journal)})}"),
-        *("sandbox.backend=fieldkit-sandboxes", f"sandbox.backend.options={json.dumps({'account': str(account)})}"),
+        *("sandbox.backend=fieldkit-sandboxes", f"sandbox.backend.options={json.dumps({'account': str(counts_file)})}"),
         *("serving.weight_transfer=fieldkit.channel:JournalChannel", 'serving.weight_transfer.options={"journal": "went.jsonl"}'),
         *("store=fieldkit-store", 'store.options={"folder": "kept"}'),
         f"trackers={json.dumps(['terminal', {'ref': 'fieldkit.tracker:CsvTracker', 'options': {'columns': columns}}])}",
         *("objective.advantage=leave-one-out", 'objective.advantage.options={"scale": 3.0}'),
         *("objective.loss=fieldkit.objective:soft_clip", 'objective.loss.options={"width": 0.5}'),
     ]
-    command = [sys.executable, "-m", "agentrl", "train", "recipes/quickstart.py", *SMALL, *parts, "--run-dir", str(run), "--json"]
-    path = os.pathsep.join([str(site), str(ROOT)])
+    command = [sys.executable, "-m", "agentrl", "train", "recipes/quickstart.py", *SMALL, *overrides, "--run-dir", str(run), "--json"]
+    python_path = os.pathsep.join([str(site), str(ROOT)])
     completed = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=1500, check=False
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": python_path}, capture_output=True, text=True, timeout=1500, check=False
     )
     assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-4000:]
     summary = json.loads(completed.stdout.splitlines()[-1])
     assert summary["finished"] and summary["sandbox_backend"] == "counted"
 
-    counts = json.loads(account.read_text())
+    counts = json.loads(counts_file.read_text())
     assert counts["opened"] >= 8 and counts["programs"] >= 8
     assert len(journal.read_text().splitlines()) >= 2 * 4 * 12 + 8, "every episode of both steps and of an evaluation"
     assert not (run / "experience.sqlite").exists() and not (run / "logs" / "tensorboard").exists()
