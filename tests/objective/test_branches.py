@@ -134,7 +134,7 @@ def test_turn_rewards_act_on_shared_turns_once() -> None:
     with_rewards = group(
         *(replace(old, score=Score(value=old.score.value, turn_rewards=(row,))) for old, row in zip(TREE.episodes, rewards, strict=True))
     )
-    plain, credited = (advantages_by_token(assemble(0, [with_rewards], build_recipe(turn_coef=coef)).batch.samples) for coef in (0.0, 1.0))
+    plain, credited = (advantages_by_token(assemble(2, [with_rewards], build_recipe(turn_coef=coef)).batch.samples) for coef in (0.0, 1.0))
     mean = fmean(value for row in rewards for value in row)
     parts = [[sum(value - mean for value in row[start:]) for start in (0, 1)] for row in rewards]
     assert credited["stem"][100] - plain["stem"][100] == pytest.approx((parts[0][0] + parts[1][0]) / 2)
