@@ -1,8 +1,8 @@
 """Decides whether two expressions have the same value, and whether the answer is in evaluated form.
 
 Values are equal if they agree at random points to 40 digits, relative to the value, or within the tolerance if either is written with
-decimals. The points come from a hash of both expressions, so no answer can be constructed to be equal only there. Evaluation may take
-very long, so it runs in a subprocess with a deadline (`rewards.mathematics`).
+decimals. The points come from a hash of both expressions, so no answer can be constructed that is equal only at these points. Evaluation
+may take very long, so it runs in a subprocess with a deadline (`rewards.mathematics`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _OF_NUMBERS = {"factorial": sympy.factorial, "binomial": sympy.binomial, "floor"
 
 
 class Comparison:
-    """Compares answers with truths. `unfinished` is set if a value was right but not in evaluated form."""
+    """Compares answers with truths. `unfinished` is set if a value was correct but not in evaluated form."""
 
     def __init__(self, decimals: int, *, any_form: bool = False, prompt: str = "") -> None:
         self._decimals, self._any_form, self._prompt = decimals, any_form, prompt
@@ -60,7 +60,7 @@ class Comparison:
         if (truth_percent is None) is not (answer_percent is None) and names_percent(self._prompt):  # 18 and 18%
             if self._same_scalar(truth_percent or truth, answer_percent or answer):
                 return True
-            if truth_percent is None and abs(literal(truth) or 0) > 1:  # 18 is not a fraction, so 18% is right and 1800% is not
+            if truth_percent is None and abs(literal(truth) or 0) > 1:  # 18 is not a fraction, so 18% is correct and 1800% is wrong
                 return False
         if truth.kind == "unit":  # a unit may be omitted; only a unit that the question names may be added
             return self.same(truth.parts[0], answer)
@@ -178,7 +178,7 @@ class Comparison:
         return all(abs(sympy.N(first - second, DIGITS)) <= relative * abs(first) for first, second in known)
 
     def _close(self, wanted: Any, given: Any) -> bool:
-        """Whether two numbers agree to `decimals` places, or to that many significant digits below 0.1. 0 is close to nothing else."""
+        """Whether two numbers agree to `decimals` places, or to that many significant digits below 0.1. 0 is only close to 0."""
         size = abs(sympy.N(wanted, DIGITS))
         if not size or not given:
             return bool(wanted == given)
@@ -196,7 +196,7 @@ class NoScalar(ValueError):
 
 
 def _of_same_function(truth: Node, answer: Node) -> Node | None:
-    """The truth in the answer's variable, if both define the same function: f(t) = t^2 and f(x) = x^2, or y = x^2 and f(x) = x^2."""
+    """Returns the truth in the answer's variable if both define the same function: f(t) = t^2 and f(x) = x^2, or y = x^2 and f(x) = x^2."""
     names = truth.parts[0], answer.parts[0]
     if names[0] == names[1]:
         return truth
@@ -226,7 +226,7 @@ _ALL_REALS = ("all real numbers", "real numbers", "the real numbers", "all reals
 
 
 def _reals(node: Node) -> Node:
-    """Replaces notations of all real numbers, or of all except some, by intervals: R, R without {1}, x != 1."""
+    """Replaces notations of all real numbers, or of all except some, with intervals: R, R without {1}, x != 1."""
     if node == Node("symbol", value="mathbb R") or (node.kind == "word" and str(node.value).casefold() in _ALL_REALS):
         return _EVERYTHING
     if node.kind == "relation" and node.value == "\\ne" and node.parts[0].kind == "symbol" and not symbols(node.parts[1]):
@@ -238,7 +238,7 @@ def _reals(node: Node) -> Node:
 
 
 def _without(points: Sequence[Node]) -> Node | None:
-    """The real numbers without some points, as a union of open intervals; None if the points are not numbers."""
+    """Returns all real numbers except some points, as a union of open intervals; None if the points are not numbers."""
     known = [(value, point) for point in points if (value := literal(point)) is not None]
     if len(known) < len(points) or not points or len({value for value, _ in known}) < len(points):
         return None
@@ -247,7 +247,7 @@ def _without(points: Sequence[Node]) -> Node | None:
 
 
 def _standard(node: Node) -> Node:
-    """A standard tree for equivalent notations: x > 3 is an interval, an open interval a tuple, ± a list, a set of one its element."""
+    """Returns one tree for equivalent notations: x > 3 is an interval, an open interval a tuple, ± a list, a set of one its element."""
     node = _reals(node)
     if node.kind == "relation" and node.value in ("<", ">", "\\le", "\\ge"):
         left, right = node.parts
@@ -280,12 +280,12 @@ def _signed(node: Node, plus: bool) -> Node:
 
 
 def _is_name(node: Node) -> bool:
-    """Whether a node is a word or a capital letter. The order of names in a list is likely to be the question."""
+    """Whether a node is a word or a capital letter. If a list has names, the question is probably about their order."""
     return node.kind == "word" or (node.kind == "symbol" and str(node.value).isupper())
 
 
 def _letters(node: Node) -> str:
-    """The lower-case letters of a word, or of a product of letters, because "yes" is read as one. Empty for other nodes."""
+    """Returns the lower-case letters of a word, or of a product of letters, because "yes" is parsed as a product; empty for other nodes."""
     if node.kind == "mul" and all(part.kind == "symbol" or part.value in ("e", "i") for part in node.parts):
         return "".join(str(part.value) for part in node.parts).casefold()
     return str(node.value).casefold() if node.kind == "word" else ""
@@ -297,7 +297,7 @@ def _same_unit(truth: Fraction | str, answer: Fraction | str) -> bool:
 
 
 def literal(node: Node) -> Fraction | None:
-    """The number as written, with at most a sign, a fraction line, a power of ten or a percent sign; None if it is not evaluated."""
+    """Returns the value of a number that has at most a sign, a fraction line, a power of ten or a percent sign; None for other nodes."""
     if node.kind == "neg":
         return None if (inner := literal(node.parts[0])) is None or node.parts[0].kind == "neg" else -inner
     if node.kind in ("number", "decimal", "mixed"):
@@ -319,7 +319,7 @@ def literal(node: Node) -> Fraction | None:
 
 
 def _power_of_ten(node: Node) -> Fraction | None:
-    """The value of 10^n or a * 10^n; None for other nodes."""
+    """Returns the value of 10^n or a * 10^n; None for other nodes."""
     if node.kind == "mul" and len(node.parts) == 2:
         mantissa = node.parts[0]
         power = _power_of_ten(node.parts[1]) if node.parts[1].kind == "pow" else None
@@ -332,7 +332,7 @@ def _power_of_ten(node: Node) -> Fraction | None:
 
 
 def _percentage(node: Node) -> Node | None:
-    """The number before a percent sign, with its sign; None for other nodes."""
+    """Returns the number before a percent sign, with its sign; None for other nodes."""
     if node.kind == "percent":
         return node.parts[0]
     return Node("neg", node.parts[0].parts) if node.kind == "neg" and node.parts[0].kind == "percent" else None
@@ -343,7 +343,7 @@ def _decimal(node: Node) -> bool:
 
 
 def _matrices(node: Node) -> bool:
-    """Whether capital letters are likely to be matrices: one has an inverse next to another, or a product occurs in both orders."""
+    """Whether capital letters are probably matrices: one has an inverse next to another, or a product occurs in both orders."""
     capitals = {str(name) for name in symbols(node) if len(str(name)) == 1 and str(name).isupper()}
     pairs = set(_products(node))
     return len(capitals) > 1 and (_has_inverse(node) or any(pair[::-1] in pairs and len(set(pair)) > 1 for pair in pairs))
@@ -364,10 +364,10 @@ def _has_inverse(node: Node) -> bool:
 
 
 def built(node: Node, *, ordered: bool = False) -> Any:
-    """The tree as a sympy expression, with sympy's automatic evaluation. Raises `NoScalar`.
+    """Returns the tree as a sympy expression, with sympy's automatic evaluation. Raises `NoScalar`.
 
     Args:
-        ordered: the factors of a product that are capital letters keep their order.
+        ordered: whether the factors of a product that are capital letters keep their order.
     """
     parts = [built(part, ordered=ordered) for part in node.parts]
     if isinstance(node.value, Fraction):
@@ -402,13 +402,13 @@ def built(node: Node, *, ordered: bool = False) -> Any:
 
 
 def read_wide(text: str) -> Node | None:
-    """Returns an integral, sum, limit or similar expression as one leaf, which sympy computes later; None for other text."""
+    """Returns an integral, sum, limit or similar expression as one leaf, which sympy computes later; None for other strings."""
     commands = set(re.findall(r"\\([A-Za-z]+)", text))
     if not commands & _WIDE_ONLY or not commands <= _WIDE_COMMANDS or re.search(r"\d(?:\s|\\[,;! ])+\d", text):
         return None
     if not _WIDE.fullmatch(re.sub(r"\\[A-Za-z]+", " ", text)) or "=" in re.sub(
         r"_\{[^{}]*\}", "", text
-    ):  # an equation, and not the bounds of a sum
+    ):  # an equation, not the bounds of a sum
         return None
     try:
         return Node("wide", value=text) if isinstance(_evaluated(text), sympy.Expr) else None
@@ -432,7 +432,7 @@ def _root(under: Any, degree: Any) -> Any:
 
 
 def _at_points(true_value: Any, given_value: Any, truth: Node, answer: Node) -> Iterator[tuple[Any, Any]]:
-    """Both values at random points, the first negative and the second positive; None for values that are not finite."""
+    """Yields both values at random points, the first negative and the second positive; None for values that are not finite."""
     names = sorted(true_value.free_symbols | given_value.free_symbols, key=str)
     random = Random(hashlib.blake2b(repr((truth, answer)).encode()).digest())
     for number in range(POINTS if names else 1):
@@ -457,7 +457,7 @@ def _equal_numbers(first: Any, second: Any) -> bool:
 
 
 def unfinished(node: Node) -> set[str]:
-    """The kinds of unevaluated parts in a tree: arithmetic, functions of numbers and variables, factorials and the like."""
+    """Returns the kinds of unevaluated parts in a tree: arithmetic, functions of numbers and variables, factorials and similar parts."""
     if node.kind == "wide":
         return set(_WORK)
     kinds = set().union(*map(unfinished, node.parts))
@@ -471,7 +471,7 @@ def unfinished(node: Node) -> set[str]:
 
 
 def _leaves_arithmetic(node: Node) -> bool:
-    """Whether numbers, like terms or equal factors are not combined."""
+    """Whether there are numbers, like terms or equal factors that are not combined."""
     if built(node).is_Rational or (node.kind == "neg" and node.parts[0].kind == "neg"):
         return True
     values = [built(part) for part in node.parts]
@@ -490,7 +490,7 @@ def _leaves_arithmetic(node: Node) -> bool:
 
 
 def _multiplies_out(node: Node, values: Sequence[Any]) -> bool:
-    """Whether a product of sums of numbers, a power of one or of i, or a division by a complex number is not computed."""
+    """Whether a product of sums of numbers, a power of such a sum or of i, or a division by a complex number is not computed."""
     if node.kind == "div":
         return bool(values[1].has(sympy.I))
     if node.kind == "pow":
@@ -502,12 +502,12 @@ def _common_factor(above: Any, below: Any) -> bool:
     """Whether numerator and denominator have a common factor that is not a number."""
     try:
         return not sympy.gcd(above, below).is_number
-    except sympy.PolynomialError:  # such as for unknown functions
+    except sympy.PolynomialError:  # for example for unknown functions
         return False
 
 
 def _terms(value: Any) -> set[Any]:
-    """The terms of an expanded expression without their coefficients, except the constant term."""
+    """Returns the terms of an expanded expression without their coefficients, except the constant term."""
     return {term.as_coeff_Mul()[1] for term in sympy.Add.make_args(sympy.expand(value))} - {sympy.Integer(1)}
 
 
@@ -517,6 +517,6 @@ def alike(first: Node, second: Node) -> bool:
 
 
 def _canonical(node: Node) -> Node:
-    """The tree with the parts of sums and products in a fixed order."""
+    """Returns the tree with the parts of sums and products in a fixed order."""
     parts = tuple(map(_canonical, node.parts))
     return node._replace(parts=tuple(sorted(parts, key=repr)) if node.kind in ("add", "mul") else parts)

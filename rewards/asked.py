@@ -1,8 +1,8 @@
-"""Finds the units that a question asks for: an answer may have such a unit even if the truth has none.
+"""Finds the units that a question asks for. An answer may have such a unit even if the truth has no unit.
 
-A dataset's truth is often a bare number ("18") if its question names the unit ("How many dollars does she earn?"). An answer with that
-unit is the same value. Any other unit may change the value and is wrong: a unit that the question does not name, or that it names for
-another quantity ("60 miles in 2 hours: how many miles per hour?").
+A dataset's truth is often a bare number ("18") if the question names the unit ("How many dollars does she earn?"). An answer with that
+unit has the same value. Any other unit may change the value and is wrong: a unit that the question does not name, or that it names for a
+different quantity ("60 miles in 2 hours: how many miles per hour?").
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ _NOUNS: dict[str, tuple[str, ...]] = {
 def names_unit(prompt: str, named: str) -> bool:
     """Whether the question asks for this unit of an answer (`$`, `deg`, `cm^2`, `square feet`), in the singular or the plural.
 
-    The words after the last "how many" decide, else those after the last "in" before a known unit. If the question has neither, it must
-    name the unit anywhere, and the unit must have the dimension of the requested quantity ("What is the area").
+    The words after the last "how many" decide, or else those after the last "in" before a known unit. If the question has neither, it
+    must name the unit anywhere, and the unit must have the dimension of the requested quantity ("What is the area").
     """
     phrase = _requested_phrase(prompt)
     if (known_unit := unit(named)) is not None and known_unit == unit("$"):
@@ -94,7 +94,7 @@ def names_percent(prompt: str) -> bool:
 
 
 def _requested_phrase(prompt: str) -> list[str] | None:
-    """The words after the last "how many", else those after the last "in" before a known unit; None if there is neither."""
+    """Returns the words after the last "how many", or else those after the last "in" before a known unit; None if there is neither."""
     many = list(_MANY.finditer(prompt))
     if many and (many[-1][1] or "").lower() != "much":
         words = _words(many[-1][2])[:LONGEST_PHRASE]
@@ -104,8 +104,8 @@ def _requested_phrase(prompt: str) -> list[str] | None:
 
 
 def _within(words: Sequence[str], phrase: Sequence[str]) -> bool:
-    """Whether a phrase names this unit: in the same words or, if both are known, as the same unit. "miles per hour" is not "miles", and
-    neither is "tenths of a mile"."""
+    """Whether a phrase names this unit, in the same words or, if both are known units, as the same unit. "miles per hour" is not "miles",
+    and neither is "tenths of a mile"."""
     mine, plain = _prefix(words), [_singular(word) for word in words]
     for start in range(len(phrase)):
         before = next((_singular(word) for word in reversed(phrase[:start]) if word.lower() not in _OF), "")
@@ -120,7 +120,7 @@ def _within(words: Sequence[str], phrase: Sequence[str]) -> bool:
 
 
 def _prefix(words: Sequence[str]) -> Unit | None:
-    """The unit that the longest run of first words names; None if they name none, or only a part of another unit."""
+    """Returns the unit that the longest run of first words names; None if they name no unit, or only a part of a longer unit."""
     for end in range(min(len(words), 6), 0, -1):
         known = _unit(words[:end])
         if known is not None:
@@ -135,12 +135,12 @@ def _begins(word: str) -> bool:
 
 
 def _extends(word: str) -> bool:
-    """Whether a word after a unit turns it into another unit."""
+    """Whether a word after a unit turns it into a different unit."""
     return word.lower() in ("per", "/", "squared", "cubed") or word.startswith("^")
 
 
 def _unit(words: Sequence[str]) -> Unit | None:
-    """The known unit that the words name: `square feet`, `miles per hour`, `km / h`, `m ^2`."""
+    """Returns the known unit that the words name: `square feet`, `miles per hour`, `km / h`, `m ^2`."""
     text, power = "", ""
     for word in words:
         lower = word.lower()
@@ -163,7 +163,7 @@ def _fits(words: Sequence[str], prompt: str) -> bool:
 
 
 def _noun(prompt: str) -> str:
-    """The first noun with a dimension in the last question that has one; empty if there is none."""
+    """Returns the first noun with a dimension in the last question that has such a noun; empty if there is none."""
     sentences = re.findall(r"[^.?!]+[.?!]?", prompt)
     nouns = [
         next((word.lower() for word in _words(sentence) if word.lower() in _NOUNS), "")

@@ -1,8 +1,8 @@
-"""Compares two tables as bags: whether their rows can be paired one to one so that the rows of each pair are near each other.
+"""Compares two tables as bags: they match if their rows can be paired one to one so that the rows of each pair are near each other.
 
 Equal rows are paired first. The others are split by their non-numeric cells, then at gaps between the numbers of a column that are wider
-than the tolerance. The few remaining rows are paired in order, or else by augmenting paths. Time is that of sorting for any number of
-rows, unless many different rows of the truth are near each other in several columns: `crowded` detects such a truth.
+than the tolerance. The few remaining rows are paired in order, or else by augmenting paths. The time is that of sorting, unless many
+different rows of the truth are near each other in several columns. `crowded` detects such a truth.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from functools import partial
 from typing import Any, NamedTuple
 
 MAX_CROWD = 128
-"""Maximum number of rows near each other that are paired by augmenting paths."""
+"""Maximum number of rows near each other that augmenting paths may pair."""
 
 Row = tuple[Any, ...]
 
 
 class Cells(NamedTuple):
-    """How cells are compared."""
+    """How to compare cells."""
 
     near: Callable[[Any, Any], bool]
     """Whether a cell (first) is near a cell of the truth (second)."""
     number: Callable[[Any], float | None]
-    """A cell as a finite float if it is compared as a number, else None."""
+    """Returns a cell as a finite float if it is compared as a number, else None."""
     relative: float
-    """Cells that differ by more than this, relative to the larger, are not near. Less than 1."""
+    """Cells that differ by more than this, relative to the larger cell, are not near. Less than 1."""
 
 
 class _Item(NamedTuple):
@@ -41,7 +41,7 @@ def near_rows(row: Row, true_row: Row, cells: Cells) -> bool:
 
 
 def same_bag(given: Sequence[Row], wanted: Sequence[Row], cells: Cells) -> bool:
-    """Whether the rows of `given` and `wanted` can be paired one to one, each pair near."""
+    """Whether the rows of `given` and `wanted` can be paired one to one so that the rows of each pair are near each other."""
     given_counts, wanted_counts = Counter(given), Counter(wanted)
     ours = _by_texts((given_counts - wanted_counts).elements(), cells)
     theirs = _by_texts((wanted_counts - given_counts).elements(), cells)
@@ -55,7 +55,7 @@ def same_bag(given: Sequence[Row], wanted: Sequence[Row], cells: Cells) -> bool:
 def crowded(wanted: Sequence[Row], cells: Cells) -> bool:
     """Whether a truth has more than `MAX_CROWD` rows near each other that `same_bag` cannot pair in order.
 
-    Rows of a right answer can connect rows of the truth that are up to three tolerances apart, so this checks within four. If it is
+    Rows of a correct answer can connect rows of the truth that are up to three tolerances apart, so this checks within four. If it returns
     False, an answer with more rows near each other is wrong.
     """
     wide = min(4 * cells.relative, 0.999)
@@ -67,7 +67,7 @@ def crowded(wanted: Sequence[Row], cells: Cells) -> bool:
 
 
 def _by_texts(rows: Iterable[Row], cells: Cells, *, whole: bool = False) -> dict[tuple[Any, ...], list[_Item]]:
-    """Rows by their non-numeric cells; `whole`: also by their whole numbers, which need no tolerance."""
+    """Groups rows by their non-numeric cells. `whole`: also by their whole numbers, which need no tolerance."""
     sides: dict[tuple[Any, ...], list[_Item]] = {}
     for row in rows:
         numbers = [cells.number(cell) for cell in row]
@@ -79,8 +79,8 @@ def _by_texts(rows: Iterable[Row], cells: Cells, *, whole: bool = False) -> dict
 
 
 def _split(some: list[_Item], true: list[_Item], relative: float, *, pairs: bool) -> Iterator[tuple[list[_Item], list[_Item]]]:
-    """Yields parts of both sides such that rows of different parts are not near each other. With `pairs`, parts of different sizes are
-    not split further.
+    """Yields parts of both sides such that rows of different parts are not near each other. With `pairs`, does not continue to split
+    parts of different sizes.
     """
     pending = [(some, true, 0, 0)]
     while pending:
@@ -94,7 +94,7 @@ def _split(some: list[_Item], true: list[_Item], relative: float, *, pairs: bool
 
 
 def _gaps(some: list[_Item], true: list[_Item], column: int, relative: float) -> Iterator[tuple[list[_Item], list[_Item]]]:
-    """Both sides, cut where the numbers of a column have a gap wider than the tolerance."""
+    """Yields parts of both sides, cut where the numbers of a column have a gap wider than the tolerance."""
     marked = [(item.numbers[column], True, item) for item in some] + [(item.numbers[column], False, item) for item in true]
     marked.sort(key=lambda entry: entry[0])
     part: tuple[list[_Item], list[_Item]] = ([], [])
@@ -109,13 +109,13 @@ def _gaps(some: list[_Item], true: list[_Item], column: int, relative: float) ->
 
 
 def _paired(some: Sequence[_Item], true: Sequence[_Item], cells: Cells) -> bool:
-    """Whether both sides have the same number of rows, and all can be paired."""
+    """Whether both sides have the same number of rows and all rows can be paired."""
     columns = len(some[0].numbers)
     for column in range(max(columns, 1)):
         ours, theirs = ([item.row for item in sorted(side, key=partial(_from, column))] for side in (some, true))
         if all(near_rows(row, other, cells) for row, other in zip(ours, theirs, strict=True)):
             return True
-    if columns < 2 or len(some) > MAX_CROWD:  # in one column no other pairing is better
+    if columns < 2 or len(some) > MAX_CROWD:  # with one column, no other pairing is better
         return False
     options = [[at for at, other in enumerate(theirs) if near_rows(row, other, cells)] for row in ours]
     owner: dict[int, int] = {}
@@ -133,7 +133,7 @@ def _paired(some: Sequence[_Item], true: Sequence[_Item], cells: Cells) -> bool:
 
 
 def _tight(some: Sequence[_Item], relative: float) -> bool:
-    """Whether all rows are so near each other that any pairing is equivalent."""
+    """Whether all rows are near enough to each other that any pairing is equivalent."""
     columns = list(zip(*(item.numbers for item in some), strict=True))
     return all(_close(min(column), max(column), relative) for column in columns)
 
@@ -144,5 +144,5 @@ def _close(first: float, second: float, relative: float) -> bool:
 
 
 def _from(column: int, item: _Item) -> tuple[float, ...]:
-    """An order of rows in which a column comes first."""
+    """Returns a sort key for rows in which a column comes first."""
     return (*item.numbers[column:], *item.numbers[:column])

@@ -1,4 +1,4 @@
-"""Exact text: the answer must equal the truth, or one of several truths, after stripping.
+"""Compares text exactly: the answer must equal the truth, or one of several truths, after stripping.
 
 rewards.exact:exact                                  with task.data = {"answer": "north"}; or ["north", "the north"]
 name = Exact(case=False, after="Answer:")            in rewards/mine.py, referenced as rewards.mine:name

@@ -1,6 +1,6 @@
-r"""Extracts the final answer of a submission: in the last `\boxed{}` or after the last `####`, else after the last "answer is".
+r"""Extracts the final answer of a submission: from the last `\boxed{}` or after the last `####`, or else after the last "answer is".
 
-Only these marks count, so exactly one answer is scored. Without a mark, the answer is the full submission.
+Only these marks count, so exactly one answer is scored. If there is no mark, the answer is the full submission.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _BOLD = re.compile(r"\*\*([^*]+)\*\*\.?")  # Markdown's
 
 
 def final(text: str) -> str:
-    """The text at the last mark, or all of it if there is no mark, without surrounding white space, bold and a final full stop."""
+    """Returns the text at the last mark, or all text if there is no mark. Strips white space, bold marks and a final full stop."""
     box = max((match.end() for match in _BOX.finditer(text)), default=-1)
     if (hashes := text.rfind(_HASHES)) > box:
         text = text[hashes + len(_HASHES) :].strip().partition("\n")[0]
@@ -27,7 +27,7 @@ def final(text: str) -> str:
 
 
 def expression(text: str) -> str:
-    """The expression to score: the last `$...$` of `final` if it has one, else `final`; empty if its braces do not balance."""
+    """Returns the expression to score: the last `$...$` in `final`, or else all of `final`; empty if its braces do not balance."""
     text = final(text)
     if inline := list(_INLINE.finditer(text)):
         text = bare(next(filter(None, inline[-1].groups()), ""))
@@ -35,14 +35,14 @@ def expression(text: str) -> str:
 
 
 def formulas(text: str) -> list[str]:
-    r"""The formulas of a text: what is inside `$...$`, `\(...\)` and `\[...\]`."""
+    r"""Returns the formulas in a string: what is inside `$...$`, `\(...\)` and `\[...\]`."""
     return [next(filter(None, match.groups()), "") for match in _INLINE.finditer(text)]
 
 
 def bare(text: str) -> str:
-    """The text without surrounding white space, Markdown's bold and a final full stop."""
+    """Returns the text without surrounding white space, Markdown's bold and a final full stop."""
     text = text.strip()
-    if text.count("**") == 1:  # the bold started before the mark, as in **Answer: 5**
+    if text.count("**") == 1:  # the bold text started before the mark, as in **Answer: 5**
         text = text.removesuffix(".").removesuffix("**").removeprefix("**").strip()
     if (bold := _BOLD.fullmatch(text)) is not None:
         text = bold[1].strip()
@@ -50,7 +50,10 @@ def bare(text: str) -> str:
 
 
 def closing(text: str) -> int:
-    """The index in `text` that closes a brace opened before it; the length of `text` if there is none; -1 if a brace in it stays open."""
+    """Returns the index of the brace in `text` that closes a brace opened before `text`.
+
+    If there is none, returns the length of `text`, or -1 if a brace that `text` opens stays open.
+    """
     depth, escaped = 0, False
     for at, letter in enumerate(text):
         if not escaped:

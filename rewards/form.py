@@ -1,10 +1,10 @@
-"""Length and format: how long an answer is, and what it must and must not contain.
+"""Scores length and format: how long an answer is, and what it must and must not contain.
 
     short = Length(most=200, zero_at=400)                in rewards/mine.py
     form = Form(starts="Dear ", contains=("invoice",), never=("asap",))
 
-The form of an answer does not show whether it is right, so these are parts of a rubric with a required criterion
-(`agentrl.reward.rubric`). Used without such a criterion they reward empty work, which `agentrl check` reports.
+The form of an answer does not show whether it is correct, so use these as parts of a rubric with a required criterion
+(`agentrl.reward.rubric`). Without such a criterion they reward empty work, which `agentrl check` reports.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from agentrl.reward.configured import ConfiguredVerifier
 
 
 class Length(ConfiguredVerifier):
-    """1 if the length is from `least` to `most`, else 0; with `zero_at`, it falls linearly from 1 at `most` to 0 at `zero_at`.
+    """1 if the length is from `least` to `most`, else 0. With `zero_at`, the score falls linearly from 1 at `most` to 0 at `zero_at`.
 
-    Settings in `task.data["length"]`. A missing answer has length 0. Tokens are all completion tokens of the episode.
+    Settings in `task.data["length"]`. A missing answer has length 0. A length in tokens counts all completion tokens of the episode.
     """
 
     name: ClassVar[str] = "length"
@@ -50,7 +50,7 @@ class Length(ConfiguredVerifier):
 
 
 class Form(ConfiguredVerifier):
-    """1 if every term holds, else 0. Each term is a part, and `terms` is the share that holds. Settings in `task.data["form"]`.
+    """1 if every term holds, else 0. Each term is a part, and `terms` is the share of terms that hold. Settings in `task.data["form"]`.
 
     White space at both ends of the answer is ignored. For patterns see `rewards.pattern`, for schemas `rewards.json_schema`.
     """

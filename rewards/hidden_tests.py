@@ -1,10 +1,10 @@
-"""Code against hidden tests: the clean room (`agentrl.reward.cleanroom`), and a verifier that rewards the share of tests that pass.
+"""Scores code with hidden tests: the clean room (`agentrl.reward.cleanroom`), and a verifier that rewards the share of passing tests.
 
     agentrl.reward.cleanroom:grade       1 if every test passes, else 0; the default of task folders
     rewards.hidden_tests:share           the share of tests that pass, for tasks that are too hard to solve completely at first
 
 The clean room runs the agent's outputs and grades them in fresh sandboxes, with tests that the agent cannot access. `Share` shows how to
-build on it: a verifier that needs sandboxes declares it, and passes them on.
+build on it: a verifier that needs sandboxes has a parameter for them, and passes them on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from agentrl.reward.cleanroom import grade
 
 
 class Share:
-    """The share of hidden tests that pass. Tests that pass without work are rewarded too, so check what they test."""
+    """The share of hidden tests that pass. Tests that pass without any work are rewarded too, so check what your tests test."""
 
     needs_sandboxes = True
     bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)

@@ -1,10 +1,10 @@
-"""JSON that fits a schema (`jsonschema`), and may also have to equal the truth.
+"""Checks that an answer is JSON that fits a schema (`jsonschema`), and optionally that it equals the truth.
 
     rewards.json_schema:json_schema                      with task.data = {"schema": {"type": "object", "required": ["city"]}}
     form = JsonSchema(schema={"type": "array"})          in rewards/mine.py, referenced as rewards.mine:form
 
 A schema may contain patterns and be recursive, so validation runs in a subprocess with a deadline. A `$ref` that leads out of the schema
-is an error; nothing is fetched.
+is an error; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ DEADLINE_S = 3.0
 class JsonSchema(ConfiguredVerifier):
     """1 if the answer is JSON that fits the schema, else 0. Settings in `task.data["json_schema"]`.
 
-    The schema is `task.data["schema"]`, or the one given here. With `equal`, the JSON must also equal the truth; integers equal
-    floats of the same value. The score then has the parts `fits` and `equal`. NaN, Infinity and repeated keys are invalid. Formats are
-    checked, and an unknown format is a task fault. Patterns have the meaning of ECMAScript. The form does not show whether an answer is
-    right, so use this as a part or required criterion of a rubric, unless the schema allows only one answer.
+    The schema is `task.data["schema"]`, or the field `schema`. With `equal`, the JSON must also equal the truth; integers equal floats of
+    the same value. The score then has the parts `fits` and `equal`. NaN, Infinity and repeated keys are invalid. Formats are checked, and
+    an unknown format is a task fault. Patterns have the meaning of ECMAScript. The form does not show whether an answer is correct, so use
+    this as a part or required criterion of a rubric, unless the schema allows only one answer.
     """
 
     name: ClassVar[str] = "json_schema"
@@ -76,9 +76,9 @@ class JsonSchema(ConfiguredVerifier):
 
 
 def strict_json(text: str) -> Any:
-    """The JSON value of a text. A whole number becomes an int in any notation and keeps all digits.
+    """Returns the JSON value of a string. A whole number becomes an int in any notation and keeps all digits.
 
-    Raises `ValueError` for anything else, for repeated keys, for NaN, and for numbers outside of the range of a float: 1e999 and 1e-999.
+    Raises `ValueError` for invalid JSON, repeated keys, NaN, and numbers outside of the range of a float, such as 1e999 and 1e-999.
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def strict_json(text: str) -> Any:
         rounded = float(digits)
         if math.isfinite(rounded) and not rounded.is_integer():
             return rounded
-        value = parse_number(digits)  # whole, or next to it
+        value = parse_number(digits)  # a whole number, or near one
         if value is None or math.isinf(rounded) or (value and not rounded):
             raise ValueError(f"{digits[:40]} is too large or too small")
         return int(value) if is_whole(value) else rounded
@@ -119,12 +119,12 @@ def same_json(first: Any, second: Any) -> bool:
 
 
 def prepare() -> None:
-    """In the subprocess, before the first request."""
+    """Imports the large module. Runs in the subprocess before the first request."""
     import jsonschema  # noqa: F401
 
 
 def verdict(request: Mapping[str, Any]) -> dict[str, Any]:
-    """In the subprocess: what is wrong with the schema, why the text does not fit it, and whether it equals the truth."""
+    """Returns what is wrong with the schema, why the text does not fit it, and whether it equals the truth. Runs in the subprocess."""
     import jsonschema
     from referencing import Registry
     from referencing.exceptions import Unresolvable
@@ -156,7 +156,7 @@ _DATA = frozenset({"enum", "const", "default", "examples"})
 
 
 def _formats(schema: Any) -> Iterator[str]:
-    """The values of `format` in a schema and its nested schemas."""
+    """Yields the values of `format` in a schema and its nested schemas."""
     if isinstance(schema, list):
         for entry in schema:
             yield from _formats(entry)
@@ -171,7 +171,7 @@ def _formats(schema: Any) -> Iterator[str]:
 
 
 def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[Any]:
-    """`pattern` as in ECMAScript: `$` matches only the end of the text, not before a final line break, and \\d matches ASCII digits."""
+    """Checks `pattern` as in ECMAScript: `$` matches only the end, not before a final line break, and \\d matches ASCII digits."""
     from jsonschema import ValidationError
 
     if validator.is_type(instance, "string") and not re.search(_END.sub(_to_the_end, pattern), instance, re.ASCII):
@@ -188,7 +188,7 @@ def _to_the_end(match: re.Match[str]) -> str:
 
 
 def _checker(known: Any) -> Any:
-    """The format checker of the package, with stricter checks of e-mail addresses and of dates and times (RFC 3339)."""
+    """Returns the format checker of the package, with stricter checks of e-mail addresses and of dates and times (RFC 3339)."""
     from jsonschema import FormatChecker
 
     checker = FormatChecker(formats=())

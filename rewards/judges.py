@@ -1,4 +1,4 @@
-"""Judges that call a model on this machine, served at port 8000 with the name `judge`. Copy what you need and change the endpoint.
+"""Judges that call a model on this machine, served at port 8000 under the name `judge`. Copy what you need and change the endpoint.
 
     vllm serve Qwen/Qwen3-8B --port 8000 --served-model-name judge
 
@@ -17,7 +17,7 @@ correct = Judge(endpoint=LOCAL, form=CORRECT, name="correct")
 """Whether the answer has the meaning of the task's reference."""
 
 helpful = Judge(endpoint=LOCAL, form=HELPFUL, name="helpful")
-"""Without a reference: right as far as the model knows, complete, to the point."""
+"""Whether the answer is correct as far as the model knows, complete, and to the point. Needs no reference."""
 
 grounded = Judge(endpoint=LOCAL, form=GROUNDED, name="grounded")
 """Whether the answer follows from the results of the agent's tools."""

@@ -1,10 +1,10 @@
-"""A score that a person or another program sends after the episode.
+"""A score that a person or a different program sends after the episode.
 
     rewards.late:late                                    with task.data = {"late": {"part": "review", "expires_s": 86400}}
     review = Late(part="review", low=1, high=5)          in rewards/mine.py, referenced as rewards.mine:review
 
-The episode's group waits in the ledger, parked, and is trained when its scores have arrived; the run does not wait. With further verifiers
-the late value is averaged with theirs. Evaluations and `agentrl check` do not wait: there, the episode has no score.
+The episode's group is parked in the ledger and trained when its scores arrive; the run does not wait. If there are other verifiers, the
+late value is averaged with theirs. Evaluations and `agentrl check` do not wait: there, the episode has no score.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Late(ConfiguredVerifier):
     """Waits for one late value. Settings in `task.data["late"]`."""
 
     name: ClassVar[str] = "late"
-    is_late: ClassVar[bool] = True  # so that a run that accepts no late scores does not start
+    is_late: ClassVar[bool] = True  # a run that does not accept late scores does not start
 
     part: str = Field("human", min_length=1, max_length=MAX_NAME_CHARS)
     """Name of the part that is sent later."""
@@ -45,7 +45,7 @@ class Late(ConfiguredVerifier):
         return self
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        """A score without a value, which waits for the part."""
+        """Returns a score that has no value yet and waits for the part."""
         rules = self.for_task(task)
         expires_at = None if rules.expires_s is None else time.time() + rules.expires_s
         part = PendingPart(name=rules.part, low=rules.low, high=rules.high, expires_at=expires_at, residual=rules.residual)

@@ -1,10 +1,10 @@
-r"""Mathematics: an expression that equals the truth, in evaluated form.
+r"""Scores mathematics: the answer must be an expression that equals the truth, in evaluated form.
 
     rewards.mathematics:mathematics                      with task.data = {"answer": "\\frac{1}{2}"}
 
-`rewards.notation` parses expressions, and `rewards.algebra` compares them. Only the package math-verify parses integrals, sums and limits.
-They are allowed as truths and, with `unevaluated`, as answers. Some short texts take hours to compute, so both run in a subprocess with a
-deadline (`agentrl.reward.worker`). Each request has one truth and one answer, and gets one verdict.
+`rewards.notation` parses expressions, and `rewards.algebra` compares them. The package math-verify parses integrals, sums and limits. They
+are allowed as truths and, with `unevaluated`, as answers. Some short expressions take hours to compute, so parsing and comparing run in a
+subprocess with a deadline (`agentrl.reward.worker`). Each request has one truth and one answer, and gets one verdict.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _LOOSE = r"(?:\s|[{}$]|\\(?:[,;:! ]|quad|qquad|displaystyle))"  # allowed anywhe
 class Mathematics(ConfiguredVerifier):
     r"""1 if the answer equals the truth and is in evaluated form, else 0. Settings in `task.data["mathematics"]`.
 
-    One expression of a submission is parsed, in LaTeX or calculator notation (`rewards.extract`): in the last `\boxed{}` or after the
-    last `####`, else after the last "answer is", else the full submission; and of that the last `$...$`, if there is one. Several answers
-    are therefore a list. An answer is wrong if it cannot be parsed, or if parsing or comparing it fails but succeeds for the truth.
-    A truth that cannot be parsed is a task fault.
+    One expression of a submission is parsed, in LaTeX or calculator notation. It is in the last `\boxed{}` or after the last `####`, or
+    else after the last "answer is", or else the full submission (`rewards.extract`); if that contains `$...$`, only the last `$...$`.
+    Several answers are therefore a list. An answer is wrong if it cannot be parsed, or if parsing or comparing it fails but succeeds for
+    the truth. A truth that cannot be parsed is a task fault.
 
-    Evaluated form: if the truth is a number, the answer is a number: digits with a sign, a fraction line, a power of ten or a percent
-    sign. Otherwise it may use roots, constants and variables, and the functions, factorials and the like that the truth uses. Numbers,
-    like terms and common factors must be combined, and the answer must not repeat an expression of the question in another form than the
-    truth's. A leading `x =` is allowed; a chain of equations is not a value. Words are compared as words and numerals with their base.
-    The unit is the truth's or, if it has none, one that the question names; or it is omitted. 5\% is 0.05, and also 5 if the question
-    asks for a percentage.
+    Evaluated form means: if the truth is a number, the answer is a number: digits with a sign, a fraction line, a power of ten or a
+    percent sign. Otherwise it may use roots, constants and variables, and functions, factorials and similar operations that the truth
+    uses. Numbers, like terms and common factors must be combined, and the answer must not repeat an expression of the question in a
+    form that differs from the truth's. A leading `x =` is allowed; a chain of equations is not a value. Words are compared as words and
+    numerals with their base. The answer may omit the unit; otherwise it must be the truth's unit or, if the truth has no unit, a unit
+    that the question names. 5\% is 0.05, and also 5 if the question asks for a percentage.
     """
 
     name: ClassVar[str] = "mathematics"
@@ -87,7 +87,7 @@ class Mathematics(ConfiguredVerifier):
 
 
 def prepare() -> None:
-    """In the subprocess, before the first request: imports the large modules."""
+    """Imports the large modules. Runs in the subprocess before the first request."""
     import logging
 
     import math_verify  # noqa: F401
@@ -98,7 +98,7 @@ def prepare() -> None:
 
 
 def verdict(request: Mapping[str, Any]) -> tuple[str, str]:
-    """In the subprocess: "equal", "different", or "no truth" if the truth cannot be parsed; and the reason."""
+    """Returns "equal", "different", or "no truth" if the truth cannot be parsed; and the reason. Runs in the subprocess."""
     from rewards.algebra import Comparison, alike
 
     truth, answer = request["truth"], request["answer"]
@@ -108,7 +108,7 @@ def verdict(request: Mapping[str, Any]) -> tuple[str, str]:
     given, problem = _read(answer, wide=request["unevaluated"])
     if given is None and " ".join(answer.split()) != " ".join(truth.split()):
         return "different", f"no value can be read in the answer: it has {problem}"
-    given = given or wanted  # equal to the truth, which is still computed: a truth that takes too long is a task fault
+    given = given or wanted  # equal to the truth, which is still computed, because a truth that takes too long is a task fault
     comparison = Comparison(request["decimals"], any_form=request["unevaluated"], prompt=request["prompt"])
     if not comparison.same(wanted, given):
         return "different", "it equals the truth but is not evaluated" if comparison.unfinished else ""
@@ -121,7 +121,7 @@ def verdict(request: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _read(text: str, *, wide: bool) -> tuple[Node | None, str]:
-    """The tree of a text, or None and the reason. `wide`: also read texts that only math-verify reads."""
+    """Returns the tree of a string, or None and the reason. `wide`: also parses expressions that only math-verify parses."""
     from rewards.algebra import read_wide
 
     try:

@@ -1,4 +1,4 @@
-"""Mathematical notation as a tree: lists, sets, tuples, intervals, matrices, relations, words and units, of scalars (`rewards.scalars`)."""
+"""Parses mathematical notation into a tree of scalars (`rewards.scalars`), lists, sets, intervals, matrices, relations, words and units."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DATE_PART = re.compile(r"([A-Za-z]+)\.?|([0-9]+)(?:st|nd|rd|th)?(?![A-Za-z])")
 
 
 def read(text: str) -> Node:
-    """The tree of a text. Raises `Unreadable`."""
+    """Returns the tree of a string. Raises `Unreadable`."""
     text = plain(text)
     if matrix := _MATRIX.fullmatch(_unwrapped(text)):
         return _matrix(matrix[2])
@@ -31,7 +31,7 @@ def read(text: str) -> Node:
 
 
 def _label(text: str) -> str:
-    """The standard form of a date or of a name with a number (`June 20`, `Room 5`); empty for other texts."""
+    """Returns the standard form of a date or of a name with a number (`June 20`, `Room 5`); empty for other strings."""
     wrapped = _WRAPPED.fullmatch(text)
     inside = " ".join((wrapped[1] if wrapped else text).split())
     if not re.search(r"\d", inside) or not re.fullmatch(r"[A-Za-z0-9 ,.:'()-]+", inside):
@@ -45,7 +45,7 @@ def _label(text: str) -> str:
 
 
 def _date(text: str) -> str:
-    """The standard form of a date with or without a year, `june 20` or `june 20 2010`; empty for other texts."""
+    """Returns the standard form of a date with or without a year, `june 20` or `june 20 2010`; empty for other strings."""
     pieces = re.split(r"[ ,]+", text)
     matches = [_DATE_PART.fullmatch(piece) for piece in pieces if piece not in ("of", "the")]
     names = [match[1].lower() for match in matches if match is not None and match[1]]
@@ -57,13 +57,13 @@ def _date(text: str) -> str:
 
 
 def _unwrapped(text: str) -> str:
-    """Without the brackets around a matrix."""
+    """Returns the string without the brackets around a matrix."""
     inner = text[1:-1].strip()
     return inner if text[:1] in "([" and text[-1:] in ")]" and inner.startswith("\\begin{") and inner.endswith("}") else text
 
 
 def _whole(tokens: Sequence[Token]) -> Node:
-    """A list of elements, or its one element."""
+    """Returns a list of elements, or the element itself if there is only one."""
     pieces, between = split(tokens, ",", ";", "\\and", "\\or")
     pieces = [piece for number, piece in enumerate(pieces) if piece or not _before_and(between, number)]
     if len(pieces) == 1:
@@ -75,7 +75,7 @@ def _whole(tokens: Sequence[Token]) -> Node:
 
 
 def _before_and(between: Sequence[str], number: int) -> bool:
-    """Whether an empty piece is that between a comma and a following "and"."""
+    """Whether an empty piece lies between a comma and a following "and"."""
     return 0 < number < len(between) and between[number] in ("\\and", "\\or") and between[number - 1] == ","
 
 
@@ -94,7 +94,7 @@ def _element(tokens: Sequence[Token]) -> Node:
 
 
 def _between(parts: Sequence[Node], signs: Sequence[str]) -> Node:
-    """The interval of a < x <= b. A longer chain, or a chain of equations, is not a value."""
+    """Returns the interval of a < x <= b. Longer chains and chains of equations are not values."""
     below, above = {"<", "\\le"}, {">", "\\ge"}
     if len(signs) != 2 or parts[1].kind != "symbol" or not (set(signs) <= below or set(signs) <= above):
         raise Unreadable("a chain of relations")
@@ -104,7 +104,7 @@ def _between(parts: Sequence[Node], signs: Sequence[str]) -> Node:
 
 
 def _applied(tokens: Sequence[Token]) -> Node | None:
-    """The f(x) of f(x) = x^2, or the f^{-1}(x) of its inverse."""
+    """Returns the f(x) of f(x) = x^2, or the f^{-1}(x) of its inverse."""
     text = "".join(token.text for token in tokens) if all(token.kind in ("letter", "number", "sign") for token in tokens) else ""
     match = re.fullmatch(r"([A-Za-z](?:\^(?:\{-1\}|-1))?)\(([A-Za-z]|[0-9]+)\)", text)
     return Node("applied", value=f"{match[1].replace('{', '').replace('}', '')}({match[2]})") if match else None
@@ -124,7 +124,7 @@ def is_assignment(node: Node) -> bool:
 
 
 def _value(tokens: Sequence[Token]) -> Node:
-    """One side of a relation: a set, a ratio, a word, a scalar with or without a unit."""
+    """Returns one side of a relation: a set, a ratio, a word, or a scalar with or without a unit."""
     if not tokens:
         raise Unreadable("no value where one is expected")
     for sign, kind in (("\\setminus", "difference"), ("\\cup", "union"), ("\\cap", "intersection")):
@@ -144,7 +144,7 @@ def _value(tokens: Sequence[Token]) -> Node:
 
 
 def _bracketed(tokens: Sequence[Token]) -> Node | None:
-    """A set, tuple or interval; None if the tokens are not in brackets, or hold one value."""
+    """Returns a set, tuple or interval; None if the tokens are not in brackets or contain only one value."""
     first, last = tokens[0].sign, tokens[-1].sign
     inside = tokens[1:-1]
     closes_at_end = len(tokens) > 1 and first in OPEN and last in CLOSE
@@ -173,7 +173,7 @@ def _bracketed(tokens: Sequence[Token]) -> Node | None:
 
 
 def _word(tokens: Sequence[Token]) -> str:
-    """A name or word, whose letters are not factors: it has a capital letter, or at least four letters. Empty for other tokens."""
+    """Returns a name or word, whose letters are not factors: it has a capital letter or at least four letters; empty for other tokens."""
     if any(token.kind not in ("letter", "text") or not re.fullmatch(r"\(?[A-Za-z][A-Za-z ,.'()-]*", token.text) for token in tokens):
         return ""
     if len(tokens) == 1 and tokens[0].kind == "letter":
@@ -191,7 +191,7 @@ def _word(tokens: Sequence[Token]) -> str:
 
 
 def _with_unit(tokens: Sequence[Token]) -> Node:
-    """A scalar, with its unit if it has one: `5\\text{ cm}`, `5 cm`, `90^\\circ`, `\\$5`."""
+    """Returns a scalar, with its unit if it has one: `5\\text{ cm}`, `5 cm`, `90^\\circ`, `\\$5`."""
     end = len(tokens)
     if tokens[0].sign in ("$", "\\$") and end > 1:
         return Node("unit", (Scalar(tokens[1:]).whole(),), "$")

@@ -1,4 +1,4 @@
-"""Numbers, with a tolerance and units.
+"""Scores numbers, with a tolerance and units.
 
 rewards.numeric:numeric                              with task.data = {"answer": "3.6 km/h"} or {"answer": 1.0}
 distance = Numeric(relative=1e-3, unit="m")          in rewards/mine.py, referenced as rewards.mine:distance
@@ -21,8 +21,8 @@ from rewards.asked import names_percent, names_unit
 from rewards.extract import final
 from rewards.units import ONE, Unit, unit
 
-LONGEST = 4000  # characters of a submission
-LONGEST_NUMBER = 200  # characters of the number in a submission
+LONGEST = 4000  # maximum characters of a submission
+LONGEST_NUMBER = 200  # maximum characters of the number in a submission
 LONGEST_PROMPT = 20_000
 RELATIVE = 1e-6
 _EXPONENT = r"(?:([+-]?\d{1,3})|\{([+-]?\d{1,3})\}|\(([+-]?\d{1,3})\))"
@@ -52,14 +52,14 @@ _LATEX = (  # LaTeX that a number may contain, and its plain form
 
 
 class Amount(NamedTuple):
-    """A number as written, and the name of its unit; empty if it was written without a unit."""
+    """A number as written, and the name of its unit. The name is empty if there is no unit."""
 
     value: Fraction
     name: str
 
 
 class Quantity(NamedTuple):
-    """A number in SI base units, and the unit it was written in; None if it was written without one."""
+    """A number in SI base units, and the unit in which it was written; None if it was written without a unit."""
 
     value: Fraction
     unit: Unit | None
@@ -73,20 +73,20 @@ class Quantity(NamedTuple):
 class Numeric(ConfiguredVerifier):
     r"""1 if the answer is a number within the tolerance of the truth, else 0. Settings in `task.data["numeric"]`.
 
-    The answer is what is in the last `\boxed{}` or after the last `####`, else after the last "answer is", else the full submission
-    (`rewards.extract`). A number has ASCII digits: decimal or scientific (2e5, 2 x 10^5, 10^5), commas or no-break spaces between groups
-    of three digits, a scale in words (1.5 million), or a fraction of whole numbers that is not whole (1/2, 1 1/2, \frac{1}{2}).
-    Arithmetic (2+3, 10/2, 2^10) is not a number.
+    The answer is in the last `\boxed{}` or after the last `####`, or else after the last "answer is", or else the full submission
+    (`rewards.extract`). A number has ASCII digits: decimal or scientific (2e5, 2 x 10^5, 10^5), with commas or no-break spaces between
+    groups of three digits, with a scale in words (1.5 million), or a fraction of whole numbers that is not whole (1/2, 1 1/2,
+    \frac{1}{2}). Arithmetic (2+3, 10/2, 2^10) is not a number.
 
-    If `unit` is set, truth and answer are converted to that unit, and a number without a unit is in `unit`. If it is not set, an answer
-    must have a unit of the truth's dimension, or none if the truth has none. Truth or answer may have a unit that the other lacks if the
-    question asks for that unit: "How many dollars?" accepts 18, $18 and 18 dollars. 50% is 0.5, and also 50 if the question asks for a
+    If `unit` is set, truth and answer are converted to that unit, and a number without a unit is in `unit`. If `unit` is not set, an
+    answer must have a unit of the truth's dimension, or no unit if the truth has none. If the question asks for a unit, one of truth and
+    answer may omit it: "How many dollars?" accepts 18, $18 and 18 dollars. 50% is 0.5, and also 50 if the question asks for a
     percentage. A currency may be on either side, and so may its sign: -$5, $-5, -5 USD; ($5) is -$5, as in accounting. Degrees Celsius
     and Fahrenheit are not supported, because their zeros differ. Infinity and NaN are not numbers.
 
-    If neither `relative` nor `absolute` is set, two whole numbers must be equal, and others may differ by 1e-6 of the truth. If one is
-    set, an answer may differ by at most max(absolute, relative * |truth|). However, 0 and a number of the other sign are never near a
-    truth other than 0, and `absolute` counts only up to half of the truth (`agentrl.base.numbers.is_near`).
+    If neither `relative` nor `absolute` is set, two whole numbers must be equal, and other numbers may differ by 1e-6 of the truth. If
+    one is set, an answer may differ by at most max(absolute, relative * |truth|). However, 0 and numbers of the opposite sign are never
+    near a truth other than 0, and `absolute` counts only up to half of the truth (`agentrl.base.numbers.is_near`).
     """
 
     name: ClassVar[str] = "numeric"
@@ -146,12 +146,12 @@ class Numeric(ConfiguredVerifier):
 
 
 def _meant(given: Amount, truth: Amount, prompt: str) -> Iterator[Quantity | None]:
-    """The quantities that an answer may mean if the verifier has no unit. A quantity without a unit is in the truth's unit."""
+    """Yields the possible quantities of an answer if the verifier has no unit. A quantity without a unit is in the truth's unit."""
     known, wanted = _in_base_units(given), _in_base_units(truth)
     assert wanted is not None, "a truth with a known unit"
     has_dimension = wanted.unit is not None and any(wanted.unit.powers)
     percentage = _is_percent(given) is not _is_percent(truth) and not has_dimension and names_percent(prompt)
-    if percentage and not truth.name and abs(truth.value) > 1:  # 50 is not a fraction, so 50% is right and 5000% is not
+    if percentage and not truth.name and abs(truth.value) > 1:  # 50 is not a fraction, so 50% is correct and 5000% is wrong
         pass
     elif given.name:
         yield known
@@ -168,7 +168,7 @@ def _is_percent(written: Amount) -> bool:
 
 
 def quantity(text: str) -> Quantity | None:
-    """A number with or without a known unit after it, or with a currency on either side; None for any other text."""
+    """Returns a number with or without a known unit after it, or with a currency on either side; None for any other string."""
     written = amount(text)
     return None if written is None else _in_base_units(written)
 
@@ -179,7 +179,7 @@ def _in_base_units(written: Amount) -> Quantity | None:
 
 
 def amount(text: str) -> Amount | None:
-    """A number and the name of its unit; None if the text is not a number, or has two different currencies."""
+    """Returns a number and the name of its unit; None if the string is not a number or has two different currencies."""
     text = _without_latex(text.strip().removesuffix(".").translate(_MINUS))
     accounts = text.startswith("(") and text.endswith(")")
     sign, currency, text = _opening(text[1:-1] if accounts else text)
@@ -193,7 +193,7 @@ def amount(text: str) -> Amount | None:
 
 
 def _number(text: str) -> tuple[Fraction, str] | None:
-    """The number at the start of a text, and the rest of the text."""
+    """Returns the number at the start of a string and the rest of the string; None if there is no number."""
     if match := _FRACTION.match(text):
         above, below = int(match[2]), int(match[3])
         if above % below == 0 or (match[1] and above > below):  # 10/2 is unfinished arithmetic
@@ -214,7 +214,7 @@ def _number(text: str) -> tuple[Fraction, str] | None:
 
 
 def _without_latex(text: str) -> str:
-    """The number without LaTeX."""
+    """Returns the number without LaTeX."""
     text = _RAISED.sub(lambda match: "10^" + match[1].translate(_POWERS), text)
     if (dollars := re.fullmatch(r"\$([^$]+)\$", text)) is not None:
         text = dollars[1].strip()
@@ -225,7 +225,7 @@ def _without_latex(text: str) -> str:
 
 
 def _opening(text: str) -> tuple[str | None, str, str]:
-    """The sign and the currency before a number, in any order, and the rest; the sign is None if there are two."""
+    """Returns the sign and the currency before a number, in any order, and the rest; the sign is None if there are two signs."""
     signs, currency = "", ""
     while text:
         match = _CURRENCY.match(text)

@@ -1,9 +1,9 @@
-r"""Files and state: the agent's files at the task's declared outputs, compared with the truth by content.
+r"""Scores files and state: compares the content of the agent's files at the task's declared outputs with the truth.
 
     rewards.outputs:outputs      with task.outputs = ("report.json",) and
                                  task.data = {"answer": {"report.json": {"json": {"rows": 4}}, "table.csv": {"table": "a,b\\n1,2\\n"}}}
 
-The truth of each path is one of: {"text": ...}; {"json": ...} (equal as JSON); {"has": ...} (JSON that contains at least this, such as
+The truth of each path is one of: {"text": ...}; {"json": ...} (equal as JSON); {"has": ...} (JSON that contains at least this, for example
 the relevant state of a world after the agent acted); {"table": ...} (CSV with a header); or {"absent": true}.
 """
 
@@ -33,11 +33,12 @@ KINDS = ("text", "json", "has", "table", "absent")
 
 
 class Outputs(ConfiguredVerifier):
-    """1 if every path has the content of the truth, else 0; the part `files` is the share that does. Settings in `task.data["outputs"]`.
+    """1 if every path has the content of the truth, else 0. The part `files` is the share of those paths. Settings: `task.data["outputs"]`.
 
     Text is UTF-8; a byte order mark, line endings and white space at the end of the file are ignored. The order of a table's columns is
-    ignored, as is the order of its rows unless `row_order`; numeric cells are compared as numbers. An absent path must not be a file, a
-    folder or a link. A file that could not be collected does not count as absent, nor does any file of an episode that ran out of time.
+    ignored, as is the order of its rows unless `row_order` is set; numeric cells are compared as numbers. An absent path must not be a
+    file, a folder or a link. A file that could not be collected does not count as absent, nor does any file of an episode that ran out of
+    time.
     """
 
     name: ClassVar[str] = "outputs"
@@ -70,7 +71,7 @@ class Outputs(ConfiguredVerifier):
         return Score(value=float(not wrong), parts={"files": share}, evidence=evidence[:2000])
 
     def _problems(self, task_id: str, truth: Mapping[str, Any], episode: Episode) -> dict[str, str]:
-        """Path -> what is wrong with the file; empty if it is right. Raises `TaskError`."""
+        """Returns path -> what is wrong with the file; empty if it is correct. Raises `TaskError`."""
         problems: dict[str, str] = {}
         for path, due in truth.items():
             if not isinstance(due, Mapping) or len(due) != 1 or not set(due) <= set(KINDS):
@@ -83,7 +84,7 @@ class Outputs(ConfiguredVerifier):
         return problems
 
     def _problem(self, kind: str, due: Any, data: bytes | None) -> str:
-        """What is wrong with a file; empty if it is right."""
+        """Returns what is wrong with a file; empty if it is correct."""
         written = due if isinstance(due, str) else json.dumps(due, ensure_ascii=False, separators=(",", ":"))
         if (least := len(written.encode("utf-8", "replace"))) > self.longest:
             raise _BadTruth(f"{least} bytes, more than the limit of an output (longest={self.longest})")
@@ -138,7 +139,7 @@ class _BadTruth(Exception):
 
 
 def same(given: Any, wanted: Any, *, relative: float, part: bool = False) -> bool:
-    """Whether two JSON values are equal, numbers within a tolerance; `part`: whether objects of `given` may have further keys."""
+    """Whether two JSON values are equal, numbers within a tolerance. `part`: whether objects of `given` may have additional keys."""
     if isinstance(given, bool) or isinstance(wanted, bool) or wanted is None:
         return given is wanted
     if isinstance(given, dict) and isinstance(wanted, Mapping):
@@ -152,7 +153,7 @@ def same(given: Any, wanted: Any, *, relative: float, part: bool = False) -> boo
 
 
 def table(text: str) -> list[list[str]]:
-    """The rows of a CSV text, its header first; cells are stripped. Raises `ValueError`."""
+    """Returns the rows of a CSV string, header first, with stripped cells. Raises `ValueError`."""
     try:
         rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text.removeprefix("\ufeff")), strict=True) if row]
     except csv.Error as error:
@@ -167,7 +168,7 @@ def table(text: str) -> list[list[str]]:
 
 
 def _not_absent(episode: Episode, path: str) -> str:
-    """Why a path may not be absent; empty if it is absent. A folder or a link at the path is rejected and is not an output."""
+    """Returns why a path may not be absent; empty if it is absent. A folder or link at the path is rejected, so it is not an output."""
     if path in episode.outputs:
         return "the file exists"
     if episode.stop_reason == OUT_OF_TIME:

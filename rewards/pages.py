@@ -14,9 +14,9 @@ LONGEST = 4000  # maximum length of an answer in characters; true answers are fa
 async def found(task: Task, episode: Episode) -> Score:
     """Scores 1.0 if the submitted number is correct, else 0.0.
 
-    A sub-agent with one page scores 1.0 if it answers with the number on the page. If the number is on another page, it scores 1.0 for
+    A sub-agent with one page scores 1.0 if it answers with the number on the page. If the number is on a different page, it scores 1.0 for
     any answer that is not a number. Otherwise it scores 0.0. `without` is the value that the episode would have without a sub-agent: 0.0
-    if no other sub-agent answered the correct number.
+    if no other sub-agent answered with the correct number.
     """
     truth = str(task.data["answer"])
     value = float(episode.answer is not None and episode.answer.strip() == truth)
@@ -64,7 +64,7 @@ def _lines(answer: str | None) -> list[str]:
 
 
 def _right(task: Task, page: int, answer: str) -> bool:
-    """Whether an answer to the question on a page is right; the page may not exist."""
+    """Whether an answer to the question on a page is correct. The page may not exist."""
     answers, tolerances = task.data["answers"], task.data["tolerances"]
     known = 1 <= page <= len(answers) and len(answer) <= LONGEST
     return known and says(answer, str(answers[page - 1]), float(tolerances[page - 1]))
@@ -78,18 +78,18 @@ def _worth(line: Trajectory, truth: str, page: int) -> float | None:
 
 
 def _page(line: Trajectory) -> int | None:
-    """The page that a sub-agent was asked to read; None for other agents, and for requests without exactly one page."""
+    """Returns the page that a sub-agent must read; None for other agents, and if the request does not mention exactly one page."""
     return page_asked(line.prompt[-1].content) if line.prompt and line.parent is not None and line.parent.call is not None else None
 
 
 def page_asked(request: str) -> int | None:
-    """The one page that a request mentions; None for none or several."""
+    """Returns the page that a request mentions; None if it mentions no page or several."""
     pages = {int(number) for number in re.findall(r"\bpages? (\d{1,6})\b", request)}
     return pages.pop() if len(pages) == 1 and " to " not in request else None
 
 
 def _answer(line: Trajectory) -> str | None:
-    """The answer of a sub-agent."""
+    """Returns the answer of a sub-agent."""
     if line.parent is None or line.parent.call is None or not line.turns:
         return None
     message = line.turns[-1].message

@@ -1,10 +1,10 @@
-"""Regular expressions: the answer must match the task's pattern.
+"""Checks answers with regular expressions: the answer must match the task's pattern.
 
     rewards.pattern:pattern                              with task.data = {"answer": "INV-[0-9]{6}"}
     date = Pattern(pattern=r"[0-9]{4}-[0-9]{2}-[0-9]{2}")     in rewards/mine.py, referenced as rewards.mine:date
 
-Python's `re` can take hours on an adversarial text, for example against the pattern (a+)+b, and a thread cannot be stopped. So matching
-runs in a subprocess with a deadline; an answer that exceeds it twice does not match.
+Python's `re` can take hours on an adversarial string, for example with the pattern (a+)+b, and a thread cannot be stopped. So matching
+runs in a subprocess with a deadline. An answer that exceeds the deadline twice does not match.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Pattern(ConfiguredVerifier):
 
 
 def verdict(request: Mapping[str, Any]) -> bool:
-    """In the subprocess: whether the text matches."""
+    """Whether the text matches. Runs in the subprocess."""
     compiled = re.compile(request["pattern"], re.ASCII | (0 if request["case"] else re.IGNORECASE))
     match = compiled.search if request["anywhere"] else compiled.fullmatch
     return match(request["text"]) is not None

@@ -1,6 +1,6 @@
 """Scores an answer of the `reasoning` family with the scorer of its dataset.
 
-The scorers belong to reasoning-gym and parse text of a model. They run in a subprocess (`rewards.reasoning_scorers`) with limits on time
+The scorers belong to reasoning-gym and parse a model's text. They run in a subprocess (`rewards.reasoning_scorers`) with limits on time
 and memory, and only see answers in their dataset's alphabet (`sandboxes.reasoning.catalogue`).
 """
 
@@ -22,21 +22,21 @@ SHOWN = 80  # characters of an answer that the evidence quotes
 
 _scorers = Scorers()
 _asking = ThreadPoolExecutor(1, thread_name_prefix="reasoning")
-"""A separate executor, because requests wait for one another here; a cancelled request is never sent, and no other work waits."""
+"""A separate executor, because requests wait for each other here: a cancelled request is never sent, and other work does not wait."""
 
 
 class OwnScorer:
-    """Full marks of the dataset's scorer, or nothing."""
+    """1 if the dataset's scorer gives full marks, else 0."""
 
     timeout_s: ClassVar[float] = QUEUE_TIMEOUT_S
     bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        """1.0 if the dataset's scorer gives full marks to an answer that is only the truth, else 0.0.
+        """Returns 1.0 if the dataset's scorer gives full marks to an answer that is only the truth, else 0.0.
 
-        Parts: `exact`, the value again, and `partial`, the scorer's mark. Partial marks are not a reward, because many scorers give 0.01
-        or 0.05 to any answer of the right form. Missing, very long and wrongly formed answers are wrong. An answer is also wrong if the
-        scorer raises, exceeds its limits twice, or returns an invalid mark, but gives full marks to the truth: otherwise an agent could
+        Parts: `exact`, the same value, and `partial`, the scorer's mark. Partial marks are not a reward, because many scorers give 0.01
+        or 0.05 to any answer of the correct form. Missing, very long and wrongly formed answers are wrong. An answer is also wrong if the
+        scorer raises, exceeds its limits twice, or returns an invalid mark, but gives full marks to the truth. Otherwise an agent could
         choose which of its answers count. If the scorer also fails on the truth, the answer is unscored.
 
         Raises `TaskError` if the package no longer generates the task's problem.
@@ -47,7 +47,7 @@ class OwnScorer:
         if wrong := _wrong(name, answer, truth):
             return Score(value=0.0, parts={"exact": 0.0, "partial": 0.0}, evidence=wrong)
         mark, problem = await _marked(origin, truth, answer)
-        if problem and is_at_least((await _marked(origin, truth, truth))[0], 1.0):  # the scorer is sound, so the answer is not
+        if problem and is_at_least((await _marked(origin, truth, truth))[0], 1.0):  # the scorer works, so the answer is at fault
             mark, problem = await _marked(origin, truth, answer)  # retry: the machine may have been slow
             if problem:
                 return Score(value=0.0, parts={"exact": 0.0, "partial": 0.0}, evidence=f"answer {answer[:SHOWN]!r}: the scorer {problem}")
@@ -62,7 +62,7 @@ class OwnScorer:
 
 
 async def _marked(origin: Any, truth: str, answer: str) -> tuple[float, str]:
-    """The scorer's mark, from 0 to 1 up to rounding, and the problem if there is no mark."""
+    """Returns the scorer's mark, from 0 to 1 within rounding, and the problem if there is no mark."""
     try:
         mark = await asyncio.get_running_loop().run_in_executor(_asking, _scorers.mark, origin, truth, answer)
     except (CallFailed, CallTimeout) as error:
@@ -73,7 +73,7 @@ async def _marked(origin: Any, truth: str, answer: str) -> tuple[float, str]:
 
 
 def _wrong(name: str, answer: str, truth: str) -> str:
-    """Why an answer is wrong without calling its scorer; empty if the scorer must decide."""
+    """Returns why an answer is wrong, without calling the scorer; empty if the scorer must decide."""
     longest = max(LONGEST, 4 * len(truth))
     if not answer:
         return "no answer was submitted"

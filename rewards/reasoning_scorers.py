@@ -1,4 +1,4 @@
-"""The subprocess that runs reasoning-gym's scorers on text of a model (`agentrl.reward.worker`)."""
+"""The subprocess that runs reasoning-gym's scorers on a model's text (`agentrl.reward.worker`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sandboxes.reasoning.problems import entry_of
 __all__ = ["CallFailed", "CallTimeout", "Scorers"]
 
 DEADLINE_S = 5.0
-MAKING_S = 20.0  # for generating the problem
+MAKING_S = 20.0  # time to generate the problem
 MEMORY = 4 << 30  # bytes of address space
 
 
@@ -26,10 +26,10 @@ class Scorers:
         self._worker = SubprocessWorker(reply, deadline_s=MAKING_S, memory=MEMORY)
 
     def mark(self, origin: Mapping[str, Any], truth: str, answer: str) -> float:
-        """The mark of the dataset's scorer for an answer. `origin`: see `sandboxes.reasoning.problems.Problem`.
+        """Returns the mark of the dataset's scorer for an answer. `origin`: see `sandboxes.reasoning.problems.Problem`.
 
-        Raises `CallFailed`, `CallTimeout`, `TaskError` for a problem that is no longer generated, and `InfrastructureError` if there is no
-        process."""
+        Raises `CallFailed`, `CallTimeout`, `TaskError` if the package no longer generates the problem, and `InfrastructureError` if there
+        is no process."""
         request = {"origin": dict(origin), "truth": truth, "answer": answer, "deadline_s": self._deadline_s}
         try:
             return float(self._worker.call_blocking(request))
@@ -42,7 +42,7 @@ class Scorers:
 
 
 def reply(request: Mapping[str, Any]) -> float:
-    """In the subprocess: the mark of one answer; 0 if the scorer gives full marks to more than the truth."""
+    """Returns the mark of one answer; 0 if it got full marks but contains more than the truth. Runs in the subprocess."""
     dataset, entry = entry_of(request["origin"], request["truth"])
     set_deadline(request["deadline_s"])
     with decimal.localcontext(decimal.Context()):  # one dataset changes the global precision

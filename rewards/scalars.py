@@ -31,7 +31,7 @@ class Node(NamedTuple):
 
 
 def numeral(sign: str, digits: str, base: str) -> Node | None:
-    """The digits of a number in a base; None if the text is a symbol with a subscript. The base stays part of the value."""
+    """Returns the digits of a number in a base; None if the string is a symbol with a subscript. The base stays part of the value."""
     number = _BASES.get(base) or (int(base) if base.isdigit() else 0)
     if not digits[0].isdigit() and not 11 <= number <= 36:
         return None
@@ -45,12 +45,12 @@ def numeral(sign: str, digits: str, base: str) -> Node | None:
 
 
 def symbols(node: Node) -> set[Fraction | str]:
-    """The names of the variables in a tree."""
+    """Returns the names of the variables in a tree."""
     return ({node.value} if node.kind == "symbol" else set()).union(*map(symbols, node.parts))
 
 
 def _number(text: str) -> Node:
-    """A number as written. Digits under a line are a repeating decimal."""
+    """Returns a number as written. Digits under a line are a repeating decimal."""
     if match := REPEATING.fullmatch(text):
         return Node("number", value=int(match[1]) + Fraction(int(match[2]), 10 ** len(match[2]) - 1))
     match = NUMBER.fullmatch(text)
@@ -80,7 +80,7 @@ class Scalar:
         return node
 
     def _next(self) -> str:
-        """The sign or command that comes next; empty at the end and before other tokens."""
+        """Returns the sign or command that comes next; empty at the end and before other tokens."""
         return self._tokens[self._at].sign if self._at < len(self._tokens) else ""
 
     def _take(self, *signs: str) -> str:
@@ -124,7 +124,7 @@ class Scalar:
                 return node
 
     def _beside(self, node: Node) -> Node:
-        """An implicit product; 2\\frac{1}{2} and 2 1/2 are mixed numbers."""
+        """Returns an implicit product; 2\\frac{1}{2} and 2 1/2 are mixed numbers."""
         number = self._tokens[self._at].kind == "number"
         after = self._power()
         if number and node.kind == "number" and self._take("/"):
@@ -171,7 +171,7 @@ class Scalar:
         return node
 
     def _exponent(self) -> Node | None:
-        """The exponent after ^; None for the degree sign."""
+        """Returns the exponent after ^; None for the degree sign."""
         if self._take("{"):
             if self._take("\\circ"):
                 self._need("}")
@@ -190,7 +190,7 @@ class Scalar:
         return node
 
     def _argument(self) -> Node:
-        r"""An argument of \\frac and similar commands: in braces, or one token; of a number only its first digit."""
+        r"""Returns an argument of \\frac and similar commands: in braces, or one token. Of a number, takes only the first digit."""
         if self._next() == "{":
             return self._group("{")
         token = self._tokens[self._at] if self._at < len(self._tokens) else None
@@ -278,7 +278,7 @@ class Scalar:
         return node if power is None else Node("pow", (node, power))
 
     def _function_argument(self) -> Node:
-        """The argument of a function: in brackets, or the product that follows."""
+        """Returns the argument of a function: in brackets, or the product that follows."""
         if self._next() in ("(", "{", "["):
             return self._group(self._next())
         node = self._power() if self._next() != "-" else self._signed()

@@ -1,7 +1,7 @@
-"""Splits mathematical notation, LaTeX or calculator text, into known tokens.
+"""Splits mathematical notation, in LaTeX or calculator form, into known tokens.
 
-The language is small, and every sign of a text must belong to it: an unknown sign is not dropped, but makes the text unreadable. Signs of
-unfinished work (integrals, sums, limits) are not in the language.
+The language is small, and every sign of a string must belong to it: an unknown sign is not dropped, but makes the string unreadable. Signs
+of unfinished work (integrals, sums, limits) are not in the language.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import unicodedata
 from collections.abc import Sequence
 from typing import NamedTuple
 
-DEEPEST = 40  # brackets within brackets
+DEEPEST = 40  # maximum nesting of brackets
 
 
 class Unreadable(ValueError):
-    """A text contains something that is not in the language."""
+    """A string contains something that is not in the language."""
 
 
 class Token(NamedTuple):
@@ -23,7 +23,7 @@ class Token(NamedTuple):
 
     kind: str  # number, letter, word, command, text, sign
     text: str
-    spaced: bool  # whether white space stands before it
+    spaced: bool  # whether white space precedes the token
 
     @property
     def sign(self) -> str:
@@ -70,7 +70,7 @@ CLOSE = set(OPEN.values())
 
 
 def plain(text: str) -> str:
-    """The text in standard notation: one form of each sign, and no group separators in numbers."""
+    """Returns the string in standard notation: one form of each sign, and no group separators in numbers."""
     text = unicodedata.normalize("NFC", text).strip()
     text = "".join(_vulgar(letter) if unicodedata.category(letter) == "No" else letter for letter in text)
     text = re.sub("[" + "".join(_RAISED) + "]+", lambda match: "^{" + "".join(map(_RAISED.__getitem__, match[0])) + "}", text)
@@ -89,13 +89,13 @@ def plain(text: str) -> str:
 
 
 def _vulgar(letter: str) -> str:
-    """One half and the like in LaTeX."""
+    """Returns a fraction character, such as one half, in LaTeX."""
     above, slash, below = unicodedata.normalize("NFKC", letter).partition("\u2044")
     return f"\\frac{{{above}}}{{{below}}}" if slash else letter
 
 
 def tokenized(text: str) -> list[Token]:
-    """The tokens of a text. Raises `Unreadable`."""
+    """Returns the tokens of a string. Raises `Unreadable`."""
     tokens: list[Token] = []
     at, spaced = 0, False
 
@@ -129,7 +129,7 @@ def tokenized(text: str) -> list[Token]:
 
 
 def _command(text: str, at: int, tokens: list[Token], spaced: bool) -> tuple[int, bool]:
-    """Adds the token of a command. Returns its end, and whether it was a space."""
+    """Adds the token of a command. Returns the command's end, and whether it was a space."""
     match = re.compile(r"\\([A-Za-z]+|.)", re.DOTALL).match(text, at)
     if match is None:
         raise Unreadable("a backslash at its end")
@@ -168,7 +168,7 @@ _COMMANDS = _names("frac sqrt binom pm mp pi infty le ge ne in cup cap setminus 
 
 
 def split(tokens: Sequence[Token], *signs: str) -> tuple[list[list[Token]], list[str]]:
-    """The pieces between signs outside of brackets, and the signs."""
+    """Returns the pieces between signs outside of brackets, and the signs."""
     pieces: list[list[Token]] = [[]]
     between: list[str] = []
     depth = 0

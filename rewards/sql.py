@@ -1,12 +1,12 @@
-"""SQL: the answer is a query. It is right if it returns the rows of the true query on the same databases.
+"""Scores SQL: the answer is a query. It is correct if it returns the rows of the true query on the same databases.
 
     rewards.sql:sql      with task.data = {"answer": "SELECT a FROM t", "databases": ["CREATE TABLE t(a); INSERT INTO t VALUES (1);"]}
 
-Both queries are executed; their text is not compared. They run in SQLite, in memory, in a subprocess with a deadline, on a read-only
-connection with an authorizer that allows SELECT, columns and harmless functions, and with limits on steps, lengths and rows.
+Both queries are executed; their text is not compared. They run in an in-memory SQLite database, in a subprocess with a deadline. The
+connection is read-only, has limits on steps, lengths and rows, and an authorizer that allows SELECT, columns and harmless functions.
 
-A query with a hard-coded result returns the right rows too. So both queries are also executed on changed copies of the databases
-(`rewards.sql_copies`): if the true result changes there, the answer's result must change with it.
+A query with a hard-coded result also returns the correct rows. So both queries are also executed on changed copies of the databases
+(`rewards.sql_copies`). If the true result changes there, the answer's result must change with it.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from rewards.sql_text import orders, statements
 
 DEADLINE_S = 10.0
 MAX_ROWS = 20_000
-MAX_STEPS = 50_000_000  # of SQLite's virtual machine, per query
-MAX_LENGTH = 1_000_000  # bytes of a value, and of a row
+MAX_STEPS = 50_000_000  # maximum steps of SQLite's virtual machine per query
+MAX_LENGTH = 1_000_000  # maximum bytes of a value, and of a row
 _BAD_FUNCTIONS = frozenset({"load_extension", "randomblob", "random", "readfile", "writefile", "edit", "fts3_tokenizer", "zeroblob"})
 
 Row = tuple[Any, ...]
 
 
 class Sql(ConfiguredVerifier):
-    """1 if the answer's rows are the truth's on every database, and change with the data as the truth's do; else 0.
+    """1 if the answer's rows equal the truth's on every database and change with the data as the truth's do; else 0.
 
-    Settings in `task.data["sql"]`. Rows are compared as a bag, or in order if the truth ends in an ORDER BY; columns by position, not by
-    name; numbers within `relative`, whole numbers exactly. Comments, semicolons and a fence around the query are ignored. A truth that
-    fails, returns no row on any database, or has too many rows near each other within `relative`, is a task fault. A truth with an ORDER
-    BY should have no ties, because only one order of tied rows is right.
+    Settings in `task.data["sql"]`. Rows are compared as a bag, or in order if the truth ends in an ORDER BY. Columns are compared by
+    position, not by name; numbers within `relative`, whole numbers exactly. Comments, semicolons and a fence around the query are ignored.
+    A truth that fails, returns no row on any database, or has too many rows near each other within `relative` is a task fault. A truth
+    with an ORDER BY should have no ties, because only one order of tied rows is accepted.
 
-    On changed copies of the databases (rows removed or added, other values) on which the truth's rows change, the answer must return the
-    truth's rows for some of the different results (a fifth, and at least two if there are four), and its rows must change with every
-    column whose values the truth returns or computes with. So an answer that differs from the truth only in cases that the databases do
-    not show, such as ties or missing rows, is right. An answer that returns constants, reads data without using it, or uses other columns
-    with the same data, is wrong.
+    The answer is also executed on changed copies of the databases (rows removed or added, different values) on which the truth's rows
+    change. There it must return the truth's rows for some of the different results (a fifth, and at least two if there are four), and its
+    rows must change with every column whose values the truth returns or computes with. So an answer that differs from the truth only in
+    cases that the databases do not show, such as ties or missing rows, is correct. An answer that returns constants, reads data without
+    using it, or uses different columns with the same data is wrong.
     """
 
     name: ClassVar[str] = "sql"
@@ -93,7 +93,7 @@ class Sql(ConfiguredVerifier):
 
 
 class Refused(Exception):
-    """A query that was rejected or failed, with the reason."""
+    """A query was rejected or failed. The message is the reason."""
 
 
 class Result(NamedTuple):
@@ -113,7 +113,7 @@ class _Database(NamedTuple):
 
 
 def verdict(request: Mapping[str, Any]) -> dict[str, str]:
-    """In the subprocess: what is wrong with the task, and with the answer; both empty if the answer is right."""
+    """Returns what is wrong with the task and with the answer; both are empty if the answer is correct. Runs in the subprocess."""
     truth, answer, relative = request["truth"], request["answer"], request["relative"]
     ordered = orders(truth) if request["ordered"] is None else request["ordered"]
     with contextlib.ExitStack() as opened:
@@ -139,7 +139,7 @@ _numbers = count()
 
 
 def _open_database(script: str, truth: str, where: str, opened: contextlib.ExitStack) -> _Database:
-    """The database that a script creates. Raises `Refused` if the script or the truth fails."""
+    """Returns the database that a script creates. Raises `Refused` if the script or the truth fails."""
     name = f"/agentrl-{next(_numbers)}"
     connection = opened.enter_context(contextlib.closing(sqlite3.connect(f"file:{name}?vfs=memdb", uri=True)))
     try:
@@ -151,7 +151,7 @@ def _open_database(script: str, truth: str, where: str, opened: contextlib.ExitS
 
 
 def _wrong(answer: str, database: _Database, where: str, ordered: bool, relative: float) -> str:
-    """The error of an answer on a database; empty if it returns the truth's rows."""
+    """Returns the error of an answer on a database; empty if it returns the truth's rows."""
     try:
         given = execute(database.name, answer)
     except Refused as error:
@@ -161,11 +161,11 @@ def _wrong(answer: str, database: _Database, where: str, ordered: bool, relative
 
 
 def _does_not_follow(truth: str, answer: str, databases: Sequence[_Database], relative: float) -> str:
-    """Returns why an answer that is right on all databases is not computed from their data like the truth; empty if it is.
+    """Returns why an answer that is correct on all databases is not computed from their data as the truth is; empty if it is.
 
-    A wrong query may also return no rows, or only 0, NULL and empty texts. So such true results count only if there are no others.
+    A wrong query may also return no rows, or only 0, NULL and empty strings. So such true results count only if there are no others.
     """
-    shared: dict[bool, dict[str, bool]] = {True: {}, False: {}}  # whether it has data -> true result -> whether the answer returns it
+    shared: dict[bool, dict[str, bool]] = {True: {}, False: {}}  # whether a true result has data -> true result -> whether it is returned
     with contextlib.ExitStack() as opened:
         smaller_ones = [_smaller(database, truth, opened) for database in databases]
         for wanted, given in _on_copies(truth, answer, smaller_ones):
@@ -180,7 +180,7 @@ def _does_not_follow(truth: str, answer: str, databases: Sequence[_Database], re
 
 
 def _smaller(database: _Database, truth: str, opened: contextlib.ExitStack) -> _Database:
-    """A copy of a large database with fewer rows, to reduce the cost of its changed copies, if the truth still returns data there."""
+    """Returns a copy of a large database with fewer rows, so that changed copies cost less, if the truth still returns data there."""
     connection, name = opened.enter_context(smaller(database.connection))
     with contextlib.suppress(Refused):
         wanted = execute(name, truth)
@@ -190,7 +190,7 @@ def _smaller(database: _Database, truth: str, opened: contextlib.ExitStack) -> _
 
 
 def _on_copies(truth: str, answer: str, databases: Sequence[_Database]) -> Iterator[tuple[Result, Result | None]]:
-    """The rows of truth and answer on each changed copy that changes the truth's rows; None for an answer that fails there."""
+    """Yields the rows of truth and answer on each changed copy that changes the truth's rows; None for an answer that fails there."""
     for database in databases:
         original = Counter(database.wanted.rows)
         for name in changed_copies(database.connection, truth, database.wanted.reads):
@@ -200,7 +200,7 @@ def _on_copies(truth: str, answer: str, databases: Sequence[_Database]) -> Itera
 
 
 def _unused(truth: str, answer: str, database: _Database, relative: float) -> Iterator[str]:
-    """Columns that the truth uses in its result or in computations, but the answer does not."""
+    """Yields columns that the truth uses in its result or in computations and the answer does not."""
     before = _executed(database.name, answer)
     for column, name in altered_copies(database.connection, database.wanted.reads):
         wanted = _executed(name, truth)
@@ -224,7 +224,7 @@ def _executed(name: str, query: str) -> Result | None:
 
 
 def execute(name: str, query: str) -> Result:
-    """The result of a query on the database `name`, read-only. Raises `Refused`."""
+    """Returns the result of a query on the database `name`, read-only. Raises `Refused`."""
     single = statements(query)
     if len(single) != 1:
         raise Refused(f"{len(single)} statements instead of one query")
@@ -251,7 +251,7 @@ def execute(name: str, query: str) -> Result:
 
 
 def _authorizer(read: set[tuple[str, str]]) -> Callable[..., int]:
-    """Lets a query read and compute, and records the columns that it reads from the database's tables (not from SQLite's system tables)."""
+    """Allows a query to read and compute. Records the columns that it reads from the database's tables (not SQLite's system tables)."""
 
     def allow(action: int, first: str | None, second: str | None, database: str | None, trigger: str | None) -> int:
         if action == sqlite3.SQLITE_READ:
@@ -271,7 +271,7 @@ def _budget() -> Callable[[], int]:
 
 
 def differ(given: Result, wanted: Result, *, ordered: bool, relative: float) -> str:
-    """How two results differ; empty if they do not."""
+    """Returns how two results differ; empty if they do not."""
     if given.columns != wanted.columns:
         return f"{given.columns} columns, not {wanted.columns}"
     if len(given.rows) != len(wanted.rows):

@@ -1,4 +1,4 @@
-"""Parses the SQL that a verifier needs: the statements of a text, whether one orders its rows, and its literals."""
+"""Parses the parts of SQL that a verifier needs: the statements of a string, whether a statement orders its rows, and its literals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TOKEN = re.compile(
 
 
 def statements(text: str) -> list[str]:
-    """The statements of a text, without semicolons and without comments around them."""
+    """Returns the SQL statements in a string, without semicolons and without comments around them."""
     texts: list[str] = []
     start = stop = -1
     for kind, match in _tokens(text):
@@ -42,7 +42,7 @@ def orders(query: str) -> bool:
 
 
 def literals(query: str) -> list[str | int | float]:
-    """The texts and numbers in a query."""
+    """Returns the strings and numbers in a query."""
     values: list[str | int | float] = []
     for kind, match in _tokens(query):
         token = match[0]

@@ -11,11 +11,11 @@ SHOWN = 80  # characters of an answer that the evidence quotes
 
 
 async def exact_answer(task: Task, episode: Episode) -> Score:
-    """1.0 if the submitted answer is the truth, else 0.0.
+    """Returns 1.0 if the submitted answer is the truth, else 0.0.
 
     Text is compared after stripping. If the truth is a number, the answer may be any decimal notation of a number within 1e-6 relative,
     or within the task's absolute `tolerance` (half a unit of the second decimal for totals and averages, so rounded and exact answers
-    both count), as `agentrl.base.numbers.same_number` compares them: two whole numbers must be equal. A missing or very long answer is
+    both count). `agentrl.base.numbers.same_number` compares them: two whole numbers must be equal. A missing or very long answer is
     wrong.
     """
     truth = str(task.data["answer"])

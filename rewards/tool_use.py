@@ -1,8 +1,8 @@
-"""Rules on tool use: which tools an episode must and must not call, how often, and in which order.
+"""Scores tool use: which tools an episode must and must not call, how often, and in which order.
 
     careful = ToolUse(must=("search",), never=("shell",), at_most={"python": 3}, order=("search", "submit"))      in rewards/mine.py
 
-Calls do not show whether the answer is right, so this is a part of a rubric, or a required criterion (`agentrl.reward.rubric`).
+Calls do not show whether the answer is correct, so use this as a part or a required criterion of a rubric (`agentrl.reward.rubric`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from agentrl.reward.configured import ConfiguredVerifier
 
 
 class ToolUse(ConfiguredVerifier):
-    """1 if every rule holds, else 0. Each rule is a part, and `rules` is the share that holds. Settings in `task.data["tool_use"]`.
+    """1 if every rule holds, else 0. Each rule is a part, and `rules` is the share of rules that hold. Settings in `task.data["tool_use"]`.
 
-    All calls of all trajectories count; with `succeeded`, `must` and `order` count only calls with an ok result. An episode without
+    All calls of all trajectories count; with `succeeded`, `must` and `order` count only calls whose result is ok. An episode that has no
     turns, such as that of a gold solution in `agentrl check`, has no score.
     """
 
@@ -67,9 +67,9 @@ class ToolUse(ConfiguredVerifier):
 
 
 def _calls(episode: Episode, *, succeeded: bool) -> Iterator[str]:
-    """Names of the called tools, in order. With `succeeded`, only calls whose result is ok.
+    """Yields the names of the called tools, in order. With `succeeded`, only calls whose result is ok.
 
-    A sub-agent's calls come after the call that started it, and those of a restarted context after the turn that it comes from.
+    A sub-agent's calls come after the call that started it. The calls of a restarted context come after the turn that it comes from.
     """
     children: dict[tuple[int, int, int | None], list[int]] = {}
     for index, trajectory in enumerate(episode.trajectories):

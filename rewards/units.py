@@ -1,9 +1,9 @@
-"""Units of measurement: the value of a text such as "km/h" or "kg m^2/s^2" in SI base units, and its dimension.
+"""Units of measurement: the value of a string such as "km/h" or "kg m^2/s^2" in SI base units, and its dimension.
 
-This is a small table instead of a package, because the text comes from an agent, so its possible meanings must be few and known. Values are
+This is a small table instead of a package, because an agent writes the string, so its possible meanings must be few and known. Values are
 exact by definition (SI brochure, 9th edition, 2019; international yard and pound agreement, 1959), except the electronvolt's, which is
-CODATA's exact value of 2018. Two readings differ from the SI: an angle is a dimension, so 1 rad/s is not 1 Hz; and bytes have no prefixes
-below one, so dB is not a decibyte.
+CODATA's exact value of 2018. There are two differences from the SI: an angle is a dimension, so 1 rad/s is not 1 Hz; and bytes have no
+prefixes below one, so dB is not a decibyte.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import cache
 from typing import NamedTuple
 
 BASE = ("m", "kg", "s", "A", "K", "mol", "cd", "rad", "B", "$", "EUR", "GBP")  # angles, bytes and currencies count as dimensions
-LONGEST = 64  # characters of a unit
+LONGEST = 64  # maximum characters of a unit
 LARGEST_POWER = 12
 
 _PREFIXES = {
@@ -146,7 +146,7 @@ _LARGEST = Fraction(10) ** 300
 
 
 class Unit(NamedTuple):
-    """A value of 1 in this unit is `factor` in SI base units; `powers` are the exponents of `BASE`."""
+    """One of this unit is `factor` in SI base units. `powers` are the exponents of `BASE`."""
 
     factor: Fraction
     powers: tuple[int, ...]
@@ -156,10 +156,10 @@ ONE = Unit(Fraction(1), (0,) * len(BASE))
 
 
 def unit(text: str) -> Unit | None:
-    """The unit of a text: products (space, `*` or `.`), one `/`, whole exponents; empty: a plain number.
+    """Returns the unit that a string names. Allows products (space, `*` or `.`), one `/` and whole exponents; empty is a plain number.
 
-    Unicode signs with two code points (ohm and omega, kelvin and K, angstrom) are equal. None means unknown, or beyond the range of a
-    float.
+    Unicode signs that have two code points (ohm and omega, kelvin and K, angstrom) are equal. None means that the unit is unknown or
+    outside the range of a float.
     """
     if len(text) > LONGEST:
         return None

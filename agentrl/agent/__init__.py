@@ -1,4 +1,4 @@
-"""What acts in an episode: the turn loop, its tools, and the exact tokens of its chat.
+"""The agent of an episode: the turn loop, its tools, and the exact tokens of its chat.
 
 `TurnLoop` is the built-in `agentrl.protocols.Agent`; `ChatFormat` turns messages into token ids once; `tool` turns a function into a tool.
 """

@@ -1,7 +1,7 @@
 """The environment of an episode, as its main agent acts in it: first observation, actions, their recorded results, and resumption.
 
-An action is a text or a call of the environment's functions. The result of a text action is recorded as what a user says after the turn,
-that of a call as the result of a tool; both have the reward of the step.
+An action is a string or a call of the environment's functions. The result of a text action is recorded as a user message after the turn;
+the result of a call is recorded as the result of a tool. Both have the reward of the step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from agentrl.records.images import MARK, REFERENCE
 from agentrl.records.trajectory import CONTINUED, TRUNCATED
 
 STATE = "environment"
-"""Key of the agent's state that has the state of its environment."""
+"""Key under which the agent's state contains the state of its environment."""
 _USED_UP = "this episode's output is used up"  # in an output that `LiveEpisode.clip_output` cut
 _NO_DEADLINE_S = 86_400.0  # an environment has its own deadline
 
@@ -40,10 +40,11 @@ _NO_DEADLINE_S = 86_400.0  # an environment has its own deadline
 class AgentEnvironment:
     """The environment of one episode, with its recorded actions.
 
-    `first` is the first observation, and `now` the last one. `ended` is `terminated` or `truncated` after the last step.
+    `first` is the first observation, and `now` the last observation. `ended` is `terminated` or `truncated` after the last step.
 
-    An action that the rules forbid, and a turn without an action or a working call, cost as much as the most expensive step of the
-    episode, because otherwise they would score better than acting. `unpaid` counts those before the first step, which is charged for them.
+    An action that the rules forbid, and a turn without an action or a working call, cost as much as the most expensive step of the episode,
+    because otherwise they would score better than acting. `unpaid` counts these actions and turns before the first step, which is charged
+    for them.
     """
 
     def __init__(self, environment: Environment, episode: LiveEpisode, chat: ChatFormat, instructions: str | None = None) -> None:
@@ -54,7 +55,7 @@ class AgentEnvironment:
         self.choices = tuple(action for action in actions or () if isinstance(action, str))
         self.schemas = tuple(action for action in actions or () if not isinstance(action, str))
         self.unpaid = 0
-        self._lowest: float | None = None  # smallest reward of a step, at most 0; None before the first one
+        self._lowest: float | None = None  # smallest reward of a step, at most 0; None before the first step
         self._environment, self._episode, self._chat, self._instructions = environment, episode, chat, instructions
         self._notes: list[str] = []  # of this episode, newest first
         self._user: PolicyUser | None = None
@@ -63,7 +64,7 @@ class AgentEnvironment:
     async def open(cls, episode: LiveEpisode, chat: ChatFormat, instructions: str | None = None) -> AgentEnvironment:
         """Returns the environment of an episode: at its start, or at the state from which the episode resumes.
 
-        `instructions` replace the system messages of the task and the environment; None replaces none.
+        `instructions` replace the system messages of the task and the environment; None keeps them.
         """
         environment = await episode.environment()
         check_roles(environment, "turns")
@@ -98,7 +99,7 @@ class AgentEnvironment:
         return environment_prompt(task.prompt, self._environment.instructions, text)
 
     def start_of(self, trajectory: LiveTrajectory) -> tuple[Message, ...]:
-        """Returns the prompt of a trajectory, and records it as the prompt of the first one."""
+        """Returns the prompt of a trajectory, and records it if the trajectory has no tokens yet."""
         trajectories, observation = self._episode.trajectories, self.first
         start = trajectory
         while (parent := start.parent) is not None:
@@ -132,7 +133,7 @@ class AgentEnvironment:
         return ToolResult(name=USER, output=output, ok=outcome.ok, wall_s=wall_s, reward=outcome.reward, parts=outcome.parts)
 
     async def act(self, action: str | ToolCall) -> ToolOutcome:
-        """Applies an action. One that the rules forbid gets an error instead of an observation."""
+        """Applies an action. If the rules forbid it, the outcome is an error instead of an observation."""
         if self.ended:
             return ToolOutcome(output="error: the episode has ended", ok=False)
         if isinstance(action, str) and self.choices and action not in self.choices:
@@ -159,7 +160,7 @@ class AgentEnvironment:
         return "" if schema is None else argument_errors(schema, call.arguments)
 
     def charge(self, results: Sequence[ToolResult]) -> tuple[ToolResult, ...]:
-        """Returns the results of the calls of a turn. The last one has the cost if none of them is an action or a working call."""
+        """Returns the results of the calls of a turn. If no call is an action or works, the last result has the cost."""
         if any(result.ok or result.reward is not None for result in results):
             return tuple(results)
         cost = self._forbidden("").reward or 0.0
@@ -170,7 +171,7 @@ class AgentEnvironment:
         return ToolOutcome(output=f"error: {why}", ok=False, reward=self._lowest or 0.0)
 
     async def state(self) -> dict[str, Any]:
-        """Returns the state of the environment as JSON data. Raises `ValueError` if it cannot be captured."""
+        """Returns the state of the environment as JSON data. Raises `ValueError` if the state cannot be captured."""
         if self.spec.resume == "replay":
             return {}
         if self.spec.resume == "restart" or not is_resumable(self._environment):
@@ -191,7 +192,7 @@ class AgentEnvironment:
         return "" if saved else f"\nerror: note: {reply}"
 
     async def _shown(self, observation: Observation) -> str:
-        """Returns the text of an observation: its images stored, and the notes of this and earlier episodes in place of `NOTES` or
+        """Returns the text of an observation. Its images are stored, and the notes of this and earlier episodes replace `NOTES` or
         `NEWEST_NOTE`."""
         text = (await refer_observation(self._chat, self._episode, observation)).text
         memory, marker = self._episode.memory, NOTES if NOTES in text else NEWEST_NOTE
@@ -233,7 +234,7 @@ class ActionTool:
 
 
 def check_roles(environment: object, agent: str) -> None:
-    """Raises `PluginError` if an environment has roles and `agent` is not `players`, or the reverse."""
+    """Raises `PluginError` if an environment has roles and `agent` is not `players`, or if it has no roles and `agent` is `players`."""
     has_roles = bool(getattr(environment, "roles", ()))
     if (agent == "players") != has_roles:
         kind, needed = ("with", "players") if has_roles else ("without", "turns")
@@ -243,8 +244,8 @@ def check_roles(environment: object, agent: str) -> None:
 async def check_environment(task: Task, chat: ChatFormat, agent: str = "turns") -> None:
     """Opens the environment of a task once.
 
-    Raises `UserError` if it does not start, `agent` cannot play it, no answer can be one of its actions, or the chat template does not
-    accept its observations.
+    Raises `UserError` if the environment does not start, `agent` cannot play it, no answer can be one of its actions, or the chat template
+    does not accept its observations.
     """
     if task.environment is None:
         return
@@ -277,9 +278,9 @@ async def check_environment(task: Task, chat: ChatFormat, agent: str = "turns") 
 
 
 def environment_prompt(prompt: Sequence[Message], instructions: str, observation: str) -> tuple[Message, ...]:
-    """Returns the prompt of a task with the instructions as its system message unless it has one, and the observation as a user message.
+    """Returns the prompt of a task with the observation as a user message, and with the instructions as system message if it has none.
 
-    An observation after a user message becomes part of it, because many chat templates reject two in a row.
+    An observation after a user message becomes part of it, because many chat templates reject two user messages in a row.
     """
     if instructions and not any(message.role == "system" for message in prompt):
         prompt = with_instructions(prompt, instructions)
@@ -291,7 +292,7 @@ def environment_prompt(prompt: Sequence[Message], instructions: str, observation
 
 
 def recorded_actions(episode: LiveEpisode, chat: ChatFormat) -> Iterator[tuple[str | ToolCall | None, ToolResult]]:
-    """Yields the actions of the episode so far with their results. None is a turn without an action, which `charge` charged."""
+    """Yields the actions of the episode so far with their results. None means a turn without an action, which `charge` charged."""
     for trajectory in episode.trajectories:
         for turn in trajectory.turns:
             calls: Sequence[ToolCall] = turn.message.tool_calls

@@ -1,6 +1,6 @@
 """Checks the arguments of a tool call against the tool's JSON schema, and builds an example of valid arguments.
 
-A schema may come from an MCP server or a client. Whatever cannot be checked in bounded time (patterns, formats, circular references)
+A schema may come from an MCP server or a client. Anything that cannot be checked in bounded time (patterns, formats, circular references)
 is not checked.
 """
 
@@ -41,7 +41,7 @@ class Allowed:
 
 
 class Parameters:
-    """The parameters of a tool's function schema, which may be any JSON. All queries together examine at most `values` values."""
+    """The parameters of a tool's function schema, which may be any JSON. All method calls together examine at most `values` values."""
 
     def __init__(self, schema: Any, values: int = _CHECKED_VALUES) -> None:
         function = schema.get("function") if isinstance(schema, Mapping) else None
@@ -60,7 +60,7 @@ class Parameters:
         return self._errors(self._root, dict(arguments), "", 0)
 
     def sample(self) -> Any:
-        """Returns arguments that fit: the required ones, or the first if none is required."""
+        """Returns arguments that fit: the required arguments, or the first argument if none is required."""
         return self._sample(self._root, 0)
 
     def _sample(self, schema: Any, depth: int) -> Any:
@@ -125,7 +125,7 @@ class Parameters:
         return errors
 
     def _property(self, schema: Any, name: str, depth: int) -> Any:
-        """The schema of one property of an object, in any branch of the object's schema; None if the schema does not describe it."""
+        """Returns the schema of an object's property, in any branch of the object's schema; None if the schema does not describe it."""
         schema = self._resolved(schema)
         if self._exhausted(depth):
             return None
@@ -144,7 +144,7 @@ class Parameters:
         return {"allOf": schemas} if schemas else None
 
     def _kinds(self, schema: Any, depth: int) -> frozenset[str]:
-        """Returns the JSON types that a schema allows. All types if it does not restrict them, or restricts them in an unchecked way."""
+        """Returns the JSON types that a schema allows; all types if it does not restrict them, or does so in a way that is not checked."""
         schema = self._resolved(schema)
         kinds = frozenset(_TYPES)
         if self._exhausted(depth):
@@ -161,7 +161,7 @@ class Parameters:
         return kinds
 
     def _resolved(self, schema: Any) -> Mapping[str, Any]:
-        """Returns a schema after following its reference into the root. Any other reference allows everything."""
+        """Returns a schema after following its reference into the root. A reference that points elsewhere allows every value."""
         for _ in range(MAX_DEPTH):
             if not isinstance(schema, Mapping):
                 return {}
@@ -236,7 +236,7 @@ def _types(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _equal(left: Any, right: Any) -> bool:
-    """Whether two values are the same JSON value: true is not 1."""
+    """Whether two values are the same JSON value. For example, true is not 1."""
     return bool(left == right) and isinstance(left, bool) == isinstance(right, bool)
 
 

@@ -5,7 +5,8 @@
 `agentrl.agent.forms` reads the forms of other models and builds its calls here.
 
 A call that is too long, too deep, not finite or not Unicode becomes an error that the model sees, like any other mistake. The grammar of
-the arguments decides where a call ends: a closing tag inside a JSON string is text. Parsing takes time linear in the length of the text.
+the arguments determines where a call ends, so a closing tag inside a JSON string is text. Parsing takes time linear in the length of the
+text.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _SPACE = re.compile(r"[ \t\n\r]*")  # JSON white space
 _ESCAPE = re.compile(r"\\.", re.DOTALL)
 
-MAX_CALLS = 64  # of one turn; later ones are not parsed
+MAX_CALLS = 64  # of one turn; later calls are not parsed
 MAX_CHARS = 2_000_000  # of one call: a program of `agentrl.agent.tools.MAX_TEXT` characters, each of them escaped
 MAX_NAME = 256  # characters of a tool's name
 NOT_CLOSED = "a tool call was opened but not closed"
@@ -48,7 +49,7 @@ class UnclosedCall(CallError):
 
 
 def read_calls(text: str) -> tuple[tuple[ToolCall, ...], tuple[str, ...], str]:
-    """Returns the valid tool calls of a text in the Hermes form, the errors of the others, and the text outside of calls."""
+    """Returns the valid tool calls of a string in the Hermes form, the errors of the other calls, and the text outside of calls."""
     return read_tagged(text, OPEN, CLOSE, scan_json, call_from_object)
 
 
@@ -86,9 +87,9 @@ def read_tagged(
 def call_at(
     text: str, at: int, closing: str, scan: Callable[[str, int], tuple[T, int]], make: Callable[[T], ToolCall]
 ) -> tuple[ToolCall | CallError, int]:
-    """Returns the call whose body starts at a position, or its error, and the position after its closing tag (-1: none).
+    """Returns the call whose body starts at a position, or its error, and the position after its closing tag (-1 if there is none).
 
-    If the body is invalid, the closing tag is the first one after the part that was parsed.
+    If the body is invalid, the closing tag is the first closing tag after the part that was parsed.
     """
     try:
         body, end = scan(text, at)
@@ -129,7 +130,8 @@ def parse_call(name: str, arguments: str) -> ToolCall | str:
 
 
 def call_from_object(data: Any, *, key: str = "arguments") -> ToolCall:
-    """Returns the call in a JSON object whose arguments are under `key`; without that key, there are none. Raises `CallError`."""
+    """Returns the call in a JSON object, with its arguments under `key`, or without arguments if this key is missing. Raises
+    `CallError`."""
     wanted = f'tool call must be an object with "name" and "{key}"'
     if not isinstance(data, dict) or not isinstance(data.get("name"), str):
         raise CallError(wanted)
@@ -152,7 +154,7 @@ def build_call(name: str, arguments: Any, *, key: str = "arguments") -> ToolCall
 
 
 def read_json(text: str) -> Any:
-    """Returns the JSON value of a text, within the bounds of a call. Raises `CallError`."""
+    """Returns the JSON value of a string, within the bounds of a call. Raises `CallError`."""
     value, end = scan_json(text, 0)
     if (rest := skip_space(text, end)) < len(text):
         raise InvalidJson(f"tool call is not valid JSON: Extra data at character {rest}")

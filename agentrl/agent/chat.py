@@ -31,15 +31,15 @@ from agentrl.records.limits import Thinking
 WITHHELD = "error: this output is not shown: it contains control tokens of the model"
 
 Rewritten = Literal["refuse", "restart"]
-"""What to do with a chat template that cannot be extended exactly."""
+"""The action for a chat template that cannot be extended exactly."""
 
-_MARKUP = re.compile(r"<\|[^\s<>|]{1,64}\|>|<\uff5c[^\s<>\uff5c]{1,64}\uff5c>|<(?:start|end)_of_turn>")  # how control tokens are spelled
+_MARKUP = re.compile(r"<\|[^\s<>|]{1,64}\|>|<\uff5c[^\s<>\uff5c]{1,64}\uff5c>|<(?:start|end)_of_turn>")  # spelling of control tokens
 _MOST_WITHHELD = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedCompletion:
-    """A completion as a message, and the errors of its invalid tool calls, which the agent sees."""
+    """A completion as a message, and the errors of its invalid tool calls. The agent sees these errors."""
 
     message: Message
     errors: tuple[str, ...] = ()
@@ -49,7 +49,8 @@ class ParsedCompletion:
 
 
 class ChatFormat:
-    """Renders and parses the token ids of a conversation for one tokenizer, exactly. Of several templates, it uses the one for tools.
+    """Renders and parses the token ids of a conversation for one tokenizer, exactly. If the tokenizer has several templates, the template
+    for tools is used.
 
     `thinking` describes how the model marks and ends its reasoning; None means that the model has no such marks.
 
@@ -88,7 +89,7 @@ class ChatFormat:
         delta = self._renderer.ids(self._seam.between(SHOWN))
         ends = {end for end in detected.ends if end not in detected.form.inner}
         handed = {*detected.form.hands_over, *(ends if len(ends) > 1 else ())}
-        self._hands_over = delta[0] in {control.get(end) for end in handed}  # a turn may end with the first token of the next one
+        self._hands_over = delta[0] in {control.get(end) for end in handed}  # a turn may end with the first token of the next turn
         known = (control.get(end) for end in (*detected.form.ends, *detected.form.hands_over, *sorted(ends)))
         stops = [int(tokenizer.eos_token_id), delta[0], *(end for end in known if end is not None)]
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(stops))
@@ -105,7 +106,7 @@ class ChatFormat:
             raise UserError(message, fix="remove the setting")
 
     def read_images(self, images: ImageTokens | None) -> None:
-        """Sets how images in texts are read; None, as at the start, means that they stay text."""
+        """Sets how images in strings are read. None, the initial value, leaves them as text."""
         self._renderer.images = images
         if images is not None:  # the template's marks around an image belong to it
             self._control_ids -= {*self._renderer.ids(images.around)}
@@ -120,7 +121,7 @@ class ChatFormat:
         return str(self._tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False))
 
     async def refer(self, text: str) -> str:
-        """Stores the images in a text, and returns it with references to them. Raises `InvalidImage`."""
+        """Stores the images in a string, and returns the string with references to them. Raises `InvalidImage`."""
         if MARK not in text:
             return text
         if self._renderer.images is None:
@@ -129,34 +130,34 @@ class ChatFormat:
 
     @cached_property
     def user_rewrite_reason(self) -> str:
-        """Why a conversation with user messages between the turns cannot be extended exactly; empty if it can. Probed when first read."""
+        """The reason why user messages between the turns prevent an exact extension; empty if they do not. Probed on first access."""
         try:
             return self.rewrite_reason or rewrites(self._renderer, self._detected, users=True)
         except UserError as error:
             return error.message
 
     def check_user_turns(self) -> None:
-        """Raises `UserError` if user messages cannot follow the agent's turns. For agents that need it, before their first episode."""
+        """Raises `UserError` if user messages cannot follow the agent's turns. Agents that need user messages call it early."""
         self._check_extended(self.user_rewrite_reason, " by user messages")
 
     @property
     def exact(self) -> bool:
-        """Whether a conversation grows only by deltas. If not, `rewrite_reason` is the reason."""
+        """Whether a conversation grows only by deltas. If not, `rewrite_reason` gives the reason."""
         return not self.rewrite_reason
 
     def opening(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Returns the ids of the prompt, up to the start of the first assistant turn."""
+        """Returns the token ids of the prompt, up to the start of the first assistant turn."""
         return self._renderer.ids(self._renderer.text(self._renderer.messages(messages), schemas))
 
     def tool_delta(self, outputs: Sequence[str], after: ParsedCompletion | None = None) -> tuple[int, ...]:
         """Returns the ids between the end-of-turn token of one assistant turn and the start of the next, with the tool outputs.
 
-        Outputs are hostile: control tokens in them are escaped, so that a program cannot forge a turn. If a tokenizer still produces one,
-        from characters that it normalizes, all outputs are withheld.
+        Outputs are untrusted: control tokens in them are escaped, so that a program cannot forge a turn. If the tokenizer still produces a
+        control token because it normalizes characters, all outputs are withheld.
 
         Args:
-            after: the answered turn, with its calls in order, then its errors: some templates repeat a call's name or id. None stands for
-                a turn as the template writes it.
+            after: the answered turn, with its calls in order, then its errors. Some templates repeat a call's name or id. None means a turn
+                as the template writes it.
 
         Raises:
             RuntimeError: the template is not `exact`.
@@ -174,7 +175,7 @@ class ChatFormat:
     def user_delta(self, text: str, after: ParsedCompletion | None = None) -> tuple[int, ...]:
         """Returns the ids between the end-of-turn token of one assistant turn and the start of the next, with one user message.
 
-        The text is hostile, as in `tool_delta`. The turn `after` has no tool calls.
+        The text is untrusted, as in `tool_delta`. The turn `after` has no tool calls.
 
         Raises:
             RuntimeError: the template cannot be extended exactly by user messages (`user_rewrite_reason`).
@@ -187,12 +188,12 @@ class ChatFormat:
         return self._unforged(ids, self._withheld[key], after)
 
     def answer_delta(self, results: Sequence[ToolResult], after: ParsedCompletion) -> tuple[int, ...]:
-        """Returns the ids that show the recorded results of the turn `after`: its user message, or its tool outputs."""
+        """Returns the token ids that show the recorded results of the turn `after`: its user message, or its tool outputs."""
         text = user_message(after.message, results)
         return self.tool_delta([result.output for result in results], after) if text is None else self.user_delta(text, after)
 
     def _unforged(self, ids: tuple[int, ...], withheld: tuple[int, ...], after: ParsedCompletion | None) -> tuple[int, ...]:
-        """Returns `ids`, or `withheld` if they have other control tokens. Omits the token that ends the turn if the turn has it."""
+        """Returns `ids`, or `withheld` if the control tokens of the two differ. Omits the end-of-turn token if the turn already has it."""
         ids = ids if self._controls(ids) == self._controls(withheld) else withheld
         return ids if self._hands_over and after is not None and after.end not in (None, ids[0]) else ids[1:]
 
@@ -201,7 +202,7 @@ class ChatFormat:
     ) -> tuple[int, ...]:
         """Returns the ids of a complete conversation for a template that is not `exact`.
 
-        `conversation` has all messages after the prompt. They are hostile: control tokens in them are escaped.
+        `conversation` contains all messages after the prompt. These messages are untrusted: control tokens in them are escaped.
         """
         fenced = [self.escape_message(message) for message in conversation]
         hidden = [replace(message, content=WITHHELD) if message.role != "assistant" else message for message in fenced]
@@ -241,7 +242,7 @@ class ChatFormat:
         """Returns the message of a completion. Invalid tool calls become `errors`, never an exception.
 
         Args:
-            schemas: the schemas of the task's tools. They give the types of arguments that a form writes without quotes.
+            schemas: the schemas of the task's tools, which give the types of arguments that a form writes without quotes.
             calls: False treats tool calls as text.
         """
         ids = list(token_ids)
@@ -299,7 +300,7 @@ class ChatFormat:
         return ""
 
     def choice_problem(self, choice: str, turn_tokens: int) -> str:
-        """Returns the reason why a turn of at most `turn_tokens` tokens cannot be this text; empty if it can."""
+        """Returns the reason why a turn of at most `turn_tokens` tokens cannot be the text `choice`; empty if it can."""
         if self.escape_text(choice) != choice:
             return "it contains a control token of the model"
         ids = self._renderer.ids(choice)
@@ -312,7 +313,7 @@ class ChatFormat:
         return f"it has {len(ids)} tokens, and limits.turn_tokens is {turn_tokens}" if len(ids) >= turn_tokens else ""
 
     def shows_tools(self) -> bool:
-        """Returns whether the template shows tools to the model. A template may ignore or reject them."""
+        """Returns whether the template shows tools to the model. A template may ignore or reject tools."""
         try:
             text = self._renderer.text([{"role": "user", "content": "-"}], [TOOL])
         except UserError:
@@ -330,7 +331,7 @@ class ChatFormat:
             )
 
     def _check_control_tokens(self) -> None:
-        """Raises `UserError` for markup that is not a single token: the model does not know it, and a program could write it too."""
+        """Raises `UserError` if markup is not a single token. The model does not know such markup, and a program could write it too."""
         turns = [{"role": "user", "content": "-"}, {"role": "assistant", "content": "-"}, {"role": "tool", "content": "-"}]
         text = self._seam.between(SHOWN)
         for messages, tools in ((turns, ()), ([{"role": "system", "content": "-"}, *turns], [TOOL])):
@@ -356,9 +357,9 @@ def load_chat(
     rewritten: Rewritten = "refuse",
     media: MediaFolder | None = None,
 ) -> ChatFormat:
-    """Returns the chat format of a model folder or id, with `template` in place of the model's template. Imports transformers.
+    """Returns the chat format of a model folder or id, with `template` instead of the model's template. Imports transformers.
 
-    First tests tokenizer and template in a separate process (`probe_tokenizer`). `media`: where the conversations' images are stored.
+    Tests tokenizer and template in a separate process first (`probe_tokenizer`). `media`: folder for the conversations' images.
     """
     load = auto_tokenizer().from_pretrained  # first, so that a missing package is reported as such
     probe_tokenizer(folder, template)
@@ -376,7 +377,7 @@ def _require_exact(reason: str) -> None:
 
 
 def _control_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """Returns the texts that are always one token, and their ids; without runs of white space, which some tokenizers add for code."""
+    """Returns the strings that are always one token, and their ids. Excludes runs of white space, which some tokenizers add for code."""
     added = {str(token): (number, bool(token.special)) for number, token in tokenizer.added_tokens_decoder.items()}
     named = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
     return {text: number for text, (number, special) in added.items() if special or not text.isspace()} | named

@@ -1,12 +1,12 @@
 """The context of an agent: its prompt, recorded turns, tool results, and a new context when the old one cannot be extended.
 
 Tool results and user messages extend a context by a delta. If the chat template rewrites the old turns instead, the trajectory ends as
-`restarted`, and another one with it as parent continues. Every sampled token stays in the trajectory where it was sampled, and is trained
-there.
+`restarted`, and a new trajectory continues, with the old one as its parent. Every sampled token stays in the trajectory where it was
+sampled, and is trained there.
 
 Compaction continues a nearly full context from a summary. The request for the summary follows the last tool output, so that it needs no
-message that a chat template might reject. The summary is sampled in its own trajectory, which starts with the context so far. A summary
-that is empty, was cut off or calls a tool is rejected, and the next attempt starts from the same context. The agent continues in a new
+message that a chat template might reject. The summary is sampled in its own trajectory, which starts with the context so far. A summary is
+rejected if it is empty, was cut off or calls a tool. The next attempt then starts from the same context. The agent continues in a new
 trajectory: its first prompt, with the summary appended to the last message.
 """
 
@@ -27,7 +27,7 @@ from agentrl.records.chat import user_message
 from agentrl.records.images import MARK
 
 RESTARTED = "restarted"
-"""The stop reason of a trajectory whose conversation continues in another."""
+"""The stop reason of a trajectory whose conversation continues in a different trajectory."""
 SUMMARY = "summary"
 """`Trajectory.agent` of a summary."""
 HEAD = "Your summary of the work so far:"
@@ -36,9 +36,10 @@ SUMMARY_REQUEST = (
     " You continue from that summary alone."
 )
 MAX_SUMMARY_TOKENS = 256
-"""Maximum tokens of a summary, which also may take half of the room left at most."""
+"""Maximum tokens of a summary. A summary may also take at most half of the room that is left."""
 SUMMARY_ATTEMPTS = 2
-"""Attempts at a summary before the agent ends with `token_limit`: one retry, because each samples a full context."""
+"""Maximum attempts at a summary before the agent ends with `token_limit`. There is one retry, because each attempt samples a full
+context."""
 _WITHHELD = "error: not shown, because there is no room for it"
 
 
@@ -51,7 +52,7 @@ def main_prompt(trajectory: LiveTrajectory, task: Task, instructions: str | None
 
 
 async def refer_prompt(chat: ChatFormat, trajectory: LiveTrajectory, prompt: tuple[Message, ...], *, trusted: bool) -> tuple[Message, ...]:
-    """Returns the prompt with its images stored, and records it if it has images. Raises `TaskError` for bytes that are not an image."""
+    """Returns the prompt with its images stored, and records it if it has images. Raises `TaskError` if bytes are not an image."""
     try:
         stored = tuple([replace(message, content=await chat.refer(message.content)) for message in prompt])
     except InvalidImage as error:
@@ -69,8 +70,8 @@ async def refer_prompt(chat: ChatFormat, trajectory: LiveTrajectory, prompt: tup
 async def refer_observation(chat: ChatFormat, episode: LiveEpisode, observation: Observation) -> Observation:
     """Returns the observation with its images stored.
 
-    Raises `EnvironmentFault` for bytes that are not an image, unless the policy has written a reference, which the environment may show:
-    such bytes stay text, because the policy must not end its episode as a fault.
+    Raises `EnvironmentFault` if bytes are not an image. If the policy has written a reference, which the environment may show, such bytes
+    stay text instead, because the policy must not be able to end its episode as a fault.
     """
     try:
         return observation if MARK not in observation.text else replace(observation, text=await chat.refer(observation.text))
@@ -83,7 +84,7 @@ async def refer_observation(chat: ChatFormat, episode: LiveEpisode, observation:
 
 
 def with_instructions(prompt: Sequence[Message], instructions: str | None) -> tuple[Message, ...]:
-    """Returns the prompt with these instructions in place of its system messages; None changes nothing."""
+    """Returns the prompt with these instructions instead of its system messages; None changes nothing."""
     if instructions is None:
         return tuple(prompt)
     return (Message(role="system", content=instructions), *(message for message in prompt if message.role != "system"))
@@ -93,7 +94,7 @@ def with_instructions(prompt: Sequence[Message], instructions: str | None) -> tu
 def reading_policy_text(what: str) -> Iterator[None]:
     """Converts exceptions on the policy's text to `PolicyFault`; the tokens stay recorded, and the episode is scored.
 
-    A template, tokenizer or parser may raise anything on it. Faults that already have a blame pass through.
+    A template, tokenizer or parser may raise any exception on this text. Faults that already have a blame pass through.
 
     Args:
         what: completes the error message "the policy's text cannot be ...".
@@ -110,7 +111,8 @@ def reading_policy_text(what: str) -> Iterator[None]:
 def read_turn(
     chat: ChatFormat, trajectory: LiveTrajectory, completion: Completion, schemas: Sequence[Mapping[str, Any]] = ()
 ) -> ParsedCompletion:
-    """Parses a completion and adds it to its trajectory as a turn. Raises `PolicyFault` if it is unreadable; the turn is added anyway."""
+    """Parses a completion and adds it to its trajectory as a turn. If the completion is unreadable, adds the turn and raises
+    `PolicyFault`."""
     turns = len(trajectory.turns)
     try:
         with reading_policy_text("read"):
@@ -156,7 +158,7 @@ def continue_context(
     conversation = _since_prompt(episode, trajectory)
     try:
         full = chat.render_conversation(prompt, conversation, schemas)
-    except UserError:  # some templates reject a result without a call, such as that of a malformed call
+    except UserError:  # some templates reject a result without a call, such as the result of a malformed call
         full = chat.render_conversation(prompt, _with_user_results(conversation), schemas)
     context = [token for turn in trajectory.turns for token in (*turn.prompt_ids, *turn.completion_ids)]
     if list(full[: len(context)]) == context:  # this time the template only appends
@@ -169,7 +171,7 @@ def continue_context(
 
 
 def _since_prompt(episode: LiveEpisode, trajectory: LiveTrajectory) -> list[Message]:
-    """Returns the messages since the prompt, in this trajectory and those that it was restarted from."""
+    """Returns the messages since the prompt, in this trajectory and the trajectories that it was restarted from."""
     chain = [trajectory]
     while (parent := chain[-1].parent) is not None and episode.trajectories[parent.trajectory].stop_reason == RESTARTED:
         chain.append(episode.trajectories[parent.trajectory])
@@ -181,7 +183,7 @@ def _since_prompt(episode: LiveEpisode, trajectory: LiveTrajectory) -> list[Mess
 
 
 def _with_user_results(messages: Sequence[Message]) -> list[Message]:
-    """Returns the messages, with results that belong to no call as user messages."""
+    """Returns the messages. Results that belong to no call become user messages."""
     calls, changed = 0, []
     for message in messages:
         is_result = message.role == "tool"
@@ -204,14 +206,14 @@ class Compactor:
     """The recipe's compaction for one chat format."""
 
     chat: ChatFormat
-    share: float  # of the room, from which a context is summarized
+    share: float  # share of the room at which a context is summarized
 
     def due(self, tokens: int, room: int) -> bool:
-        """Returns whether to summarize a context of `tokens`, of at most `room`."""
+        """Returns whether to summarize a context of `tokens` tokens that may have at most `room`."""
         return tokens >= self.share * room
 
     def summary_tokens(self, room: int) -> int:
-        """Returns the maximum tokens of a summary of a context with this room. One that reaches them is rejected."""
+        """Returns the maximum tokens of a summary of a context with this room. A summary that reaches this number is rejected."""
         return max(1, min(MAX_SUMMARY_TOKENS, int((1 - self.share) * room / 2)))
 
     def asking(

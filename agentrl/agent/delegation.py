@@ -1,8 +1,8 @@
 """The tool that starts sub-agents: its schema, its limits, and its result.
 
-A sub-agent is the same policy in its own trajectory, whose prompt is only its task. Its answer is the output of the call. Files of a
-sub-agent with a separate sandbox may be copied to its caller, within the limits on a task's outputs (`agentrl.task.outputs`). Rejected
-files are listed for the caller and recorded as the policy's failure.
+A sub-agent is the same policy in a separate trajectory, whose prompt contains only the sub-agent's task. The answer of the sub-agent is the
+output of the call. Files of a sub-agent with a separate sandbox may be copied to its caller, within the limits on a task's outputs
+(`agentrl.task.outputs`). Rejected files are listed for the caller and recorded as the policy's failure.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_TASK_CHARS = 20_000
 FOLDER = "helper-{number}"
 """The folder for a sub-agent's files. `number` is the index of its trajectory."""
 MAX_LISTED = 32
-"""Files that the caller sees by name."""
+"""Maximum number of files that the caller sees by name."""
 
 _DESCRIPTION = "Give a task to a helper, who sees only this text and returns an answer. Helpers called together work concurrently."
 _COPIES = " Each works on a copy of your files as they are now; yours do not change."
@@ -54,7 +54,7 @@ class SubAgents:
     """Opens the sub-agents of one turn, within the limits of `DelegationConfig` for the episode.
 
     Args:
-        escape_text: escapes control tokens in text of one agent that becomes another's prompt (`ChatFormat.escape_text`).
+        escape_text: escapes control tokens in text of one agent that becomes the prompt of another agent (`ChatFormat.escape_text`).
     """
 
     def __init__(self, episode: LiveEpisode, config: DelegationConfig, *, escape_text: Callable[[str], str]) -> None:
@@ -91,7 +91,7 @@ class SubAgents:
 
 
 def reported(answer: str | None, reason: str, files: str = "") -> ToolOutcome:
-    """Returns the result for the caller of a sub-agent. `files` is the result of `hand_back`."""
+    """Returns the result that the caller of a sub-agent receives. `files` is the result of `hand_back`."""
     text = f"error: the helper ended without an answer ({reason})" if answer is None else answer
     return ToolOutcome(output=f"{text}\n{files}" if files else text, ok=answer is not None)
 

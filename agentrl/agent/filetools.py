@@ -1,7 +1,7 @@
 """Tools for the files of a sandbox: view, create, replace, insert, search.
 
-Each call runs one program in the episode's sandbox (`agentrl.agent.inside.files`) as the agent. Nothing of it runs on the host, and its
-output is as untrusted as the agent's.
+Each call runs one program in the episode's sandbox (`agentrl.agent.inside.files`) as the agent. No part of the program runs on the host,
+and its output is as untrusted as the agent's.
 """
 
 from __future__ import annotations

@@ -33,9 +33,9 @@ class ImageTokens:
     """Reads the images in text for one model.
 
     Args:
-        processor: the model's, from transformers.
-        token: the id that stands for a part of an image.
-        render: renders one user message with this content with the model's chat template.
+        processor: the model's processor from transformers.
+        token: the token id that stands for a part of an image.
+        render: renders one user message that has this content, using the model's chat template.
         media: where images are stored; None stores none, for checks before a run has a folder.
     """
 
@@ -60,13 +60,14 @@ class ImageTokens:
         return cls(processor, token, render, media=media)
 
     def refer(self, text: str) -> str:
-        """Stores the images in a text, and returns it with references to them. Raises `InvalidImage`."""
+        """Stores the images in a string, and returns the string with references to them. Raises `InvalidImage`."""
         if sum(match[2] is not None for match in REFERENCE.finditer(text)) > MAX_IMAGES:
             raise InvalidImage(f"a text shows more than {MAX_IMAGES} images")
         return REFERENCE.sub(lambda match: match[0] if match[2] is None else f"{MARK}sha256:{self._stored(match[2])[0]}>", text)
 
     def ids(self, text: str, encode: Callable[[str], list[int]]) -> tuple[int, ...]:
-        """Returns the ids of a text. What is no valid reference to an image stays text. Raises `MediaFolder.read`'s error for damage."""
+        """Returns the token ids of a string. Anything that is not a valid reference to an image stays text. Raises the error of
+        `MediaFolder.read` if a stored image is damaged."""
         blocks: list[tuple[int, ...]] = []
 
         def placeholder(match: Match[str]) -> str:
@@ -117,7 +118,7 @@ class ImageTokens:
 
 
 def _placeholder(render: Callable[[Any], str], token: str) -> str:
-    """Returns what the chat template writes for an image; the processor's token if the template knows no images."""
+    """Returns what the chat template writes for an image; the processor's token if the template does not support images."""
     dash = {"type": "text", "text": "-"}
     try:
         plain, shown = render([dash, dash]), render([dash, {"type": "image"}, dash])

@@ -1,12 +1,12 @@
 """Runs one tool call. The agent gets an answer in time and the episode is scored, or the attempt ends with an infrastructure fault.
 
-If a tool raises on its arguments or returns no valid outcome, the agent gets an error. An outage of what the tool depends on
-(`agentrl.base.outages`), or no answer in time from a tool without a sandbox, is an infrastructure fault: the attempt ends and is retried.
-The exception is an outage that the arguments provoked (`agentrl.agent.outage_blame`); otherwise an agent could end its attempts that way
-and choose which of them count. To find out, the call is repeated for `PATIENCE_S` if the tool has answered other calls; an outage that is
-over by then costs nothing. Sandbox faults are infrastructure faults, even if a tool hides them.
+If a tool raises on its arguments or returns no valid outcome, the agent gets an error. If something that the tool depends on has an outage
+(`agentrl.base.outages`), or a tool without a sandbox does not answer in time, this is an infrastructure fault: the attempt ends and is
+retried. The exception is an outage that the arguments provoked (`agentrl.agent.outage_blame`); otherwise an agent could end its attempts
+that way and choose which of them count. To decide this, the call is repeated for `PATIENCE_S` if the tool has answered other calls. An
+outage that ends within this time has no effect. Sandbox faults are infrastructure faults, even if a tool hides them.
 
-Runs the calls of one turn: which run concurrently, the tools' budgets, and results in the order of the calls.
+Runs the calls of one turn: decides which run concurrently, enforces the tools' budgets, and returns results in the order of the calls.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ T = TypeVar("T")
 Refer = Callable[[str], Awaitable[str]]
 
 SANDBOX_MARGIN_S = 60.0
-"""Additional time of a call that uses the sandbox. The sandbox's own limits pass before."""
+"""Additional seconds for a call that uses the sandbox, so that the sandbox's own limits are reached first."""
 PATIENCE_S = 7.5
 """Seconds for which a call that reports an outage is repeated, at most `Limits.tool_timeout_s`. Meanwhile, other episodes' calls show
-whether the tool is up. A call that uses the sandbox or an object of the episode is not repeated; only the decision waits."""
+whether the tool is up. A call that uses the sandbox or an object of the episode is not repeated; only the decision is delayed."""
 _PAUSES = (1 / 15, 4 / 15, 10 / 15)  # before each repetition, as fractions of this time
 MAX_ANSWER = MAX_TEXT
 """Characters of an answer that a tool may submit."""
 ARGUMENT_FAULTS = (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError, FileNotFoundError)
-"""What a sandbox raises for invalid arguments, which a tool may have from the agent. Anything else is a fault of the sandbox."""
+"""Exceptions of a sandbox for invalid arguments, which a tool may have from the agent. Any other exception is a fault of the sandbox."""
 _CUT_MARK = 64  # maximum characters that `clip` adds
 
 
@@ -75,8 +75,9 @@ async def call_tool(
 
     Args:
         caller: the caller, for `record`.
-        record: how the run's tools have answered. Without it, every outage is an infrastructure fault, and a late answer the policy's.
-        on_lost: called as soon as the call makes the sandbox useless, before others that wait for the sandbox fail.
+        record: how the run's tools have answered. If None, every outage is an infrastructure fault, and a late answer is the policy's
+            fault.
+        on_lost: called as soon as the call makes the sandbox unusable, before other calls that wait for the sandbox fail.
         refer: stores the images in an output (`ChatFormat.refer`).
 
     Raises:
@@ -145,7 +146,7 @@ class _Call:
         return self._policy_failure(result.error)
 
     async def _attempt(self, arguments: Mapping[str, Any]) -> CallResult | _Down:
-        """Makes one call. Raises the errors of `call_tool`, except `ToolUnavailable`."""
+        """Runs the call once. Raises the errors of `call_tool`, except `ToolUnavailable`."""
         watched, record = self.watched, self.record
         stalls, made_at = loop_lag.count_stalls()[0], 0 if record is None else record.ended
         with user_code.fault_boundary() as fault:
@@ -200,7 +201,7 @@ class _Call:
 
 
 def checked_outcome(outcome: object, limits: Limits) -> ToolOutcome:
-    """Returns the outcome within bounds, without the run's secrets. Raises `InvalidOutcome`, with a text for the agent."""
+    """Returns the outcome cut to its bounds and without the run's secrets. Raises `InvalidOutcome` with a message for the agent."""
     if not isinstance(outcome, ToolOutcome):
         raise InvalidOutcome(f"it returned {user_code.printable(type(outcome).__name__, 64)}, not a ToolOutcome")
     if outcome.answer is not None and len(outcome.answer) > MAX_ANSWER:
@@ -253,7 +254,7 @@ class _WatchedSandbox(ForwardingSandbox):
 
 
 SUBMIT = "submit"
-"""The tool that hands in an answer."""
+"""Name of the tool that submits an answer."""
 
 
 async def run_calls(
@@ -261,11 +262,11 @@ async def run_calls(
 ) -> tuple[tuple[ToolResult, ...], str | None]:
     """Runs calls of one turn, up to a submitted answer or a lost sandbox. Returns the results and the answer.
 
-    Consecutive calls of tools that allow it run concurrently; every other call runs alone, in order. Raises what `call_tool` raises; of
-    several concurrent calls, the error of the first.
+    Consecutive calls run concurrently if their tools allow this. Every other call runs alone, in order. Raises the errors of `call_tool`.
+    If several concurrent calls fail, the error of the first one is raised.
 
     Args:
-        spent: the episode's calls so far (`count_calls`). These calls are added before any of them runs.
+        spent: the episode's calls so far (`count_calls`). The calls are added to it before any of them runs.
         also: names of tools outside the toolbox, for the error about an unknown tool.
     """
     results: list[ToolResult] = []
@@ -296,7 +297,7 @@ def _batches(tools: Toolbox, calls: Sequence[ToolCall]) -> Iterator[list[ToolCal
 async def _run(
     episode: LiveEpisode, tools: Toolbox, calls: Sequence[ToolCall], refused: Sequence[ToolOutcome | None]
 ) -> list[tuple[ToolOutcome, float]]:
-    """Runs the calls that are not rejected, concurrently. Returns the outcome and the seconds of each call."""
+    """Runs the calls that are not rejected. The calls run concurrently. Returns the outcome and the seconds of each call."""
     allowed = [call for call, refusal in zip(calls, refused, strict=True) if refusal is None]
     sandbox = await episode.sandbox() if any(tools[call.name].needs_sandbox for call in allowed) else None
     results: Iterator[tuple[CallResult, float]] = iter(())
@@ -345,7 +346,7 @@ async def _call(episode: LiveEpisode, tools: Toolbox, call: ToolCall, sandbox: S
 
 
 async def _together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Returns the results in the order of the calls, once all have ended. Raises the error of the first call that has one."""
+    """Returns the results in the order of the calls, once all calls have ended. Raises the error of the first call that failed."""
     running = [asyncio.create_task(call) for call in calls]
     try:
         await asyncio.wait(running)
@@ -359,16 +360,16 @@ async def _together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def count_calls(episode: LiveEpisode) -> Counter[str]:
-    """Returns the number of calls so far by the tool's name, including rejected calls. What a user says is no call."""
+    """Returns the number of calls so far by the tool's name, including rejected calls. A user message is not a call."""
     turns = [turn for trajectory in episode.trajectories for turn in trajectory.turns]
     calls = (turn.tool_results for turn in turns if user_message(turn.message, turn.tool_results) is None)
     return Counter(result.name for results in calls for result in results)
 
 
 def budget_error(episode: LiveEpisode, spent: Counter[str], name: str) -> ToolOutcome | None:
-    """Returns the error for a call beyond `Limits.tool_calls`, and records the policy's failure; None within the limit.
+    """Returns the error for a call beyond `Limits.tool_calls`, and records the policy's failure; None if the call is within the limit.
 
-    `spent` already includes the call. Every call of any tool counts, except the submission of an answer.
+    `spent` already includes the call. Calls of all tools count, except the submission of an answer.
     """
     most = episode.task.limits.tool_calls
     if most is None or name == SUBMIT or spent.total() - spent[SUBMIT] <= most:
@@ -379,7 +380,7 @@ def budget_error(episode: LiveEpisode, spent: Counter[str], name: str) -> ToolOu
 
 
 def _refused(episode: LiveEpisode, tools: Toolbox, call: ToolCall, spent: Counter[str], also: Sequence[str] = ()) -> ToolOutcome | None:
-    """Counts a call. Returns the error if it must not run, else None."""
+    """Counts a call. Returns the error if the call must not run, else None."""
     tool = tools.get(call.name)
     spent[call.name[:64]] += 1
     if tool is None:

@@ -40,7 +40,7 @@ class Notebook:
 
 _METHODS = tuple(typed_tool(method, method=True) for method in (Notebook.note, Notebook.recall))
 SCHEMAS: tuple[Mapping[str, Any], ...] = tuple(method.schema for method in _METHODS)
-"""The schemas of the tools, which an agent has in addition to those of its task."""
+"""The schemas of the tools, which an agent has in addition to the tools of its task."""
 
 
 def memory_tools(memory: EpisodeMemory) -> tuple[Tool, ...]:

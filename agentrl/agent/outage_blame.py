@@ -1,17 +1,17 @@
-"""Decides whether the call of one episode provoked a tool's outage, from how the tool answered other calls.
+"""Decides whether the call of one episode provoked a tool's outage, based on how the tool answered other calls.
 
 An outage ends the attempt, which is retried in a fresh sandbox and excluded if the outage persists. An agent that can cause outages with
 its arguments could therefore choose which of its episodes count. So evidence of an outage comes from calls of other episodes. "Later calls"
 are those that ended after the call had failed (for a late call: after it started; for a retried episode: after its first outage). The
 first rule that applies decides:
 
-1. In later calls, the tool has failed at least `FEW` other episodes, and answered less than the share `UP`: it is down.
+1. In later calls, the tool has failed at least `FEW` other episodes, and has answered less than the share `UP` of all others: it is down.
 2. The tool has never answered an attempt at this task, and has failed another attempt at it: it is down for this task.
 3. The tool has answered some later calls, and an attempt at this task, and the outage is confirmed: the same call failed repeatedly or got
    no answer in time (`sure`), or an earlier attempt of the episode had an outage too. The call provoked it.
 4. The tool has never answered another episode, or it has answered no later call and failed the last `FEW` episodes: it is down.
-5. Only this call shows the outage. Real outages of this kind are rare, so one in `ONE_IN` episodes may have one. Otherwise, the call
-   provoked it.
+5. Only this call shows the outage. Real outages of this kind are rare, so one in `ONE_IN` episodes may have such an outage. Otherwise, the
+   call provoked it.
 
 Servers are not pinged: a server that answers a ping can still have lost its database.
 """
@@ -23,16 +23,17 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 MAX_CALLS_PER_TOOL = 512
-"""The newest calls that are recorded for each tool."""
+"""Maximum number of recent calls that are recorded for each tool."""
 MAX_EPISODES = 4096
-"""The newest episodes whose first outage is recorded."""
+"""Maximum number of recent episodes whose first outage is recorded."""
 MAX_TOOLS = 1024
 UP = 0.25
-"""Share of other episodes that a tool must have answered to count as up. Otherwise it is down, whatever the cause, and the run pauses."""
+"""Share of other episodes that a tool must have answered to count as up. Otherwise it is down, regardless of the cause, and the run
+pauses."""
 FEW = 2
-"""Failed episodes that prove something: another agent may have provoked a single failure."""
+"""Minimum number of failed episodes that count as evidence. Another agent may have provoked a single failure."""
 SEEN_DOWN = 4
-"""A tool that has failed this many other episodes and answered none is down, without further waiting."""
+"""A tool that has failed this many other episodes and answered none is down, without any more waiting."""
 ONE_IN = 32
 """One in this many episodes that a tool answers may have an outage that no other call shows. The first such episode always may."""
 _ATTEMPT = re.compile(r"-a\d+$")
@@ -61,7 +62,7 @@ class _Call:
 
 
 class CallRecord:
-    """The newest calls of a run's tools, by the tool's name. Use it from one event loop."""
+    """The newest calls of a run's tools, by the name of the tool. Use a record from one event loop only."""
 
     def __init__(self) -> None:
         self.ended = 0
@@ -114,7 +115,7 @@ class OutageCase:
         """Whether the call provoked the outage. `sure`: whether the same call has failed repeatedly, or got no answer in time."""
         task, others = self._call.task, self._others()
         later = [call for call in self._calls if call.number > self._since and (call.ok or call.episode != self._call.episode)]
-        seen = {call.episode: call.ok for call in later}  # the newest call of each
+        seen = {call.episode: call.ok for call in later}  # the newest call of each episode
         up = sum(seen.values())
         if len(seen) >= FEW and up < UP * len(seen):  # so at least FEW have failed
             return False

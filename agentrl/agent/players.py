@@ -1,5 +1,5 @@
-"""Several agents in one environment: each role is played by the policy in training, a past version of it, a function or
-an endpoint.
+"""Several agents in one environment. Each role is played by the policy in training, a past version of the policy, a function or an
+endpoint.
 
 Each role has a trajectory with its name. The turns of a role that the trained policy does not play have a message and no tokens, so they
 are not trained and have no staleness. The reward of a role since its last action is recorded with the observation that follows that action.
@@ -31,16 +31,16 @@ from agentrl.records.sampling import Sampling
 
 CURRENT, LEAGUE = "current", "league"
 FUNCTION_S = 120.0
-"""Seconds for one move of a function."""
+"""Maximum seconds for one move of a function."""
 OPPONENT_S = 120.0
-"""Seconds for one move of a past version."""
+"""Maximum seconds for one move of a past version."""
 
 PlayerFunction = Callable[[str, Sequence[str], Sequence[str]], Any]
 """Gets its role, the observations so far and the allowed actions (empty: any text). Returns its action, or an awaitable of it."""
 
 
 class Player(Protocol):
-    """Plays one role of one episode. `trajectory` has its last turn."""
+    """Plays one role of one episode. `trajectory` contains its last turn."""
 
     trajectory: LiveTrajectory
 
@@ -56,8 +56,8 @@ class Players:
     Args:
         players: role -> `current` (the policy in training, the default), `league` (a past version of it), or the plug-in reference of a
             `PlayerFunction`.
-        opponent: what plays all roles but one in a `share` of the tasks, in which the role of the trained policy is drawn: `league` or a
-            reference. None: the trained policy plays all roles that `players` does not assign.
+        opponent: the player of all roles but one in a `share` of the tasks: `league` or a plug-in reference. The role of the trained policy
+            is drawn at random. None means that the trained policy plays all roles that `players` does not assign.
         share: share of the tasks with an opponent; the same for all attempts at a task.
         sampling: distribution from which past versions sample.
 
@@ -93,7 +93,7 @@ class Players:
 
     @property
     def named(self) -> tuple[str, ...]:
-        """The players of the options."""
+        """The players that the options select."""
         return (*self.players.values(), *(() if self.opponent is None else (self.opponent,)))
 
     async def act(self, episode: LiveEpisode) -> str:
@@ -108,13 +108,13 @@ class Players:
             untrained = await self._untrained(episode.task, environment.roles, stack)
             match = Match(self, episode, environment, untrained)
             ended = await match.play()
-        if self.league is not None and match.version >= 0:  # without a move of the trained policy, the game says nothing about it
+        if self.league is not None and match.version >= 0:  # a game in which the trained policy made no move does not measure it
             for player, gain in match.gains():
                 self.league.record(player.number, gain, version=match.version)
         return ended
 
     async def _untrained(self, task: Task, roles: Sequence[str], stack: AsyncExitStack) -> dict[str, Opponent | str]:
-        """Returns what plays the roles that the trained policy does not play."""
+        """Returns role -> its player, for the roles that the trained policy does not play."""
         if unknown := sorted(set(self.players) - set(roles)):
             raise PluginError(f"rollout.agent.options.players: the environment has no role {unknown[0]!r}", fix=f"use {', '.join(roles)}")
         chosen = {role: name for role, name in self.players.items() if name != CURRENT}
@@ -154,7 +154,7 @@ class Match:
         return max(spans, default=-1)
 
     def gains(self) -> list[tuple[Opponent, float]]:
-        """Returns the mean reward of the policy's roles minus that of each past version."""
+        """Returns the mean reward of the policy's roles minus the mean reward of each past version."""
         own = [total for role, total in self._totals.items() if role not in self._untrained]
         mean = sum(own) / len(own)
         return [(player, mean - self._totals[role]) for role, player in self._untrained.items() if not isinstance(player, str)]
@@ -200,7 +200,7 @@ class Match:
             raise EnvironmentFault(f"the environment expects moves of {sorted(observations)}, of the roles {list(self._environment.roles)}")
 
     async def _move(self, role: str, observation: Observation) -> str:
-        """Returns the action of a role. Raises `NoMove` if it has none."""
+        """Returns the action of a role. Raises `NoMove` if the role has no action."""
         if role not in self._players:
             self._players[role] = self._player(role)
         actions = observation.actions or tuple(str(action) for action in self._environment.actions or ())
@@ -228,7 +228,7 @@ class Match:
         return VersionPlayer(players, self._episode, trajectory, prompt, player)
 
     def _reward(self, rewards: Mapping[str, float]) -> None:
-        """Adds rewards to the last action of each role. A role that has not acted has no turn to record them."""
+        """Adds rewards to the last action of each role. If a role has not acted yet, there is no turn in which to record its rewards."""
         for role, reward in rewards.items():
             self._totals[role] += reward
             if role in self._players:
@@ -244,7 +244,8 @@ class Match:
         trajectory.add_results([replace(known[0], output=known[0].output or text, reward=total)], wall_s=wall_s)
 
     def _forfeit(self, stuck: Mapping[str, NoMove]) -> str:
-        """Ends the game for roles without a legal move: they receive `forfeit`, and the other roles share the opposite."""
+        """Ends the game for roles without a legal move: each of them receives `forfeit`, and the other roles share the opposite of the
+        sum."""
         others, forfeit = [role for role in self._environment.roles if role not in stuck], self._environment.forfeit
         self._reward({role: forfeit for role in stuck} | {role: -forfeit * len(stuck) / len(others) for role in others})
         return next((move.limit for move in stuck.values() if move.limit), "forfeited")
@@ -255,7 +256,7 @@ def _first_messages(chat: ChatFormat, task: Task, instructions: str, observation
 
 
 class UntrainedPlayer:
-    """A player that is not trained. Its turns have no tokens."""
+    """A player that is not trained. The turns of such a player have no tokens."""
 
     def __init__(self, trajectory: LiveTrajectory) -> None:
         self.trajectory = trajectory
@@ -269,7 +270,7 @@ NO_TOKENS = Completion(token_ids=(), logprobs=(), versions=(), finish_reason="st
 
 
 class FunctionPlayer(UntrainedPlayer):
-    """A user-supplied function. One that fails is a fault of the environment, never a score."""
+    """A user-supplied function. If the function fails, this is a fault of the environment, never a score."""
 
     def __init__(self, episode: LiveEpisode, role: str, function: PlayerFunction, trajectory: LiveTrajectory) -> None:
         super().__init__(trajectory)

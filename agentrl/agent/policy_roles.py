@@ -1,4 +1,4 @@
-"""Roles that the policy in training plays, each in a context of its own: those of games, and the user of a conversation."""
+"""Roles that the policy in training plays, each in a separate context: the roles of games, and the user of a conversation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Prompt = Callable[[str], tuple[Message, ...]]
 
 
 class NoMove(Exception):
-    """A role cannot make a legal move. `limit` is the limit that prevents it, if any."""
+    """A role cannot make a legal move. `limit` is the limit that prevents a move, if any."""
 
     def __init__(self, limit: str = "") -> None:
         super().__init__(limit)
@@ -28,7 +28,7 @@ class NoMove(Exception):
 
 
 class TrainedPlayer:
-    """The policy in training. Its turns have exact tokens."""
+    """The policy in training. The turns of this player have exact tokens."""
 
     def __init__(self, chat: ChatFormat, episode: LiveEpisode, trajectory: LiveTrajectory, prompt: Prompt) -> None:
         self._chat, self._episode, self.trajectory, self._prompt = chat, episode, trajectory, prompt
@@ -37,7 +37,7 @@ class TrainedPlayer:
         self._said: ParsedCompletion | None = None
 
     def resume(self, observation: str) -> None:
-        """Continues after the recorded turns. `observation` is the role's first one."""
+        """Continues after the recorded turns. `observation` is the first observation of the role."""
         turn = self.trajectory.turns[-1]
         self._first = self._prompt(observation)
         self._said = ParsedCompletion(message=turn.message, end=(*turn.prompt_ids, *turn.completion_ids)[-1])
@@ -69,7 +69,7 @@ class TrainedPlayer:
 class PolicyUser:
     """An `agentrl.environment.dialogue.User`: the policy plays the user, in trajectories of the agent `user`.
 
-    `limit` is the limit of the task that ended its part, if any.
+    `limit` is the limit of the task that ended the user's part, if any.
     """
 
     def __init__(self, chat: ChatFormat, episode: LiveEpisode, *, trained: bool) -> None:
@@ -78,8 +78,8 @@ class PolicyUser:
         self._player: TrainedPlayer | None = None
 
     async def __call__(self, brief: str, dialogue: Said) -> str:
-        """Returns the next text: the recorded one, if a resumed episode repeats its actions. Without a readable, complete text, the user
-        leaves."""
+        """Returns the user's next message: the recorded message, if a resumed episode repeats its actions. If the policy writes no
+        readable, complete message, the user leaves."""
         turns = self._turns()
         number = sum(speaker == AGENT for speaker, _ in dialogue) - 1
         if number < len(turns):
@@ -100,7 +100,7 @@ class PolicyUser:
         return [turn for line in self._episode.trajectories if line.agent == USER for turn in line.turns]
 
     def _open(self, brief: str, dialogue: Said) -> TrainedPlayer:
-        """Returns the player of a new conversation, or of one that resumes. `dialogue` starts with the opening and a text of the agent."""
+        """Returns the player of a new or resumed conversation. `dialogue` starts with the opening and a message of the agent."""
         own = [line for line in self._episode.trajectories if line.agent == USER]
         trajectory = own[-1] if own else self._episode.open(USER, policy=self._policy)
         player = TrainedPlayer(self._chat, self._episode, trajectory, lambda text: user_prompt(self._chat, brief, dialogue[0][1], text))
@@ -110,6 +110,6 @@ class PolicyUser:
 
 
 def user_prompt(chat: ChatFormat, brief: str, opening: str, text: str) -> tuple[Message, ...]:
-    """Returns the first messages of a user: its brief, its opening and a text of the agent."""
+    """Returns the first messages of a user: its brief, its opening and a message of the agent."""
     messages = user_messages(brief, ((USER, opening), (AGENT, text)))
     return tuple(Message(role=role, content=chat.escape_text(content)) for role, content in messages)

@@ -1,6 +1,6 @@
 """Renders messages with a chat template, as text and as token ids.
 
-Escapes the control tokens of a tokenizer in hostile text.
+Escapes the control tokens of a tokenizer in untrusted text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agentrl.errors import UserError
 from agentrl.records import Message
 
 THINK = ("<think>", "</think>")
-"""Marks of the reasoning in the content of a message, whatever marks the model writes."""
+"""Marks of the reasoning in the content of a message, regardless of the marks that the model writes."""
 
 RENDER_S = 10.0
 """CPU seconds to render one conversation."""
@@ -50,10 +50,10 @@ class Tokenizer(Protocol):
         """Renders messages in the form of chat completions."""
 
     def encode(self, text: str, **kwargs: Any) -> list[int]:
-        """Returns the ids of a text."""
+        """Returns the token ids of a string."""
 
     def decode(self, token_ids: Any, **kwargs: Any) -> Any:
-        """Returns the text of ids."""
+        """Returns the text of token ids."""
 
 
 class _TooLong(Exception):
@@ -63,7 +63,7 @@ class _TooLong(Exception):
 class Renderer:
     """A tokenizer's chat template, and the form of messages that it accepts.
 
-    `arguments_as_text` is set if the template accepts the arguments of a call only as JSON text, and `results_as_user` if it has no tool
+    `arguments_as_text` is set if the template accepts the arguments of a call only as JSON text. `results_as_user` is set if it has no tool
     messages, so that tool results are in a user turn.
     """
 
@@ -82,7 +82,7 @@ class Renderer:
         self._in_parts = self._reads_only_parts()
 
     def _reads_only_parts(self) -> bool:
-        """Whether the template shows the content of a message only as a list of parts, as those of some vision-language models."""
+        """Whether the template shows the content of a message only as a list of parts, as some vision-language models' templates do."""
         try:
             if (word := "zebra") in self.text([{"role": "user", "content": word}]):
                 return False
@@ -94,7 +94,8 @@ class Renderer:
             return False
 
     def text(self, messages: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Renders a conversation up to the start of the next assistant turn. Raises `UserError` if the template rejects it."""
+        """Renders a conversation up to the start of the next assistant turn. Raises `UserError` if the template rejects the
+        conversation."""
         tools = [dict(schema) for schema in schemas] or None
         if self._in_parts:
             messages = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages]
@@ -108,17 +109,17 @@ class Renderer:
             ) from error
 
     def ids(self, text: str) -> tuple[int, ...]:
-        """Returns the ids of a text and the images in it, without special tokens around it."""
+        """Returns the token ids of a string and of the images in it, without special tokens around them."""
         return tuple(self._encode(text)) if self.images is None else self.images.ids(text, self._encode)
 
     def said(self, ids: Sequence[int]) -> str:
-        """Returns the text of sampled ids, with control tokens."""
+        """Returns the text of sampled token ids, with control tokens."""
         if not ids:
             return ""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Converts messages to the form of chat completions. Calls get ids, and tool results the ids of the calls before them."""
+        """Converts messages to the form of chat completions. Calls get ids, and tool results get the ids of the calls before them."""
         chats: list[dict[str, Any]] = []
         results: list[dict[str, Any]] = []
         count = 0
@@ -163,9 +164,9 @@ class Renderer:
 
 
 def encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
-    """Returns a function from text to ids, without special tokens around it.
+    """Returns a function that encodes a string as token ids, without special tokens around them.
 
-    It bypasses the wrapper of `transformers`, which takes a third of the time of encoding a turn, if that gives the same ids.
+    The function bypasses the wrapper of `transformers` if the ids stay the same. The wrapper takes a third of the time of encoding a turn.
     """
 
     def wrapped(text: str) -> list[int]:
@@ -216,7 +217,7 @@ class ControlTokenEscaper:
 
 
 def _unused(used: set[str]) -> Iterator[str]:
-    """Characters that no token contains, the most readable ones first."""
+    """Yields characters that no token contains, the most readable ones first."""
     yield from (character for character in _SEPARATORS if character not in used)
     yield from (chr(number) for number in _PRIVATE if chr(number) not in used)
 
@@ -231,7 +232,7 @@ def _first_characters(tokens: set[str]) -> str:
 
 
 def _any_of(texts: set[str]) -> str:
-    """Returns a pattern for the shortest matching text. Common prefixes are factored out, so that many texts cost as little as one."""
+    """Returns a pattern for the shortest matching string. Common prefixes are factored out, so that many strings cost as little as one."""
     if "" in texts:
         return ""
     branches: dict[str, set[str]] = {}
@@ -241,7 +242,7 @@ def _any_of(texts: set[str]) -> str:
 
 
 def _stem(first: str, rests: set[str]) -> str:
-    """Returns the pattern of one branch: the common prefix of its texts, then the alternatives."""
+    """Returns the pattern of one branch: the common prefix of its strings, then the alternatives."""
     stem = first
     while "" not in rests and len({rest[0] for rest in rests}) == 1:
         stem += next(iter(rests))[0]

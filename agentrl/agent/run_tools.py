@@ -29,13 +29,13 @@ log = logging.getLogger(__name__)
 
 MCP_FILE = "mcp.json"
 MAX_TASKS = 32
-"""Training tasks that are searched for one that uses each server."""
+"""Maximum number of training tasks that are searched for a task that uses each server."""
 _CLOSE_S = 5.0
 _MOST_REASONS = 8  # in one warning
 
 
 def declared_tools(mcp: Mapping[str, MCPConfig], tools: Mapping[str, ToolConfig], root: Path) -> RunTools:
-    """Returns the recipe's tools before any server is started. Raises `UserError` for a secret reference that does not resolve."""
+    """Returns the recipe's tools before any server is started. Raises `UserError` if a secret reference does not resolve."""
     servers = {name: Server(name=name, config=config, root=root, live=_live(name, config)) for name, config in mcp.items()}
     for server in servers.values():
         server.check_secrets()
@@ -58,7 +58,7 @@ def _live(name: str, config: MCPConfig) -> AnswerLiveness | None:
 
 
 def candidate_tasks(family: TaskFamily, others: Iterable[Task] = ()) -> Iterator[Task]:
-    """Yields tasks of a run from which its servers are started: the first of its family, then its gate's cases, then others."""
+    """Yields tasks of a run from which its servers are started: the first of its family, then its gate's cases, then `others`."""
     for split, most in {Split.TRAIN: MAX_TASKS, Split.HELDOUT: 1, Split.HELDOUT_REAL: 1}.items():
         size = family.size(split)
         for index in range(most if size is None else min(size, most)):
@@ -85,18 +85,20 @@ async def pin_tools(
     chat: ChatFormat | None = None,
     memory: EpisodeMemory | None = None,
 ) -> RunTools:
-    """Returns the tools with the list of each server. A server is started in the sandbox of the first task that uses it, or outside.
+    """Returns the tools with the list of each server. A server is started in the sandbox of the first task that uses it, or outside a
+    sandbox.
 
     Args:
         tasks: tasks of the run; read until each server is used by a task.
-        folder: the run folder. In a resumed run the servers must list the tools that it started with (`save_tool_offers`).
+        folder: the run folder. In a resumed run, the servers must list the tools that the run started with (`save_tool_offers`).
         every: whether a server or a bound that no task uses is an error. Otherwise unused servers are excluded.
         idle_words: whether `tools` may describe tools that none of these tasks has, because other tasks of the run have them.
-        chat: the policy's chat format. It escapes control tokens in every text of a server, and excludes tools that the policy cannot call.
+        chat: the policy's chat format. It escapes control tokens in every string of a server, and excludes tools that the policy cannot
+            call.
         memory: the recipe's memory. `tools` applies to its tools as well.
 
-    Raises `UserError` if a server does not start, its tools cannot be offered (`usable_tools`), or they differ from those at the run's
-    start.
+    Raises `UserError` if a server does not start, its tools cannot be offered (`usable_tools`), or its tools differ from the tools at the
+    run's start.
     """
     if not tools.servers and not tools.bounds and not tools.words:
         return tools
@@ -117,7 +119,7 @@ async def pin_tools(
 
 
 def _pin(server: Server, listed: list[object], before: tuple[ListedTool, ...] | None, chat: ChatFormat | None) -> Server:
-    """Returns the server with its usable tools. `before`: those at the start of a resumed run."""
+    """Returns the server with its usable tools. `before`: the usable tools at the start of a resumed run."""
     try:
         usable = before or usable_tools(listed, server.config.only)
     except InvalidMessage as error:
@@ -153,14 +155,15 @@ def _shown(usable: Sequence[ListedTool], chat: ChatFormat | None) -> tuple[tuple
 
 
 def save_tool_offers(tools: RunTools, folder: Path) -> None:
-    """Stores the tool lists that a run starts with, once."""
+    """Stores the tool lists that a run starts with, if they are not stored yet."""
     if tools.servers and not (folder / MCP_FILE).exists():
         data = {name: [one.to_data() for one in server.offers or ()] for name, server in tools.servers.items()}
         write_atomically(folder / MCP_FILE, json.dumps(data, indent=1, ensure_ascii=False))
 
 
 def _check_used(tools: RunTools, tasks: Sequence[Task], memory: EpisodeMemory | None, *, every: bool) -> None:
-    """Raises `UserError` for bounds or words of a tool that no task has. Without `every`, only if none of the words is used."""
+    """Raises `UserError` if a bound or a description is for a tool that no task has; if `every` is False, only if no description is
+    used."""
     if not every and not tools.words:
         return
     known = {name for names in {task.tools for task in tasks} for name in load_tools(names, None, tools, memory)}

@@ -22,11 +22,11 @@ from agentrl.base.processes import import_environment
 from agentrl.errors import UserError
 
 SHIPPED_TEMPLATES = ("hermes", "chatml", "llama3", "mistral_v3", "mistral_v13", "deepseek_v3")
-"""Names of the templates in `agentrl/agent/templates/`. None adds a system message."""
+"""Names of the templates in `agentrl/agent/templates/`. None of these templates adds a system message."""
 MAX_BYTES = 1 << 18
-"""Bytes of a template file: twenty times the longest one of well-known models."""
+"""Maximum bytes of a template file: twenty times the longest template of well-known models."""
 MAX_RENDERED = 1 << 20
-"""Characters of a rendered short conversation."""
+"""Maximum characters of a rendered short conversation."""
 
 _FOLDER = Path(__file__).parent / "templates"
 _ROOT = Path(__file__).resolve().parents[2]
@@ -75,7 +75,7 @@ def read_template(name: str, root: Path) -> str:
 
 
 def select_template(templates: Any) -> Any:
-    """Returns the template of a tokenizer. Of several named templates, it is the one for tools, else the default.
+    """Returns the template of a tokenizer. If there are several named templates, returns the one for tools, else the default.
 
     `transformers` would choose by the tools of each rendering, but a conversation must be rendered with one template.
     """
@@ -85,19 +85,20 @@ def select_template(templates: Any) -> Any:
 def probe_template(text: str, *, cpu_s: float = _CPU_S) -> None:
     """Renders conversations of many shapes with a template in a separate process.
 
-    Raises `UserError` if it takes more than `cpu_s` seconds of CPU time or too much memory, or writes too much. `ChatFormat` reports other
-    errors of the template later.
+    Raises `UserError` if the template takes more than `cpu_s` seconds of CPU time or too much memory, or writes too much. `ChatFormat`
+    reports other errors of the template later.
     """
     _try(text, None, cpu_s)
 
 
 def probe_tokenizer(folder: str, text: str | None = None, *, cpu_s: float = _CPU_S) -> None:
-    """Loads the tokenizer of a model in a separate process, encodes and decodes texts, and tests its template, or `text`.
+    """Loads the tokenizer of a model in a separate process, encodes and decodes strings, and tests its template, or `text`.
 
     Loading has a separate bound, because a large vocabulary takes seconds. The same files are tested once per process.
 
     Raises:
-        UserError: as `probe_template`, or the tokenizer exceeds the bounds or crashes. Loading it later reports all other errors.
+        UserError: for the reasons of `probe_template`, or the tokenizer exceeds the bounds or crashes. Loading it later reports all other
+            errors.
     """
     key = (_content(Path(folder)), text, cpu_s)
     if key not in _PASSED:
@@ -125,7 +126,7 @@ def _try(text: str | None, folder: str | None, cpu_s: float) -> None:
 
 
 def _run_child(text: str | None, folder: str | None, cpu_s: float) -> tuple[int | None, str]:
-    """Runs the test process. Returns its exit status, or None if it did not end, and the end of its error text."""
+    """Runs the test process. Returns the exit status, or None if the process did not end, and the end of its error text."""
     try:
         child = subprocess.run(
             [sys.executable, "-P", "-c", _CHILD],  # -P: imports nothing from the current folder, which may be hostile
@@ -144,7 +145,11 @@ def _child() -> None:
 
 
 def try_within(text: str | None, folder: str | None, cpu_s: float) -> None:
-    """Runs the test in the current process. Returns if template or tokenizer raise; exits with `_TOO_MUCH` or `_GAVE_UP`, or is killed."""
+    """Runs the test in the current process. Returns normally if template or tokenizer raise an exception.
+
+    Exits with `_TOO_MUCH` if memory or a range exceeds its bound, and with `_GAVE_UP` after a panic. At the bound on CPU time, the process
+    is killed.
+    """
     from transformers.utils.chat_template_utils import render_jinja_template
 
     load = None
@@ -203,7 +208,7 @@ def _encode_all(tokenizer: Any) -> None:
 
 
 def _conversations() -> Iterator[tuple[list[dict[str, Any]], list[dict[str, Any]] | None]]:
-    """Short and long conversations with many numbers of messages, with and without tools and a system message."""
+    """Yields short and long conversations with many numbers of messages, with and without tools and a system message."""
     call = {"type": "function", "function": {"name": "python", "arguments": {"code": "print(1)"}}}
     user: dict[str, Any] = {"role": "user", "content": "-"}
     tool: dict[str, Any] = {"role": "tool", "content": "1"}
@@ -222,7 +227,7 @@ def auto_tokenizer() -> Any:
     """Returns transformers' `AutoTokenizer`.
 
     Its import loads `GenerationMixin`, which imports compilers, scikit-learn and pandas: three of four seconds of CPU time. Only models
-    with custom code need that class, and none are loaded here, so an empty class replaces it during the import.
+    with custom code need that class, and no such model is loaded here, so an empty class replaces it during the import.
     """
     import transformers.generation
 

@@ -1,7 +1,7 @@
 """Probes a chat template: its form of tool calls, its text between two assistant turns, and whether it only appends to a conversation.
 
-Nothing about a model is assumed. The form of its tool calls is the one whose reader returns the calls that the template wrote. A template
-is extended by deltas only if random conversations, rendered in full, equal the sum of their deltas, as text and as ids.
+The probe assumes nothing about a model. The form of its tool calls is the form whose reader returns the calls that the template wrote. A
+template is extended by deltas only if random conversations, rendered in full, equal the sum of their deltas, as text and as ids.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _TEXTS = (
 def turn_ends(renderer: Renderer, control: Collection[str]) -> tuple[str, ...]:
     """Returns the control tokens that the template writes directly after the assistant's text, if a user message or tool result follows.
 
-    If there are several, a turn ends with the first token of the next turn.
+    If there are several such tokens, a turn ends with the first token of the next turn.
     """
     ends: list[str] = []
     for following in (_USER, tool_message(SHOWN[0])):
@@ -58,7 +58,7 @@ def turn_ends(renderer: Renderer, control: Collection[str]) -> tuple[str, ...]:
 
 
 def shows_calls(renderer: Renderer) -> bool:
-    """Returns whether the template shows a call. Tries arguments as an object, then as text, and sets the working choice."""
+    """Returns whether the template shows a call. Tries arguments as an object, then as text, and sets the choice that works."""
     for as_text in (False, True):
         renderer.arguments_as_text = as_text
         with suppress(UserError):
@@ -71,7 +71,7 @@ def shows_calls(renderer: Renderer) -> bool:
 def puts_results_in_user_turn(renderer: Renderer) -> bool:
     """Returns whether tool results must be part of a user message, and sets this choice on the renderer.
 
-    They must if the template rejects or ignores tool messages, and shows such user messages.
+    This is the case if the template rejects or ignores tool messages, and shows such user messages.
     """
     results = [tool_message(output) for output in SHOWN]
 
@@ -94,7 +94,7 @@ class Seam:
     """The text that a template puts between two assistant turns, with the tool outputs.
 
     Args:
-        ends: texts of the tokens that may end a turn.
+        ends: tokens that may end a turn, as strings.
         eos: the tokenizer's eos token, for error messages.
         calls: whether the template shows calls (`shows_calls`).
 
@@ -117,7 +117,7 @@ class Seam:
         """Returns the text from the token that ends one turn, inclusive, to the start of the next turn.
 
         Args:
-            names: tools of the first outputs. Outputs without a name are of the role "tool" only.
+            names: tools of the first outputs. Outputs without a name have only the role "tool".
             numbers: the model's ids of these calls, if its form has ids.
         """
         results = [
@@ -134,7 +134,7 @@ class Seam:
         return self._after({"role": "assistant", "content": MARK}, [{"role": "user", "content": text}])
 
     def _after(self, turn: Mapping[str, Any], following: Sequence[Mapping[str, Any]]) -> str:
-        """Returns the text after the mark in `turn`, from the token that ends it. A call's own text may follow its mark."""
+        """Returns the text after the mark in `turn`, from the token that ends it. The text of a call may follow the mark."""
         _, mark, rest = self._renderer.text([_USER, turn, *following]).partition(MARK)
         end = (self._ends.search if turn.get("tool_calls") else self._ends.match)(rest)
         if not mark or end is None:
@@ -151,19 +151,19 @@ class TemplateForm:
 
     form: CallForm
     seam: Seam
-    how: str  # how the form was selected, for people
+    how: str  # how the form was selected, as text for users
     parallel: bool  # whether a turn may contain several calls
     written: str  # turns as the template writes them
     ends: tuple[str, ...]  # tokens that the template writes after the assistant's text (`turn_ends`)
 
 
 def find_form(renderer: Renderer, control: Collection[str], eos: str, name: str | None) -> TemplateForm:
-    """Returns the form of tool calls: the one called `name`, or the one that reads what the template writes.
+    """Returns the form of tool calls: the form called `name`, or the form that reads what the template writes.
 
     A turn ends with a token that the template writes there, the tokenizer's eos token, or an end token of the form.
 
     Raises:
-        UserError: as `Seam`, or the form is unknown or does not read the template's calls.
+        UserError: for the reasons of `Seam`, or the form is unknown or does not read the template's calls.
     """
     named_form = None if name is None else call_form(name)
     ends, calls = turn_ends(renderer, control), shows_calls(renderer)

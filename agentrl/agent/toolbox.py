@@ -1,6 +1,6 @@
 """The tools of one episode: shared tools, and tools with state, which belong to this episode only.
 
-Tools with state: methods of a user-supplied class, whose object belongs to one episode.
+Tools with state are methods of a user-supplied class. Each object of the class belongs to one episode.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from agentrl.task.recorded_tools import RECORDED_TOOLS, RecordedCall, Recording,
 class ToolInstance:
     """An episode's object of a class with `tool` methods, opened by the first call, with the saved state if there is one.
 
-    A dataclass's state is its fields. Other classes define `state()`, which returns JSON data, and `restore(state)`, which is called on a
-    new object. An optional `close()` is called at the end of the episode. All three may be async.
+    The state of a dataclass is its fields. Other classes define `state()`, which returns JSON data, and `restore(state)`, which is called
+    on a new object. An optional `close()` is called at the end of the episode. All three methods may be async.
     """
 
     def __init__(self, kind: Any, saved: Any = None, *, restored: bool = False) -> None:
@@ -76,7 +76,7 @@ class ToolInstance:
         return new
 
     async def state(self, *, timeout_s: float) -> Any:
-        """Returns the state as JSON data. Raises `ValueError` if it cannot be captured."""
+        """Returns the state as JSON data. Raises `ValueError` if the state cannot be captured."""
         if self._object is None:
             return self._saved
         what = f"the state of {self.kind.__name__}"
@@ -103,7 +103,7 @@ class ToolInstance:
 
 
 def marked_functions(kind: Any) -> list[Any]:
-    """Returns the attributes of a class that are functions under `tool`, inside `staticmethod` or `classmethod` too."""
+    """Returns the attributes of a class that are functions marked with `tool`, including those inside `staticmethod` or `classmethod`."""
     attributes = (inspect.getattr_static(kind, name, None) for name in dir(kind))
     functions = (item.__func__ if isinstance(item, staticmethod | classmethod) else item for item in attributes)
     return [function for function in functions if is_tool(function)]
@@ -111,7 +111,7 @@ def marked_functions(kind: Any) -> list[Any]:
 
 @lru_cache(maxsize=1024)
 def tool_methods(kind: Any) -> tuple[TypedTool, ...]:
-    """Returns the tools of a class. Raises `PluginError` if its state cannot be captured, or it cannot be opened."""
+    """Returns the tools of a class. Raises `PluginError` if the state of its objects cannot be captured, or if they cannot be opened."""
     if not (marked := marked_functions(kind)):
         return ()
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -169,7 +169,7 @@ class Toolbox(Mapping[str, Tool]):
         return len(self._tools)
 
     async def state(self, *, timeout_s: float) -> dict[str, Any]:
-        """Returns reference -> state of its tools as JSON data, of those that were used.
+        """Returns reference -> state of its tools as JSON data, for the tools that were used.
 
         Raises `ValueError` if a state cannot be captured within `timeout_s`, or is not JSON data.
         """
@@ -213,7 +213,7 @@ def load_tools(
         actions: the actions of the episode's environment.
 
     Raises:
-        TaskError: a name is unknown, or two tools have one name.
+        TaskError: a name is unknown, or two tools have the same name.
         PluginError: a reference does not resolve to a valid tool.
     """
     tools: dict[str, Tool] = {}
@@ -238,7 +238,7 @@ def load_tools(
 
 
 def _of_recipe(tool: Tool, run: ToolSource) -> Tool:
-    """Returns the tool with the recipe's bounds and descriptions. Raises `UserError` for the description of an unknown argument."""
+    """Returns the tool with the recipe's bounds and descriptions. Raises `UserError` if they describe an unknown argument."""
     if tool.name not in run.bounds and tool.name not in run.words:
         return tool
     return RecipeTool(tool, run.bounds.get(tool.name, NO_BOUNDS), run.words.get(tool.name, ToolWording()))
@@ -285,7 +285,8 @@ def _with_task(tool: TypedTool, task: Task | None) -> TypedTool:
 
 
 class RecordedTool:
-    """One tool of a recording. It has no state: if several recorded calls have the same arguments, the first one's output counts."""
+    """One tool of a recording. The tool has no state: if several recorded calls have the same arguments, it returns the output of the first
+    call."""
 
     needs_sandbox = False
     bounds, together = NO_BOUNDS, False
@@ -316,7 +317,7 @@ class RecordedTool:
 
 
 def recorded_tools(task: Task | None) -> tuple[RecordedTool, ...]:
-    """Returns the tools of a task's recording; none without a task, when only names are checked. Raises `TaskError`."""
+    """Returns the tools of a task's recording; empty if `task` is None because only names are checked. Raises `TaskError`."""
     if task is None:
         return ()
     recording = Recording.of(task)

@@ -19,7 +19,7 @@ from agentrl.records import ExecResult, Limits
 from agentrl.records.fields import Record, Text
 
 MAX_TEXT = 300_000
-"""Characters of a program that a tool runs. A sandbox does not accept a much longer command line."""
+"""Maximum characters of a program that a tool runs. A sandbox does not accept a much longer command line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ OUTAGE = "mcp_outage"
 class ToolFault(Exception):
     """A failed call. The agent sees `text`, and the episode's record has `kind`.
 
-    With an `outage` it is an infrastructure fault instead, unless the arguments provoked it (`agentrl.agent.outage_blame`).
+    If `outage` is set, the call is an infrastructure fault instead, unless the arguments provoked it (`agentrl.agent.outage_blame`).
     """
 
     def __init__(self, kind: str, text: str, *, outage: Outage | None = None) -> None:
@@ -55,10 +55,10 @@ class ToolFault(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Bounds of one tool's calls, in place of the task's limits. None means the task's limit, or no bound."""
+    """Bounds of one tool's calls, instead of the task's limits. None means the task's limit, or no bound."""
 
     timeout_s: float | None = None  # of one call
-    output_chars: int | None = None  # of one call; head and tail are shown, and the cut is marked
+    output_chars: int | None = None  # of one call; shows head and tail, and marks the cut
     calls: int | None = None  # in one episode, of all its agents
 
     def apply_to(self, limits: Limits) -> Limits:
@@ -69,7 +69,7 @@ class Bounds:
         return replace(limits, tool_timeout_s=timeout_s, tool_output_chars=chars, episode_output_chars=limits.all_output_chars)
 
     def overridden_by(self, other: Bounds) -> Bounds:
-        """Returns these bounds, overridden by those that `other` sets."""
+        """Returns these bounds, overridden by the bounds that `other` sets."""
         return Bounds(
             timeout_s=self.timeout_s if other.timeout_s is None else other.timeout_s,
             output_chars=self.output_chars if other.output_chars is None else other.output_chars,
@@ -82,14 +82,14 @@ NO_BOUNDS = Bounds()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolWording:
-    """Descriptions that replace those in a tool's schema. An empty text changes nothing."""
+    """Descriptions that replace the descriptions in a tool's schema. An empty string changes nothing."""
 
     description: str = ""
     arguments: Mapping[str, str] = field(default_factory=dict)  # argument -> its description
 
 
 def reworded_schema(schema: Mapping[str, Any], wording: ToolWording) -> Mapping[str, Any]:
-    """Returns a tool's function schema with other descriptions. Raises `UserError` for an argument that it does not have."""
+    """Returns a tool's function schema with these descriptions. Raises `UserError` if they describe an unknown argument."""
     changed = copy.deepcopy(dict(schema))
     function = changed["function"]
     if wording.description:
@@ -109,21 +109,22 @@ def reworded_schema(schema: Mapping[str, Any], wording: ToolWording) -> Mapping[
 
 
 def bounds_of(tool: Tool) -> Bounds:
-    """Returns the bounds of a tool; none if it has no valid attribute `bounds`."""
+    """Returns the bounds of a tool; `NO_BOUNDS` if it has no valid attribute `bounds`."""
     bounds = getattr(tool, "bounds", NO_BOUNDS)
     return bounds if isinstance(bounds, Bounds) else NO_BOUNDS
 
 
 def runs_together(tool: Tool) -> bool:
-    """Returns whether calls of a tool may run concurrently with others of the turn. Tools that use the sandbox never may."""
+    """Returns whether calls of a tool may run concurrently with other calls of the turn. Calls of tools that use the sandbox never run
+    concurrently."""
     return getattr(tool, "together", False) is True and not tool.needs_sandbox
 
 
 class Tool(Protocol):
     """One tool. The object serves all episodes and must not keep state (`agentrl.agent.toolbox` supports tools with state).
 
-    Without `needs_sandbox`, `sandbox` is None in the call and no sandbox is opened. Optional attributes: `bounds` (a `Bounds`), and
-    `together` (True: its calls may run concurrently with others of the turn that allow it too).
+    If `needs_sandbox` is False, `sandbox` is None in the call and no sandbox is opened. Optional attributes: `bounds` (a `Bounds`), and
+    `together` (True: its calls may run concurrently with other calls of the turn that also allow it).
     """
 
     name: str
@@ -131,10 +132,11 @@ class Tool(Protocol):
     schema: Mapping[str, Any]  # OpenAI function schema, rendered by the chat template
 
     async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
-        """Runs a call. For invalid arguments, it should return an outcome with ok=False and a text that describes the expected arguments.
+        """Runs a call. If arguments are invalid, the outcome should have ok=False and a text that describes the expected arguments.
 
-        After an exception, an invalid outcome or none in time, the agent gets an error and its episode is scored. An outage
-        (`agentrl.base.outages`) ends the attempt instead. `InfrastructureError`, `TaskError` and `PluginError` keep their meaning.
+        If the call raises an exception, returns an invalid outcome or does not return in time, the agent gets an error and its episode is
+        scored. An outage (`agentrl.base.outages`) ends the attempt instead. `InfrastructureError`, `TaskError` and `PluginError` keep their
+        meaning.
         """
 
 
@@ -182,7 +184,7 @@ class PythonTool(ProgramTool):
 
 
 class PythonSessionTool(ProgramTool):
-    """Runs code in one interpreter per episode, which keeps its variables and shows the value of a last expression."""
+    """Runs code in one interpreter per episode, which keeps its variables and shows the value of the last expression."""
 
     def __init__(self) -> None:
         description = "Run Python code in a session that keeps its variables, and return what it prints and the value of its last line."
@@ -246,7 +248,7 @@ def definition_problem(tool: Any) -> str:
 
 
 def render_result(result: ExecResult, limits: Limits) -> str:
-    """Returns the text that the agent sees of a program: its output within the limit, and how it ended if it failed."""
+    """Returns the text that shows a program's result to the agent: its output within the limit, and how it ended if it failed."""
     text = result.stdout.rstrip("\n")
     if result.stderr.strip():
         text = f"{text}\n{result.stderr.rstrip()}".lstrip("\n")

@@ -1,7 +1,7 @@
 """The turn loop: sample, run the tool calls, show their results, until the agent submits, answers or reaches a limit.
 
 Sub-agents use the same loop, each in its own trajectory (`agentrl.agent.delegation`). An agent whose context is nearly full continues in a
-new one (`agentrl.agent.contexts`).
+new context (`agentrl.agent.contexts`).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class TurnLoop:
         task, trajectory = episode.task, current_trajectory(episode)
         environment = None if task.environment is None else await AgentEnvironment.open(episode, self.chat, self.instructions)
         actions = () if environment is None else environment.tools()
-        memory = None if environment is not None and environment.choices else episode.memory  # an answer is then no call
+        memory = None if environment is not None and environment.choices else episode.memory  # an answer is then not a call
         tools = load_tools(task.tools, episode.agent_state.get("tools"), episode.tools, memory, task, actions)
         try:
             tools.refer = self.chat.refer
@@ -91,7 +91,7 @@ class AgentRun:
         environment: the environment in which the main agent acts.
 
     Raises:
-        TaskError: a tool of the task has the name of the one that starts sub-agents.
+        TaskError: a tool of the task has the same name as the tool that starts sub-agents.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class AgentRun:
         return self._cut(limit)
 
     async def _show(self, parsed: ParsedCompletion, results: Sequence[ToolResult], *, wall_s: float) -> str:
-        """Adds results to the context, or continues from a summary. Returns the limit that prevents it, if any."""
+        """Adds results to the context, or continues from a summary. Returns the limit that prevents this, if any."""
         trajectory, room, chat = self.trajectory, self._episode.room, self._loop.chat
         if self._environment is not None and self._environment.context_is_full(trajectory):
             trajectory.add_results(results, wall_s=wall_s)
@@ -207,19 +207,20 @@ class AgentRun:
             trajectory.add_last_state(state)
 
     def _cut(self, limit: str) -> Ended:
-        """Returns the end at a limit. An episode without an allowed action has paid for none of its turns."""
+        """Returns the end at a limit. If the episode had no allowed action, none of its turns has been charged yet, so the failure is
+        recorded here."""
         if self._environment is not None and self._environment.unpaid:
             self._add_no_action("the rules forbid it, or it has no working call, as all before it")
         return Ended(reason=limit)
 
     def _add_no_action(self, why: str) -> None:
-        """Records that a turn without an action ends the episode while its environment goes on, which must not be better than to act."""
+        """Records a turn without an action that ends the episode before its environment does, which must not score better than acting."""
         if self._environment is not None:
             message, turn = f"a turn is no action: {why}", self._episode.turn_count
             self._episode.add_failure(Failure(stage="environment", blame=Blame.POLICY, kind=NO_ACTION, message=message, turn=turn))
 
     def _start(self, prompt: Sequence[Message]) -> None:
-        """Adds the prompt to a new context. The observation that ends the prompt of an environment is hostile."""
+        """Adds the prompt to a new context. The observation that ends the prompt of an environment is untrusted."""
         chat = self._loop.chat
         if self._environment is None:
             self.trajectory.add_prompt(chat.opening(prompt, self._schemas))
@@ -227,7 +228,7 @@ class AgentRun:
             self.trajectory.add_prompt(chat.render_conversation(prompt[:-1], prompt[-1:], self._schemas))
 
     def _continue(self, environment: AgentEnvironment) -> str:
-        """Continues from the last observation in a new trajectory. Returns the limit that prevents it, if any."""
+        """Continues from the last observation in a new trajectory. Returns the limit that prevents this, if any."""
         if (limit := self._limit()) and limit != "token_limit":
             return limit
         self.trajectory.end(CONTINUED)
@@ -238,7 +239,7 @@ class AgentRun:
         return ""
 
     async def _compacted(self, compactor: Compactor, delta: Sequence[int], room: int) -> str:
-        """Continues from a summary in a new trajectory. Returns the limit that prevents it, if any."""
+        """Continues from a summary in a new trajectory. Returns the limit that prevents this, if any."""
         for _ in range(SUMMARY_ATTEMPTS):
             if limit := self._limit():
                 return limit
@@ -261,7 +262,7 @@ class AgentRun:
         return ({"tools": tools} if tools else {}) | environment
 
     def _limit(self) -> str:
-        """Returns the limit that was reached, of the episode or of this sub-agent."""
+        """Returns the limit of the episode or of this sub-agent that was reached; empty if no limit was reached."""
         config = self._loop.delegation
         if self._episode.sandbox_lost:  # because of another agent
             return "tool_timeout"
@@ -274,8 +275,8 @@ class AgentRun:
     async def _results(self, parsed: ParsedCompletion) -> tuple[tuple[ToolResult, ...], str | None]:
         """Runs the calls of one turn, up to a submitted answer or a lost sandbox. Returns the results and the answer.
 
-        Calls run in order, but consecutive sub-agents run concurrently, as do tools that allow it. The results of malformed calls are
-        their errors.
+        Calls run in order. Exceptions are consecutive sub-agents and calls of tools that allow concurrency: they run concurrently. The
+        result of a malformed call is its error.
         """
         results: list[ToolResult] = []
         calls = parsed.message.tool_calls

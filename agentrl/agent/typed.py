@@ -32,7 +32,7 @@ class TaskData:
 
     id: str
     data: Mapping[str, Any] = field(default_factory=dict)
-    """`Task.data` without the truth: without keys such as `answer`, `expected` and `target`, at any depth."""
+    """`Task.data` without the keys that contain the truth, such as `answer`, `expected` and `target`, at any depth."""
     seed: int = 0
     """Seed for random choices of the tool. It is the same in all attempts at the task, so only the agent's actions differ."""
 
@@ -80,18 +80,19 @@ def tool(
             '''
             return "\\n".join(matches(query)[:limit])
 
-    A task refers to it as `mytools:search`. The agent sees the parameters with their types, the docstring up to its sections, and the
-    entries of `Args`. Types may be any that pydantic writes as JSON schema. A parameter annotated `Sandbox` gets the episode's sandbox,
-    `TaskData` the readable part of its task, `Limits` its limits. The function returns the text for the agent, a `ToolOutcome`, or a value
-    that is shown as JSON. A function that is not `async` runs in a thread.
+    A task refers to this tool as `mytools:search`. The agent sees the parameters with their types, the docstring up to its sections, and
+    the entries of `Args`. Any type that pydantic can write as JSON schema is allowed. A parameter annotated `Sandbox` gets the episode's
+    sandbox, a parameter annotated `TaskData` the readable part of its task, and a parameter annotated `Limits` its limits. The function
+    returns the text for the agent, a `ToolOutcome`, or a value that is shown as JSON. If a function is not `async`, it runs in a thread.
 
-    On methods, a task refers to the class, `mytools:Memory`; its tools share an object for one episode (`agentrl.agent.toolbox`).
+    If the decorator marks methods, a task refers to their class, such as `mytools:Memory`. The tools of the class share one object per
+    episode (`agentrl.agent.toolbox`).
 
     Args:
-        timeout_s: seconds of one call, instead of the task's limit.
-        output_chars: characters of one call's output, instead of the task's limit.
-        calls: calls in one episode.
-        together: calls may run concurrently with others of the turn whose tools allow it too. Results keep the order of the calls.
+        timeout_s: maximum seconds of one call, instead of the task's limit.
+        output_chars: maximum characters of one call's output, instead of the task's limit.
+        calls: maximum number of calls in one episode.
+        together: calls may run concurrently with other calls of the turn whose tools also allow it. Results keep the order of the calls.
     """
     if function is None:
         bounds = _bounds(timeout_s, output_chars, calls)
@@ -139,7 +140,7 @@ class TypedTool:
     repeats: bool = True  # whether a call may be repeated after an outage
 
     async def __call__(self, arguments: Mapping[str, Any], sandbox: Sandbox | None, limits: Limits) -> ToolOutcome:
-        """Validates the arguments and calls the function. Invalid arguments return an error."""
+        """Validates the arguments and calls the function. Returns an error if the arguments are invalid."""
         function = self.function if self.owner is None else getattr(await self.owner(), self.name)
         try:
             validated = self.arguments.model_validate(json_object(arguments))
@@ -153,7 +154,7 @@ class TypedTool:
 
 
 async def run(call: Callable[[], Any], function: Callable[..., Any], *, what: str) -> Any:
-    """Returns the result of `call()`, which calls `function`: awaited if that is async, else in a thread."""
+    """Returns the result of `call()`, which calls `function`. The call is awaited if `function` is async; otherwise it runs in a thread."""
     result = call() if inspect.iscoroutinefunction(function) else await user_code.run_in_thread(call, what=what)
     return await result if inspect.isawaitable(result) else result  # a plain function may return an awaitable
 
@@ -183,7 +184,7 @@ def typed_tool(function: Callable[..., Any], *, method: bool = False) -> TypedTo
     """Returns a marked function as a tool. Raises `PluginError` if no schema can be built.
 
     Args:
-        method: the first parameter is `self`.
+        method: whether the first parameter is `self`.
     """
     name = function.__name__
     parameters = list(inspect.signature(function).parameters.values())[1 if method else 0 :]
@@ -236,7 +237,8 @@ def _schema(name: str, description: str, arguments: type[BaseModel]) -> Mapping[
 
 
 def _untitled(schema: Any, *, names: bool = False) -> Any:
-    """Returns a JSON schema without pydantic's titles, which repeat names and cost tokens. `names`: its keys are names, not keywords."""
+    """Returns a JSON schema without pydantic's titles, which repeat names and cost tokens. `names`: whether the schema's keys are names,
+    not keywords."""
     if isinstance(schema, list):
         return [_untitled(item) for item in schema]
     if not isinstance(schema, dict):
@@ -250,7 +252,7 @@ def _untitled(schema: Any, *, names: bool = False) -> Any:
 
 
 def _docstring(function: Callable[..., Any], parameters: set[str]) -> tuple[str, dict[str, str]]:
-    """Returns the description, and parameter -> its entry in `Args`."""
+    """Returns the description, and a mapping parameter -> its entry in `Args`."""
     name, text = function.__name__, inspect.getdoc(function) or ""
     parts = _SECTION.split(text)
     description = re.sub(r"(?<!\n)\n(?!\n)", " ", parts[0].strip())

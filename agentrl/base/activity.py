@@ -1,4 +1,4 @@
-"""Counts the operations of a driver and its rollout workers in progress, by kind, for the timeline of a run."""
+"""Counts the operations in progress of a driver and its rollout workers, by kind, for the timeline of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ REPORT_S = 5.0
 
 
 class Activity:
-    """The number of operations in progress, by kind, in this process and those that report theirs. Use it from one event loop."""
+    """Counts the operations in progress, by kind, in this process and in those that report theirs. Use it from one event loop."""
 
     def __init__(self) -> None:
         self._running = Counter[str]()
@@ -33,11 +33,11 @@ class Activity:
         return self._running[kind] + sum(counts.get(kind, 0) for at, counts in self._reports.values() if at > oldest)
 
     def own(self) -> dict[str, int]:
-        """Returns the number of operations of this process, by kind."""
+        """Returns the number of operations in progress in this process, by kind."""
         return dict(self._running)
 
     def report(self, process: str, counts: Mapping[str, int]) -> None:
-        """Replaces the operations of another process."""
+        """Replaces the reported operations of a different process."""
         self._reports[process] = time.monotonic(), counts
 
     def drop_reports(self) -> None:

@@ -1,4 +1,4 @@
-"""Back-off: how long to wait before a server is called again, and the clock that measures it."""
+"""Computes how long to wait before a server is called again, and provides the clock that measures the wait."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ class SystemClock:
 
 
 def requested_wait_s(headers: Mapping[str, str], *, now: float) -> float | None:
-    """Returns the seconds that a server asks to wait; None if its headers contain no valid wait.
+    """Returns the seconds that a server requests to wait; None if its headers contain no valid wait.
 
     The first of these counts: `retry-after-ms`; `retry-after` (seconds, or a date as in RFC 9110); the longest `x-ratelimit-reset-*`
     whose `x-ratelimit-remaining-*` is 0 or missing.
 
     Args:
-        headers: by lower-case name.
+        headers: the response headers, by lower-case name.
         now: seconds since 1970.
     """
     if (text := headers.get("retry-after-ms")) is not None and (number := _number(text)) is not None:
@@ -83,14 +83,15 @@ def requested_wait_s(headers: Mapping[str, str], *, now: float) -> float | None:
 
 
 def backoff_s(tries: int, requested_s: float | None, *, refused: int = 1, luck: float | None = None) -> float:
-    """Seconds to wait after `tries` attempts (from 1): at least the requested wait, else 1, 2, 4, ... up to 60, minus up to half of it.
+    """Returns the seconds to wait after `tries` attempts (from 1).
 
-    If a server requests no wait, or one in the past, and rejects again, the wait is at least 0.25, 0.5, 1, ... up to 60 seconds.
+    The wait is at least the requested wait. If none was requested, it is 1, 2, 4, ... up to 60 seconds, minus up to half of it. If the
+    server rejects several rounds in a row, a requested wait counts as at least 0.25, 0.5, 1, ... up to 60 seconds.
 
     Args:
-        asked: the wait that the server requested.
+        requested_s: the wait that the server requested.
         refused: number of consecutive rejected rounds of requests, including this one.
-        luck: from 0 to 1, replaces the random number.
+        luck: a number from 0 to 1 that replaces the random number.
     """
     luck = random.random() if luck is None else luck
     if requested_s is not None:

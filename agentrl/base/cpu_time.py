@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DRIVER, SANDBOXES, DOCKER, OTHERS, IDLE = "driver", "sandboxes", "docker", "others", "idle"
-"""Parts: this process; processes that it or a worker starts and that are no other part; the Docker daemon with all of its containers;
+"""Parts: this process; processes that it or a worker starts and that belong to no other part; the Docker daemon with all of its containers;
 all other processes of the machine; time in which no process ran."""
 MODULES = {"agentrl.serving": "server", "agentrl.learner": "learner", "agentrl.run.worker": "workers", "agentrl.reward": "scoring"}
-"""Module in a process's command -> part of the process and of those that it starts."""
+"""Module in a process's command -> part of that process and of the processes that it starts."""
 _STARTERS = (DRIVER, "workers")  # parts whose processes start sandboxes
-_DAEMONS = ("dockerd", "containerd")  # beginnings of program names
+_DAEMONS = ("dockerd", "containerd")  # prefixes of program names
 _COMMAND_BYTES = 4096
 _PROC = Path("/proc")
 
@@ -26,7 +26,7 @@ class ProcessTimes:
     parent: int
     started: int  # identifies a process together with its id
     own: int
-    children: int  # of its ended and awaited children, and of theirs
+    children: int  # ticks of its ended and awaited children, and of their children
     program: str
 
 
@@ -37,7 +37,7 @@ class CpuClock:
     """Counts CPU seconds by part since it was created. The counts of all parts add up to the time of all CPUs.
 
     The time of an ended process is found in the process that awaited it, so short-lived programs count too. Only the time of a daemon
-    that its parent did not await is missing in its part; it counts as `others`.
+    that its parent did not await is missing from its part. It counts as `others`.
 
     Args:
         processes: reads the processes of the machine.
@@ -79,7 +79,7 @@ class CpuClock:
             self._ticks[part] = self._ticks.get(part, 0) + ticks
 
     def _classify(self, processes: Processes) -> dict[int, str]:
-        """Returns the part of each process below the driver, and of the Docker daemon."""
+        """Returns the part of each process below the driver, and the part of the Docker daemon."""
         below: dict[int, list[int]] = {}
         for pid, one in processes.items():
             below.setdefault(one.parent, []).append(pid)
@@ -129,7 +129,7 @@ def _each_process() -> Iterator[tuple[int, ProcessTimes]]:
         names = os.listdir(_PROC)
     for name in names:
         if name.isdecimal():
-            with suppress(OSError, ValueError, IndexError):  # it has ended
+            with suppress(OSError, ValueError, IndexError):  # the process ended
                 head, _, tail = (_PROC / name / "stat").read_bytes().rpartition(b")")
                 fields = tail.split()
                 own, children = int(fields[11]) + int(fields[12]), int(fields[13]) + int(fields[14])
@@ -147,7 +147,7 @@ def read_totals() -> tuple[int, int]:
 
 
 def read_command(pid: int) -> str:
-    """Returns the start of the command of a process; empty if it has ended."""
+    """Returns the start of the command of a process; empty if the process ended."""
     with suppress(OSError), (_PROC / str(pid) / "cmdline").open("rb") as file:
         return file.read(_COMMAND_BYTES).replace(b"\0", b" ").decode("utf-8", "replace")
     return ""

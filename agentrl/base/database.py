@@ -1,6 +1,6 @@
 """Opens agentrl's SQLite files: checks their application id and schema, uses write-ahead logging, and writes in transactions.
 
-A run folder may come from a third party, so its files count as hostile: open them with `connect`, and run queries `query_deadline` a time.
+A run folder may come from a third party, so its files are untrusted: open them with `connect`, and run queries within `query_deadline`.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _SKIPPED = (0x184D2A50).to_bytes(4, "little")  # starts a frame without content 
 
 @contextmanager
 def transaction(db: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-    """A transaction. It takes the write lock at its start (IMMEDIATE), so that values read in it stay valid until the commit."""
+    """Runs the block in a transaction. Takes the write lock first (IMMEDIATE), so that values read in it stay valid until the commit."""
     db.execute("BEGIN IMMEDIATE")
     try:
         yield db
         db.execute("COMMIT")
     finally:
-        if db.in_transaction:  # a fault; a full disk may have rolled back already
+        if db.in_transaction:  # the block failed; a full disk may have rolled back already
             db.execute("ROLLBACK")
 
 
 def enter_wal(db: sqlite3.Connection, *, timeout_s: float) -> str:
     """Turns write-ahead logging on. Returns the journal mode, which differs if the file system does not support it.
 
-    Waits for locks itself, because the busy timeout of SQLite does not cover this change.
+    It waits for locks itself, because the busy timeout of SQLite does not cover this change.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -67,7 +67,7 @@ class ForeignDatabase(sqlite3.DatabaseError):
 
 
 def connect(path: Path | None, schema: Sequence[str], *, timeout_s: float, longest: int = 1 << 30) -> sqlite3.Connection:
-    """Opens one of agentrl's SQLite files, or a database in memory for None, in autocommit mode and for use by several threads.
+    """Opens one of agentrl's SQLite files, or a database in memory if `path` is None, in autocommit mode and for use by several threads.
 
     Raises `ForeignDatabase` as `check_files` and `restrict_connection` do.
     """
@@ -124,9 +124,9 @@ def is_read_only(path: Path) -> bool:
 
 
 def restrict_connection(db: sqlite3.Connection, schema: Sequence[str], *, longest: int = 1 << 30) -> None:
-    """Restricts an open file: no functions in its schema, no value of more than `longest` bytes.
+    """Restricts an open file: its schema may use no functions, and no value may have more than `longest` bytes.
 
-    Raises `ForeignDatabase` for views, triggers, virtual tables and everything else that `schema` does not create.
+    Raises `ForeignDatabase` if it contains views, triggers, virtual tables or anything else that `schema` does not create.
     """
     db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, longest)
     db.execute("PRAGMA trusted_schema = OFF")
@@ -135,7 +135,7 @@ def restrict_connection(db: sqlite3.Connection, schema: Sequence[str], *, longes
     forms = {statement.groups() for sql in ours if (statement := _MAKES.match(sql))}
     for kind, name, sql in db.execute(_OBJECTS):
         text = sql if isinstance(sql, str) else ""
-        statement = _MAKES.match(text)  # as another version of agentrl or SQLite may write it
+        statement = _MAKES.match(text)  # as a different version of agentrl or SQLite may write it
         if text not in ours and (statement is None or statement.groups() not in forms or _COMPUTED.search(text)):
             raise ForeignDatabase(f"it has a {str(kind)[:20]} {str(name)[:80]!r} that agentrl does not write")
 
@@ -179,8 +179,8 @@ def query_deadline(db: sqlite3.Connection, seconds: float) -> Iterator[None]:
 def compress(data: bytes) -> bytes:
     """Compresses the content of a zstd column so that `decompress` accepts it.
 
-    What a policy in a loop writes may compress 10,000-fold. Such a body gets a frame of padding, so that it has 1 byte for each 256 of its
-    content.
+    The output of a policy that repeats itself may compress 10,000-fold. Such a body gets a frame of padding, so that it has 1 byte for each
+    256 bytes of content.
     """
     body = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(data)
     if len(data) > max(_UNPACKED, _RATIO * len(body)):
@@ -190,7 +190,7 @@ def compress(data: bytes) -> bytes:
 
 
 def decompress(body: object, *, most: int | None = None) -> bytes:
-    """Decompresses the content of a zstd column. Raises `ValueError` for more than `most` bytes, and for invalid content."""
+    """Decompresses the content of a zstd column. Raises `ValueError` if it is invalid or has more than `most` bytes."""
     if not isinstance(body, bytes):
         raise ValueError(f"it has a value of type {type(body).__name__} instead of bytes")
     bound = max(_UNPACKED, _RATIO * len(body)) if most is None else most
@@ -210,7 +210,7 @@ def require_full_text_search() -> None:
 
 
 def is_damaged(error: sqlite3.Error) -> bool:
-    """Whether an error means a damaged file, and not a full disk, a lock or a wrong statement."""
+    """Whether an error reports a damaged file, as opposed to a full disk, a lock or a wrong statement."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 

@@ -1,6 +1,6 @@
 """Short descriptions of errors: of an exception, a chain or group of exceptions, or the log of another program.
 
-Error messages for values that do not validate.
+This module also writes the error messages for values that do not validate.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_TEXTS = ("No space left on device", "Disk quota exceeded", "database or disk is full")
 _TORCH_WRITES = re.compile(r"PytorchStreamWriter failed writing|inline_container\.cc:\d+\] \. unexpected pos")  # without the reason
 _MAX_CAUSE = 600  # characters of one cause
-_INSTALLED = frozenset({"site-packages", "dist-packages"})  # of this environment and of those below it
+_INSTALLED = frozenset({"site-packages", "dist-packages"})  # folders of packages in this environment and in those below it
 _LIBRARIES = tuple({sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 
@@ -33,7 +33,7 @@ _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 def group_members(error: BaseException) -> Iterator[BaseException]:
     """Yields the members of a group in order; for any other error, the error."""
     pending = [error]
-    while pending:  # without recursion, because groups may be nested deeply
+    while pending:  # avoids recursion, because groups may be nested deeply
         one = pending.pop()
         if isinstance(one, BaseExceptionGroup):
             pending += reversed(one.exceptions)
@@ -68,7 +68,7 @@ def _says_full(error: BaseException) -> bool:
 
 
 def main_error(error: BaseException) -> BaseException:
-    """Returns the error to show: a full disk, else the first `UserError`, else the first error of agentrl, else the first."""
+    """Returns the error to show: one that reports a full disk, else the first `UserError`, else agentrl's first error, else the first."""
     errors = list(group_members(error))
     if any(disk_full_error(one) for one in errors):
         return next(one for one in errors if disk_full_error(one))
@@ -80,7 +80,7 @@ def main_error(error: BaseException) -> BaseException:
 
 
 def one_line_error(error: BaseException) -> str:
-    """`Type: message`, shortened."""
+    """Returns `Type: message`, shortened."""
     return clip_text(f"{type(error).__name__}: {raw_text(error)}".removesuffix(": "))
 
 
@@ -88,17 +88,17 @@ def raw_text(error: BaseException) -> str:
     """Returns the text of an exception, even if its `__str__` raises."""
     try:
         return str(error)
-    except BaseException:  # also a number too long to print
+    except BaseException:  # raised, for instance, by a number too long to print
         return "(its text cannot be shown)"
 
 
 def raise_location(error: BaseException, *, libraries: bool = False) -> str:
-    """`file:line` where an error was raised: the innermost line of user-supplied code, else of agentrl, else "".
+    """Returns `file:line` where an error was raised: the innermost line of user-supplied code, else of agentrl, else "".
 
-    For a SyntaxError in a file, the line with the error.
+    For a SyntaxError in a file, it is the line with the error.
 
     Args:
-        libraries: fall back to a line of other packages instead of agentrl's.
+        libraries: whether to fall back to a line of other packages instead of agentrl's.
     """
     if isinstance(error, SyntaxError) and isinstance(error.filename, str) and os.path.isfile(error.filename) and error.lineno is not None:
         return f"{display_path(error.filename)}:{error.lineno}"
@@ -122,7 +122,7 @@ def display_path(path: str) -> str:
 
 
 def clip_text(text: str) -> str:
-    """Shortens a text to six lines and 600 characters."""
+    """Shortens a string to six lines and 600 characters."""
     clipped = "\n".join(text.strip().splitlines()[:6])
     return clipped if len(clipped) <= _MAX_CAUSE else clipped[: _MAX_CAUSE - 3] + "..."
 
@@ -154,9 +154,11 @@ _WRAPPERS = re.compile(
 
 
 def cause_in_log(text: str) -> tuple[str, str]:
-    """Returns the cause in a log and its fix, which may be "": a known cause, else the last traceback or `error:`, else the last line.
+    """Returns the cause of a failure in a log, and its fix, which may be "".
 
-    Ignores errors that only refer to an error of another process. ("", "") for an empty log.
+    The cause is a known one, else the last traceback or `error:`, else the last line.
+
+    Ignores errors that only refer to an error of a different process. Returns ("", "") for an empty log.
     """
     for pattern, cause, fix in _KNOWN:
         if pattern.search(text):
@@ -172,7 +174,7 @@ def cause_in_log(text: str) -> tuple[str, str]:
 
 
 def _message(lines: list[str], start: int) -> Iterator[str]:
-    """Yields the line of an error and the indented lines of its message; for pydantic only the message."""
+    """Yields the line of an error and the indented lines of its message; for pydantic, only the message."""
     following = lines[start + 1] if start + 1 < len(lines) else ""
     if "ValidationError" in lines[start] and following.startswith("  Value error, "):
         yield following.removeprefix("  Value error, ")
@@ -193,7 +195,7 @@ def validation_text(error: ValidationError) -> str:
         unknown = item["type"] in ("extra_forbidden", "unexpected_keyword_argument", "missing")
         shown = not unknown and not isinstance(item["input"], dict) and not is_dataclass(item["input"])
         if item["loc"] and shown and not any(secrets.literal_secret_errors({str(path[-1]): item["input"]})) and "env" not in path:
-            message = f"{message} (got {shortened(item['input'])})"  # of a whole section the message names the keys
+            message = f"{message} (got {shortened(item['input'])})"  # the message for a complete section contains the keys
         where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
         lines.append(f"{where or 'recipe'}: {message}")
     return "\n".join(lines)
@@ -213,6 +215,6 @@ def unknown_name(key: str, known: Iterable[str], *, what: str = "key", elsewhere
 
 
 def did_you_mean(name: str, known: Iterable[str], form: str) -> str:
-    """`did you mean NAME`, in `form`; empty if no known name is similar."""
+    """Returns `did you mean NAME`, in `form`; empty if no known name is similar."""
     near = difflib.get_close_matches(name, known, n=2, cutoff=0.7)
     return form.format(f"did you mean {' or '.join(near)}") if near else ""

@@ -17,7 +17,7 @@ from typing import Any
 from agentrl.base import untrusted_files
 
 MANIFEST = "manifest.json"
-"""File of a folder with the sha256 of each other file."""
+"""Name of the file that contains the sha256 of every other file of its folder."""
 _RETRY_S = 0.01
 _MOST_OF_LINES = 4 << 30  # maximum bytes of a file of lines
 _OPENED = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
@@ -28,7 +28,7 @@ def replace_file(path: Path, *, tag: str = "", durable: bool = False) -> Iterato
     """Context that yields a temporary path, and replaces `path` with the file that the block wrote there.
 
     Readers see either the old or the new content, even after a power failure. If the block fails, `path` is unchanged. In a private folder
-    (`is_private`) the file becomes private. A device, a pipe or a path such as /dev/stdout is written to instead of being replaced.
+    (`is_private`) the file becomes private. A device, a pipe or a path such as /dev/stdout is not replaced: the content is written to it.
 
     Args:
         tag: distinguishes writers that may replace `path` at the same time.
@@ -41,7 +41,7 @@ def replace_file(path: Path, *, tag: str = "", durable: bool = False) -> Iterato
                 shutil.copyfileobj(source, sink)
         return
     part = path.with_name(f".{path.name}.{tag}.part" if tag else f".{path.name}.part")
-    if part.is_symlink() or (part.exists() and not part.is_file()):  # in a stranger's folder it could lead to a file of the user
+    if part.is_symlink() or (part.exists() and not part.is_file()):  # in a third-party folder it could lead to a file of the user
         part.unlink()
     try:
         yield part
@@ -58,7 +58,7 @@ def replace_file(path: Path, *, tag: str = "", durable: bool = False) -> Iterato
 
 
 def wait_for_lock(handle: int, how: int, *, within_s: float) -> bool:
-    """Locks an open file (flock). Returns False if another process has the lock for the next `within_s` seconds."""
+    """Locks an open file (flock). Returns False if a different process holds it for the next `within_s` seconds."""
     deadline = time.monotonic() + within_s
     while True:
         try:
@@ -78,7 +78,7 @@ def is_private(folder: Path) -> bool:
 def make_private(folder: Path) -> None:
     """Removes the permissions of group and others from a folder and everything below it."""
     for path in (folder, *folder.rglob("*")):
-        with contextlib.suppress(OSError):  # removed meanwhile
+        with contextlib.suppress(OSError):  # the file was removed meanwhile
             if not path.is_symlink() and (mode := path.stat().st_mode) & 0o077:
                 path.chmod(mode & 0o7700)
 
@@ -102,7 +102,7 @@ def write_atomically(path: Path, content: bytes | str, *, tag: str = "", durable
 
 
 def partial_folder(final: Path) -> Path:
-    """Creates an empty temporary folder next to `final`, and removes one left by an interrupted attempt."""
+    """Creates an empty temporary folder next to `final`, and removes a folder that an interrupted attempt left."""
     part = final.with_name(f".{final.name}.part")
     if part.exists():
         shutil.rmtree(part)
@@ -116,7 +116,7 @@ def commit_folder(part: Path, final: Path) -> None:
         fsync_path(path)
     fsync_path(part)
     old = final.with_name(f".{final.name}.old")
-    if old.exists():  # left by an interrupted attempt
+    if old.exists():  # an interrupted attempt left it
         shutil.rmtree(old)
     if final.exists():
         final.rename(old)
@@ -141,7 +141,7 @@ def sha256_file(path: Path) -> str:
 
 
 def folder_manifest(folder: Path) -> dict[str, str]:
-    """Relative path -> sha256 of every regular file below `folder`, sorted. Does not follow links."""
+    """Returns relative path -> sha256 of every regular file below `folder`, sorted. Does not follow links."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
     return {path.relative_to(folder).as_posix(): sha256_file(path) for path in files}
 
@@ -165,7 +165,7 @@ def json_line(value: Any) -> bytes:
 def append_lines(path: Path, lines: Iterable[bytes], *, durable: bool = False) -> None:
     """Appends lines, which must include line ends, to a file. Creates the file and its folder. Supports one writer at a time.
 
-    First removes an incomplete last line, which a killed process may have left. With `durable` the lines survive a power failure.
+    First removes an incomplete last line, which a killed process may have left. If `durable` is True, the lines survive a power failure.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_torn_line(path)
@@ -180,8 +180,10 @@ def append_lines(path: Path, lines: Iterable[bytes], *, durable: bool = False) -
 
 
 def complete_lines(path: Path) -> list[bytes]:
-    """The lines of a file, without line ends; empty if the file is missing. Excludes an incomplete last line. Raises `ValueError` if the
-    path is not a regular file."""
+    """Returns the lines of a file, without line ends; empty if the file is missing. Excludes an incomplete last line.
+
+    Raises `ValueError` if the path is not a regular file.
+    """
     try:
         return untrusted_files.read_bytes(path, most=_MOST_OF_LINES).split(b"\n")[:-1]
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""Extras of this installation of agentrl: the command that adds one, and the import of a package that belongs to one.
+"""Extras of this installation of agentrl: the command that installs an extra, and the import of a package that belongs to it.
 
-On the public index, `agentrl` is another project. So an install command has a name for pip to look up only if this installation came
-from an index under that name.
+On the public index, `agentrl` is a different project. So an install command contains a name that pip looks up only if this installation
+came from an index under that name.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def install_command(*extras: str, root: Path = _ROOT) -> str:
 
 
 def requirement(*, root: Path = _ROOT) -> str:
-    """Returns the PEP 508 requirement of a project that depends on this installation."""
+    """Returns the PEP 508 requirement for a project that depends on this installation."""
     if _is_checkout(root):
         return f"{DISTRIBUTION} @ {root.as_uri()}"
     if origin := _origin(root):
@@ -63,7 +63,7 @@ def package_versions() -> dict[str, str]:
 
 
 def import_optional(module: str, extra: str, *, needed_for: str) -> Any:
-    """Imports a module of a package that an extra installs. Raises `UserError` that names package and extra if it is missing."""
+    """Imports a module of a package that an extra installs. If it is missing, raises `UserError` with package and extra."""
     root = module.partition(".")[0]
     try:
         return importlib.import_module(module)
@@ -92,7 +92,7 @@ def _installed(root: Path) -> Distribution | None:
 
 
 def _origin(root: Path) -> dict[str, Any]:
-    """pip's record of the file, folder or repository that it installed from (PEP 610); empty for an index."""
+    """Returns pip's record of the file, folder or repository that it installed from (PEP 610); empty if it installed from an index."""
     installed = _installed(root)
     try:
         origin = json.loads((installed and installed.read_text("direct_url.json")) or "{}")

@@ -1,8 +1,9 @@
 """Detects parts of a run that make no progress, with a deadline for each kind of work that is derived from its history.
 
-Progress is completed work (a micro-batch, a checkpoint, a token, an answer); a living process is not enough. A part reports what it is
+Progress is completed work (a micro-batch, a checkpoint, a token, an answer); a running process is not enough. A part reports what it is
 about to do. The deadline is `DEADLINE_FACTOR` times the longest duration of that work so far, and at least `least_s`. Work without a
-history of at least half the size has the longer deadline `first_s`: a first step compiles, a first checkpoint creates files."""
+history of at least half the size has the longer deadline `first_s`, because a first step compiles and a first checkpoint creates files.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ MIN_DEADLINE_S = 60.0
 SOUND_S = 600.0
 """Seconds of work after which earlier failures of the part no longer count."""
 STOPPED_S = 8.0
-"""Seconds after which a part with a stopped process counts as stuck."""
+"""Seconds after which a part that has a stopped process counts as stuck."""
 LOCK_WAIT_S = 120.0
 """Longest wait for a lock that another process holds. A part that a signal has stopped is detected and killed sooner, which releases its
 locks, so the wait ends and the run continues."""
-_STOPPED_LOOK_S = 2.0  # between two checks for stopped processes
+_STOPPED_LOOK_S = 2.0  # seconds between two checks for stopped processes
 _HISTORY = 1024  # newest durations of one kind of work
 _KINDS, _OTHER = 64, "other work"  # kinds of work whose time is counted separately
 _LOOK_S = 20.0  # most seconds of silence that one check counts: a check may wait that long for an answer
@@ -32,12 +33,12 @@ class Liveness:
     """The progress of one part. Call `progress` for each report of the part, and `overdue` regularly to check its silence.
 
     Each check counts at most `_LOOK_S` of silence. Time in which the checking process is stopped (a debugger, a suspended machine) does
-    not count, because reports are unread then.
+    not count, because no reports are read then.
     """
 
-    silent_s: float  # since the last report, as far as it counts
+    silent_s: float  # silence since the last report, as far as it counts
     _size: float  # size of the current work
-    _since: float  # its start, on the clock
+    _since: float  # start of the current work, on the clock
 
     def __init__(self, what: str, *, first_s: float, least_s: float = MIN_DEADLINE_S, clock: Callable[[], float] = time.monotonic) -> None:
         """
@@ -50,10 +51,10 @@ class Liveness:
         self.what = what
         self._first_s, self._least_s, self._clock = first_s, least_s, clock
         self._taken: dict[tuple[str, bool], deque[tuple[float, float]]] = {}  # (work, first of its life?) -> (size, seconds)
-        self._met: set[str] = set()  # kinds of work, in this life
+        self._met: set[str] = set()  # kinds of work since the last start
         self._current: tuple[str, bool] | None = None
         self.needs_s = 0.0
-        """Seconds that a piece of the work takes by a measurement. No deadline is shorter than `DEADLINE_FACTOR` times this."""
+        """Measured seconds for a piece of the work. No deadline is shorter than `DEADLINE_FACTOR` times this."""
         self._spent: dict[str, float] = {}  # kind of work -> seconds, at most _KINDS
         self.begin()
 
@@ -79,7 +80,7 @@ class Liveness:
         self.silent_s, self._looked = 0.0, now
 
     def pause(self) -> None:
-        """Stops counting silence until the next `progress`: the part has nothing to do, or its work has another deadline."""
+        """Stops counting silence until the next `progress`, because the part has nothing to do or its work has a separate deadline."""
         if self._current is not None:
             self._spend(self._clock())
         self._current, self.silent_s = None, 0.0
@@ -167,7 +168,7 @@ class RestartAlert(str):
     part: str
 
     def __new__(cls, part: str, text: str) -> RestartAlert:
-        """Returns the text with the part."""
+        """Returns the alert with its part."""
         alert = super().__new__(cls, text)
         alert.part = part
         return alert
@@ -175,9 +176,9 @@ class RestartAlert(str):
 
 class Restarts:
     """Counts the restarts of one part in a row. The count returns to 0 when the part has worked for `sound_s` since its last start, or
-    with `completed`.
+    when `completed` is called.
 
-    So a part that cannot work ends the run soon, and rare failures do not add up over a long run.
+    The run therefore ends soon if a part cannot work, and rare failures do not add up over a long run.
     """
 
     def __init__(self, *, sound_s: float = SOUND_S, clock: Callable[[], float] = time.monotonic) -> None:
@@ -190,7 +191,7 @@ class Restarts:
             self._row = 0
 
     def completed(self) -> None:
-        """Records a piece of work that only a healthy part completes."""
+        """Records that the part completed work that only a healthy part can complete."""
         self._row = 0
 
     def failed(self) -> int:
@@ -221,7 +222,7 @@ class AnswerLiveness:
         """
         self.what, self.fix = what, fix
         self._first_s, self._least_s, self._clock = first_s, least_s, clock
-        self._longest_s: float | None = None  # to an answer
+        self._longest_s: float | None = None  # longest time to an answer
         self._waiting, self._looked, self._silent_s = 0, clock(), 0.0
 
     @contextmanager

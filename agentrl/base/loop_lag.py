@@ -1,8 +1,8 @@
-"""How late the driver's event loop is, and for how long it was blocked.
+"""Measures how late the driver's event loop is, and for how long it was blocked.
 
 While the loop is blocked, it handles no timer, answer or result. Afterwards all deadlines in that time have passed. The cause may be
-code that computes without awaiting, garbage collection, or a stopped process; it is never the waiting episode. So the blame
-for a missed deadline depends on how long the loop was blocked before it (`StallCount`).
+code that computes without awaiting, garbage collection, or a stopped process; it is never the waiting episode. So the cause
+that is recorded for a missed deadline depends on how long the loop was blocked before it (`StallCount`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TICK_S = 0.05
 STALL_S = 1.0
 """A loop that is this late was blocked. Shorter lags only count in the figures."""
 SHARE = 0.1
-"""Share of a deadline for which the loop must have been blocked before a miss is the machine's fault."""
+"""If the loop was blocked for at least this share of a deadline, a missed deadline is the machine's fault."""
 _LEAST_S = 0.001  # minimum duration of a step of user code that is recorded
 _KEPT = 1 << 16  # newest measurements that are kept for the figures
 
@@ -31,7 +31,7 @@ class LoopLag:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.round = 0  # measurements so far
-        self._calls = 0  # of user code that have not ended: episodes, tools and verifiers
+        self._calls = 0  # calls of user code that have not ended: episodes, tools and verifiers
         self._waited = False  # whether there was such a call since the last measurement
         self._stalled_s = 0.0
         self._due: float | None = None  # time of the next measurement
@@ -48,7 +48,7 @@ class LoopLag:
         return self._stalled_s + (late if late >= STALL_S else 0.0)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the lag since the last call, in milliseconds. Empty without measurements."""
+        """Returns the lag since the last call, in milliseconds. Empty if there are no measurements."""
         late, self._late = sorted(self._late), deque(maxlen=_KEPT)
         if not late:
             return {}
@@ -115,7 +115,7 @@ DRIVER_LAG = LoopLag()
 
 
 class StallCount:
-    """How long the driver's loop has been blocked since construction, without the time for which the counted code blocked it itself."""
+    """Counts how long the driver's loop was blocked since construction. Excludes the time for which the counted code blocked it."""
 
     def __init__(self, parent: StallCount | None = None) -> None:
         self._parent = parent
@@ -133,7 +133,7 @@ class StallCount:
         return f"the driver's event loop was blocked for {self.seconds:.1f} s of it"
 
     def excuse(self, limit_s: float) -> bool:
-        """Whether a miss of a deadline of `limit_s` seconds is the machine's fault."""
+        """Whether it is the machine's fault that a deadline of `limit_s` seconds was missed."""
         return self.seconds > SHARE * limit_s
 
     def add(self, seconds: float) -> None:
@@ -151,7 +151,7 @@ _current: ContextVar[StallCount | None] = ContextVar("_current", default=None)
 
 
 def count_stalls(within: StallCount | None = None) -> tuple[StallCount, Context]:
-    """Returns a count of stalls, and a context for the task whose own code does not count.
+    """Returns a count of stalls, and a context for the task whose own code the count excludes.
 
     Args:
         within: the enclosing count; None means the one of the current task, if there is any.
@@ -162,12 +162,12 @@ def count_stalls(within: StallCount | None = None) -> tuple[StallCount, Context]
 
 
 def current_stalls() -> StallCount | None:
-    """Returns the count of the current task, which excludes what its code holds; None outside of user code."""
+    """Returns the count of the current task, which excludes stalls caused by its own code; None outside of user code."""
     return _current.get()
 
 
 def count_as(stalls: StallCount | None) -> None:
-    """Has the further code of the current task count as that of another one's, for which it works."""
+    """Makes the code of the current task count, from now on, as code of the task with `stalls`, for which it works."""
     _current.set(stalls)
 
 

@@ -1,4 +1,4 @@
-"""The images of a run: decodes hostile files within bounds, and stores them by their hash in the run folder's `media`.
+"""The images of a run: decodes untrusted files within bounds, and stores them by their hash in the run folder's `media`.
 
 An image is stored as an RGB PNG without metadata, so that server and learner decode the same pixels.
 """
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 MAX_PIXELS = 1 << 22
 MAX_SIDE = 8192
 MAX_STORED = 16 << 20
-"""Largest stored image in bytes; more than `MAX_PIXELS` need."""
+"""Maximum bytes of a stored image; an image of `MAX_PIXELS` needs fewer."""
 NUMPY = b"\x93NUMPY"
 """The first bytes of an npy file."""
 PNG = b"\x89PNG\r\n\x1a\n"
 """The first bytes of a stored image."""
-_SCANS = 64  # of a JPEG file; each decodes all pixels again
+_SCANS = 64  # maximum scans of a JPEG file; each scan decodes all pixels again
 _MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr")
 _HEADER = 1000
 _CONFIG_BYTES = 1 << 20
@@ -44,7 +44,7 @@ class InvalidImage(ValueError):
 
 
 class MissingImage(InfrastructureError):
-    """An image that a media folder does not have. A text may refer to one that never existed."""
+    """A media folder does not contain an image. Text may refer to an image that never existed."""
 
 
 class MediaFolder:
@@ -112,7 +112,7 @@ def _name(content: bytes) -> str:
 
 
 def normalized_image(content: bytes) -> bytes:
-    """Returns a PNG or JPEG file, or an npy file of uint8 [H, W, 3 or 4], as an RGB PNG file on white ground. Raises `InvalidImage`."""
+    """Returns a PNG or JPEG file, or an npy file of uint8 [H, W, 3 or 4], as an RGB PNG file on white. Raises `InvalidImage`."""
     from PIL import Image, ImageOps
 
     try:
@@ -134,7 +134,7 @@ def normalized_image(content: bytes) -> bytes:
         return file.getvalue()
     except (InvalidImage, MemoryError):
         raise
-    except Exception as error:  # decoders raise arbitrary errors on hostile files
+    except Exception as error:  # decoders raise arbitrary errors on untrusted files
         raise InvalidImage(f"it is no PNG, JPEG or npy file: {one_line_error(error)}") from error
 
 
@@ -158,7 +158,7 @@ def read_array(content: bytes) -> NDArray[Any]:
         return np.frombuffer(content, dtype, offset=file.tell()).reshape(shape, order="F" if fortran else "C")
     except (InvalidImage, MemoryError):
         raise
-    except Exception as error:  # its parser raises arbitrary errors on hostile files
+    except Exception as error:  # its parser raises arbitrary errors on untrusted files
         raise InvalidImage(f"it is no npy file: {one_line_error(error)}") from error
 
 
@@ -168,7 +168,7 @@ def is_pixels(array: NDArray[Any]) -> bool:
 
 
 def number_text(array: NDArray[Any]) -> str:
-    """Returns the numbers of an array, each with as many digits as identify it: `[[0.1, 2.0], [3.0, 4.0]]`."""
+    """Returns the numbers of an array as text, each with the digits that identify it: `[[0.1, 2.0], [3.0, 4.0]]`."""
     if array.ndim == 0:
         return str(array[()])
     return f"[{', '.join(map(number_text, array))}]"
@@ -182,7 +182,7 @@ def _pixels(content: bytes) -> NDArray[Any]:
 
 
 def image_token(folder: Path) -> int | None:
-    """Returns the id of the token that stands for a part of an image in the model of a folder; None if the model reads only text."""
+    """Returns the id of the token that represents a part of an image in a folder's model; None if the model reads only text."""
     try:
         config = json.loads(untrusted_files.read_bytes(folder / "config.json", most=_CONFIG_BYTES))
     except (OSError, ValueError, RecursionError):
@@ -199,5 +199,5 @@ def load_processor(folder: str | Path) -> Any:
 
 
 def process_images(processor: Any, text: str, images: Sequence[Image], **options: Any) -> Any:
-    """Returns the token ids of a text with the processor's tokens for images, and the model's inputs of the images, from one call."""
+    """Returns, from one call, the token ids of a prompt with the processor's image tokens, and the model's inputs for the images."""
     return processor(text=text, images=list(images), add_special_tokens=False, **options)

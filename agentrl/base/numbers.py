@@ -3,12 +3,13 @@
 A tolerance is for numbers that arithmetic has rounded. Whole numbers (counts, ids, amounts in cents) are exact, so two different whole
 numbers are never equal within a tolerance.
 
-The Wilson interval of a proportion, and Student's t distribution for the interval of a mean. Standard library only.
+The module also computes the Wilson interval of a proportion, and Student's t distribution for the interval of a mean. It uses only the
+standard library.
 
-Compares scores up to rounding. Sums such as 0.1 + 0.2 + 0.2 and 0.5 differ by rounding, which must not count as a preference.
+It compares scores up to rounding. Sums such as 0.1 + 0.2 + 0.2 and 0.5 differ by rounding, which must not count as a preference.
 
-All code that compares scores uses these functions: advantages, groups without a preference, preference pairs, thresholds and comparisons
-of policies. Scores are compared to nine decimals, or to nine digits if they are larger than 1.
+All code that compares scores uses these functions: advantages, groups with equal scores, preference pairs, thresholds and comparisons of
+policies. Scores are compared to nine decimals, or to nine digits if they are larger than 1.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from functools import lru_cache
 from statistics import NormalDist
 
 LONGEST_NUMBER = 1000  # characters
-LARGEST_EXPONENT = 400  # of ten, positive or negative: beyond every float
-_EXACT_FLOAT = 2.0**53  # every float from here on is whole, also a rounded one
+LARGEST_EXPONENT = 400  # exponent of ten, positive or negative; far beyond the range of floats
+_EXACT_FLOAT = 2.0**53  # every float from here on is whole, even if it was rounded
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE]([+-]?\d{1,4}))?", re.ASCII)
 
 
 def finite(value: float | None) -> float | None:
-    """Returns a finite number, and None for any other value: JSON has no NaN."""
+    """Returns the value if it is finite, otherwise None, because JSON has no NaN."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def parse_number(text: str) -> Fraction | None:
-    """Returns the exact value of a decimal or scientific number in ASCII; None for anything else (`nan`, `inf`, `1e999`, `1_000`, `٣`)."""
+    """Returns the exact value of a decimal or scientific number in ASCII; None for other strings (`nan`, `inf`, `1e999`, `1_000`, `٣`)."""
     match = _NUMBER.fullmatch(text) if len(text) <= LONGEST_NUMBER else None
     if match is None or (match[1] is not None and abs(int(match[1])) > LARGEST_EXPONENT):
         return None
@@ -49,8 +50,8 @@ def is_whole(value: Fraction | float) -> bool:
 def same_number(number: Fraction | float, wanted: Fraction | float, *, relative: float, absolute: float = 0.0) -> bool:
     """Whether two numbers are equal up to rounding.
 
-    Two different whole numbers are never equal. If one of the numbers is whole, they must differ by at most 0.5. Otherwise `is_near`
-    decides. Infinite numbers equal only themselves, and NaN equals nothing.
+    Two different whole numbers are never equal. If only one of the numbers is whole and they differ by more than 0.5, they are not equal.
+    Otherwise `is_near` decides. Infinite numbers equal only themselves, and NaN equals nothing.
     """
     if number == wanted:
         return True
@@ -65,8 +66,8 @@ def same_number(number: Fraction | float, wanted: Fraction | float, *, relative:
 def is_near(number: Fraction | float, wanted: Fraction | float, *, relative: float, absolute: float = 0.0) -> bool:
     """Whether two finite numbers differ by at most max(relative * |wanted|, absolute).
 
-    No constant may be near all small truths. So 0 and a number of the other sign are never near a truth other than 0, and for such a truth
-    `absolute` counts as at most |wanted| / 2, and as 0 if it exceeds |wanted|.
+    No constant may be near all small values of `wanted`. Therefore, if `wanted` is not 0, then 0 and numbers of the opposite sign are never
+    near it, and `absolute` counts as at most |wanted| / 2, and as 0 if it exceeds |wanted|.
     """
     if number == wanted:
         return True
@@ -116,7 +117,7 @@ def student_t_quantile(freedom: int, *, level: float = LEVEL) -> float:
 
 
 def student_t_probability(t: float, freedom: int) -> float:
-    """P(|T| <= t), a finite sum for an integer number of degrees of freedom (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4)."""
+    """Returns P(|T| <= t), a finite sum for an integer number of degrees of freedom (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4)."""
     angle = math.atan2(t, math.sqrt(freedom))
     sine, cosine = math.sin(angle), math.cos(angle)
     odd = freedom % 2
@@ -128,11 +129,11 @@ def student_t_probability(t: float, freedom: int) -> float:
 
 
 ROUNDING = 1e-9
-"""Largest difference of equal scores, relative to the larger one or to 1."""
+"""Largest difference at which two scores count as equal, relative to the larger score or to 1."""
 
 
 def tolerance(*scores: float) -> float:
-    """Returns the largest difference at which these scores count as equal. Infinite scores have none."""
+    """Returns the largest difference at which these scores count as equal; 0 if a score is infinite."""
     largest = max((1.0, *map(abs, scores)))
     return ROUNDING * largest if largest < float("inf") else 0.0
 
@@ -144,7 +145,7 @@ def all_equal(scores: Iterable[float]) -> bool:
 
 
 def is_above(one: float, other: float) -> bool:
-    """Whether a score is higher than another by more than rounding."""
+    """Whether the score `one` is higher than `other` by more than rounding."""
     return one - other > tolerance(one, other)
 
 

@@ -1,6 +1,6 @@
 """Decides which errors report an outage: a failed server, network or machine, and not a wrong request.
 
-`outage_of` decides for exceptions, `outage_phrase` for texts. Tools, MCP servers, verifiers and the triage of traces use the same two
+`outage_of` decides for exceptions, `outage_phrase` for strings. Tools, MCP servers, verifiers and the triage of traces use the same two
 functions. Third-party exceptions are recognised by attributes and names, so no client library is imported. docs/tools.md states the rule.
 """
 
@@ -20,15 +20,15 @@ from typing import Any
 from agentrl.base.error_text import error_chain
 from agentrl.base.user_code import describe_error, error_text
 
-_LONGEST_CHAIN = 64  # exceptions that are looked at, causes and members of groups included
-_MAX_TEXT = 20_000  # characters of a text that are searched
+_LONGEST_CHAIN = 64  # examined exceptions, including causes and members of groups
+_MAX_TEXT = 20_000  # characters of a string that are searched
 _MAX_VALUES = 10_000  # values in the arguments of a call that are searched
 
 _NOT_THE_SERVER = (
     *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, AssertionError, NotImplementedError),
     *(MemoryError, NameError, SyntaxError, ImportError),
 )
-"""Built-in exceptions that code raises on a wrong value. Their names and texts are not searched, but their causes are."""
+"""Built-in exceptions that code raises on a wrong value. Their names and messages are not searched, but their causes are."""
 
 _MACHINE = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EROFS, errno.ESTALE),
@@ -120,7 +120,10 @@ _ADDRESS_KEY = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outage:
-    """A description in one printable line. `late`: no answer in time, or a program was killed, which a large request can also cause."""
+    """An outage, described in one printable line.
+
+    `late`: whether there was no answer in time, or a program was killed. A large request can also cause these.
+    """
 
     text: str
     late: bool = False
@@ -130,12 +133,13 @@ def outage_of(error: BaseException, arguments: Mapping[str, Any] | None = None, 
     """Returns the outage that an exception reports; None if the request or the code was wrong.
 
     Causes, contexts and members of groups are searched too. The first exception that identifies the server or the request as the cause
-    decides: by an HTTP status, a database error code, or a type of the standard library. 401, 408, 429 and 5xx are the server's fault,
-    other statuses the request's. An outage at an address in `arguments` is the request's fault, because the arguments chose the address.
+    decides: by an HTTP status, a database error code, or a type of the standard library. 401, 408, 429 and 5xx are the server's fault.
+    Other statuses are the request's fault. An outage at an address in `arguments` is the request's fault, because the arguments chose the
+    address.
 
     Args:
-        arguments: of the call; they come from a model.
-        model_text: texts or nested mappings that a model wrote. The error may repeat them, so words in them report no outage.
+        arguments: the arguments of the call, which come from a model.
+        model_text: strings or nested mappings that a model wrote. The error may repeat them, so their content does not report an outage.
     """
     arguments = arguments or {}
     for one in islice(_chain(error), _LONGEST_CHAIN):
@@ -149,9 +153,9 @@ def outage_of(error: BaseException, arguments: Mapping[str, Any] | None = None, 
 
 
 def outage_phrase(text: str, arguments: Mapping[str, Any] | Sequence[Any] | None = None) -> str:
-    """Returns the phrase in which a text reports an outage; "" if there is none.
+    """Returns the phrase in which a string reports an outage; "" if there is none.
 
-    Words in `arguments` do not count: a tool may repeat its arguments.
+    The content of `arguments` does not count, because a tool may repeat its arguments.
     """
     own = set(_WORD.findall(" ".join(_texts(arguments)).lower())) if arguments else set()
     for report in _reports(text[:_MAX_TEXT]):
@@ -161,7 +165,7 @@ def outage_phrase(text: str, arguments: Mapping[str, Any] | Sequence[Any] | None
 
 
 def _reports(text: str) -> Iterator[str]:
-    """Yields the phrases of a text that report outages."""
+    """Yields the phrases of a string that report outages."""
     for match in _SAYS.finditer(text):
         yield match[0]
     for match in _FIELD.finditer(text):
@@ -185,7 +189,7 @@ def has_address(arguments: Mapping[str, Any]) -> bool:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """As `causes.chain`, with the errors that some libraries keep in other attributes."""
+    """Yields the errors of `error_chain`, and those that some libraries keep in other attributes."""
     for one in error_chain(error):
         yield one
         for name in ("reason", "orig"):
@@ -194,10 +198,10 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _verdict(error: BaseException, own: Sequence[Any]) -> str | None:
-    """`request`, `server`, `machine` or `late`; None means unknown."""
+    """Returns `request`, `server`, `machine` or `late`; None means unknown."""
     if not isinstance(error, Exception) or isinstance(error, BaseExceptionGroup):
         return None
-    if isinstance(error, ssl.SSLError):  # one of them is a ValueError
+    if isinstance(error, ssl.SSLError):  # checked first, because one SSLError is a ValueError
         return "server"
     if isinstance(error, _NOT_THE_SERVER):
         return None
@@ -208,7 +212,7 @@ def _verdict(error: BaseException, own: Sequence[Any]) -> str | None:
 
 
 def _by_status(error: Exception) -> str | None:
-    """By the status of HTTP or gRPC that a client's exception carries."""
+    """Returns the verdict by the HTTP or gRPC status in a client's exception."""
     response = _attribute(error, "response")
     holders: list[tuple[Any, str]] = [(response, "status_code"), (response, "status"), (error, "status_code"), (error, "status")]
     holders += [(error, "code"), (error, "http_status"), (_attribute(error, "resp"), "status")]
@@ -226,9 +230,9 @@ def _by_status(error: Exception) -> str | None:
 
 
 def _by_type(error: Exception) -> str | None:
-    """By the types of the standard library."""
+    """Returns the verdict by the types of the standard library."""
     if isinstance(error, subprocess.CalledProcessError):
-        return "late" if error.returncode < 0 else "request"  # ended by a signal, or by itself
+        return "late" if error.returncode < 0 else "request"  # a signal ended the program, or it ended itself
     if isinstance(error, TimeoutError | subprocess.TimeoutExpired):
         return "late"
     if isinstance(error, ConnectionError | socket.gaierror | socket.herror | EOFError):
@@ -241,7 +245,7 @@ def _by_type(error: Exception) -> str | None:
 
 
 def _by_database(error: Exception) -> str | None:
-    """By the codes of SQLite, PostgreSQL and MySQL."""
+    """Returns the verdict by the error codes of SQLite, PostgreSQL and MySQL."""
     if isinstance(error, sqlite3.Error):
         code = getattr(error, "sqlite_errorcode", None)
         if isinstance(code, int):
@@ -258,7 +262,7 @@ def _by_database(error: Exception) -> str | None:
 
 
 def _by_name(error: Exception) -> str | None:
-    """By the names of its type and of the type's bases, without built-in types."""
+    """Returns the verdict by the names of the error's type and of its bases, except built-in types."""
     names = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ != "builtins"]
     if any(map(_WRONG_NAME.search, names)):
         return "request"
@@ -280,7 +284,7 @@ def _chose_address(error: BaseException, arguments: Mapping[str, Any]) -> bool:
 
 
 def _holds(text: str, host: str) -> bool:
-    """Whether a text contains a host. A host of one word, such as "search", must be in the form of an address."""
+    """Whether a string contains a host. A host of one word, such as "search", must be in the form of an address."""
     if "." in host or ":" in host:
         return re.search(rf"(?<![\w.-]){re.escape(host)}(?![\w-])", text) is not None
     return text.strip() == host or re.search(rf"(?://|@){re.escape(host)}(?![\w-])|(?<![\w.-]){re.escape(host)}:\d", text) is not None
@@ -306,14 +310,14 @@ def _hosts(error: BaseException) -> Iterator[str]:
         ):
             if path == "host" or "://" in value or path == "pool.host":
                 yield match[1].strip("[]")
-        elif isinstance(host := _attribute(value, "host"), str):  # an object for a URL
+        elif isinstance(host := _attribute(value, "host"), str):  # the value is a URL object
             yield host
     for pattern in (r"Connect call failed \('([^']{1,255})'", r"host='([^']{1,255})'", r"https?://([^/:'\"\s]{1,255})"):
         yield from re.findall(pattern, error_text(error))[:4]
 
 
 def _named(value: Any, key: str = "", depth: int = 8) -> Iterator[tuple[str, str]]:
-    """Yields every text in the arguments, with the name of its argument or field."""
+    """Yields every string in the arguments, with the name of its argument or field."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, Mapping) and depth:
@@ -329,7 +333,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _attribute(holder: Any, name: str) -> Any:
-    """Returns an attribute, or None: that of a stranger's object may raise anything."""
+    """Returns an attribute; None if it does not exist or raises, because the attributes of a third-party object may raise anything."""
     if holder is None:
         return None
     try:

@@ -20,14 +20,14 @@ from typing import NamedTuple
 _PR_SET_PDEATHSIG = 1
 COLLECT_EVERY_S = 300.0
 _NEVER = 2**31 - 1
-_SPINS = 20_000  # looks at a flag, a fraction of a millisecond
+_SPINS = 20_000  # checks of a flag, which take a fraction of a millisecond
 
 
 def die_with_parent(parent: int) -> None:
     """Asks the kernel to kill this process as soon as process `parent`, which started it, is gone (`prctl(2)`).
 
     Linux only; no effect elsewhere. The kernel watches the thread that started this process: start it from a thread that lives as long
-    as it should. A fork does not inherit it.
+    as it should. A forked process does not inherit this setting.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -40,7 +40,7 @@ def die_with_parent(parent: int) -> None:
 
 @contextlib.contextmanager
 def deadline_alarm(limit_s: float, raised: Callable[[], BaseException], *, cpu: bool = False) -> Iterator[None]:
-    """Raises what `raised` returns in a block that takes longer than `limit_s` seconds, or with `cpu` seconds of CPU time.
+    """Raises what `raised` returns if the block takes longer than `limit_s` seconds; if `cpu` is True, seconds of CPU time.
 
     Python runs a signal's handler in the main thread, between two operations. So a block in another thread has no limit.
     """
@@ -67,7 +67,7 @@ def kill_marked(name: str, value: str) -> int:
     Programs inherit the variable in any session or process group, so this finds daemons. Linux only; kills none on other systems.
     """
     wanted, killed = f"{name}={value}".encode(), 0
-    for _ in range(8):  # repeated, because they may start others meanwhile
+    for _ in range(8):  # repeated, because processes may start others meanwhile
         pids = [pid for pid in _processes() if wanted in _environment(pid)]
         for pid in pids:
             with contextlib.suppress(OSError):
@@ -99,7 +99,7 @@ def process_group(group: int) -> list[int]:
 
 
 def memory_by_group() -> Counter[int]:
-    """Returns the resident bytes of the other processes by process group. Pages that processes share count for each. Linux only."""
+    """Returns the resident bytes of the other processes by process group. Shared pages count for each process. Linux only."""
     used = Counter[int]()
     for stat in map(read_stat, _processes()):
         used[stat.group] += stat.memory
@@ -107,7 +107,7 @@ def memory_by_group() -> Counter[int]:
 
 
 def available_memory() -> int:
-    """Returns the bytes of memory that this container, or else this machine, may use."""
+    """Returns the bytes of memory that this container may use; if it has no limit, those of this machine."""
     amounts = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # the file does not exist, or contains "max"
@@ -134,7 +134,7 @@ GONE = ProcessStat()
 
 
 def read_stat(pid: int) -> ProcessStat:
-    """Returns what is known of a process; `GONE` if it does not exist. Linux only."""
+    """Returns what `proc(5)` reports about a process; `GONE` if it does not exist. Linux only."""
     with contextlib.suppress(OSError):  # the program's name, in parentheses, may contain anything
         state, parent, group, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return ProcessStat(state, int(parent), int(group), int(rest[16]), int(rest[18]) * resource.getpagesize())
@@ -165,7 +165,7 @@ def raise_file_limit() -> int:
 
 
 def import_environment(folder: Path) -> dict[str, str]:
-    """This process's environment, for a Python child that looks for modules in `folder` first."""
+    """Returns this process's environment, for a Python child that looks for modules in `folder` first."""
     return os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
@@ -187,10 +187,10 @@ def freeze_imports() -> Iterator[None]:
 async def rare_collections(every_s: float = COLLECT_EVERY_S) -> AsyncIterator[None]:
     """Within this context, full garbage collections run only every `every_s` seconds and at the end.
 
-    A full collection stops the event loop, for about half a second with 4,000 episodes in flight. By default, Python starts one whenever
-    the objects that survived the younger generations have grown by a quarter. In a busy driver that is every few seconds, and more than one
-    turn in a hundred waits for it. Younger generations are collected as before, and reference counting frees nearly everything. Objects
-    that exist at the start are examined only at the end.
+    A full collection stops the event loop, for about half a second with 4,000 episodes in flight. By default, Python starts a full
+    collection whenever the number of objects that survived the younger generations has grown by a quarter. In a busy driver this happens
+    every few seconds, and more than one turn in a hundred waits for a collection. Younger generations are collected as before, and
+    reference counting frees nearly everything. Objects that exist at the start are examined only at the end.
     """
     first, second, third = gc.get_threshold()
     gc.collect()
@@ -217,8 +217,9 @@ def openmp_environment(threads: int, *, alone: bool) -> dict[str, str]:
 
     Args:
         threads: threads per team.
-        alone: whether no other process computes at the same time. If so, waiting threads spin briefly before they sleep, because a small
-            model has hundreds of such waits per token. Otherwise they sleep at once, because spinning takes CPU time from other processes.
+        alone: whether no other process computes at the same time. If it is True, waiting threads spin briefly before they sleep, because a
+            small model has hundreds of such waits per token. Otherwise they sleep at once, because spinning takes CPU time from other
+            processes.
     """
     return {
         "OMP_NUM_THREADS": str(threads),
@@ -229,6 +230,6 @@ def openmp_environment(threads: int, *, alone: bool) -> dict[str, str]:
 
 
 def process_age_s() -> float:
-    """Returns the seconds since this process was started, to a hundredth (`proc(5)`); 0 without /proc."""
+    """Returns the seconds since this process was started, to a hundredth (`proc(5)`); 0 if there is no /proc."""
     stat = read_stat(os.getpid())
     return 0.0 if stat is GONE else max(time.clock_gettime(time.CLOCK_BOOTTIME) - stat.started / os.sysconf("SC_CLK_TCK"), 0.0)

@@ -22,9 +22,9 @@ from pathlib import Path
 from agentrl.errors import RunFolderBusy, UserError
 
 DRIVER, PARTS = ".driver.lock", ".parts.lock"
-_READ_TRIES = 20  # of 10 ms: a holder writes its name at once after it got the lock
+_READ_TRIES = 20  # of 10 ms each; a holder writes its record immediately after it gets the lock
 _REMOVED_TRIES = 100  # to create a folder that another process removes; below /proc every attempt fails
-_PATIENCE_S = 1.0  # before a message says what the driver waits for
+_PATIENCE_S = 1.0  # seconds before a message reports what the driver waits for
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
@@ -46,8 +46,8 @@ def drive_folder(folder: Path, *, command: str, wait_s: float = 60.0) -> Iterato
         command: the command of this process, for the error message of other processes.
         wait_s: seconds to wait for the servers and the learner of a driver that died.
 
-    Raises `RunFolderBusy`, with the holder if it is known, if another process drives the folder; `UserError` if a process of a dead
-    driver does not end.
+    Raises `RunFolderBusy`, with the holder if it is known, if a different process drives the folder, and `UserError` if a process of
+    a dead driver does not end.
     """
     handle = _taken(folder)
     try:
@@ -72,7 +72,7 @@ def hold_shared_lock(folder: Path) -> int:
 
 
 def _taken(folder: Path) -> int:
-    """Takes the driver's lock and returns its descriptor. Retries if the last driver has just removed the folder."""
+    """Takes the driver's lock and returns its descriptor. Retries if the last driver just removed the folder."""
     try:
         str(folder).encode()
     except UnicodeEncodeError:
@@ -86,7 +86,7 @@ def _taken(folder: Path) -> int:
         except OSError as error:
             lacking += 1
             if isinstance(error, FileNotFoundError) and lacking < _REMOVED_TRIES:
-                continue  # removed between the two calls
+                continue  # the file was removed between the two calls
             raise UserError(f"{folder} cannot be used as a run folder: {error.strerror}", fix="choose another --run-dir") from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -116,14 +116,17 @@ def _same_file(handle: int, path: Path) -> bool:
 
 
 def _write(handle: int, holder: Holder) -> None:
-    """Writes the holder into the lock file. On a full disk the lock still holds, and only the error of other processes is shorter."""
+    """Writes the holder into the lock file. If the disk is full, the lock still holds, but errors of other processes omit the holder."""
     with contextlib.suppress(OSError):
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps(asdict(holder)).encode() + b"\n", 0)
 
 
 def _read(handle: int) -> Holder | None:
-    """Waits until the holder has written its record; None if it does not. Call it only while the lock is held: records stay in the file."""
+    """Waits for the record of the holder and returns it; None if the holder writes none.
+
+    Call it only while the lock is held, because records stay in the file.
+    """
     for _ in range(_READ_TRIES):
         data = os.pread(handle, 1 << 16, 0)
         with contextlib.suppress(ValueError, TypeError):
@@ -172,11 +175,11 @@ def _wait_for_parts(folder: Path, wait_s: float) -> None:
 
 
 def _users(path: Path) -> list[int]:
-    """Other processes that have a file open. /proc/locks has only the process that took the lock, which is dead."""
+    """Returns the other processes that have a file open. /proc/locks lists only the process that took the lock, which is dead."""
     wanted, holders = str(path.resolve()), []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and int(entry.name) != os.getpid():
-            with contextlib.suppress(OSError):  # gone, or another user's
+            with contextlib.suppress(OSError):  # the process ended, or belongs to a different user
                 if any(os.readlink(link) == wanted for link in (entry / "fd").iterdir()):
                     holders.append(int(entry.name))
     return holders

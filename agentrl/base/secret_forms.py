@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-_LONGEST_COMMAND = 20_000  # characters of a shell text that are split
+_LONGEST_COMMAND = 20_000  # characters of a shell command that are split
 _WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
 
 
@@ -123,12 +123,12 @@ def _words(name: str) -> list[str]:
 
 
 def is_secret_variable(name: str) -> bool:
-    """Whether an environment variable is kept from processes that need no secret. Ambiguous names count."""
+    """Whether an environment variable is withheld from processes that need no secret. Ambiguous names count."""
     return name not in _NO_SECRET and _VARIABLE.search(name.upper()) is not None
 
 
 def looks_generated(text: str) -> bool:
-    """Whether a text looks like a generated key: a UUID, or at least 16 letters and digits in alternation. A path does not."""
+    """Whether a string looks like a generated key: a UUID, or at least 16 letters and digits in alternation. A path does not."""
     if _UUID.fullmatch(text):
         return True
     if re.match(r"[/~.]", text) or re.search(r"\s", text):
@@ -138,7 +138,7 @@ def looks_generated(text: str) -> bool:
 
 
 def holds_secret(text: str) -> bool:
-    """Whether a text contains a secret of a known form, a login or a token in a URL, or a bearer token."""
+    """Whether a string contains a secret of a known form, a login or a token in a URL, or a bearer token."""
     if _TOKEN.search(text) or any(looks_generated(match[1]) for match in _CREDENTIAL.finditer(text)):
         return True
     return "://" in text and (hide_logins(text, "") != text or any(is_secret(match[1], match[2]) for match in _QUERY.finditer(text)))
@@ -162,7 +162,7 @@ def login_end(rest: str) -> int:
     if colon and not re.search(r"[/?#@\[]", user):
         at = after.rfind("@")
         login = at > 0 and not _PORT.match(after) and not re.fullmatch(_TEMPLATE, after[:at], re.DOTALL)
-        login = login and not after[at + 1 :].startswith("sha256:")  # an image and its digest
+        login = login and not after[at + 1 :].startswith("sha256:")  # excludes a container image with its digest
         return len(user) + 1 + at if login else 0
     at = re.split(r"[/?#]", rest, maxsplit=1)[0].rfind("@")
     return at if at > 0 and looks_generated(rest[:at]) else 0
@@ -232,7 +232,7 @@ def _login_flag(program: str, word: str, after: str) -> str:
 
 
 def _assigned(word: str, *, shell: bool) -> str:
-    """Returns the variable's name in `API_KEY=abc` if its value is a secret; else empty."""
+    """Returns the variable's name in `API_KEY=abc` if its value is a secret; otherwise an empty string."""
     match = _ASSIGNMENT.fullmatch(word)
     if match is None or (shell and not match[1].isupper()):
         return ""
@@ -240,7 +240,7 @@ def _assigned(word: str, *, shell: bool) -> str:
 
 
 def _header(word: str) -> str:
-    """Returns the name if the text is an HTTP header with a secret, such as `Authorization: Bearer abc`; else an empty string."""
+    """Returns the name if the string is an HTTP header with a secret, such as `Authorization: Bearer abc`; otherwise an empty string."""
     match = _HEADER.fullmatch(word)
     if match is None:
         return ""

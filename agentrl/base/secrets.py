@@ -1,5 +1,5 @@
-"""Secrets by reference. A recipe has the location of a secret, `env:NAME` or `file:/PATH`, and never its value, because a run writes its
-recipe to `recipe.json`, `run.json` and the report.
+"""Secrets by reference. A recipe contains the location of a secret, `env:NAME` or `file:/PATH`, and never its value, because a run writes
+its recipe to `recipe.json`, `run.json` and the report.
 
 Imports only the standard library, `agentrl.errors`, and `agentrl.base.secret_forms`, which recognizes secrets.
 """
@@ -21,9 +21,9 @@ from agentrl.errors import UserError
 
 HOW_TO_REFER = "write env:NAME for an environment variable of the run, or file:/PATH for a file"
 HIDDEN = "[secret]"
-"""Replaces a secret in the texts of a run."""
+"""Replaces a secret in the output of a run."""
 _MOST_BYTES = 64 << 10
-_SHORTEST, _SHORTEST_GUESSED = 6, 16  # characters; shorter values also occur in ordinary texts
+_SHORTEST, _SHORTEST_GUESSED = 6, 16  # characters; shorter values also occur in ordinary text
 _REFERENCE = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]{0,199}|file:[/~][^\0\n]{0,4000}")
 _COMMANDS = ("command", "cmd", "args", "argv", "arguments", "flags")
 
@@ -31,7 +31,7 @@ _read: set[str] = set()  # every secret that this process has read
 
 
 def is_reference(text: object) -> bool:
-    """Whether a text has the form of a reference to a secret."""
+    """Whether a value is a string with the form of a reference to a secret."""
     return isinstance(text, str) and _REFERENCE.fullmatch(text) is not None
 
 
@@ -90,7 +90,7 @@ def _resolved(key: str, value: Any) -> Any:
 
 
 def literal_secret_errors(value: Any, where: str = "") -> Iterator[str]:
-    """Error messages, without the secrets, for secrets in a recipe's value: `store.options.api_key contains a secret by value`."""
+    """Yields error messages, without the secrets, for secrets in a recipe's value: `store.options.api_key contains a secret by value`."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if secret_forms.holds_secret(str(key)):
@@ -135,7 +135,7 @@ def _in_words(words: Sequence[str], where: str, *, shell: bool = False) -> Itera
 
 
 def redact(text: str) -> str:
-    """Removes from a text the secrets that this process has read or has in its environment, and logins and webhooks in URLs."""
+    """Returns a string without secrets that this process read or has in its environment, and without logins and webhooks in URLs."""
     for secret in sorted(_read | _in_environment(), key=len, reverse=True):
         for form in {secret, json.dumps(secret)[1:-1], repr(secret)[1:-1], quote(secret, safe=""), quote(secret)}:
             if len(secret) >= _SHORTEST and form in text:
@@ -145,7 +145,7 @@ def redact(text: str) -> str:
 
 @cache
 def _in_environment() -> frozenset[str]:
-    """Values of environment variables whose names mark a secret. Short values and paths are excluded, because ordinary texts hold them."""
+    """Returns the values of environment variables whose names mark a secret, except short values and paths, which occur in any text."""
     return frozenset(
         value
         for name, value in os.environ.items()
@@ -165,7 +165,7 @@ class RedactingFormatter(logging.Formatter):
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment for a child process that needs no secret: without secret variables, and without values that hold a secret."""
+    """Returns the environment for a child process that needs no secret: without secret variables and without values that contain one."""
     known = [secret for secret in _read if len(secret) >= _SHORTEST]
     return {
         name: value

@@ -1,4 +1,4 @@
-"""The tools of a server: checked when a run starts, and pinned for its duration."""
+"""Checks the tools of a server when a run starts, and pins them for the duration of the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentrl.base.user_code import clean
 MAX_TOOLS = 64
 MAX_PAGES = 16
 MAX_SCHEMA = 16_384
-"""Characters of one tool's parameters, as JSON."""
+"""Maximum characters of one tool's parameters, as JSON."""
 MAX_DEPTH = 16
 MAX_DESCRIPTION = 4_000
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -48,7 +48,7 @@ class ListedTool:
         return json.dumps(_edited(self.parameters, lambda schema: _without(schema, _ANNOTATIONS)), sort_keys=True)
 
     def rewritten(self, rewrite: Callable[[str], str]) -> ListedTool:
-        """Returns the tool with `words` applied to every text in it except names."""
+        """Returns the tool with `rewrite` applied to every string in it except names."""
         return ListedTool(name=self.name, description=rewrite(self.description), parameters=_mapped(self.parameters, rewrite))
 
     def to_data(self) -> dict[str, Any]:
@@ -79,9 +79,9 @@ def parse_tool(listed: Any) -> ListedTool:
 
 
 def usable_tools(listed: Sequence[Any], only: Sequence[str]) -> tuple[ListedTool, ...]:
-    """Returns the tools of a server that the agent gets: those in `only`, or all that are not `excluded_tools`.
+    """Returns the tools of a server that the agent gets: those in `only`, or if `only` is empty, all usable ones.
 
-    Raises `InvalidMessage` if one in `only` is unusable, or all are.
+    Raises `InvalidMessage` if a tool in `only` is missing or unusable, if no tool is usable, or if there are too many.
     """
     names = [entry.get("name") if isinstance(entry, Mapping) else None for entry in listed]
     if missing := [name for name in only if name not in names]:
@@ -102,7 +102,7 @@ def excluded_tools(listed: Sequence[Any]) -> dict[str, str]:
 
 
 def _sorted(listed: Sequence[Any]) -> tuple[dict[str, ListedTool], dict[str, str]]:
-    """Returns the usable tools, and the reasons to exclude the others, both by name. If two tools have one name, neither is usable."""
+    """Returns the usable tools, and the reasons to exclude the others, both by name. If two tools have the same name, neither is usable."""
     usable: dict[str, ListedTool] = {}
     reasons: dict[str, str] = {}
     for number, entry in enumerate(listed):
@@ -156,7 +156,7 @@ def _without(schema: Mapping[str, Any], keywords: Sequence[str]) -> Mapping[str,
 
 
 def _checked(value: Any, name: str, levels: int) -> Any:
-    """Returns a copy of a schema whose texts have no unsafe characters. Raises `InvalidMessage`."""
+    """Returns a copy of a schema whose strings contain no unsafe characters. Raises `InvalidMessage`."""
     if levels <= 0:
         raise InvalidMessage(f"the tool {name} with a schema of more than {MAX_DEPTH} levels")
     if isinstance(value, str):
@@ -174,7 +174,7 @@ def _checked(value: Any, name: str, levels: int) -> Any:
 
 
 def _is_key(key: Any) -> bool:
-    """Whether a model can write the key exactly in every form of calls: short, printable, normalized, and without angle brackets."""
+    """Whether a key is short, printable, normalized and without angle brackets, so that a model can write it in every form of call."""
     if not isinstance(key, str) or not 0 < len(key) <= _MAX_KEY or key != key.strip() or not key.isprintable():
         return False
     return not set("<>") & set(key) and unicodedata.is_normalized("NFKC", key)

@@ -1,9 +1,10 @@
 """Opens files that a third party may have written: run folders, suites, traces, models. Only regular, bounded files are read.
 
 A pipe could block forever, a device might never end, and a link could show a file that only its reader may read. A rejected file raises
-`ValueError`, whose message quotes nothing of the file. Errors of the system stay `OSError`.
+`ValueError`, whose message does not quote the file. Errors of the system stay `OSError`.
 
-Parses TOML of third parties with one kind of error. `tomllib` has three, and takes quadratic time for long keys.
+This module also parses third-party TOML, and raises one kind of error. `tomllib` raises three kinds, and takes quadratic time for long
+keys.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-_NAME_BYTES, _PATH_BYTES = 255, 4095  # of Linux file systems
+_NAME_BYTES, _PATH_BYTES = 255, 4095  # limits of Linux file systems
 
 
 @contextmanager
@@ -42,7 +43,7 @@ def open_file(path: Path, *, inside: Path | None = None) -> Iterator[BinaryIO]:
 def check_file(path: Path, *, inside: Path) -> None:
     """Raises the errors of `open_file`, without opening the file.
 
-    For files that may be in use by SQLite in this process: to close a descriptor of a file ends all locks that the process has on it.
+    Use it for files that SQLite may use in this process, because closing a descriptor of a file ends all locks of the process on the file.
     """
     with _checked(path, inside):
         pass
@@ -51,8 +52,8 @@ def check_file(path: Path, *, inside: Path) -> None:
 def check_output(path: Path, *, inside: Path) -> None:
     """Raises `ValueError` unless `path` is a regular file below `inside`, or can become one, after links are followed.
 
-    For files that are written in a folder of a third party: a link could make a write reach another file of the user, and a pipe could
-    block it forever.
+    Use it for files that are written in a third-party folder, where a link could redirect a write to a different file of the user, and a
+    pipe could block it forever.
     """
     if not path.parent.resolve().is_relative_to(inside.resolve()):
         raise ValueError(f"is in a folder that is a link to a folder outside {inside}")
@@ -65,7 +66,7 @@ def check_output(path: Path, *, inside: Path) -> None:
 
 @contextmanager
 def _checked(path: Path, inside: Path | None) -> Iterator[int]:
-    handle = os.open(path, os.O_PATH | os.O_CLOEXEC)  # does not open a device or pipe, and its end leaves all locks
+    handle = os.open(path, os.O_PATH | os.O_CLOEXEC)  # does not open a device or pipe, and closing it keeps all locks
     try:
         mode = os.fstat(handle).st_mode
         if stat.S_ISDIR(mode):
@@ -92,7 +93,7 @@ def read_bytes(path: Path, *, most: int, inside: Path | None = None) -> bytes:
 def resolve_inside(text: str, under: Path) -> Path | None:
     """Resolves a path that a third party wrote, relative to the folder `under`.
 
-    Returns None for a path that no sensible file has: control characters, surrogates, a name or a path that is too long.
+    Returns None if the path contains control characters or surrogates, or if a name or the path is too long.
     """
     try:
         raw = text.encode()
@@ -101,7 +102,7 @@ def resolve_inside(text: str, under: Path) -> Path | None:
         if any(len(name) > _NAME_BYTES for name in raw.split(b"/")):
             return None
         return (under / text).resolve()
-    except (OSError, RuntimeError, ValueError):  # also a loop of links, or bytes that are not text
+    except (OSError, RuntimeError, ValueError):  # raised also for a loop of links, or bytes that are not text
         return None
 
 
@@ -114,7 +115,7 @@ _KEY = re.compile(r"[\w-]+(?:[ \t]*\.[ \t]*[\w-]+)*")
 
 
 def loads(text: str) -> dict[str, Any]:
-    """Parses a TOML text. Raises `ValueError`, including for deep nesting and very long numbers."""
+    """Parses a TOML document. Raises `ValueError`, including for deep nesting and very long numbers."""
     longest = max((key.count(".") for key in _KEY.findall(_TEXT.sub("x", text))), default=0) + 1
     if longest > MAX_LEVELS:
         raise ValueError(f"has a key of {longest} parts; it may have {MAX_LEVELS}")

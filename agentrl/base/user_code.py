@@ -6,9 +6,9 @@ from an agent.
 
 In an event loop, ctrl-C is a cancellation: `asyncio.run` and `agentrl.session.measure.handle_interrupts` cancel the main task before they
 raise KeyboardInterrupt in code that blocks the loop, so a KeyboardInterrupt that reaches a boundary is a result like any other exception.
-A CancelledError, or what the code made of it, is a cancellation only if the count of the current task has increased since the boundary was
-entered. Python's own handler, which is active outside of event loops, raises KeyboardInterrupt without a cancellation; while it is
-installed, every KeyboardInterrupt in the main thread passes.
+A CancelledError, or the exception that the code converted it to, is a cancellation only if the count of the current task has increased
+since the boundary was entered. Python's own handler, which is active outside of event loops, raises KeyboardInterrupt without a
+cancellation; while it is installed, every KeyboardInterrupt in the main thread passes.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ async def call_user_code(
     """Runs `code()` in a separate task and returns its result.
 
     A call that ignores its cancellation for `grace_s` is abandoned at its next await, and this is logged. Code that neither awaits nor
-    returns cannot be interrupted; the time that it blocked the event loop is logged.
+    returns cannot be interrupted. The time for which it blocked the event loop is logged.
 
     Args:
         what: name of the code in the log, such as "tool search".
@@ -123,7 +123,7 @@ async def _caught(steps: Awaitable[T]) -> tuple[T | None, BaseException | None]:
 
 @dataclass(slots=True)
 class Fault:
-    """What the code in a `fault_boundary` raised."""
+    """The exception that the code in a `fault_boundary` raised."""
 
     error: BaseException | None = None
 
@@ -186,7 +186,7 @@ def is_interrupt(error: BaseException) -> bool:
 
 
 def cancellation_count() -> int:
-    """Number of cancellations that the current task has received. A CancelledError without a new one is a bug of the code that raised it.
+    """Returns how many cancellations the current task has received. A CancelledError without a new one is a bug of the code that raised it.
 
     Compare with an earlier count: in Python 3.11, a TaskGroup with a failed task may leave the count of its parent at 1. A cancellation
     counts from the await that raises it.
@@ -227,7 +227,7 @@ class _Factory:
 
 
 class _Contained(Coroutine[Any, Any, Any]):
-    """A coroutine that raises `CodeExited` instead of SystemExit, and of a KeyboardInterrupt that ctrl-C did not cause."""
+    """A coroutine that raises `CodeExited` instead of SystemExit, and instead of a KeyboardInterrupt that ctrl-C did not cause."""
 
     def __init__(self, code: Coroutine[Any, Any, Any]) -> None:
         self._code = code
@@ -312,7 +312,7 @@ class _Steps(Generic[T]):
                 yield waits_for
             except BaseException as thrown:  # a cancellation
                 if self.dropped:
-                    with contextlib.suppress(BaseException):  # further exceptions of the code
+                    with contextlib.suppress(BaseException):  # additional exceptions of the code
                         steps.close()
                     raise
                 error = thrown
@@ -380,17 +380,17 @@ def error_text(error: BaseException, limit: int = 2000) -> str:
 
 
 def printable(text: str, limit: int) -> str:
-    """At most `limit` characters of `text`; unprintable ones other than newlines become replacement characters."""
+    """Returns at most `limit` characters of `text`; unprintable ones other than newlines become replacement characters."""
     return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text[:limit])
 
 
 def one_line(text: str, limit: int = 1000) -> str:
-    """At most `limit` printable characters of `text`, in one line."""
+    """Returns at most `limit` printable characters of `text`, in one line."""
     return " ".join(printable(text, limit).split())
 
 
 def clip(text: str, limit: int) -> str:
-    """Returns a text of about `limit` characters: head and tail, with the cut marked."""
+    """Returns about `limit` characters of a string: head and tail, with the cut marked."""
     if len(text) <= limit:
         return text
     half = limit // 2
@@ -398,7 +398,7 @@ def clip(text: str, limit: int) -> str:
 
 
 def clean(words: Any, limit: int) -> str:
-    """Returns a text without control characters, its head and tail, of about `limit` characters; empty if it is not a string."""
+    """Returns about `limit` characters of a string, head and tail, without control characters; empty if `words` is not a string."""
     if not isinstance(words, str):
         return ""
     text = clip(words, limit).replace("\r\n", "\n").replace("\t", "    ")
@@ -425,7 +425,7 @@ def log_unexpected(what: str, error: BaseException, *, trace: bool = True) -> No
 
 
 def _again(key: tuple[str, ...]) -> bool:
-    """Counts one more of a kind; returns whether to log it: the first, 10th, 100th, ..."""
+    """Counts one more error of a kind. Returns whether to log it: the first, 10th, 100th, ..."""
     if key not in _seen and len(_seen) >= _KINDS:
         key = ("others",)
     times = _seen[key] = _seen.get(key, 0) + 1

@@ -63,7 +63,7 @@ class Events:
 
     @property
     def held(self) -> int:
-        """Bytes of the incomplete event."""
+        """The number of bytes of the incomplete event."""
         return len(self._incomplete)
 
     def feed(self, piece: bytes) -> list[tuple[bytes, bytes]]:

@@ -1,4 +1,4 @@
-"""Injects faults into a small real run, and verifies that the run recovers and loses nothing."""
+"""Injects faults into a small real run, and verifies that the run recovers and loses no data."""
 
 from agentrl.chaos.cases import CASES, Case
 from agentrl.chaos.soak import run_soak

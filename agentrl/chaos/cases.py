@@ -1,4 +1,4 @@
-"""The table of cases."""
+"""The table of all cases."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from agentrl.chaos.parts import Injected
 from agentrl.chaos.subject import Subject
 
 SERVER_S, LEARNER_S, WORKER_S, SANDBOX_S, DETECTED_S, RESUMED_S = 90.0, 60.0, 5.0, 2.0, 30.0, 180.0
-"""Bounds in seconds: a killed server, learner, worker or sandbox is replaced, a stopped part detected, a killed driver's run resumed."""
+"""Bounds in seconds until a killed server, learner, worker or sandbox is replaced, a stopped part is detected, and a killed driver's run is
+resumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """A fault to inject into a run."""
 
-    number: int  # of the fault; variants of one fault have the same number
+    number: int  # number of the fault; variants of one fault have the same number
     name: str  # unique
     injects: str
     inject: Callable[[Subject], Injected]
-    bound_s: float | None = None  # of `Injected.recovered_s`
-    needs_small_disk: bool = False  # mounting one needs root
+    bound_s: float | None = None  # largest `Injected.recovered_s`
+    needs_small_disk: bool = False  # mounting a small disk needs root
     needs_bubblewrap: bool = False
-    needs_workers: bool = False  # and Redis: the case is injected into a second run, with both
+    needs_workers: bool = False  # also Redis; the case is injected into a second run, which has both
 
     @property
     def title(self) -> str:
-        """Number and name."""
+        """The number and the name."""
         return f"{self.number:>2} {self.name}"
 
 
@@ -67,4 +68,4 @@ CASES: tuple[Case, ...] = (
     _case(30, "redis-driver-killed", driver.driver_killed, RESUMED_S, needs_bubblewrap=True, needs_workers=True),
     _case(31, "workers-killed", workers.workers_killed, LEARNER_S, needs_workers=True),
 )
-"""All cases, in the order in which a run meets them."""
+"""All cases, in the order in which they are injected into a run."""

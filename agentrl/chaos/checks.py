@@ -1,4 +1,4 @@
-"""What must hold after the faults: the ledger adds up, no group was lost or used twice, and no score comes from a fault."""
+"""Checks a run after the faults: the ledger is consistent, no group was lost or used twice, and no score comes from a fault."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from agentrl.sandbox import list_open
 from agentrl.task.schedule import GroupSchedule, open_family
 
 _GONE_S = 60.0
-_GROUPS = 16  # rescored at once
+_GROUPS = 16  # number of groups that are scored again at once
 _SHOWN = 8
 
 
 def problems(run: Subject, *, orphans: frozenset[str] = frozenset()) -> Iterator[str]:
-    """Yields what is wrong with a run that has ended. `orphans`: `orphaned_sandboxes` before it started."""
+    """Yields the problems of a run that has ended. `orphans`: result of `orphaned_sandboxes` before the run started."""
     if run.exit_code != 0:
         yield f"the run ended with exit code {run.exit_code}: {run.last_output()}"
         return
@@ -52,7 +52,7 @@ def orphaned_sandboxes() -> frozenset[str]:
 def _ledger_problems(run: Subject, recipe: Recipe) -> Iterator[str]:
     entries, per_step = run.entries(), recipe.rollout.groups_per_step
     used, late = sum(1 for entry in entries if entry.use is not None), sum(1 for entry in entries if entry.late_parts)
-    if used != run.steps * per_step or len(entries) > used + late:  # another group was sampled for each one that was parked
+    if used != run.steps * per_step or len(entries) > used + late:  # each parked group was replaced by another group
         yield f"{used} of {len(entries)} groups were used, not {run.steps * per_step}; {late} of them waited for late scores"
     if [entry.index for entry in entries] != list(range(len(entries))):
         yield f"the {len(entries)} groups do not have the indices from 0 on"
@@ -66,7 +66,7 @@ def _ledger_problems(run: Subject, recipe: Recipe) -> Iterator[str]:
 
 
 async def _group_problems(store: ExperienceStore, recipe: Recipe, root: Path) -> list[str]:
-    """Compares each group with the task that the seed gives it, and each score with a second one by the same verifiers."""
+    """Compares each group with the task that the seed assigns to it, and each score with a second score by the same verifiers."""
     schedule, scorer = GroupSchedule(open_family(recipe.tasks, seed=recipe.seed, root=root), recipe.seed), TaskScorer(root=root)
     indices, wrong = [entry.index for entry in store.entries()], list[str]()
     for start in range(0, len(indices), _GROUPS):
@@ -91,13 +91,13 @@ async def _score_problems(group: Group, task: Task, scorer: TaskScorer) -> list[
 
 
 def _step_problems(run: Subject, steps: int) -> Iterator[str]:
-    numbers = list(dict.fromkeys(line["step"] for line in run.metrics()))  # a step that was repeated has two lines
+    numbers = list(dict.fromkeys(line["step"] for line in run.metrics()))  # a repeated step has two lines
     if numbers != list(range(1, steps + 1)):
         yield f"metrics.jsonl has the steps {numbers}, not 1 to {steps}"
 
 
 def _left(run: Subject, orphans: frozenset[str]) -> Iterator[str]:
-    """Processes and sandboxes that outlive the run by more than a minute."""
+    """Yields the processes and sandboxes that outlive the run by more than a minute."""
     deadline = time.monotonic() + _GONE_S
     while ((left := run.left()) or orphaned_sandboxes() - orphans) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Faults of the run's driver, of its folder and of its disk. After each, the run continues or is resumed."""
+"""Faults of the run's driver, its folder and its disk. After each fault, the run continues or is resumed."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def disk_full(run: Subject) -> Injected:
         free, size = os.statvfs(run.run_dir).f_bavail, run.output_size()
 
         def paused() -> bool:
-            fill(run.run_dir.parent)  # again, because the run removes old versions
+            fill(run.run_dir.parent)  # repeated, because the run removes old versions
             return f"paused: the disk of {run.run_dir} is full" in run.output(size)
 
         run.wait_for(paused, "the pause")
@@ -96,7 +96,7 @@ def disk_full(run: Subject) -> Injected:
 
 
 def fill(folder: Path) -> Path:
-    """Writes a file that takes all free space of the folder's disk, or extends it; returns it."""
+    """Writes or extends a file until it takes all free space of the folder's disk. Returns its path."""
     path = folder / "filler"
     handle = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     try:
@@ -113,7 +113,7 @@ def fill(folder: Path) -> Path:
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[bool]:
-    """Mounts a file system of 1.4 GiB at a folder. Yields whether that was possible; it needs root."""
+    """Mounts a file system of 1.4 GiB at a folder. Yields whether that was possible. Mounting needs root."""
     folder.mkdir(parents=True, exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={_SMALL_MIB}m", "none", str(folder)]
     mounted = os.geteuid() == 0 and subprocess.run(command, capture_output=True, check=False).returncode == 0

@@ -1,5 +1,5 @@
-"""Faults of the run's parts: its server, its learner and its sandboxes. Each function waits for its moment, injects the fault, proves that
-it happened, and waits until the part works again."""
+"""Faults of the run's parts: its server, its learner and its sandboxes. Each function waits for the right moment, injects the fault, proves
+that it happened, and waits until the part works again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agentrl.chaos.subject import PER_STEP, RANK, SERVER, STALENESS, ChaosError,
 from agentrl.records import VersionState
 
 _FAST_S = 0.0005
-_TRIES = 12  # steps in which a moment of milliseconds may be missed
+_TRIES = 12  # number of steps in which a moment of milliseconds may be missed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Injected:
     """The outcome of a fault: evidence from outside the affected part, and the seconds until the run worked again."""
 
     witness: str
-    recovered_s: float | None = None  # None if nothing has to recover
+    recovered_s: float | None = None  # None if no part has to recover
 
 
 def server_killed_idle(run: Subject) -> Injected:
@@ -73,7 +73,7 @@ def server_killed_in_swap(run: Subject) -> Injected:
         number = run.served() + 1
         record = run.run_dir / "versions" / f"{number:06d}" / "version.json"
         run.wait_for(record.exists, f"version {number}", poll_s=_FAST_S)
-        time.sleep(0.06)  # the driver looks for a version every 50 ms
+        time.sleep(0.06)  # the driver checks for a new version every 50 ms
         pids, size = _server_processes(run), run.output_size()
         send(pids, signal.SIGSTOP)
         version = run.version(VersionState.CANDIDATE)
@@ -200,7 +200,7 @@ def learner_stopped_with_lock(run: Subject) -> Injected:
 
 
 def _holds_lock(run: Subject, pid: int) -> bool:
-    """Whether a process holds the lock of the version registry, by the kernel's list of locks."""
+    """Whether a process holds the lock of the version registry, according to the kernel's list of locks."""
     inode = f":{(run.run_dir / 'versions' / '.lock').stat().st_ino}"
     locks = (line.split() for line in Path("/proc/locks").read_text().splitlines())
     return any(fields[4] == str(pid) and fields[5].endswith(inode) for fields in locks if fields[1] != "->")
@@ -222,7 +222,7 @@ def sandboxes_killed(run: Subject) -> Injected:
 
 
 def _checkpoint(run: Subject, step: int) -> Path:
-    """Returns the folder in which the learner's step, counted from 0, is complete."""
+    """Returns the final folder of the checkpoint after the learner's step, counted from 0."""
     return run.run_dir / "checkpoints" / f"{step + 1:06d}"
 
 
@@ -239,9 +239,9 @@ def _assigned(run: Subject, step: int) -> bool:
 
 
 def _rank_killed(run: Subject, seen: Callable[[int], bool], holds: Callable[[int], bool], evidence: str) -> Injected:
-    """Stops the ranks once a moment of the next step, counted from 0, is `seen`. If it still holds, and the ledger has not acknowledged the
-    step, kills one of them. If not, they continue until the next step."""
-    run.wait_for_step()  # a learner without a new version between two faults has a budget of restarts
+    """Waits until `seen` is true for the next step, counted from 0, and stops the ranks. If `holds` is true and the ledger has not
+    acknowledged the step, kills one rank. Otherwise lets the ranks continue and retries."""
+    run.wait_for_step()  # restarts without a new version between them are limited
     for _ in range(_TRIES * 4):
         step, ranks = run.steps_done(), run.processes(RANK)
         run.wait_for(lambda: seen(step) or _checkpoint(run, step).exists(), evidence, poll_s=_FAST_S)  # noqa: B023 - called at once
@@ -253,7 +253,7 @@ def _rank_killed(run: Subject, seen: Callable[[int], bool], holds: Callable[[int
 
 
 def _learner_back(run: Subject, ranks: list[int], evidence: str) -> Injected:
-    """Kills a stopped rank, and waits until its successor has loaded a checkpoint."""
+    """Kills a stopped rank, and waits until the new learner has loaded a checkpoint."""
     began, size = time.monotonic(), _learner_log_size(run)
     os.kill(ranks[-1], signal.SIGKILL)
     send(ranks, signal.SIGCONT)
@@ -286,7 +286,7 @@ def _server_processes(run: Subject) -> list[int]:
 
 
 def _engine(run: Subject) -> int:
-    """Returns the largest process below the server's own."""
+    """Returns the child process of the server that uses the most memory."""
     api = _server(run)
     below = [pid for pid in process_tree(api) if pid != api]
     if not below:
@@ -304,7 +304,7 @@ def _server_killed(run: Subject, evidence: str) -> Injected:
 
 
 def _server_back(run: Subject, witness: str, size: int, began: float) -> Injected:
-    """Waits until a new server has done something that needs it: a group was stored, or a version serves."""
+    """Waits until a new server works, which means that a group was stored or that a new version serves."""
     run.wait_for(lambda: "the inference server is replaced" in run.output(size), "the alert for the lost server")
     stored, served = len(run.entries()), run.served()
     run.wait_for(lambda: len(run.entries()) > stored or run.served() > served, "a group or a swap of the new server")
@@ -312,7 +312,7 @@ def _server_back(run: Subject, witness: str, size: int, began: float) -> Injecte
 
 
 def _health(api: int) -> int | None:
-    """Returns the status with which the server answers its probe; None if it does not."""
+    """Returns the status with which the server answers its probe; None if it does not answer."""
     words = command_line(api).split()
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{words[words.index('--port') + 1]}/health", timeout=5.0) as answer:
@@ -322,5 +322,5 @@ def _health(api: int) -> int | None:
 
 
 def _attempts_failed(run: Subject) -> int:
-    """Returns the number of attempts that the driver has counted as faults, from the lines of steps."""
+    """Returns the number of attempts that the driver counted as faults, from the metrics of the steps."""
     return int(sum(line.get("attempts_failed", 0) for line in run.metrics()))

@@ -1,4 +1,4 @@
-"""Kills random parts of a run, every few seconds, and compares its result with that of a run without faults."""
+"""Kills random parts of a run every few seconds, and compares its result with that of a run without faults."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _PAUSE_S = (1.0, 5.0)
 
 
 def run_soak(*, work: Path, backend: str, minutes: float, kills: int = 100, seed: int = 0, report: Report = print) -> list[Result]:
-    """Kills parts until `kills` were killed or `minutes` have passed. Returns one result for the killed run and one for the comparison.
+    """Kills parts until `kills` parts were killed or `minutes` have passed. Returns one result for this run and one for the comparison.
 
-    A sandbox is killed every few seconds. The server, its engine, a rank of the learner or the driver is killed after each completed step:
-    before that, a run would only ever start its parts. A run that has ended is resumed.
+    A sandbox is killed every few seconds. The server, its engine, a rank of the learner or the driver is killed after each completed step,
+    because a run with earlier kills would only restart its parts. A run that has ended is resumed.
     """
     with ExitStack() as stack:
         orphans = orphaned_sandboxes()
@@ -78,7 +78,7 @@ def _kill_parts(run: Subject, chance: random.Random, *, until: float, most: int,
 
 
 def _pids(run: Subject, part: str) -> list[int]:
-    """Returns the processes that are a part of this kind."""
+    """Returns the processes of parts of this kind."""
     if part == "driver":
         return [run.pid]
     if part == "learner":
@@ -101,7 +101,7 @@ def _gone(run: Subject, pid: int) -> bool:
 
 
 def _finish(run: Subject) -> None:
-    """Lets the run end without further faults. A run that was paused or whose driver was killed is resumed."""
+    """Waits until the run ends without more faults. Resumes a run that was paused or whose driver was killed."""
     for _ in range(3):
         if run.exit_code not in (None, 0):
             run.start()
@@ -110,7 +110,7 @@ def _finish(run: Subject) -> None:
 
 
 def _compare(run: Subject, alone: Subject) -> Result:
-    """Whether the success of both runs is the same, by the 95% interval of their difference."""
+    """Checks whether both runs have the same success, by the 95% interval of the difference."""
     one, other = Summary.read(run.run_dir).heldout_after, Summary.read(alone.run_dir).heldout_after
     if one is None or other is None:
         return Result(case="19 same success", problem="a run has no evaluation after its last step")

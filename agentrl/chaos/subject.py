@@ -1,4 +1,4 @@
-"""The run under test: a real `agentrl train` in a separate process, observed through its run folder, its output and `/proc`."""
+"""The run under test: a real `agentrl train` in a separate process. It is observed through its run folder, its output and `/proc`."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ SMALL = (
     *("learner.keep_checkpoints=3", "evaluation.heldout=16", "evaluation.heldout_real=0"),
     'tasks.verifiers=["agentrl.chaos.verifier:unreliable"]',
 )
-"""Overrides of the quickstart's recipe: steps of four groups of eight attempts, which take seconds."""
+"""Overrides of the quickstart's recipe. A step has four groups of eight attempts and takes seconds."""
 SERVER, RANK, LAUNCHER = "agentrl.serving.launch", "agentrl.learner.main", "agentrl.learner.launch"
 MARK = "AGENTRL_CHAOS"
 """Environment variable of each process of a run under test. It identifies the processes that outlive the run."""
 MOMENT_S = 900.0
-"""Maximum seconds to wait for an event or a recovery."""
+"""Largest number of seconds to wait for an event or a recovery."""
 _POLL_S = 0.05
 
 
 class ChaosError(Exception):
-    """A fault could not be injected, or the run did not survive it."""
+    """Raised if a fault cannot be injected, or if the run does not survive it."""
 
 
 class Subject:
-    """One run under test, over all of its starts."""
+    """One run under test, across all of its starts."""
 
     def __init__(self, run_dir: Path, *, steps: int, backend: str, log: Path, overrides: Sequence[str] = SMALL) -> None:
-        """`log`: file for the output of all starts. `overrides`: of the quickstart's recipe.
+        """`log`: file for the output of all starts. `overrides`: changes to the quickstart's recipe.
 
         Raises `UserError` if this installation lacks the quickstart.
         """
         self.run_dir, self.steps = run_dir, steps
         self.root = content_root()
-        """The project, in which the command is started."""
+        """The project folder, in which the command is started."""
         self.log_path = log
         self._options = (*overrides, "--run-dir", str(run_dir), "--sandbox", backend)
         self.mark = uuid.uuid4().hex
@@ -67,7 +67,7 @@ class Subject:
         return (sys.executable, "-m", "agentrl", "train", "recipes/quickstart.py", f"steps={self.steps}", *self._options)
 
     def extend(self, steps: int) -> None:
-        """Adds steps to a run that has ended, for its next start."""
+        """Adds steps for the next start of a run that has ended."""
         self.steps += steps
 
     def start(self) -> None:
@@ -79,14 +79,14 @@ class Subject:
             self._process = self.spawn((*self.command, *(["--resume"] if resume else [])), log.fileno())
 
     def spawn(self, command: Sequence[str], output: int) -> subprocess.Popen[bytes]:
-        """Starts a command of the project with this run's mark, and with the default handlers of ctrl-C and of a closing terminal.
+        """Starts a command of the project with this run's mark, and with the default handlers for ctrl-C and a closing terminal.
 
-        It dies with this process.
+        The command dies with this process.
         """
         parent = os.getpid()
 
         def prepare() -> None:
-            for number in (signal.SIGINT, signal.SIGHUP):  # shells and nohup may have let this process ignore them
+            for number in (signal.SIGINT, signal.SIGHUP):  # shells and nohup may have made this process ignore them
                 signal.signal(number, signal.SIG_DFL)
             die_with_parent(parent)
 
@@ -103,7 +103,7 @@ class Subject:
 
     @property
     def pid(self) -> int:
-        """The driver's process id."""
+        """The process id of the driver."""
         assert self._process is not None, "start() comes first"
         return self._process.pid
 
@@ -119,11 +119,11 @@ class Subject:
             return " ".join(log.read().decode(errors="replace").split())
 
     def output_size(self) -> int:
-        """Bytes of output so far; see `output`."""
+        """Returns the number of bytes of output so far; see `output`."""
         return self.log_path.stat().st_size
 
     def wait_for(self, condition: Callable[[], object], what: str, *, timeout_s: float = MOMENT_S, poll_s: float = _POLL_S) -> float:
-        """Returns the seconds until `condition` holds. Raises `ChaosError` if the run ends before, or the time is over."""
+        """Waits until `condition` holds and returns the seconds. Raises `ChaosError` if the run ends first, or after `timeout_s`."""
         began = time.monotonic()
         while not condition():
             if self.exit_code is not None:
@@ -134,7 +134,7 @@ class Subject:
         return time.monotonic() - began
 
     def wait_for_end(self, *, timeout_s: float = MOMENT_S) -> int:
-        """Returns the exit code of the newest start. Raises `ChaosError` after `timeout_s`."""
+        """Waits for the end of the newest start and returns its exit code. Raises `ChaosError` after `timeout_s`."""
         assert self._process is not None, "start() comes first"
         try:
             return self._process.wait(timeout_s)
@@ -142,13 +142,13 @@ class Subject:
             raise ChaosError(f"the run did not end within {timeout_s:.0f} s: {self.last_output()}") from None
 
     def last_output(self) -> str:
-        """Returns the end of the output, for an error."""
+        """Returns the end of the output, for an error message."""
         return f"... {self.output()[-1500:]} (all of it: {self.log_path})"
 
     def processes(self, module: str) -> list[int]:
         """Returns the processes below the driver that run a Python module, the newest last.
 
-        A child that has been forked and has not started its program yet has the command line of its parent; it does not count.
+        A forked child that has not yet started its program has the command line of its parent. Such a child does not count.
         """
         words = {pid: command_line(pid).split() for pid in process_tree(self.pid)}
         forked = {pid for pid in words if words[pid] == words.get(read_stat(pid).parent)}
@@ -166,10 +166,10 @@ class Subject:
         return self._store
 
     def entries(self) -> tuple[LedgerEntry, ...]:
-        """Returns the ledger's entries; none before the first group is stored."""
+        """Returns the ledger's entries; empty before the first group is stored."""
         if not (self.run_dir / "experience.sqlite").exists():
             return ()
-        with contextlib.suppress(StoreError):  # another process is creating it, or its disk is full
+        with contextlib.suppress(StoreError):  # another process is creating the ledger, or the disk is full
             return self.store.entries()
         return ()
 
@@ -178,12 +178,12 @@ class Subject:
         return len({entry.step for entry in self.entries() if entry.use is not None})
 
     def wait_for_step(self) -> None:
-        """Returns when the learner has completed another step and works, so that the next case starts with a run that has recovered."""
+        """Waits until the learner completes another step and learner and server run, so that the next case starts with a recovered run."""
         steps = self.steps_done()
         self.wait_for(lambda: self.steps_done() > steps and self.processes(RANK) and self.processes(SERVER), "another step")
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Returns the lines of steps in metrics.jsonl."""
+        """Returns the lines in metrics.jsonl that describe steps."""
         return [line for line in read_json_lines(self.run_dir / "metrics.jsonl") if "episodes" in line]
 
     def version(self, *states: VersionState) -> PolicyVersion | None:
@@ -195,12 +195,12 @@ class Subject:
             registry.close()
 
     def served(self) -> int:
-        """Returns the number of the version that serves; -1 before the first."""
+        """Returns the number of the version that serves; -1 if no version serves yet."""
         version = self.version(VersionState.SERVING, VersionState.PROMOTED)
         return -1 if version is None else version.number
 
     def resume_command(self) -> list[str]:
-        """Returns the command that the newest start has printed for its continuation. Raises `ChaosError` if there is none."""
+        """Returns the command for continuing the run that the newest start printed. Raises `ChaosError` if it printed none."""
         with self.log_path.open("rb") as log:
             log.seek(self._output_start)
             text = log.read().decode(errors="replace")
@@ -210,18 +210,18 @@ class Subject:
         return shlex.split(rest.splitlines()[0])
 
     def left(self) -> dict[int, str]:
-        """Processes with this run's mark: process id -> command line."""
+        """Returns the processes with this run's mark: process id -> command line."""
         wanted = f"{MARK}={self.mark}".encode()
         marked: dict[int, str] = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal():
-                with contextlib.suppress(OSError):  # it is ending, or belongs to another user
+                with contextlib.suppress(OSError):  # the process is ending, or belongs to another user
                     if wanted in (entry / "environ").read_bytes().split(b"\0"):
                         marked[int(entry.name)] = command_line(int(entry.name))
         return marked
 
     def close(self) -> None:
-        """Kills the driver; its other processes end with it. Idempotent."""
+        """Kills the driver. The run's other processes end with it. Idempotent."""
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
@@ -231,7 +231,7 @@ class Subject:
 
 
 def command_line(pid: int) -> str:
-    """Returns the command line of a process; empty if it has ended."""
+    """Returns the command line of a process; empty if the process has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
@@ -239,12 +239,12 @@ def command_line(pid: int) -> str:
 
 
 def send(pids: Iterable[int], number: signal.Signals) -> None:
-    """Sends a signal to processes, of which some may have ended."""
+    """Sends a signal to processes. Some of them may have ended."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
 def ended(pid: int) -> bool:
-    """Whether a process has ended; a zombie has."""
+    """Whether a process has ended. A zombie counts as ended."""
     return process_tree(pid).get(pid, "Z") in "ZX"

@@ -1,4 +1,4 @@
-"""Injects cases, one after another, into one or two runs, and checks each run afterwards."""
+"""Injects cases one after another into one or two runs, and then checks each run."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from agentrl.chaos.subject import SMALL, ChaosError, Subject
 from agentrl.chaos.workers import WORKERS
 
 STEPS_PER_CASE = 4
-_CASE_S = 60.0  # expected, before the first is measured
+_CASE_S = 60.0  # expected duration of a case, before the first one is measured
 Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The result of one case, or of the verification after all cases."""
+    """The result of one case, or of the verification after all cases of a run."""
 
     case: str
     witness: str = ""
@@ -36,7 +36,7 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether the run survived within the bound."""
+        """Whether the run survived and recovered within the bound."""
         return not self.problem
 
     def as_data(self) -> dict[str, Any]:
@@ -54,14 +54,14 @@ def run_cases(
     overrides: Sequence[str] = SMALL,
     examine: Callable[[Subject], None] = lambda run: None,
 ) -> list[Result]:
-    """Injects cases into a run in the folder `work`, and those of rollout workers into a second one. Returns a result for each case, and
-    one for each run after its cases.
+    """Injects cases into a run in the folder `work`, and cases that need rollout workers into a second run. Returns a result for each case,
+    and one for each run after its cases.
 
     Args:
-        slack: factor of every bound, for a machine that does other work.
-        report: called with a line of text for each case.
-        overrides: of the quickstart's recipe.
-        examine: called with each run after everything was verified.
+        slack: factor for every bound, for a machine that does other work.
+        report: function that is called with lines of text for each case.
+        overrides: changes to the quickstart's recipe.
+        examine: function that is called with each run after the verification.
     """
     with ExitStack() as stack:
         disk = work / "disk"
@@ -120,7 +120,7 @@ def _run_case(case: Case, run: Subject, slack: float) -> Result:
 
 
 def _inject(case: Case, run: Subject) -> Injected:
-    """Injects a case, and again after more steps if the run had finished before the moment came."""
+    """Injects a case. If the run finishes before the right moment, adds steps and injects the case again."""
     for last in (False, True):
         if run.exit_code == 0:
             run.extend(STEPS_PER_CASE)

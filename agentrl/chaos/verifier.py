@@ -1,4 +1,4 @@
-"""A verifier that fails on request, and the cases that use it. Whatever it does, no score may come from it."""
+"""A verifier that fails on request, and the cases that use it. No failure may produce a score."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from agentrl.task.schedule import GroupSchedule, open_family
 REFERENCE = f"{__name__}:unreliable"
 _SOUND = "rewards.tables:exact_answer"
 _BLOCK_S = 2.0
-_PART = "chaos"  # of a late score
-_SHARE = 4  # one task of so many is affected
+_PART = "chaos"  # name of the part whose score is late
+_SHARE = 4  # one in this many tasks is affected
 
 
 class UnreliableVerifier:
-    """Scores as the quickstart's verifier does, except for a quarter of the tasks while `RUN_DIR.verifier` contains the name of a fault:
-    raise, nan, hang, block or late. `RUN_DIR.verifier-calls` lists the affected calls. A `PreparedVerifier`."""
+    """A `PreparedVerifier` that scores like the quickstart's verifier. While `RUN_DIR.verifier` contains the name of a fault (raise, nan,
+    hang, block or late), a quarter of the tasks have this fault. `RUN_DIR.verifier-calls` lists the affected calls."""
 
     timeout_s = 3.0
 
@@ -41,7 +41,7 @@ class UnreliableVerifier:
         self._folder = folder
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        """Scores an episode, or fails."""
+        """Scores an episode, or fails as requested."""
         fault = self._fault(task)
         if fault and self._folder is not None:
             with journal_path(self._folder).open("a") as journal:
@@ -70,12 +70,12 @@ unreliable = UnreliableVerifier()
 
 
 def switch_path(run_dir: Path) -> Path:
-    """Returns the file with the name of the requested fault."""
+    """Returns the path of the file that contains the name of the requested fault."""
     return run_dir.with_name(f"{run_dir.name}.verifier")
 
 
 def journal_path(run_dir: Path) -> Path:
-    """Returns the file with the calls that a fault has affected."""
+    """Returns the path of the file that lists the calls that a fault affected."""
     return run_dir.with_name(f"{run_dir.name}.verifier-calls")
 
 
@@ -136,7 +136,7 @@ def late_scores(run: Subject) -> Injected:
 
 
 def _rejection(run: Subject, score: LateScore, now: float) -> str:
-    """Returns the cause with which a score is rejected."""
+    """Returns the cause of a score's rejection. Raises `ChaosError` if the score is accepted."""
     try:
         run.store.add_score(score, now=now)
     except ScoreRejected as error:
@@ -145,7 +145,7 @@ def _rejection(run: Subject, score: LateScore, now: float) -> str:
 
 
 def _sound_score(run: Subject, index: int, attempt: int) -> float:
-    """Returns the score that the verifier would have returned at once."""
+    """Returns the score that the verifier would have returned immediately."""
     recipe = recipes.load(run.run_dir / "recipe.json")
     add_project_root(run.root)
     task = GroupSchedule(open_family(recipe.tasks, seed=recipe.seed, root=run.root), recipe.seed).task(index)
@@ -158,7 +158,7 @@ def _counts(causes: Counter[str]) -> str:
 
 
 def _unscored(run: Subject, fault: str) -> Injected:
-    """Injects a fault until a stored group has it. Returns the number of that group's episodes, all without a score."""
+    """Injects a fault until a stored group has it. Raises `ChaosError` if an affected episode has a score."""
     first = len(run.entries())
     switch_path(run.run_dir).write_text(fault)
     try:
@@ -173,14 +173,14 @@ def _unscored(run: Subject, fault: str) -> Injected:
 
 
 def _called(run: Subject, fault: str) -> set[str]:
-    """Returns the ids of the episodes on which this fault happened."""
+    """Returns the ids of the episodes that this fault affected."""
     path = journal_path(run.run_dir)
     lines = path.read_text().splitlines() if path.exists() else []
     return {line.partition(" ")[2] for line in lines if line.startswith(f"{fault} ")}
 
 
 def _affected(run: Subject, fault: str, first: int) -> list[Score]:
-    """Returns the scores of the stored episodes, in groups from `first` on, on which this fault happened."""
+    """Returns the scores of the stored episodes that this fault affected, in groups from `first` - 8 on."""
     called = _called(run, fault)
     groups = run.store.groups(entry.index for entry in run.store.entries(first=max(first - 8, 0)))
     return [scored.score for group in groups for scored in group.episodes if scored.episode.id in called]

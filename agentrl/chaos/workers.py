@@ -1,4 +1,4 @@
-"""Faults of rollout workers and of the Redis server that carries their groups, in a run with two workers."""
+"""Faults of rollout workers, and of the Redis server that transports their groups, in a run with two workers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def redis_killed(run: Subject) -> Injected:
 
 
 def _sampling(run: Subject) -> list[int]:
-    """Returns the two workers, once groups of a new version are sampled."""
+    """Waits until groups of a new version are sampled. Returns the two workers."""
     run.wait_for(lambda: len(run.processes(_MODULE)) == 2, "two workers")
     served = run.served()
     run.wait_for(lambda: run.served() > served, "a new version, whose groups start", poll_s=0.01)
@@ -77,7 +77,7 @@ def _next_group(run: Subject) -> None:
 
 
 def _gone(run: Subject, pids: list[int], evidence: str) -> str:
-    """Waits for the end of workers and returns the witness."""
+    """Waits for the end of workers and returns the evidence as text."""
     run.wait_for(lambda: all(ended(pid) for pid in pids), "the end of the workers", poll_s=0.01)
     return f"worker {', '.join(map(str, pids))} was killed by signal 9; {evidence}"
 

@@ -1,1 +1,1 @@
-"""Checks of a task family (`agentrl check`): each module tests one property and reports what it examined."""
+"""Checks of a task family (`agentrl check`). Each module tests one property and reports what it examined."""

@@ -1,4 +1,4 @@
-"""Checks of what an agent can access: answers in its files, its prompt and its image, and tests that share its sandbox.
+"""Checks what an agent can access: answers in its files, its prompt and its image, and tests that share its sandbox.
 
 The files of an image are copied to the host and searched there, so the truth never enters a sandbox.
 """
@@ -27,10 +27,10 @@ SHARED_SANDBOX_RISKS = {
 """Modes of grading in which tests and code under test share a sandbox -> the risk."""
 PAGE_BYTES = 1 << 20
 PAGES = 24
-FILE_BYTES = 256 << 10  # maximum number of bytes searched in a file
+FILE_BYTES = 256 << 10  # maximum number of bytes that are searched in a file
 PAGE_S = 60.0
 
-# Prints a page of files as JSON, and where the next page starts. Skips files of Debian packages, and Python's package folders.
+# Prints a page of files as JSON, with the start of the next page. Skips files of Debian packages and Python's package folders.
 _PAGE = """
 import base64, glob, json, os, sys
 owned = set()
@@ -78,7 +78,7 @@ def prove_separation(tasks: Sequence[Task]) -> Proof:
             continue
         try:
             mode = grading_of(task).mode
-        except TaskError:  # the cases report it
+        except TaskError:  # the results of the cases report it
             continue
         graded += 1
         if mode in SHARED_SANDBOX_RISKS:
@@ -120,7 +120,7 @@ async def prove_unreadable(tasks: Sequence[Task], golden: Mapping[str, GoldAttem
 
 
 def _leak_findings(leaks_of: Mapping[str, list[Leak]], where: str) -> list[Finding]:
-    """Findings over all tasks (id -> leaks): one for certain leaks, one for the others."""
+    """Returns the findings over all tasks (id -> leaks): one for certain leaks, one for all other leaks."""
     findings: list[Finding] = []
     for certain in (True, False):
         of_kind = {task: [leak for leak in leaks if leak.certain is certain] for task, leaks in leaks_of.items()}
@@ -140,7 +140,7 @@ def _leak_findings(leaks_of: Mapping[str, list[Leak]], where: str) -> list[Findi
 
 @dataclass(slots=True, kw_only=True)
 class ImageFiles:
-    """The copied files: path -> bytes. `problem` says why others were not searched."""
+    """The copied files: path -> bytes. `problem` states why other files were not searched."""
 
     files: dict[str, bytes] = field(default_factory=dict)
     problem: str = ""

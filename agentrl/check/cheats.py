@@ -1,7 +1,7 @@
-"""Cheats that a trained agent might submit instead of work, and malformed inputs. `agentrl check` grades each; it must score 0.
+"""Cheats that a trained agent might submit instead of work, and malformed inputs. `agentrl check` grades all of them. Each must score 0.
 
-There are three kinds: answers, for tasks that grade the submitted answer; and for tasks that grade files, file contents, and programs
-that run in the agent's sandbox. A program gets the list OUTPUTS, the paths of the gold solution's files.
+There are three kinds. Answers are for tasks that grade the submitted answer. File contents, and programs that run in the agent's sandbox,
+are for tasks that grade files. A program gets the list OUTPUTS, the paths of the gold solution's files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ANSWERS: Mapping[str, str] = {
 }
 
 _REPORT = '{"tests": {"test.sh": ""}}\n{"loaded": []}\n===== 12 passed in 0.02s ====='
-TEXTS: Mapping[str, tuple[str, str]] = {  # content of Python files, and of all others
+TEXTS: Mapping[str, tuple[str, str]] = {  # content of Python files, and of all other files
     "empty outputs": ("", ""),
     "plausible data": ("[]", "{}"),
     "exits with 0": ("import os\nos._exit(0)\n", "exit 0\n"),
@@ -198,18 +198,18 @@ MALFORMED_FILES: Mapping[str, bytes] = {
 
 
 def cheat_outputs(name: str, paths: Sequence[str]) -> dict[str, bytes]:
-    """Outputs at these paths with the content of cheat `name`."""
+    """Returns outputs at these paths with the content of cheat `name`."""
     python, other = TEXTS[name]
     return {path: (python if path.endswith(".py") else other).encode() for path in paths}
 
 
 def cheat_program(name: str, paths: Sequence[str]) -> str:
-    """Python source of cheat `name`, for a task with outputs at these paths."""
+    """Returns the Python source of cheat `name` for a task with outputs at these paths."""
     return f"OUTPUTS = {list(paths)!r}\n{_TOOLS}\n{PROGRAMS[name]}"
 
 
 def malformed_arguments(properties: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Description -> malformed arguments of one call, for a tool with these parameters."""
+    """Returns malformed arguments for a call of a tool with these parameters, by a description of what is malformed."""
     names = list(properties) or ["x"]
     nested: Any = "x"
     for _ in range(60):

@@ -1,6 +1,6 @@
-"""`agentrl check`: gold solutions must score 1, doing nothing and cheating 0, and sandbox backends must keep their promises.
+"""`agentrl check`: gold solutions must score 1, doing nothing and cheating must score 0, and sandbox backends must pass their checks.
 
-The report also lists what was not proven.
+The report also lists the properties that were not proven.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ NEVER_PROVEN = (
 async def check_family(
     source: FamilySource, config: SandboxConfig, *, count: int | None, parallel: int = 8, quiet: bool = False
 ) -> CheckReport:
-    """Runs all cases of the first `count` tasks of every split (None: all tasks of a folder), at most `parallel` at once, and all proofs.
+    """Runs all cases of the first `count` tasks of every split, at most `parallel` at once, and all proofs. If `count` is None, runs all
+    tasks of a folder.
 
-    Raises `UserError` for a family that cannot be opened, and `InfrastructureError` if the sandboxes fail. Faults of tasks are in the
-    report.
+    Raises `UserError` if the family cannot be opened, and `InfrastructureError` if the sandboxes fail. Faults of tasks are in the report.
     """
     family = source.open()
     try:
@@ -112,7 +112,7 @@ async def _check_environments(source: FamilySource, family: TaskFamily, wanted: 
 
 
 def open_group_judge(source: FamilySource) -> GroupJudgeScorer | None:
-    """Returns the recipe's group judge without other verifiers; None if there is none. Raises `UserError` if it cannot be used."""
+    """Returns the recipe's group judge without other verifiers; None if the recipe has none. Raises `UserError` if it cannot be used."""
     named = source.tasks.group_judge
     if named is None:
         return None
@@ -133,11 +133,11 @@ async def prove_tasks(
     audit: Sequence[str] = (),
     together: GroupJudgeScorer | None = None,
 ) -> tuple[list[CaseResult], list[Proof]]:
-    """Runs all cases of tasks with a gold solution in `family`, and the proofs that examine single tasks.
+    """Runs all cases of tasks that have a gold solution in `family`, and the proofs that examine single tasks.
 
     Args:
         tools: the recipe's tools, including those of its MCP servers.
-        audit, together: the recipe's audit verifiers and group judge; answers without work must not score with them either.
+        audit, together: the recipe's audit verifiers and group judge; answers without work must not score with these either.
         on_progress: receives `description`, `total` and `advance`, like `rich.progress.Progress.update`.
     """
     scorer = TaskScorer(sandboxes=sandboxes, root=root)
@@ -162,7 +162,7 @@ async def prove_tasks(
 
 
 def _not_proven(family: TaskFamily, wanted: Mapping[Split, int], tasks: Sequence[Task], proofs: Sequence[Proof]) -> Iterator[str]:
-    """Limits of the report: properties that it does not prove, though a reader may expect them."""
+    """Yields the properties that the report does not prove, although a reader may expect them."""
     for split, done in wanted.items():
         size = family.size(split)
         if size is None or size > done:
@@ -185,7 +185,7 @@ def sandbox_configs(choice: str) -> list[SandboxConfig]:
 
 
 async def check_backend(config: SandboxConfig, image: str, *, root: Path, only: str = "", runtime: str = "") -> list[dict[str, Any]]:
-    """Runs the conformance checks on one backend. Returns dictionaries with backend, name, ok, detail and wall_s."""
+    """Runs the conformance checks on one backend. Returns a dictionary for each check, with backend, name, ok, detail and wall_s."""
     backend = open_backend(config, run_label="check", root=root)
     async with close_after(backend.close):
         results = await conformance.check_conformance(backend, SandboxSpec(image=image, runtime=runtime), only=only)
@@ -195,7 +195,8 @@ async def check_backend(config: SandboxConfig, image: str, *, root: Path, only: 
 async def attack_backend(
     config: SandboxConfig, image: str, *, root: Path, only: str = "", runtime: str = "", report: Callable[[str, AttackResult], None]
 ) -> list[dict[str, Any]]:
-    """Runs the attack suite on one backend and calls `report` with backend and result. Returns dictionaries with both."""
+    """Runs the attack suite on one backend and calls `report` with the backend and each result. Returns a dictionary with both for each
+    attack."""
     backend = open_backend(config, run_label="attack", root=root)
     spec = replace(ATTACK_SPEC, image=image, runtime=runtime)
     async with close_after(backend.close):
@@ -206,7 +207,7 @@ async def attack_backend(
 
 
 def _tasks(family: TaskFamily, wanted: Mapping[Split, int]) -> Iterator[Task]:
-    """Yields the tasks that can be created; the proof of purity reports the others."""
+    """Yields the tasks that can be created. The proof of purity reports the others."""
     for draw in ((split, index) for split, size in wanted.items() for index in range(size)):
         try:
             task = make_task(family, *draw)
@@ -218,7 +219,7 @@ def _tasks(family: TaskFamily, wanted: Mapping[Split, int]) -> Iterator[Task]:
 
 
 async def _prepare(tasks: Sequence[Task], sandboxes: SandboxBackend) -> list[CaseResult]:
-    """Prepares every image. Returns failed cases for tasks without an image."""
+    """Prepares every image. Returns a failed case for each task whose image cannot be prepared."""
     failed: list[CaseResult] = []
     problems: dict[tuple[str, str], str] = {}
     for task in tasks:
@@ -261,7 +262,7 @@ class _Prover:
     golden: dict[str, GoldAttempt] = field(default_factory=dict)
 
     async def cases(self, tasks: Sequence[Task], done: Callable[[], None]) -> list[CaseResult]:
-        """Runs all cases of all tasks, gold solutions first: cheats write to the paths of the gold solution's files."""
+        """Runs all cases of all tasks. Gold solutions run first, because cheats write to the paths of their files."""
         slots, results = asyncio.Semaphore(self.parallel), []
 
         async def one(task: Task, case: str) -> None:

@@ -21,9 +21,9 @@ from agentrl.records import EnvironmentSpec, Observation, Step, Task, ToolCall
 from agentrl.records.images import REFERENCE
 
 SEEDS = 16
-"""Seeds that are played."""
+"""Largest number of seeds that are played."""
 FRESH = 4
-"""Seeds that are played in a new process."""
+"""Number of seeds that are played in a new process."""
 _SHOWN = 1000  # characters of an observation in the report
 Action = str | ToolCall
 Actor = Callable[[Environment, str], Action]
@@ -38,25 +38,25 @@ NOT_PROVEN = (
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """An episode: its actions, and each observation with reward and flags, the first observation included."""
+    """An episode: its actions, and each observation, including the first, with its reward and flags."""
 
     actions: tuple[Action, ...]
     steps: tuple[tuple[str, float, bool, bool], ...]
 
     @property
     def total(self) -> float:
-        """The sum of its rewards."""
+        """The sum of the rewards."""
         return sum(step[1] for step in self.steps)
 
     @property
     def end(self) -> str:
-        """Reason for the end of the episode."""
+        """The reason for the end of the episode."""
         _, _, terminated, truncated = self.steps[-1]
         return "terminated" if terminated else "truncated" if truncated else "reached the limit of turns"
 
 
 async def prove_environment(tasks: Sequence[Task]) -> list[Proof]:
-    """Plays the environments of tasks. Faults of an environment are findings."""
+    """Plays the environments of tasks and returns the proofs. Faults of an environment become findings."""
     tasks = [task for task in tasks if task.environment is not None][:SEEDS]
     try:
         first = await _open(_spec(tasks[0]))
@@ -90,7 +90,7 @@ _NO_ACTOR = "anything about episodes: an action is any text, and the class has n
 
 
 async def _first_turn(environment: Environment) -> Finding:
-    """Returns instructions, first observation and actions as a note; a failure if the reset fails."""
+    """Returns a note with instructions, first observation and actions; a failure if the reset fails."""
     observation = ""
     with user_code.fault_boundary() as fault:
         observation = REFERENCE.sub("<image>", (await environment.reset()).text)
@@ -121,7 +121,8 @@ async def _proof(name: str, tasks: Sequence[Task], check: Callable[[Task], Await
 
 
 async def _play_first(task: Task, played: dict[str, Played]) -> str:
-    """Plays an episode with random actions, or those of the expert if any text is an action; the first seeds in a new process."""
+    """Plays an episode with random actions, or with the expert's actions if any text is an action. Plays the first seeds in a new
+    process."""
     if len(played) < FRESH:
         await close_environments()
     expert = _expert(_spec(task))
@@ -137,7 +138,7 @@ async def _again(task: Task, played: Mapping[str, Played]) -> str:
 
 
 async def _interleaved(task: Task, tasks: Sequence[Task], played: Mapping[str, Played]) -> str:
-    """Repeats two episodes in turns."""
+    """Repeats two episodes concurrently."""
     other = tasks[(tasks.index(task) + 1) % len(tasks)]
     if task.id not in played or other.id not in played:
         return ""
@@ -153,7 +154,7 @@ async def _after_half(task: Task, played: Mapping[str, Played]) -> str:
 
 
 async def _from_snapshot(task: Task, played: Mapping[str, Played]) -> str:
-    """Continues an episode from a snapshot in another environment."""
+    """Continues an episode from a snapshot in a second environment."""
     if task.id not in played:
         return ""
     wanted = played[task.id]
@@ -201,7 +202,7 @@ def _is_range(value: Any) -> bool:
 
 
 async def _baselines(tasks: Sequence[Task], played: Mapping[str, Played], *, random_baseline: bool) -> Proof:
-    """Compares random actions with those of the expert."""
+    """Compares random actions with the expert's actions."""
     rows: dict[str, list[Played]] = {"random": list(played.values())} if random_baseline else {}
     expert, findings = _expert(_spec(tasks[0])), []
     if expert is not None:
@@ -225,7 +226,7 @@ async def _baselines(tasks: Sequence[Task], played: Mapping[str, Played], *, ran
 
 
 class OneActor:
-    """A game with several roles as an environment of one agent, which acts for each role in turn. The reward is that of the first role."""
+    """Adapts a game with several roles to one agent, which acts for each role in turn. The reward is that of the first role."""
 
     def __init__(self, game: RoleEnvironment) -> None:
         self.instructions, self._game = game.instructions, game
@@ -244,7 +245,7 @@ class OneActor:
         return self._next(self._waiting)
 
     async def step(self, action: str | ToolCall) -> Step:
-        """Applies the action of the next role, once all roles that act at once have one."""
+        """Stores the action of the next role. Applies the actions when all roles that act at the same time have one."""
         assert isinstance(action, str), "the actions of games are texts"
         role = next(iter(self._waiting))
         del self._waiting[role]
@@ -269,10 +270,10 @@ class OneActor:
 
 
 async def _open(spec: EnvironmentSpec) -> Environment:
-    """Returns the environment of a task. A game with several roles is played by one actor."""
+    """Returns the environment of a task. If it is a game with several roles, one actor plays all of them."""
     environment: Any = await open_environment(spec)
     if getattr(environment, "policy_user", ""):
-        environment.play_user(lambda brief, dialogue: "Go on.")  # no policy is running
+        environment.play_user(lambda brief, dialogue: "Go on.")  # no policy is running to play the user
     if not getattr(environment, "roles", ()):
         return cast(Environment, environment)
     return cast(Environment, OneActor(environment))
@@ -284,7 +285,7 @@ def _spec(task: Task) -> EnvironmentSpec:
 
 
 async def _play(task: Task, actor: Actor, *, most: int | None = None) -> Played:
-    """Plays an episode of at most `most` steps; None means the turns of the task."""
+    """Plays an episode of at most `most` steps; None means the task's limit of turns."""
     environment = await _open(_spec(task))
     try:
         observation = (await environment.reset()).text
@@ -315,7 +316,7 @@ def _seen(step: Step) -> tuple[str, float, bool, bool]:
 
 
 def _difference(wanted: Played, got: Played) -> str:
-    """Returns the first difference of two episodes; empty if they are equal."""
+    """Returns the first difference between two episodes; empty if they are equal."""
     for one, other in zip(wanted.steps, got.steps, strict=False):
         for what, before, after in zip(("observation", "reward", "terminated", "truncated"), one, other, strict=True):
             if before != after:
@@ -347,7 +348,7 @@ def _draw(environment: Environment, draw: random.Random) -> Action:
 
 
 def _value(schema: Mapping[str, Any], draw: random.Random) -> Any:
-    """Returns a random value of a JSON schema with the usual keywords."""
+    """Returns a random value for a JSON schema with common keywords."""
     if "enum" in schema:
         return draw.choice(list(schema["enum"]))
     low, high = schema.get("minimum", -10), schema.get("maximum", 10)

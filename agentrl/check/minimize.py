@@ -1,11 +1,11 @@
-"""Minimizes a case: removes parts of its task while the policy still fails it and it can still be solved.
+"""Minimizes a case: removes parts of its task as long as the policy still fails the task and the task can be solved.
 
-A smaller task may be unsolvable, and every policy fails that. So each smaller task is proven first: its gold solution must score 1, doing
-nothing and the cheats 0. Then the policy attempts it, and the upper end of the interval of its pass rate must be below `FAILS_BELOW`. The
-smallest task is attempted again, with attempts that did not influence its choice.
+A smaller task may be unsolvable, and every policy fails an unsolvable task. So each smaller task is proven first: its gold solution must
+score 1, and doing nothing and the cheats must score 0. Then the policy attempts the task, and the upper end of the interval of its pass
+rate must be below `FAILS_BELOW`. The smallest task gets additional attempts, which did not influence its choice.
 
-The search is ddmin (Zeller and Hildebrandt, "Simplifying and Isolating Failure-Inducing Input", 2002): it tries to remove chunks of the
-parts, the largest first, then smaller ones, down to single parts or to the end of the budget.
+The search is ddmin (Zeller and Hildebrandt, "Simplifying and Isolating Failure-Inducing Input", 2002): it tries to remove large chunks of
+the parts first, then smaller chunks, until it reaches single parts or the end of the budget.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from agentrl.records import Task
 FAILS_BELOW = 0.5
 """A task fails if the upper end of the 90% interval of its pass rate is below this."""
 _LEVEL = 0.9
-_MAX_PROOFS = 8  # for each task that the policy attempts
+_MAX_PROOFS = 8  # proofs for each task that the policy attempts
 
 AttemptTask = Callable[[Task, int], Awaitable[Sequence[float | None]]]
-"""Returns the scores of this number of attempts at a task; None means unscored."""
+"""Returns the scores of the given number of attempts at a task; None means unscored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemovablePart:
-    """A message before the last, a file, or a line of a file."""
+    """A message except the last, a file, or a line of a file."""
 
     message: int | None = None
     file: str = ""
@@ -54,16 +54,16 @@ class MinimizeSearch:
     root: Path
     threshold: float
     repeats: int
-    budget: int  # attempts of the policy
+    budget: int  # largest number of attempts of the policy
     attempts_used: int = 0
     proofs_used: int = 0
     _known: dict[str, bool] = field(default_factory=dict)
 
     async def still_fails(self, task: Task) -> bool | None:
-        """Whether a task is solvable and the policy fails it; None if the budget is spent."""
+        """Whether a task can be solved and the policy fails it; None if the budget is spent."""
         if task.key in self._known:
             return self._known[task.key]
-        reserved = 2 * self.repeats  # includes the last attempts at the smallest task
+        reserved = 2 * self.repeats  # includes the additional attempts at the smallest task
         if self.attempts_used + reserved > self.budget or self.proofs_used >= _MAX_PROOFS * (1 + self.budget // self.repeats):
             return None
         self._known[task.key] = await self._prove(task) and fails_reliably(await self.scores(task), self.threshold)
@@ -85,7 +85,7 @@ class MinimizeSearch:
 
 
 def fails_reliably(scores: Sequence[float | None], threshold: float) -> bool:
-    """Whether attempts show a failure: all are scored, and few enough pass."""
+    """Whether attempts show a failure: all of them are scored, and few enough pass."""
     if not scores or None in scores:
         return False
     passed = sum(attempt_passes(score, threshold) for score in scores)
@@ -95,7 +95,7 @@ def fails_reliably(scores: Sequence[float | None], threshold: float) -> bool:
 async def search_smaller_case(search: MinimizeSearch, *, model: str, at: str) -> tuple[Case, str]:
     """Returns the case with the smallest task, and a summary.
 
-    Raises `UserError` if the case does not clearly fail, cannot be proven, or starts at a later turn; and if nothing smaller fails.
+    Raises `UserError` if the case does not clearly fail, cannot be proven, or starts at a later turn, or if no smaller task fails.
     """
     case = search.case
     if case.start is not None:
@@ -127,11 +127,11 @@ async def _without_removable(search: MinimizeSearch, task: Task, parts: Sequence
 
 
 async def minimize_case(prepared: PreparedEvaluation, case: Case, family: TaskFamily, *, repeats: int, budget: int) -> tuple[Case, str]:
-    """Runs `search_smaller_case` with the policy and sandboxes of a prepared evaluation. Raises like it.
+    """Runs `search_smaller_case` with the policy and sandboxes of a prepared evaluation. Raises the same errors.
 
     Args:
-        repeats: attempts at each smaller task.
-        budget: attempts in all.
+        repeats: number of attempts at each smaller task.
+        budget: total number of attempts.
     """
     if case.task.family != family.name:
         problem = f"case {case.id} belongs to family {case.task.family!r}, the recipe's is {family.name!r}"
@@ -160,13 +160,13 @@ async def minimize_case(prepared: PreparedEvaluation, case: Case, family: TaskFa
 
 
 def message_and_file_parts(task: Task) -> tuple[RemovablePart, ...]:
-    """Returns the messages before the last, which is the question, and the files."""
+    """Returns the files, and all messages except the last, which is the question."""
     messages = (RemovablePart(message=number) for number in range(len(task.prompt) - 1))
     return (*messages, *(RemovablePart(file=path) for path in sorted({*task.files, *task.binary_files})))
 
 
 def line_parts(task: Task) -> tuple[RemovablePart, ...]:
-    """Returns the lines of files with more than one line."""
+    """Returns the lines of all files that have more than one line."""
     counts = {path: len(text.splitlines()) for path, text in sorted(task.files.items())}
     return tuple(RemovablePart(file=path, line=number) for path, lines in counts.items() if lines > 1 for number in range(lines))
 
@@ -194,10 +194,10 @@ def remove_parts(task: Task, removed: Sequence[RemovablePart]) -> Task:
 async def removable_parts(
     parts: Sequence[RemovablePart], fails: Callable[[tuple[RemovablePart, ...]], Awaitable[bool | None]]
 ) -> tuple[RemovablePart, ...]:
-    """Returns parts that can be removed together.
+    """Returns parts that can be removed together. Finds them with ddmin.
 
     Args:
-        fails: whether the task without these parts still fails; None means that the budget is spent, which ends the search.
+        fails: returns whether the task without these parts still fails. None means that the budget is spent, which ends the search.
     """
     removed: tuple[RemovablePart, ...] = ()
     remaining, chunks = list(parts), 1

@@ -1,4 +1,4 @@
-"""Generates practice for the cases of a suite, by the family or by mutation, and proves it as `agentrl check` proves tasks."""
+"""Generates practice tasks for the cases of a suite, from the family's variants or by mutation, and proves them like `agentrl check`."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from agentrl.task import gold_of
 from agentrl.task.outputs import run_and_collect
 
 DRAWS = 8
-"""Variants drawn for each wanted one."""
+"""Number of variants that are drawn for each requested task."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PracticeReport:
-    """The proven practice tasks, and the rejected ones as (case, reason)."""
+    """The proven practice tasks, and the rejected tasks as (case, reason)."""
 
     tasks: tuple[PracticeTask, ...]
     rejected: tuple[tuple[str, str], ...]
 
     def by_case(self) -> dict[str, Counter[str]]:
-        """Case -> how -> tasks."""
+        """Returns for each case the number of tasks by their origin, which is `PracticeTask.how`."""
         counts: dict[str, Counter[str]] = {}
         for one in self.tasks:
             counts.setdefault(one.case, Counter())[one.how] += 1
@@ -87,20 +87,20 @@ async def generate_practice(
 
 
 def check_count(count: int, suite: Suite) -> None:
-    """Raises `UserError` for more than 100,000 tasks."""
+    """Raises `UserError` if there would be more than 100,000 tasks."""
     if count * len(suite.cases) > 100_000:
         raise UserError(f"{count} tasks for each of {len(suite.cases)} cases are more than 100,000", fix="give a smaller --count")
 
 
 def _problems(drawn: Sequence[PracticeTask], cases: Sequence[CaseResult], proofs: Sequence[Proof]) -> dict[str, str]:
-    """Task -> problem, for the tasks that are not proven."""
+    """Returns the problem of each task that is not proven, by the task's id."""
     problems: dict[str, str] = {}
     for result in cases:
         if not result.ok:
             score = "nothing" if result.value is None else f"{result.value:g}"
             problems.setdefault(result.task, f"{result.case} scored {score}, not {result.wanted:g}: {result.detail}"[:500])
     for finding in (finding for proof in proofs for finding in proof.findings if finding.severity == "failure"):
-        for name in finding.tasks or [one.task.id for one in drawn]:  # a finding without tasks is about all of them
+        for name in finding.tasks or [one.task.id for one in drawn]:  # a finding without tasks applies to all of them
             problems.setdefault(name, finding.what[:500])
     return problems
 
@@ -108,7 +108,7 @@ def _problems(drawn: Sequence[PracticeTask], cases: Sequence[CaseResult], proofs
 async def _draw(
     case: Case, family: TaskFamily, sandboxes: SandboxBackend, withheld: WithheldTasks, seen: set[str], *, count: int, seed: int, root: Path
 ) -> list[PracticeTask]:
-    """Draws up to `count` different tasks for a case, none of them withheld, not proven yet. Raises `TaskError` if there is none."""
+    """Draws up to `count` different tasks for a case, which are not withheld and not yet proven. Raises `TaskError` if there are none."""
     if case.task.family != family.name:
         problem = f"case {case.id} belongs to family {case.task.family!r}, the recipe's is {family.name!r}"
         raise TaskError(problem, fix="name a recipe of that family")
@@ -131,7 +131,8 @@ async def _draw(
 async def _mutants(
     task: Task, family: TaskFamily, sandboxes: SandboxBackend, withheld: WithheldTasks, *, count: int, seed: int, root: Path
 ) -> list[tuple[str, Task]]:
-    """Mutants with the answers that the gold program computes. It must be right on the task, and give another answer on the mutant."""
+    """Returns mutants with the answers that the gold program computes. The program must be correct on the task, and must give a different
+    answer on the mutant. Raises `TaskError` if there are no mutants."""
     gold_without_answer(family, task)
     cases, _ = await prove_tasks(family, [task], sandboxes, root=root)
     wrong = next((result for result in cases if result.case == GOLD and not result.ok), None)

@@ -1,7 +1,7 @@
-"""The source of a task family, and the check that the same seed, split and index give the same task from it: drawn again, in another order,
-in another process.
+"""The source of a task family, and the check that the same seed, split and index give the same task: drawn again, in a different order, and
+in a different process.
 
-`python -m agentrl.check.purity` draws the tasks that it reads from standard input, with another hash seed and in another order.
+`python -m agentrl.check.purity` draws the tasks that standard input lists, with a different hash seed and in a different order.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Drawn = Mapping[str, tuple[str, str]] | str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilySource:
-    """A family by its recipe, or a folder of task folders (`tasks.family` is its path)."""
+    """Opens a family from a recipe, or from a folder of task folders (`tasks.family` is its path)."""
 
     tasks: TasksConfig
     root: Path
@@ -47,7 +47,7 @@ class FamilySource:
     tools: Mapping[str, ToolConfig] = field(default_factory=dict)
 
     def open(self, *, seed: int | None = None) -> TaskFamily:
-        """Opens the family. Raises as `open_family` does."""
+        """Opens the family. Raises the errors of `open_family`."""
         return open_family(self.tasks, seed=self.seed if seed is None else seed, root=self.root)
 
 
@@ -57,7 +57,8 @@ def draw_name(draw: Draw) -> str:
 
 
 def split_sizes(family: TaskFamily, count: int | None) -> dict[Split, int]:
-    """Returns the number of tasks to examine of each split, at most `count`. Raises `ValueError` for an endless split without a count."""
+    """Returns the number of tasks to examine in each split, at most `count`. Raises `ValueError` if a split is endless and `count` is
+    None."""
     number: dict[Split, int] = {}
     for split in Split:
         size = family.size(split)
@@ -68,7 +69,7 @@ def split_sizes(family: TaskFamily, count: int | None) -> dict[Split, int]:
 
 
 def prove_purity(source: FamilySource, sizes: Mapping[Split, int]) -> Proof:
-    """Draws the tasks three times: in order; backwards from the same family; and in another process with another hash seed."""
+    """Draws the tasks three times: in order, in reverse order from the same family, and in another process with a different hash seed."""
     family = source.open()
     draws = [(split, index) for split, size in sizes.items() for index in range(size)]
     draws += [(split, index) for split in Split if family.size(split) is None for index in _FAR]
@@ -93,7 +94,8 @@ def prove_purity(source: FamilySource, sizes: Mapping[Split, int]) -> Proof:
 
 
 def _field_texts(task: Task) -> Iterator[tuple[str, str]]:
-    """(field such as `data.answer`, its text) for all fields of a task. Raises `ValueError` with the field if one is not JSON."""
+    """Yields (field such as `data.answer`, its text) for all fields of a task. Raises `ValueError` with the field if a field is not
+    JSON."""
     for name, value in asdict(task).items():
         parts = {f"{name}.{key}": part for key, part in value.items()} if name in _PARTED else {name: value}
         for label, part in parts.items():
@@ -106,7 +108,7 @@ def _field_texts(task: Task) -> Iterator[tuple[str, str]]:
 
 
 def digests(task: Task) -> dict[str, tuple[str, str]]:
-    """Field -> hash of its text, and the start of the text for display."""
+    """Returns for each field the hash of its text, and the start of the text for display."""
     return {name: (hashlib.sha256(text.encode()).hexdigest(), text[:4000]) for name, text in _field_texts(task)}
 
 
@@ -118,7 +120,7 @@ def _draw(family: TaskFamily, draw: Draw) -> Drawn:
 
 
 def _differences(first: Mapping[Draw, Drawn], second: Mapping[Draw, Drawn], how: str) -> list[Finding]:
-    """One finding for all tasks that differ, with the fields and the first difference."""
+    """Returns one finding for all tasks that differ, with the fields and the first difference; empty if no task differs."""
     differing: dict[Draw, list[str]] = {}
     for draw, drawn in first.items():
         other = second[draw]
@@ -141,7 +143,7 @@ def _differences(first: Mapping[Draw, Drawn], second: Mapping[Draw, Drawn], how:
 
 
 def _first_difference(first: Mapping[str, tuple[str, str]], second: Mapping[str, tuple[str, str]], name: str) -> tuple[str, str]:
-    """Returns a field's two texts, from shortly before their first difference."""
+    """Returns both versions of a field's text, starting shortly before their first difference."""
     old, new = _field_text(first, name), _field_text(second, name)
     same = next((at for at, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
     begin = max(0, same - 20)
@@ -153,7 +155,7 @@ def _field_text(drawn: Mapping[str, tuple[str, str]], name: str) -> str:
 
 
 def _by_seed(source: FamilySource, sizes: Mapping[Split, int]) -> list[Finding]:
-    """Returns a note if another seed gives the same training tasks."""
+    """Returns a note if a different seed gives the same training tasks."""
     family, other = source.open(), source.open(seed=source.seed + 1)
     known = [size for size in (sizes[Split.TRAIN], other.size(Split.TRAIN), _SEED_TASKS) if size is not None]
     pairs = [(_draw(family, (Split.TRAIN, index)), _draw(other, (Split.TRAIN, index))) for index in range(min(known))]
@@ -167,9 +169,9 @@ def _without_id(drawn: Drawn) -> Drawn:
 
 
 def _draw_in_subprocess(source: FamilySource, draws: Sequence[Draw]) -> list[dict[str, tuple[str, str]] | str]:
-    """Returns the digests of these tasks, or why one cannot be created, computed in another process.
+    """Returns the digests of these tasks, computed in another process. For a task that cannot be created, returns the reason.
 
-    Raises `RuntimeError` with the end of the process's output if it cannot open the family.
+    Raises `RuntimeError` with the end of the process's output if the process cannot open the family.
     """
     with tempfile.NamedTemporaryFile(prefix="agentrl-check-") as answer:  # standard output belongs to the family
         question = {

@@ -1,4 +1,4 @@
-"""The report of `agentrl check`: cases, proofs with their findings and what was not proven, as data and as text."""
+"""The report of `agentrl check`, as data and as text: cases, proofs with their findings, and properties that were not proven."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHOWN = 3  # maximum number of examples in a finding
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One finding and all tasks that it applies to."""
+    """One finding, with all tasks to which it applies."""
 
     severity: Severity
     what: str
@@ -33,13 +33,13 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """A claim, what was examined to prove it, and the findings."""
+    """A claim, with what was examined to prove it, and the findings."""
 
     name: str
     looked_at: str
     findings: tuple[Finding, ...] = ()
     unproven: tuple[str, ...] = ()  # what could not be examined
-    table: tuple[tuple[str, ...], ...] = ()  # figures for the report; the first row is the header
+    table: tuple[tuple[str, ...], ...] = ()  # numbers for the report; the first row is the header
 
     @property
     def ok(self) -> bool:
@@ -49,7 +49,7 @@ class Proof:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseResult:
-    """The result of one case of one task: expected score, actual score (None: unscored), and why."""
+    """The result of one case of one task: expected score, actual score (None means unscored), and the reason."""
 
     task: str
     case: str
@@ -66,7 +66,7 @@ class CaseResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """The results of `agentrl check` on a family, and what was not proven."""
+    """The results of `agentrl check` on a family, and the properties that were not proven."""
 
     cases: tuple[CaseResult, ...]
     proofs: tuple[Proof, ...]
@@ -84,7 +84,7 @@ class CheckReport:
 
 
 def render(report: CheckReport) -> str:
-    """Returns the report as text: what was proven, what is wrong with which task, and what was not proven."""
+    """Returns the report as text: the proven properties, the problems of each task, and the properties that were not proven."""
     console = Console(width=140, force_terminal=False)
     with console.capture() as captured:
         for line in (*_verdicts(report), ""):
@@ -103,7 +103,7 @@ def render(report: CheckReport) -> str:
 
 
 def _findings(proof: Proof) -> list[str]:
-    """Returns a proof's findings with its name as heading, failures first."""
+    """Returns the lines of a proof's findings, failures first, with its name as heading; empty if there are none."""
     order = ("failure", "warning", "unsafe", "note")
     ordered = sorted(proof.findings, key=lambda finding: order.index(finding.severity))
     lines = [f"  {'FAIL' if finding.severity == 'failure' else finding.severity}: {finding.what}" for finding in ordered]
@@ -111,7 +111,7 @@ def _findings(proof: Proof) -> list[str]:
 
 
 def _verdicts(report: CheckReport) -> list[str]:
-    """One line for each claim."""
+    """Returns one line for each claim."""
     cheating = [case for case in report.cases if case.case not in (GOLD, IMAGE)]
     tasks = len({case.task for case in report.cases})
     cheated = sum(case.case != NOTHING for case in cheating)
@@ -140,8 +140,8 @@ def _figures(proof: Proof) -> Table:
 
 
 def _wrong_cases(cases: Sequence[CaseResult]) -> Table:
-    """A table with one row for each cause: cases without a score share a row if their messages agree, cases with a wrong score if their
-    expected scores agree.
+    """Returns a table with one row for each cause. Cases without a score share a row if their messages agree. Cases with a wrong score
+    share a row if their expected scores agree.
     """
     wrong = [case for case in cases if not case.ok]
     title = f"{len({case.task for case in wrong})} of {len({case.task for case in cases})} tasks are wrong"
@@ -165,12 +165,12 @@ def _cause(case: CaseResult) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """`3 tasks`, `1 task`."""
+    """Returns a count with its noun, such as `3 tasks` or `1 task`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def join_examples(texts: Sequence[str]) -> str:
-    """Returns the first few texts, and how many more there are."""
+    """Returns the first few strings, and the number of the others."""
     more = f", and {len(texts) - SHOWN:,} more" if len(texts) > SHOWN else ""
     return ", ".join(texts[:SHOWN]) + more
 
@@ -182,5 +182,5 @@ def shorten(text: str, limit: int = 60) -> str:
 
 
 def unique(texts: Iterable[str]) -> tuple[str, ...]:
-    """Returns the texts without duplicates, in order."""
+    """Returns the strings without duplicates, in order."""
     return tuple(dict.fromkeys(texts))

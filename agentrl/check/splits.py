@@ -1,4 +1,4 @@
-"""Checks that no held-out task equals a training task in everything that the agent sees."""
+"""Checks that every held-out task differs from all training tasks in something that the agent sees."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from agentrl.records import Split, Task
 from agentrl.task import make_task
 
 NAME = "no held-out task is a training task"
-SAMPLE = 2000  # number of tasks to compare of each endless split
-DRAW_S = 30.0  # seconds for drawing the tasks of one split; a slow family gets fewer tasks compared
-GUESSED = 0.2  # fraction of tasks with the same right answer from which this is reported
+SAMPLE = 2000  # number of tasks of each endless split that are compared
+DRAW_S = 30.0  # seconds for drawing the tasks of one split; fewer tasks of a slow family are compared
+GUESSED = 0.2  # smallest fraction of tasks with the same correct answer that is reported
 
 
 def prove_splits(source: FamilySource, sizes: Mapping[Split, int]) -> Proof:
-    """Compares prompt, files, tools, outputs and image of all tasks of a finite split, and of at least `SAMPLE` tasks of an endless one."""
+    """Compares the prompt, files, tools, outputs and image of tasks: all tasks of a finite split, and at least `SAMPLE` tasks of an endless
+    split, as far as the time allows."""
     family = source.open()
     drawn: dict[Split, list[Task]] = {}
     cut: list[str] = []
@@ -47,7 +48,7 @@ def prove_splits(source: FamilySource, sizes: Mapping[Split, int]) -> Proof:
 
 
 def _draw(family: TaskFamily, split: Split, count: int) -> list[Task]:
-    """Returns the tasks that can be created; the proof of purity reports the others."""
+    """Returns the tasks that can be created within `DRAW_S`. The proof of purity reports tasks that cannot be created."""
     tasks: list[Task] = []
     started = time.monotonic()
     for index in range(count):
@@ -63,12 +64,12 @@ def _draw(family: TaskFamily, split: Split, count: int) -> list[Task]:
 
 
 def _agent_view_hash(task: Task, root: Path) -> str:
-    """Hash of everything that the agent sees of a task."""
+    """Returns the hash of everything that the agent sees of a task."""
     prompt = [asdict(message) for message in task.prompt]
     name = task.sandbox.image if task.sandbox is not None else ""
     image = task.data.get("build_context") or _recipe(root / name / "image.toml") or name
     parts = [prompt, dict(task.files), dict(task.binary_files), sorted(task.tools), sorted(task.outputs), image]
-    parts += [] if task.environment is None else [asdict(task.environment), task.data.get("sha256")]  # of a sample that its program shows
+    parts += [] if task.environment is None else [asdict(task.environment), task.data.get("sha256")]  # digest of a hosted sample
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

@@ -28,7 +28,7 @@ _TYPES = {"string", "number", "integer", "boolean", "array", "object", "null"}
 
 
 class _Blocked(BaseException):
-    """Raised inside a tool that blocks the event loop."""
+    """Raised inside a tool if it blocks the event loop."""
 
 
 async def prove_tools(tasks: Sequence[Task], sandboxes: SandboxBackend, run: ToolSource | None = None) -> Proof:
@@ -112,7 +112,7 @@ async def _prove_calls(tool: Tool, reference: str, wrong: Sequence[str], task: T
 
 
 async def _fresh(kind: Any) -> Any:
-    """Returns the state of a new tool object that was never called; None if it cannot be opened."""
+    """Returns the state of a new tool object that was never called; None if the object cannot be opened."""
     instance = ToolInstance(kind)
     try:
         with user_code.fault_boundary():
@@ -124,7 +124,7 @@ async def _fresh(kind: Any) -> Any:
 
 
 async def _prove_state(reference: str, instance: ToolInstance, fresh: Sequence[Any]) -> list[Finding]:
-    """Checks that the state of tool objects can be saved and restored, and does not leak into other episodes."""
+    """Checks that the state of tool objects can be saved and restored, and that it does not leak into other episodes."""
     try:
         state = await instance.state(timeout_s=CALL_S)
     except ValueError as error:
@@ -181,7 +181,7 @@ def _wrong_parameters(parameters: Any) -> list[str]:
 
 
 async def _call(tool: Tool, arguments: Mapping[str, Any], sandbox: Sandbox | None, task: Task) -> str:
-    """Returns the problem of a call; empty if it returned an outcome."""
+    """Returns the problem of a call; empty if the call returned an outcome."""
     limit = min(task.limits.tool_timeout_s, CALL_S)
     with user_code.fault_boundary() as fault, deadline_alarm(limit + 5.0, _Blocked):
         async with asyncio.timeout(limit + 2.0):

@@ -1,7 +1,7 @@
 """The Kubernetes objects of a run's cells (`agentrl.sandbox.cell`): a Deployment, or a template and a warm pool of agent-sandbox.
 
-Cells are the only pods in which programs of agents run. They have no service account, no volume of the run and no way out: the policy
-`NAME-sandbox` lets driver and workers in, and nothing else.
+Cells are the only pods in which programs of agents run. They have no service account and no volume of the run. The policy `NAME-sandbox`
+allows connections from driver and workers, and no others.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def serve_in(container: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def near_workers(name_label: Mapping[str, str], part_label: str) -> dict[str, Any]:
-    """Returns fields of a pod that should run on the nodes of the workers, and ends quickly."""
+    """Returns pod fields by which a pod prefers the nodes of the workers and ends quickly."""
     labels = {"matchLabels": {**name_label, part_label: "worker"}}
     term = {"weight": 100, "podAffinityTerm": {"labelSelector": labels, "topologyKey": "kubernetes.io/hostname"}}
     affinity = {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [term]}}
@@ -76,7 +76,7 @@ def near_workers(name_label: Mapping[str, str], part_label: str) -> dict[str, An
 
 
 def backend_override(recipe: Recipe, name: str) -> dict[str, Any]:
-    """Returns `sandbox.backend` of a run with cells."""
+    """Returns the value of `sandbox.backend` for a run with cells."""
     backend, key = recipe.sandbox.backend, f"env:{KEY_VARIABLE}"
     if backend.ref == CLAIMS:
         return {"ref": CLAIMS, "options": {"key": key, **backend.options, "pool": f"{name}-sandbox"}}

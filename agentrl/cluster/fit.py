@@ -1,4 +1,4 @@
-"""Whether a plan fits the nodes of a cluster, and the tables that show both.
+"""Determines whether a plan fits the nodes of a cluster, and renders tables of both.
 
 `fit_plan` looks for an assignment. If it finds none, the plan may still fit, because the search is greedy. `Fit.problems` lists only what
 no assignment can satisfy.
@@ -15,7 +15,7 @@ from agentrl.base.user_code import printable
 from agentrl.cluster.plan import GIB, Bundle, ClusterPlan, PlannedPart
 from agentrl.errors import UserError
 
-_SLACK = 1e-6  # of amounts, which Ray rounds to 1e-4
+_SLACK = 1e-6  # tolerance for amounts, which Ray rounds to 1e-4
 _ROWS_SHOWN = 40
 _USUAL = ("CPU", "GPU", "memory")
 _REDUCTIONS = {
@@ -32,11 +32,11 @@ class ClusterNode:
 
     name: str
     total: Mapping[str, float]
-    free: Mapping[str, float]  # what other jobs have not reserved
+    free: Mapping[str, float]  # amounts that other jobs have not reserved
     labels: Mapping[str, str] = field(default_factory=dict)
 
     def has_labels(self, wanted: Mapping[str, str]) -> bool:
-        """Whether the node has all these labels."""
+        """Whether the node has all of these labels."""
         return all(self.labels.get(name) == value for name, value in wanted.items())
 
 
@@ -45,7 +45,7 @@ class Fit:
     """The result of fitting a plan to nodes."""
 
     assignment: Mapping[str, str] | None  # bundle name -> node name; None if the search finds none
-    problems: tuple[str, ...] = ()  # why no assignment can exist
+    problems: tuple[str, ...] = ()  # reasons why no assignment can exist
 
     @property
     def is_impossible(self) -> bool:
@@ -54,7 +54,8 @@ class Fit:
 
 
 def fit_plan(plan: ClusterPlan, nodes: Sequence[ClusterNode], *, now: bool = False) -> Fit:
-    """Returns an assignment of the plan's bundles to nodes, or why there is none. `now`: only into what other jobs leave free."""
+    """Returns an assignment of the plan's bundles to nodes, or the reasons why there is none. `now`: uses only the amounts that other jobs
+    leave free."""
     amounts = {node.name: dict(node.free if now else node.total) for node in nodes}
     problems = tuple(_problems(plan, nodes, amounts))
     if problems:
@@ -67,7 +68,8 @@ def fit_plan(plan: ClusterPlan, nodes: Sequence[ClusterNode], *, now: bool = Fal
 
 
 def _orders(bundles: Sequence[Bundle]) -> Iterable[list[Bundle]]:
-    """Orders in which a greedy assignment is tried: rare wishes first, then the largest first by one amount or another."""
+    """Returns the orders in which a greedy assignment is tried: most special requirements first, then largest first by different
+    amounts."""
     keys: list[Callable[[Bundle], tuple[float, ...]]] = [
         lambda one: (len(one.labels) + len(one.custom), one.gpus, one.cpus, one.memory),
         lambda one: (one.gpus, one.memory, one.cpus),
@@ -80,7 +82,7 @@ def _orders(bundles: Sequence[Bundle]) -> Iterable[list[Bundle]]:
 def _first_fit(
     bundles: Sequence[Bundle], nodes: Sequence[ClusterNode], amounts: Mapping[str, Mapping[str, float]]
 ) -> dict[str, str] | None:
-    """Puts each bundle on the node with the fewest GPUs, then CPUs, left on which it fits. None if one fits nowhere."""
+    """Assigns each bundle to the node on which it fits with the fewest GPUs, then CPUs, left. Returns None if a bundle fits on no node."""
     left = {name: dict(free) for name, free in amounts.items()}
     assignment: dict[str, str] = {}
     for bundle in bundles:
@@ -96,14 +98,14 @@ def _first_fit(
 
 
 def _copies(wanted: Mapping[str, float], free: Mapping[str, float]) -> int:
-    """Returns how many bundles with these amounts fit into what is free."""
+    """Returns how many bundles with these amounts fit into the free amounts."""
     if not wanted:
         return 1 << 30
     return min(math.floor(free.get(name, 0.0) / amount + _SLACK) for name, amount in wanted.items())
 
 
 def _problems(plan: ClusterPlan, nodes: Sequence[ClusterNode], amounts: Mapping[str, Mapping[str, float]]) -> Iterable[str]:
-    """Yields parts of which too few fit even into an otherwise empty cluster, then resources whose sum is too small."""
+    """Yields the parts that do not fit even if no other part is placed; if there are none, yields the resources whose sum is too small."""
     reserved = [part for part in plan.parts if not part.with_driver]
     short = False
     for part in reserved:
@@ -122,7 +124,7 @@ def _problems(plan: ClusterPlan, nodes: Sequence[ClusterNode], amounts: Mapping[
 
 
 def no_fit_error(plan: ClusterPlan, nodes: Sequence[ClusterNode], problems: Sequence[str]) -> UserError:
-    """Returns the error for a plan that does not fit: the plan next to what exists, and which keys to change."""
+    """Returns the error for a plan that does not fit. It shows the plan next to the nodes, and the keys to change."""
     short = [part for part in plan.parts if any(f" x {part.name} (" in problem for problem in problems)]
     message = (
         f"the plan does not fit the cluster at {plan.address}: {'; '.join(problems)}\n{describe_plan(plan)}\n\n{describe_nodes(nodes)}"
@@ -136,7 +138,7 @@ def _reduction(part: PlannedPart) -> str:
 
 
 def describe_plan(plan: ClusterPlan, assignment: Mapping[str, str] | None = None) -> str:
-    """Returns the plan as a table: part, number, what each reserves, and where it starts."""
+    """Returns the plan as a table: part, number, reserved amounts, and where the part starts."""
     rows = [("part", "count", "CPUs", "GPUs", "memory", "where")]
     for part in plan.parts:
         one = part.bundle
@@ -145,7 +147,7 @@ def describe_plan(plan: ClusterPlan, assignment: Mapping[str, str] | None = None
 
 
 def _gpus(plan: ClusterPlan, part: PlannedPart) -> str:
-    """Returns the GPUs of a part: its number, or on one machine the devices."""
+    """Returns the GPUs of a part as text: their number, or on one machine the devices."""
     devices = [plan.devices[bundle.name] for bundle in part.bundles() if bundle.name in plan.devices] if plan.is_local else []
     if plan.is_local and part.bundle.gpus:
         return f"device {', '.join(devices)}" if devices else "all, shared"
@@ -165,7 +167,7 @@ def _where(plan: ClusterPlan, part: PlannedPart, assignment: Mapping[str, str] |
 
 
 def describe_nodes(nodes: Sequence[ClusterNode]) -> str:
-    """Returns the nodes of a cluster as a table: what each has, and in brackets what other jobs leave free."""
+    """Returns the nodes of a cluster as a table: the total amounts, and in brackets the amounts that other jobs leave free."""
     rows = [("node", "CPUs", "GPUs", "memory", "custom resources and labels")]
     for node in nodes[:_ROWS_SHOWN]:
         custom = [f"{amount:g} {name}" for name, amount in node.total.items() if name not in _USUAL and not _is_internal(name)]

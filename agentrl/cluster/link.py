@@ -1,6 +1,6 @@
-"""Requests of a host to the driver of a run, from threads: with a deadline, and repeated until it while the driver does not answer.
+"""Requests from a host to the driver of a run, for use in threads. A request is repeated until its deadline if the driver does not answer.
 
-A request that is sent again after a lost answer must have the same effect as one, which the driver's routes ensure.
+An answer may be lost, so the driver's routes ensure that a repeated request has the same effect as a single one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from agentrl.errors import DiskFull, InfrastructureError, StoreError, UserError
 KEY_VARIABLE = "AGENTRL_DRIVER_KEY"
 """Environment variable with the key of a part on another host. The part removes it before it starts other programs."""
 MAX_ANSWER = 1 << 30
-"""Bytes of an answer."""
-_SILENCE_S = 30.0  # without a byte, after which a connection is given up
+"""Largest answer in bytes."""
+_SILENCE_S = 30.0  # time without a byte after which a connection is closed
 _BACKOFF_S = (0.05, 0.2, 0.5, 1.0, 2.0)
 _PIECE = 1 << 20
 _TEXT = 2000  # characters of an error message
@@ -32,11 +32,11 @@ class LinkLost(InfrastructureError):
 
 
 class SessionEnded(InfrastructureError):
-    """The driver has started this part again, so this process must end."""
+    """The driver restarted this part, so this process must end."""
 
 
 class NotFound(LookupError):
-    """The driver, or another host, does not have what was requested."""
+    """The driver, or another host, does not have the requested file or folder."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +45,7 @@ class Link:
 
     Args:
         url: address of the driver: `http://HOST:PORT`.
-        what: the server in error messages.
+        what: name of the server in error messages.
     """
 
     url: str
@@ -60,10 +60,10 @@ class Link:
             raise UserError(f"{self.url[:200]!a} is not the address of {self.what}", fix="give it as http://HOST:PORT")
 
     def call(self, method: str, path: str, body: bytes = b"", *, timeout_s: float = 60.0) -> bytes:
-        """Returns the content of the answer. Repeats the request until `timeout_s` while the server does not answer.
+        """Sends a request and returns the content of the answer. Repeats the request until `timeout_s` if the server does not answer.
 
-        Raises `LinkLost` if it does not answer in time, `NotFound` for status 404, `SessionEnded` for 409, `DiskFull` for 507, `StoreError`
-        for 500, and `UserError` for a request that it rejects.
+        Raises `LinkLost` if the server does not answer in time, `NotFound` for status 404, `SessionEnded` for 409, `DiskFull` for 507,
+        `StoreError` for 500, and `UserError` if the server rejects the request.
         """
         deadline, tries, reason = time.monotonic() + timeout_s, 0, ""
         while True:
@@ -82,7 +82,8 @@ class Link:
             time.sleep(pause)
 
     def json(self, method: str, path: str, data: Any = None, *, timeout_s: float = 60.0) -> Any:
-        """Returns the JSON of the answer to a request with JSON; None for `data` sends no body. Raises as `call`, and `LinkLost`."""
+        """Sends a request with JSON and returns the JSON of the answer. If `data` is None, sends no body. Raises the errors of `call`, and
+        `LinkLost` if the answer is not JSON."""
         answer = self.call(method, path, b"" if data is None else json.dumps(data).encode(), timeout_s=timeout_s)
         try:
             return json.loads(answer)
@@ -90,7 +91,7 @@ class Link:
             raise LinkLost(f"{self.what} at {self.url} answered {path} with something other than JSON") from None
 
     def request(self, method: str, path: str, body: bytes = b"", *, timeout_s: float, most: int = MAX_ANSWER) -> tuple[int, bytes]:
-        """Sends one request and returns status and content. `most`: bytes of the content.
+        """Sends one request and returns the status and the content. `most`: largest content in bytes.
 
         Raises `OSError` or `http.client.HTTPException`.
         """
@@ -150,7 +151,8 @@ class Link:
 
 
 def take_key() -> str:
-    """Returns the key of this part, and removes it from the environment, which other programs inherit. Raises `UserError`."""
+    """Returns the key of this part, and removes it from the environment, which other programs inherit. Raises `UserError` if it is not
+    set."""
     key = os.environ.pop(KEY_VARIABLE, "")
     if not key:
         raise UserError(f"{KEY_VARIABLE} is not set", fix="set it to the key in workers.json of the run folder, or give --key-file")
@@ -158,7 +160,7 @@ def take_key() -> str:
 
 
 def _content(answer: http.client.HTTPResponse, deadline: float, most: int) -> bytes:
-    """Returns the content of an answer. Raises `TimeoutError` at the deadline, also if bytes still arrive."""
+    """Returns the content of an answer. Raises `TimeoutError` at the deadline, even if bytes still arrive."""
     if (answer.length or 0) > most:
         raise http.client.HTTPException(f"the answer has {answer.length} bytes; the maximum is {most}")
     pieces, size = [], 0

@@ -1,4 +1,4 @@
-"""The GPUs of one machine: which of them learner, servers, gate and judges get. nvidia-smi lists them, so that this process does not
+"""Divides the GPUs of one machine among learner, servers, gate and judges. nvidia-smi lists the GPUs, so that this process does not
 initialize CUDA."""
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ _QUERY_S = 30.0
 
 
 def _has_separate_gpus(recipe: Recipe, on_gpus: bool) -> bool:
-    """Whether the policy's servers use other GPUs than the learner. NCCL allows one member of a group per GPU, and several servers on one
-    GPU would only compete."""
+    """Whether the policy's servers and the learner use different GPUs. NCCL allows one member of a group per GPU, and several servers on
+    one GPU would compete for it."""
     return recipe.serving.weight_transfer.ref == "nccl" or (recipe.serving.replicas > 1 and on_gpus)
 
 
 def has_own_gpus(recipe: Recipe, *, training: bool, on_gpus: bool) -> bool:
-    """Returns whether some part gets GPUs of its own. Otherwise all parts inherit what the driver sees."""
+    """Returns whether some part gets separate GPUs. Otherwise all parts inherit the GPUs that the driver sees."""
     return _has_separate_gpus(recipe, on_gpus) or (training and recipe.gate_has_server and on_gpus)
 
 
 def share_gpus(recipe: Recipe, visible: Sequence[str], *, training: bool, on_gpus: bool) -> dict[str, str]:
-    """Returns CUDA_VISIBLE_DEVICES by part: "learner", "server" or "server-0", "gate", "judge-NAME". A missing one inherits the driver's.
+    """Returns CUDA_VISIBLE_DEVICES by part: "learner", "server" or "server-0", "gate", "judge-NAME". A part that is missing inherits the
+    driver's value.
 
     With `serving.weight_transfer=nccl` or several `serving.replicas`, the learner's ranks get the first GPUs, and each server of the policy
-    gets one of the next. With `gate.server=own`, the gate's server gets the next one. Judges' servers use the remaining GPUs in turn, or
-    share those of the policy's servers if none is left. Without `training`, learner and gate server do not start and are not counted.
+    gets one of the next. With `gate.server=own`, the gate's server gets the next GPU. Judges' servers use the remaining GPUs in turn. If no
+    GPU is left, they share those of the policy's servers. If `training` is False, learner and gate server do not start and are not counted.
 
     Raises `UserError` if there are too few GPUs.
     """
@@ -49,7 +50,7 @@ def share_gpus(recipe: Recipe, visible: Sequence[str], *, training: bool, on_gpu
 
 
 def check_shared_memory(recipe: Recipe, *, on_gpus: bool) -> None:
-    """Raises `UserError` if the servers of policy and judges share a GPU and need more than its memory."""
+    """Raises `UserError` if the servers of policy and judges share a GPU and together need more than its memory."""
     shared = [recipe.serving.gpu_memory_utilization, *(judge.gpu_memory_utilization for judge in recipe.judge_servers.values())]
     if not _has_separate_gpus(recipe, on_gpus) and recipe.judge_servers and recipe.device == "cuda" and sum(shared) > 1:
         raise UserError(

@@ -1,7 +1,7 @@
 """The Kubernetes objects of a run: a KubeRay RayJob with its cluster, Redis, network policies, and the volume of its run folder.
 
-Every part of the plan is a worker group of its own, whose pods offer a custom resource `agentrl-PART-pod`. The recipe inside the cluster
-reserves that resource, so that each part starts in its own kind of pod. The head pod has the driver, the run folder, and no CPU for parts.
+Every part of the plan is a separate worker group. Its pods offer a custom resource `agentrl-PART-pod`, which the recipe inside the cluster
+reserves, so each part starts in its own kind of pod. The head pod contains the driver and the run folder, and offers no CPU for parts.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from agentrl.errors import UserError
 RAY_VERSION = "2.60.0"
 PART_LABEL = "agentrl-part"
 NAME_LABEL = "app.kubernetes.io/instance"
-_LONGEST_NAME = 40  # KubeRay adds to the name of a RayJob and allows 47
-_RAY_BYTES = GIB  # of Ray's own processes in a pod
+_LONGEST_NAME = 40  # KubeRay extends the name of a RayJob and allows 47 characters
+_RAY_BYTES = GIB  # memory of Ray's processes in a pod
 _PRE_RUNNING_S = 1800
-_RETRIES = 4  # new clusters after the loss of the head; each continues the run
-_KEEP_S = 600  # the pods of a finished job, for their logs
+_RETRIES = 4  # number of new clusters after the loss of the head; each continues the run
+_KEEP_S = 600  # for which the pods of a finished job are kept, for their logs
 _USER = 1000
 _REDIS_PORT = 6379
 _PASSWORD = "AGENTRL_REDIS_PASSWORD"  # KubeRay forbids REDIS_PASSWORD in the head
@@ -40,7 +40,7 @@ _QUANTITY = re.compile(r"[1-9][0-9]{0,8}(Mi|Gi|Ti)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestOptions:
-    """What a manifest needs in addition to the recipe. Raises `UserError` for a value that Kubernetes would reject."""
+    """The options of a manifest in addition to the recipe. Raises `UserError` if Kubernetes would reject a value."""
 
     recipe: str  # path of the recipe file in the project folder of the image
     overrides: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ class ManifestOptions:
     namespace: str = "default"
     storage: str = "100Gi"  # size of the volume with the run folder
     egress: tuple[str, ...] = ()  # address ranges outside the cluster that driver and workers may reach
-    cells: int = 0  # pods for sandboxes; 0: sandboxes open in the pods of driver and workers
+    cells: int = 0  # number of pods for sandboxes; 0 means that sandboxes open in the pods of driver and workers
     cell_memory: str = "8Gi"
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class ManifestOptions:
 
 
 def object_name(name: str) -> str:
-    """Returns a name of Kubernetes objects (RFC 1035 label) for the name of a recipe. Different names give different results."""
+    """Converts the name of a recipe to a name for Kubernetes objects (RFC 1035 label). Different names give different results."""
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     if not label[:1].isalpha():
         label = f"run-{label}".rstrip("-")
@@ -74,7 +74,7 @@ def object_name(name: str) -> str:
 
 
 def build_objects(recipe: Recipe, plan: ClusterPlan, options: ManifestOptions) -> list[dict[str, Any]]:
-    """Returns the objects in the order in which to create them. Raises `UserError` for a recipe that cannot run in pods."""
+    """Returns the objects in the order in which to create them. Raises `UserError` if the recipe cannot run in pods."""
     if recipe.sandbox.backend.ref == "docker":
         raise UserError(
             "sandbox.backend=docker: a pod has no Docker daemon", fix="set sandbox.backend=bubblewrap, whose sandboxes run inside the pods"
@@ -114,7 +114,7 @@ def _start_script(recipe: Recipe, plan: ClusterPlan, options: ManifestOptions, n
 
 
 def _reservations(plan: ClusterPlan) -> dict[str, dict[str, float | str]]:
-    """`cluster.resources` of the run in the cluster: as planned, and each part in pods of its own group."""
+    """Returns `cluster.resources` for the run in the cluster: the planned amounts, and for each part the resource of its group's pods."""
     reserved: dict[str, dict[str, float | str]] = {}
     for part in plan.parts:
         if part.with_driver:
@@ -128,7 +128,7 @@ def _reservations(plan: ClusterPlan) -> dict[str, dict[str, float | str]]:
 
 
 def _resource(part: PlannedPart) -> str:
-    """Returns the custom resource of the pods of a part. KubeRay takes names that end in gpu for GPUs, hence the suffix."""
+    """Returns the custom resource of the pods of a part. The suffix is needed because KubeRay interprets names that end in gpu as GPUs."""
     return f"agentrl-{object_name(part.name)}-pod"
 
 
@@ -138,7 +138,7 @@ class _Builder:
 
     name: str
     options: ManifestOptions
-    claims: bool  # driver and workers create claims of agent-sandbox
+    claims: bool  # whether driver and workers create claims of agent-sandbox
 
     def labels(self, part: str = "") -> dict[str, str]:
         labels = {"app.kubernetes.io/name": "agentrl", NAME_LABEL: self.name}
@@ -202,7 +202,7 @@ class _Builder:
         offers = {"CPU": str(cpus), "memory": str(one.memory), _resource(part): "1"}
         offers |= {"GPU": str(gpus)} if gpus else {}
         offers |= {name: str(math.ceil(amount)) for name, amount in one.custom.items()}
-        labels = {name: value for name, value in one.labels.items() if not name.startswith("ray.io/")}  # Ray sets those
+        labels = {name: value for name, value in one.labels.items() if not name.startswith("ray.io/")}  # Ray sets these
         container = self._container(
             "ray-worker", cpus=cpus, memory=one.memory + _RAY_BYTES, gpus=gpus, nested=opens and not self.options.cells
         )
@@ -244,10 +244,11 @@ class _Builder:
         opens: bool = False,
         nested: bool = False,
     ) -> dict[str, Any]:
-        """Returns a pod template. `opens`: its processes open sandboxes. `nested`: in this pod, as they do in a cell, or without cells.
+        """Returns a pod template. `opens`: its processes open sandboxes. `nested`: sandboxes run in this pod, which is a cell, or a pod of
+        a run without cells.
 
-        bubblewrap needs user namespaces and a mount of /proc, which the container runtime's filter of system calls forbids. Such a pod
-        runs in a user namespace of its own, and each sandbox has a filter (`agentrl/sandbox/seccomp.py`).
+        bubblewrap needs user namespaces and a mount of /proc, which the container runtime's filter of system calls forbids. A pod with
+        nested sandboxes runs in a separate user namespace, and each sandbox has a filter (`agentrl/sandbox/seccomp.py`).
         """
         nested = nested or (opens and not self.options.cells)
         calls = opens and self.claims

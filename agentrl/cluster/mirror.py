@@ -1,9 +1,9 @@
-"""A host's copy of a run folder, for parts that run there without the driver's disk.
+"""A host's copy of a run folder, for parts that run on a host without access to the driver's disk.
 
-`fetch` copies a version or checkpoint from the driver, `push` sends one that the learner wrote here. Both transfer only missing chunks,
-check each of them, and continue after an interruption; a folder appears under its name when it is complete. Mirrors that fetch the same
-folder form a chain: each gets chunks from the mirror that started before it, so the driver's link carries a folder about once, whatever
-their number.
+`fetch` copies a version or checkpoint from the driver, and `push` sends one that the learner wrote here. Both transfer only missing chunks,
+check each chunk, and continue after an interruption. A folder gets its final name when it is complete. Mirrors that fetch the same folder
+form a chain: each gets chunks from the mirror that started before it. So the driver sends a folder about once, regardless of the number of
+mirrors.
 """
 
 from __future__ import annotations
@@ -47,17 +47,18 @@ T = TypeVar("T")
 
 TRANSFER_S = 1800.0
 """Default deadline of a transfer."""
-_THREADS = 3  # transfers of chunks at a time: with more, a chain of mirrors forwards each chunk later
+_THREADS = 3  # number of transfers at a time: with more, a chain of mirrors forwards each chunk later
 _CHUNK_S = 120.0  # deadline of one chunk from the driver
-_PEER_S = 10.0  # deadline of one chunk from another mirror, which may have to wait for it itself
-_PEERS = 2  # mirrors that are tried
-_TRIES = 5  # for a chunk that arrives damaged
+_PEER_S = 10.0  # deadline of one chunk from another mirror, which may itself wait for the chunk
+_PEERS = 2  # number of mirrors that are tried
+_TRIES = 5  # attempts at a chunk that arrives damaged
 _LOCK = ".mirror.lock"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".delta")
 
 
 def mirrored_media(folder: Path, link: Link) -> MediaFolder:
-    """Returns the images of a run for a host without the run folder: copies in `folder`, which come from the driver and go there."""
+    """Returns the images of a run for a host that does not have the run folder. Images are copied to `folder` from the driver, and new ones
+    are sent to the driver."""
     return MediaFolder(
         folder,
         fetch=lambda name: link.call("GET", f"/media/{name}"),
@@ -71,25 +72,26 @@ class Mirror:
     Args:
         link: the driver.
         index: the chunks of this host, which its `agentrl.cluster.relay.Relay` serves to others.
-        relay: address and key of that relay; None means that this host serves no others.
+        relay: address and key of that relay; None means that this host serves no other hosts.
     """
 
     def __init__(self, folder: Path, link: Link, *, index: ChunkIndex | None = None, relay: tuple[str, str] | None = None) -> None:
         self.folder, self.link = folder, link
         self.index = index or ChunkIndex()
         self.relay = relay
-        self.expected: frozenset[str] = frozenset()  # chunks that will arrive
+        self.expected: frozenset[str] = frozenset()  # checksums of chunks that will arrive
         folder.mkdir(parents=True, exist_ok=True)
 
     def fetch(self, name: str, *, timeout_s: float = TRANSFER_S, into: Path | None = None, weights: bool = True) -> Path:
-        """Returns the local path of `versions/000012`, `checkpoints/000012`, `judges/NAME` or a single file, once it equals the driver's.
+        """Makes the local copy of `versions/000012`, `checkpoints/000012`, `judges/NAME` or a single file equal to the driver's. Returns
+        its path.
 
         Args:
-            into: another path for a folder than in this mirror.
-            weights: whether the files of a folder that contain weights are fetched too.
+            into: path for the folder, instead of its path in this mirror.
+            weights: whether files that contain weights are fetched too.
 
-        Raises `NotFound` if the driver does not have it, `DiskFull`, `LinkLost` if the driver does not answer, and `InfrastructureError`
-        for another fault of this host.
+        Raises `NotFound` if the driver does not have it, `DiskFull` if the disk is full, `LinkLost` if the driver does not answer, and
+        `InfrastructureError` for any other fault of this host.
         """
         if "/" not in name:
             return self._fetch_file(name)
@@ -97,7 +99,7 @@ class Mirror:
             return self._fetch_folder(name, into, time.monotonic() + timeout_s, weights=weights)
 
     def push(self, name: str, *, timeout_s: float = TRANSFER_S) -> None:
-        """Returns when the driver has a folder that is complete here. Raises as `fetch`."""
+        """Sends a folder that is complete here. Returns when the driver has all of it. Raises the errors of `fetch`."""
         kind, number = name.split("/")
         path, deadline = folder_path(self.folder, kind, number), time.monotonic() + timeout_s
         with _local_errors(str(path)):
@@ -107,17 +109,17 @@ class Mirror:
                 self.send(name, self.announce(name, listing, timeout_s=_left(deadline)), timeout_s=_left(deadline))
                 self.complete(name, timeout_s=_left(deadline))
                 return
-            except NotFound as error:  # the driver has forgotten the listing
+            except NotFound as error:  # the driver no longer has the listing
                 if time.monotonic() > deadline:
                     raise LinkLost(f"{name} was not complete at the driver within {timeout_s:g} s: {error}") from error
 
     def announce(self, name: str, listing: FolderListing, *, timeout_s: float = TRANSFER_S) -> list[str]:
-        """Starts to send a folder with these files, and returns the checksums of the chunks that the driver lacks."""
+        """Announces a folder with these files to the driver, and returns the checksums of the chunks that the driver lacks."""
         data = self.link.json("POST", f"/arriving/{name}", codec.to_data(listing), timeout_s=timeout_s)
         return [str(sha256) for sha256 in data]
 
     def send(self, name: str, chunks: Sequence[str], *, timeout_s: float = TRANSFER_S) -> None:
-        """Sends chunks of an announced folder. Raises as `fetch`."""
+        """Sends chunks of an announced folder. Raises the errors of `fetch`."""
         deadline = time.monotonic() + timeout_s
 
         def send(sha256: str) -> None:
@@ -129,7 +131,7 @@ class Mirror:
         self._for_each(chunks, send)
 
     def complete(self, name: str, *, timeout_s: float = TRANSFER_S) -> None:
-        """Returns when a folder whose chunks have been sent is durable at the driver."""
+        """Completes a folder whose chunks were sent. Returns when it is durable at the driver."""
         self.link.json("POST", f"/arriving/{name}/commit", {}, timeout_s=timeout_s)
 
     def names(self, kind: str) -> list[str]:
@@ -137,9 +139,9 @@ class Mirror:
         return [str(name) for name in self.link.json("GET", f"/files/{kind}")]
 
     def drop_extra(self, kind: str, *, keep: Sequence[str] = (), unsent: bool = True) -> None:
-        """Deletes the local folders that the driver does not have, and what is left of interrupted transfers of them.
+        """Deletes the local folders that the driver does not have, and the remains of their interrupted transfers.
 
-        `unsent`: also those newer than all of the driver's, which a learner of this host may be writing.
+        `unsent`: also deletes folders that are newer than all of the driver's. A learner on this host may be writing them.
         """
         there = {*self.names(kind), *keep}
         before = float("inf") if unsent else max(map(int, there), default=0)
@@ -191,14 +193,14 @@ class Mirror:
             return [], ""
         sources: list[Link] = []
         joining = {"folder": name, "url": self.relay[0], "key": self.relay[1]}
-        answer = self.link.json("POST", "/peers", joining, timeout_s=_left(deadline))  # after the upload, if there is a store
+        answer = self.link.json("POST", "/peers", joining, timeout_s=_left(deadline))  # with a store, the answer comes after the upload
         for peer in answer["mirrors"][:_PEERS]:
-            with contextlib.suppress(UserError, ValueError):  # another host gave an address that is none
+            with contextlib.suppress(UserError, ValueError):  # another host gave an invalid address
                 sources.append(Link(str(peer["url"]), str(peer["key"]), what="a mirror", silence_s=_PEER_S))
         return sources, str(answer["store"])
 
     def _fetch_stored(self, name: str, url: str, arriving: ArrivingFolder, deadline: float) -> None:
-        """Reads missing chunks from the object store. What it lacks, has damaged or does not return stays missing."""
+        """Reads missing chunks from the object store. Chunks that the store lacks, damages or does not return stay missing."""
         missing, per_piece = set(arriving.missing), PIECE // CHUNK
         pieces = [
             (one, first)
@@ -231,7 +233,7 @@ class Mirror:
             except (HTTPException, LinkLost, ValueError, OSError) as error:
                 if isinstance(error, OSError) and disk_full_error(error):
                     raise
-                with contextlib.suppress(ValueError):  # another thread has removed it
+                with contextlib.suppress(ValueError):  # another thread removed it
                     sources.remove(source)
         for tries in range(_TRIES):
             data = self.link.call("GET", f"/chunks/{sha256}", timeout_s=min(_CHUNK_S, _left(deadline)))
@@ -243,7 +245,8 @@ class Mirror:
                     raise LinkLost(f"a chunk of {arriving.final.name} arrives damaged from {self.link.url}: {error}") from error
 
     def _for_each(self, chunks: Sequence[T], transfer: Callable[[T], None]) -> None:
-        """Calls `transfer` for each chunk, a few at a time, in their order. Raises the first error after all calls have ended."""
+        """Calls `transfer` for each chunk in order, a few at a time. If a call raises, starts no more calls, and raises after the others
+        ended."""
         left, lock, failed = iter(chunks), threading.Lock(), threading.Event()
 
         def work() -> None:
@@ -266,7 +269,7 @@ class Mirror:
 
     @contextmanager
     def _locked(self, timeout_s: float) -> Iterator[None]:
-        """Locks the mirror for one transfer: several parts of a host may need the same folder."""
+        """Locks the mirror for one transfer, because several parts of a host may need the same folder."""
         handle = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             deadline = time.monotonic() + timeout_s
@@ -285,7 +288,7 @@ class Mirror:
 
 
 def _left(deadline: float) -> float:
-    """Returns the seconds until a deadline. Raises `LinkLost` after it."""
+    """Returns the seconds until a deadline. Raises `LinkLost` if the deadline has passed."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise LinkLost("the transfer did not end in time")
@@ -300,7 +303,7 @@ def _check_space(folder: Path, needs: int, name: str) -> None:
 
 @contextmanager
 def _local_errors(what: str) -> Iterator[None]:
-    """Raises `DiskFull` for a full disk, and `InfrastructureError` for another error of this host's disk."""
+    """Raises `DiskFull` if the disk is full, and `InfrastructureError` for any other error of this host's disk."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Hosts the processes of a run on a machine that does not share the driver's disk: in a mirror of the run folder."""
+"""Hosts the processes of a run on a machine that does not share the driver's disk. The processes use a mirror of the run folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentrl.protocols.cluster import PartCommand
 
 
 class MirrorHost:
-    """A `ProcessHost` whose processes have a mirror. It serves the mirror's chunks to other hosts until `close`."""
+    """A `ProcessHost` whose processes use a mirror. It serves the mirror's chunks to other hosts until `close`."""
 
     def __init__(self, mirror: Mirror, *, root: Path | None, host: str) -> None:
         self.folder, self._mirror, self._host = mirror.folder, mirror, host
@@ -36,14 +36,14 @@ class MirrorHost:
         return opened
 
     async def start(self, command: PartCommand) -> HostedProcess:
-        """Starts a part once the mirror has what it needs. Raises `LaunchError` and `OSError`."""
+        """Fetches the files that a part needs into the mirror, then starts the part. Raises `LaunchError` and `OSError`."""
         await self.fetch(*command.needs)
         process = self._processes.start(command)
         process.fetch = self.fetch  # type: ignore[method-assign]
         return process
 
     async def fetch(self, *paths: str) -> None:
-        """Returns when the mirror has these files and folders of the run, complete. Deletes versions that the driver has deleted.
+        """Fetches these files and folders of the run into the mirror. Deletes versions that the driver has deleted.
 
         Raises `LaunchError`.
         """

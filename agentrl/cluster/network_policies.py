@@ -1,13 +1,13 @@
 """The network policies of a run on Kubernetes.
 
-Policies add up: a connection is allowed if any policy that selects its pod allows it. Hence every pod of the run is selected by exactly one
-of the first three.
+Policies are cumulative: a connection is allowed if any policy that selects its pod allows it. So exactly one of the first three policies
+selects each pod of the run.
 
     inside     driver, servers, learner, workers: to and from each other, Redis, cells and the name server
     redis      from the pods of `inside`; to nothing
     sandbox    the cells: from driver and workers; to nothing
     operator   the KubeRay operator to the dashboard of the head, on which it reads the state of the job
-    outside    driver and workers to the given address ranges, without the link-local one, at which clouds serve credentials of a node
+    outside    driver and workers to the given address ranges, except the link-local one, where clouds serve a node's credentials
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def network_policies(name: str, egress: Sequence[str] = ()) -> Iterator[tuple[st
     """Yields name and `spec` of each policy.
 
     Args:
-        name: of the run's objects.
+        name: name of the run's objects.
         egress: address ranges that driver and workers may reach, such as 203.0.113.0/24.
 
-    Raises `UserError` for an invalid range.
+    Raises `UserError` if a range is invalid.
     """
     inside = {**_of(name), "matchExpressions": [{"key": _PART, "operator": "NotIn", "values": _APART}]}
     redis, sandbox = _of(name, "redis"), _of(name, "sandbox")
@@ -55,7 +55,7 @@ def network_policies(name: str, egress: Sequence[str] = ()) -> Iterator[tuple[st
 
 
 def from_drivers(name: str) -> dict[str, Any]:
-    """Returns the rule by which a cell accepts connections of driver and workers."""
+    """Returns the rule that allows connections from driver and workers to a cell."""
     return {"from": [{"podSelector": _drivers(name)}], "ports": [_port(wire.PORT)]}
 
 
@@ -78,7 +78,7 @@ def _policy(pods: Mapping[str, Any], **rules: list[dict[str, Any]]) -> dict[str,
 
 
 def _block(block: str) -> dict[str, Any]:
-    """Returns the peers of an address range. Raises `UserError` for an invalid or a link-local one."""
+    """Returns the peers of an address range. Raises `UserError` if the range is invalid or link-local."""
     try:
         network = ipaddress.ip_network(block)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Nsight Systems for the parts of a run on this machine: they start under `nsys launch`, and are recorded only between `start` and `stop`.
+"""Nsight Systems for the parts of a run on this machine. Parts start under `nsys launch`, and are recorded only between `start` and `stop`.
 
 Each part has a session of nsys and writes one report. Source: NVIDIA Nsight Systems User Guide, "Interactive CLI Command Sequences".
 """
@@ -18,10 +18,10 @@ from agentrl.errors import InfrastructureError, UserError
 from agentrl.protocols.cluster import PARENT, PYTHON, PartCommand
 
 RECORDED = ("learner", "server")
-"""Starts of the names of recorded parts."""
-_START_S, _STOP_S = 60.0, 600.0  # reports can have several gigabytes
+"""Prefixes of the names of recorded parts."""
+_START_S, _STOP_S = 60.0, 600.0  # a report can have several gigabytes
 _HERE = "{parent of the part}"
-# nsys starts the part, so the part must die with nsys, and nsys with the driver.
+# nsys starts the part, so the part must die with nsys, and nsys must die with the driver.
 _OUTER = (
     "import os, sys; from agentrl.base.processes import die_with_parent; die_with_parent(int(sys.argv[1]));"
     " os.execv(sys.argv[2], sys.argv[2:])"
@@ -35,7 +35,7 @@ class NsightSessions:
     Raises `UserError` if nsys is not installed, or if this machine has no NVIDIA GPU.
 
     Args:
-        folder: gets a report for each part.
+        folder: folder for the reports, one for each part.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -48,7 +48,7 @@ class NsightSessions:
         self._sessions: dict[str, str] = {}  # session -> part
 
     def wrap(self, command: PartCommand) -> PartCommand:
-        """Returns the command that starts a part under nsys; the command itself for parts that are not recorded."""
+        """Returns the command that starts a part under nsys; returns the command unchanged if the part is not recorded."""
         if not command.name.startswith(RECORDED):
             return command
         session = f"agentrl-{os.getpid()}-{command.name}-{len(self._sessions)}"
@@ -82,7 +82,7 @@ class NsightSessions:
         await self._all(stop)
 
     async def _all(self, work: Callable[[str, str], Awaitable[None]]) -> None:
-        """Works on the newest session of each part: an older one belongs to a part that was restarted."""
+        """Calls `work` for the newest session of each part. An older session belongs to a part that was restarted."""
         newest = {part: session for session, part in self._sessions.items()}
         for result in await asyncio.gather(*(work(session, part) for part, session in newest.items()), return_exceptions=True):
             if result is not None:

@@ -1,15 +1,16 @@
-"""Versions in an object store, from which hosts read them in place of the driver's link (fsspec: `s3://`, `gs://`, `file://` and others).
+"""Versions in an object store, from which hosts read them instead of from the driver (fsspec: `s3://`, `gs://`, `file://` and others).
 
     serving.weight_transfer={"ref": "file", "options": {"store": "s3://bucket/folder"}}
 
-The driver uploads a version when the first host fetches it. A host knows the checksums from the driver, checks every chunk, and fetches
-what the store lacks or has damaged as it does without a store. So the store is never trusted, and losing it only costs time.
+The driver uploads a version when the first host fetches it. A host gets the checksums from the driver and checks every chunk. It fetches
+chunks that the store lacks or damages in the same way as if there were no store. So the store is never trusted, and its loss costs only
+time.
 
     FOLDER/RUN/versions/000012/model.safetensors     RUN is the id of the run
     FOLDER/RUN/versions/000012/.complete             checksum of the files' list, written last
 
-Credentials come from the environment of driver and hosts, as the library of the store reads them. Every call has a deadline, because such
-a library may retry for ever.
+Credentials come from the environment of driver and hosts, as the library of the store reads them. Every call has a deadline, because such a
+library may retry without end.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class ObjectStore:
 
         def open_store() -> tuple[Any, str]:
             fsspec: Any = import_module("fsspec")
-            files, root = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)  # some libraries log in now
+            files, root = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)  # some libraries log in here
             return files, root
 
         try:
@@ -66,7 +67,7 @@ class ObjectStore:
             raise UserError(f"{OPTION}: {url} cannot be used: {one_line_error(error)}", fix="install its package on every node") from error
 
     def check(self) -> None:
-        """Writes, reads and deletes an object. Raises `UserError`."""
+        """Writes, reads and deletes an object. Raises `UserError` if that fails."""
         path, content = f"{self._root}/check-{secrets.token_hex(8)}", secrets.token_bytes(64)
 
         def check() -> bytes:
@@ -84,7 +85,8 @@ class ObjectStore:
         raise UserError(f"{OPTION}: {self.url} does not return what was written", fix=fix)
 
     def upload(self, name: str, folder: Path, listing: FolderListing) -> None:
-        """Uploads a version (`versions/000012`), unless the store has it with these files. An interrupted upload is repeated."""
+        """Uploads a version (`versions/000012`), unless the store already has it with these files. An interrupted upload starts from the
+        beginning."""
         target, mark = f"{self._root}/{name}", hashlib.sha256(codec.to_json(listing)).hexdigest().encode()
 
         def upload() -> None:
@@ -101,7 +103,7 @@ class ObjectStore:
         self._call(upload, UPLOAD_S)
 
     def read(self, path: str, start: int, end: int) -> bytes:
-        """Returns bytes of a file (`versions/000012/model.safetensors`); fewer if it is shorter."""
+        """Returns the bytes from `start` to `end` of a file (`versions/000012/model.safetensors`); fewer if the file is shorter."""
         return bytes(self._call(lambda: self._files.cat_file(f"{self._root}/{path}", start=start, end=end), READ_S))
 
     def drop_others(self, keep: Iterable[str]) -> None:
@@ -111,7 +113,7 @@ class ObjectStore:
         def drop() -> None:
             for path in self._files.ls(parent, detail=False):
                 name = path.rstrip("/").rpartition("/")[2]
-                if name not in wanted and _VERSION.fullmatch(name):  # others can write to the store, too
+                if name not in wanted and _VERSION.fullmatch(name):  # other users may write to the store
                     self._files.rm(path, recursive=True)
 
         self._call(drop, _CLEAN_S)
@@ -126,7 +128,7 @@ class ObjectStore:
         self._call(remove, _CLEAN_S)
 
     def _make_parent(self, path: str) -> None:
-        if "file" in self._files.protocol:  # stores have no folders: with some, this would create a bucket
+        if "file" in self._files.protocol:  # stores have no folders; in some, this would create a bucket
             self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
 
     def _write(self, path: str, content: bytes) -> None:
@@ -134,7 +136,7 @@ class ObjectStore:
         self._files.pipe_file(path, content)
 
     def _call(self, function: Callable[[], T], seconds: float) -> T:
-        """Returns the result of a call in a thread, which is abandoned at the deadline."""
+        """Runs a call in a thread and returns its result. Abandons the thread at the deadline."""
         result: Future[T] = Future()
 
         def call() -> None:

@@ -1,4 +1,4 @@
-"""One part of a run that is divided over several hosts: the learner's ranks."""
+"""One part of a run that is divided among several hosts: the learner's ranks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _POLL_S = 0.2
 
 
 class PartGroup:
-    """A `PartHandle` of processes that only work together. The first one is on host 0, and its reports count.
+    """A `PartHandle` of processes that work only together. The first process is on host 0, and only its reports are used.
 
-    Process ids of other hosts are not unique, so those of host n are listed as n * `HOST_IDS` plus the id.
+    Process ids are unique only on one host, so a process of host n is listed as n * `HOST_IDS` plus its id.
     """
 
     HOST_IDS = 1 << 32
@@ -21,7 +21,7 @@ class PartGroup:
     def __init__(self, members: Sequence[PartHandle]) -> None:
         self._members = tuple(members)
         self._first = members[0]
-        self._failure = 0  # exit code of the first member that failed; the others are killed then
+        self._failure = 0  # exit code of the first member that failed, after which the others are killed
 
     @property
     def host(self) -> str:
@@ -55,17 +55,18 @@ class PartGroup:
 
     @property
     def returncode(self) -> int | None:
-        """The code of the first member that failed, 0 if none did, and None while one runs."""
+        """The exit code of the first member that failed; 0 if none failed; None while any member runs."""
         codes = [member.returncode for member in self._members]
         return None if None in codes else self._failure or next((code for code in codes if code), 0)
 
     @property
     def lost(self) -> str:
-        """Why a member is gone without an exit code; empty if none is."""
+        """Why a member is gone without an exit code; empty if no member is."""
         return next((member.lost for member in self._members if member.lost), "")
 
     async def wait(self) -> int:
-        """Returns the exit code after the end of all members. Kills the others when one has failed: they would wait for it."""
+        """Waits for the end of all members and returns the exit code. If a member fails, kills the others, because they would wait for
+        it."""
         while (code := self.returncode) is None:
             if failure := next((member.returncode for member in self._members if member.returncode), 0):
                 self._failure = self._failure or failure
@@ -86,7 +87,7 @@ class PartGroup:
             member.send_kill()
 
     async def kill(self) -> None:
-        """Kills all members and returns when none is left. Raises `LaunchError` as they do."""
+        """Kills all members and returns when no process is left. Raises `LaunchError` if a member does."""
         await asyncio.gather(*(member.kill() for member in self._members))
 
     async def terminate(self, *, grace_s: float) -> None:
@@ -102,7 +103,7 @@ class PartGroup:
         return {host * self.HOST_IDS + pid: state for host, one in enumerate(self._members) for pid, state in one.processes().items()}
 
     def read_progress(self) -> bytes:
-        """Returns the progress that rank 0 has reported since the last call."""
+        """Returns the progress that host 0 reported since the last call."""
         return self._first.read_progress()
 
     @property

@@ -1,6 +1,6 @@
-"""The plan of a run: which parts start, how many of each, what each reserves, and whether that fits a cluster.
+"""The plan of a run: which parts start, how many of each, and which resources each part reserves.
 
-It does not import Ray. Only `plan_here` looks at this machine; everything else is a function of its arguments.
+It does not import Ray. Only `plan_here` depends on this machine; all other functions depend only on their arguments.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from agentrl.config.recipe import Recipe
 from agentrl.protocols.cluster import PartCommand
 
 GIB = 1 << 30
-_NUMBERED = ("worker",)  # parts with a number in their name even if there is one
-_SANDBOX_GIB = 0.0625  # of a small sandbox
+_NUMBERED = ("worker",)  # parts that have a number in their name even if there is only one
+_SANDBOX_GIB = 0.0625  # memory of a small sandbox
 _REDIS_GIB = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """What one process group of a part reserves on one node."""
+    """The resources that one process group of a part reserves on one node."""
 
-    name: str  # as that of its `PartCommand`: "server", or "server-0" of several, "learner", "worker-3", "judge-small"
+    name: str  # as in its `PartCommand`: "server", or "server-0" if there are several, "learner", "worker-3", "judge-small"
     cpus: float
     gpus: float = 0.0
     memory: int = 0  # bytes
     custom: Mapping[str, float] = field(default_factory=dict)  # amounts of the cluster's custom resources
-    labels: Mapping[str, str] = field(default_factory=dict)  # that the node must have
+    labels: Mapping[str, str] = field(default_factory=dict)  # labels that the node must have
 
     def amounts(self) -> dict[str, float]:
-        """Returns what it reserves by Ray's names: CPU, GPU, memory (bytes) and custom resources, without zeros."""
+        """Returns the reserved amounts by Ray's names: CPU, GPU, memory (bytes) and custom resources. Amounts of 0 are excluded."""
         amounts = {"CPU": self.cpus, "GPU": self.gpus, "memory": float(self.memory), **self.custom}
         return {name: amount for name, amount in amounts.items() if amount}
 
@@ -43,8 +43,8 @@ class PlannedPart:
 
     name: str  # as in `cluster.resources`: "server", "learner", "worker", "gate", "redis", "judge-NAME", or "driver"
     count: int
-    bundle: Bundle  # of each; its name is that of the part
-    with_driver: bool = False  # it runs on the machine of the driver, which starts it without a reservation
+    bundle: Bundle  # resources of each; its name is that of the part
+    with_driver: bool = False  # whether it runs on the driver's machine, without a reservation
 
     def bundles(self) -> Iterator[Bundle]:
         """Yields the bundles with their own names."""
@@ -60,9 +60,9 @@ class ClusterPlan:
     parts: tuple[PlannedPart, ...]
     address: str = "local"
     devices: Mapping[str, str] = field(default_factory=dict)
-    """CUDA_VISIBLE_DEVICES of the bundles that start on this machine. One that is missing inherits the driver's."""
+    """CUDA_VISIBLE_DEVICES of the bundles that start on this machine. A bundle that is missing inherits the driver's value."""
     wrap: Callable[[PartCommand], PartCommand] | None = None
-    """Changes the command of each part on this machine, for profilers."""
+    """Function that changes the command of each part on this machine, for profilers."""
 
     @property
     def is_local(self) -> bool:
@@ -74,7 +74,7 @@ class ClusterPlan:
         return next((part for part in self.parts if part.name == name), None)
 
     def bundles(self) -> list[Bundle]:
-        """Returns the bundles that a cluster has to reserve, part by part. Those next to the driver are not among them."""
+        """Returns the bundles that a cluster has to reserve, part by part. Excludes parts that run on the driver's machine."""
         return [bundle for part in self.parts if not part.with_driver for bundle in part.bundles()]
 
     def as_data(self) -> dict[str, Any]:
@@ -90,11 +90,11 @@ class ClusterPlan:
 def plan_parts(recipe: Recipe, *, training: bool = True, on_gpus: bool = False, visible: Sequence[str] = ()) -> ClusterPlan:
     """Returns the plan of a recipe.
 
-    On one machine servers and learner share GPUs by the rules of `agentrl.cluster.local_gpus.share_gpus`. On a cluster each rank of the
-    learner and each server gets a GPU, or the share that `cluster.resources` sets.
+    On one machine, servers and learner share GPUs by the rules of `agentrl.cluster.local_gpus.share_gpus`. On a cluster, each rank of the
+    learner and each server gets one GPU, or the amount that `cluster.resources` sets.
 
     Args:
-        training: whether learner, gate and workers start. An evaluation starts servers only.
+        training: whether learner, gate and workers start. An evaluation starts only servers.
         on_gpus: whether servers and learner compute on GPUs.
         visible: with `cluster.address=local`, the GPUs of this machine as CUDA_VISIBLE_DEVICES names them.
 
@@ -116,7 +116,7 @@ def plan_parts(recipe: Recipe, *, training: bool = True, on_gpus: bool = False, 
 def plan_here(recipe: Recipe, *, training: bool = True) -> ClusterPlan:
     """Returns the plan with the GPUs of this machine. On a cluster, `device=auto` means the device of the vLLM build installed here.
 
-    Raises `UserError` if this machine has too few GPUs, or too little of their memory for the servers that share one.
+    Raises `UserError` if this machine has too few GPUs, or if servers that share a GPU need more than its memory.
     """
     on_gpus = recipe.device == "cuda" if recipe.device != "auto" and not recipe.cluster.is_local else serves_on_gpu(recipe)
     visible: Sequence[str] = ()
@@ -127,7 +127,7 @@ def plan_here(recipe: Recipe, *, training: bool = True) -> ClusterPlan:
 
 
 def _default_bundle(recipe: Recipe, name: str, on_gpus: bool) -> Bundle:
-    """Returns what a part reserves if `cluster.resources` does not set it.
+    """Returns the resources that a part reserves by default; `cluster.resources` can change them.
 
     The memory of models is an estimate, because no file is read here.
     """
@@ -148,7 +148,7 @@ def _default_bundle(recipe: Recipe, name: str, on_gpus: bool) -> Bundle:
 
 
 def _with_settings(default: Bundle, settings: Mapping[str, float | str]) -> Bundle:
-    """Returns the bundle with the recipe's entries in place of the defaults."""
+    """Returns the bundle with the recipe's entries instead of the defaults."""
     numbers = {name: amount for name, amount in settings.items() if not isinstance(amount, str)}
     fixed = {name: numbers.pop(name) for name in ("cpus", "gpus", "memory_gib", "nodes") if name in numbers}
     return Bundle(

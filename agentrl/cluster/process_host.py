@@ -30,18 +30,18 @@ from agentrl.protocols.cluster import HOST, PARENT, PORT, PROGRESS, PYTHON, REAS
 LOOPBACK = "127.0.0.1"
 _SLOT = re.compile(r"\{agentrl:[a-z]+\}")
 _GONE_S = 60.0
-_LOOK_S = 0.01  # between two checks for killed processes
-_POLL_S = 0.05  # between two checks of a process, on a kernel without pidfd_open
+_LOOK_S = 0.01  # between checks for killed processes
+_POLL_S = 0.05  # between checks of a process, if the kernel has no pidfd_open
 _REASON_BYTES = 1 << 20
 NO_DEVICES: Mapping[str, str] = MappingProxyType({})
-_PIPE_BYTES = 1 << 20  # more than the pipe holds
+_PIPE_BYTES = 1 << 20  # more than the pipe can hold
 
 
 class ProcessHost:
     """Starts processes that die with the calling thread, and tracks them until they end.
 
-    Each leads its own session, so a terminal's ctrl-C does not reach it, and holds the shared lock of the run folder: the next driver waits
-    for its end.
+    Each process leads its own session, so a terminal's ctrl-C does not reach it. Each holds the shared lock of the run folder, so the next
+    driver waits for its end.
     """
 
     def __init__(self, folder: Path, *, root: Path | None = None, host: str = LOOPBACK, locked: bool = True) -> None:
@@ -57,7 +57,7 @@ class ProcessHost:
         return process
 
     async def close(self) -> None:
-        """Kills the processes that still run, and returns when none is left. Raises `LaunchError` as `HostedProcess.kill` does."""
+        """Kills the processes that still run, and returns when none is left. Raises the errors of `HostedProcess.kill`."""
         await asyncio.gather(*(one.kill() for one in self._running))
         self._running.clear()
 
@@ -69,7 +69,7 @@ class HostedProcess:
 
     def __init__(self, command: PartCommand, folder: Path, *, root: Path | None, host: str, locked: bool) -> None:
         self.name, self.host, self.folder = command.name, host, str(folder)
-        self.cleaned = False  # no process, scratch folder or port is left
+        self.cleaned = False  # whether no process, scratch folder or port is left
         self.scratch = str(scratch_folder(command.scratch)) if command.scratch else ""
         self._reports = _Reports()
         self._port = ReservedPort(host) if any(PORT in text for text in _texts(command)) else None
@@ -111,7 +111,7 @@ class HostedProcess:
             if lock is not None:
                 os.close(lock)
         if process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError), process.stdin:  # it has ended, and its log has the reason
+            with contextlib.suppress(BrokenPipeError), process.stdin:  # the process ended, and its log has the reason
                 process.stdin.write(self._fill(command.stdin).encode())
         return process
 
@@ -120,16 +120,16 @@ class HostedProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id."""
         return self._popen.pid
 
     @property
     def returncode(self) -> int | None:
-        """Its exit code, -N after signal N; None while it runs."""
+        """The exit code, which is -N after signal N; None while the process runs."""
         return self._popen.poll()
 
     async def wait(self) -> int:
-        """Returns the exit code after the end of the first process."""
+        """Waits for the end of the first process and returns its exit code."""
         while (code := self._popen.poll()) is None:
             await _ended(self._popen.pid)
         return code
@@ -147,7 +147,7 @@ class HostedProcess:
         await self._kill(self._members())
 
     async def terminate(self, *, grace_s: float) -> None:
-        """Sends SIGTERM to the first process, waits `grace_s` for its end, then continues as `kill`. Idempotent."""
+        """Sends SIGTERM to the first process, waits up to `grace_s` for its end, then kills the part as `kill` does. Idempotent."""
         members = self._members()
         if self.returncode is None:
             self._popen.terminate()
@@ -182,22 +182,24 @@ class HostedProcess:
                     os.kill(pid, number)
 
     def processes(self) -> dict[int, str]:
-        """Its process ids with their states; empty after the end of the first one, whose id the kernel may reuse."""
+        """Returns the process ids of the part with their states; empty after the end of the first process, because the kernel may reuse its
+        id."""
         return process_tree(self.pid) if self.returncode is None else {}
 
     def read_progress(self) -> bytes:
-        """Returns what the part has written to `PROGRESS` since the last call."""
+        """Returns the bytes that the part wrote to `PROGRESS` since the last call."""
         return self._reports.read_progress()
 
     def reasons(self) -> bytes:
-        """Returns what the part has appended to `REASONS`, at most 1 MiB."""
+        """Returns the bytes that the part appended to `REASONS`, at most 1 MiB."""
         return self._reports.read_reasons()
 
     async def fetch(self, *paths: str) -> None:
         """Does nothing: the run folder is here."""
 
     def _members(self) -> dict[int, int]:
-        """The processes of the part, with the times of their starts: some may have their own group, others may have lost their parent."""
+        """Returns the processes of the part with their start times. Some may have a separate group, and others may have lost their
+        parent."""
         return {} if self.cleaned else {pid: read_stat(pid).started for pid in (*self.processes(), *process_group(self.pid))}
 
     def _clean(self) -> None:
@@ -221,7 +223,7 @@ class LocalLauncher:
         devices: Mapping[str, str] = NO_DEVICES,
         wrap: Callable[[PartCommand], PartCommand] | None = None,
     ) -> None:
-        """`folder`: the run folder. `root`: the project. `devices`: CUDA_VISIBLE_DEVICES by part; others inherit that of the driver.
+        """`folder`: the run folder. `root`: the project. `devices`: CUDA_VISIBLE_DEVICES by part; other parts inherit the driver's value.
 
         `wrap`: changes each command.
         """
@@ -232,7 +234,7 @@ class LocalLauncher:
         return None
 
     async def start(self, command: PartCommand) -> HostedProcess:
-        """Starts a part. Raises as `ProcessHost.start` does."""
+        """Starts a part. Raises the errors of `ProcessHost.start`."""
         if (device := self._devices.get(command.name)) is not None:
             command = replace(command, environment={**command.environment, "CUDA_VISIBLE_DEVICES": device})
         return self._host.start(command if self._wrap is None else self._wrap(command))
@@ -246,7 +248,7 @@ class LocalLauncher:
 
 
 class _Reports:
-    """A pipe and a file in memory, which processes of this machine open by their paths while this object exists."""
+    """A pipe and a file in memory. Processes on this machine can open both by their paths while this object exists."""
 
     def __init__(self) -> None:
         self._read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -266,7 +268,8 @@ class _Reports:
 
 
 def scratch_folder(of: str) -> Path:
-    """Creates an empty folder for a server's sockets. The path is short, as sockets require, and stable, so it is reused after a kill."""
+    """Creates an empty folder for a server's sockets. The path is short, as sockets require. It depends only on `of`, so that it is reused
+    after a kill."""
     folder = Path(tempfile.gettempdir()) / f"agentrl-serving-{hashlib.sha256(of.encode()).hexdigest()[:12]}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700)
@@ -278,7 +281,7 @@ def _texts(command: PartCommand) -> Iterable[str]:
 
 
 def _living(members: Mapping[int, int]) -> dict[int, int]:
-    """Returns those of the given processes that have not ended."""
+    """Returns the given processes that have not ended."""
     stats = {pid: read_stat(pid) for pid in members}
     return {pid: started for pid, started in members.items() if not stats[pid].has_ended and stats[pid].started == started}
 
@@ -292,10 +295,10 @@ def _kill(members: Mapping[int, int], *, group: int) -> None:
 
 
 async def _ended(pid: int) -> None:
-    """Returns when a child of this process has ended, or earlier."""
+    """Returns when a child of this process ends. May return earlier."""
     try:
         handle = os.pidfd_open(pid)
-    except OSError:  # it has just ended, or the kernel has no such call
+    except OSError:  # the process just ended, or the kernel has no such call
         await asyncio.sleep(_POLL_S)
         return
     loop = asyncio.get_running_loop()
@@ -314,9 +317,9 @@ _PORT_TRIES = 64  # another run may choose the same free port at the same time
 class ReservedPort:
     """A port that no other server of agentrl on this machine uses, until `release`.
 
-    A server takes seconds until it listens; meanwhile the port looks free, and a second run could take the first one's server for its own.
-    So each run binds a name for the port in the abstract socket namespace, which is per network namespace, and which the kernel frees when
-    the process ends.
+    A server takes seconds until it listens. Until then the port looks free, and a second run could mistake the first run's server for its
+    own. So each run binds a name for the port in the abstract socket namespace. Each network namespace has one, and the kernel frees the
+    name when the process ends.
     """
 
     def __init__(self, host: str) -> None:
@@ -339,8 +342,9 @@ class ReservedPort:
 
 
 def free_port(host: str) -> int:
-    """Returns a free port of this machine's address, preferably one that the kernel assigns to no connection. Raises `LaunchError`."""
-    for port in (*_unassigned_ports(), 0):  # 0: any port that the kernel has
+    """Returns a free port of this machine's address, preferably outside the range from which the kernel assigns ports. Raises `LaunchError`
+    if no port is free."""
+    for port in (*_unassigned_ports(), 0):  # 0: any free port that the kernel chooses
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
@@ -349,7 +353,7 @@ def free_port(host: str) -> int:
 
 
 def _unassigned_ports() -> list[int]:
-    """Returns some ports, in random order, outside the range from which the kernel assigns ports."""
+    """Returns random ports outside the range from which the kernel assigns ports."""
     try:
         low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     except (OSError, ValueError):

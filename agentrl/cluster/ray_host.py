@@ -1,7 +1,8 @@
-"""What runs on a node of a Ray cluster: an actor that hosts the processes of one part. Only Ray's processes import Ray.
+"""The actor that hosts the processes of one part on a node of a Ray cluster. Only Ray's processes import Ray.
 
-The actor has no state that the run needs. Ray may start it again on another node; it then knows no process, which the driver reads as the
-loss of the part. Every call carries the id of a start, so a call that is delivered twice has the effect of one.
+The run does not depend on the actor's state. Ray may restart the actor on another node. The new actor has no process, which the driver
+interprets as the loss of the part. Every call contains the id of a start, so a call that is delivered twice has the same effect as one
+call.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from agentrl.errors import InfrastructureError, LaunchError, UserError
 from agentrl.protocols.cluster import PartCommand
 
 LEASE_S = 20.0
-"""Seconds without a call of the driver after which a host kills its processes: the driver is gone, or cannot reach this node."""
+"""Seconds without a call of the driver after which a host kills its processes, because the driver is gone or cannot reach this node."""
 ID_FILE = ".cluster-id"
 """File in the run folder with the id of the run. A mirror does not have it."""
 _ID = re.compile(r"[0-9a-f]{32}")
 _WATCH_S = 1.0
-_LOG_BYTES, _LAST_LOG_BYTES = 1 << 18, 4 << 20  # of one answer
-_CONNECTIONS = 64  # to the port by which the driver notices the end of the host
-_TREE_S = 2.0  # between two readings of the process tree
+_LOG_BYTES, _LAST_LOG_BYTES = 1 << 18, 4 << 20  # largest sizes in one answer
+_CONNECTIONS = 64  # largest number, to the port by which the driver detects the end of the host
+_TREE_S = 2.0  # between readings of the process tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,7 @@ class HostSettings:
 
     folder: str  # the run folder on the node
     root: str  # the project on the node
-    working_folder: str  # of the driver; the processes start there if it exists on the node
+    working_folder: str  # the driver's; processes start in it if it exists on the node
     driver: str  # process and machine of the driver, for messages
     session: str  # token of the driver's session
     run: str  # id of the run
@@ -52,31 +53,31 @@ class HostSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostState:
-    """What a host is and when it was last called."""
+    """The identity of a host, and the number of calls that it received."""
 
     session: str
     driver: str
     node: str  # host name
-    version: str  # of agentrl
+    version: str  # version of agentrl
     sees_folder: bool  # whether this node has the run folder, on a shared disk or because it is the driver's machine
-    calls: int  # of the driver, so far
+    calls: int  # number of the driver's calls so far
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartState:
-    """The state of one process, as far as it changed since the last poll."""
+    """The state of one process, with its output since the last poll."""
 
     node: str  # host name
-    node_id: str  # of Ray
+    node_id: str  # Ray's id of the node
     host: str  # address
     pid: int
     port: int
-    watch_port: int  # of the host itself, which sends nothing there
+    watch_port: int  # port of the host, which sends nothing there
     folder: str
     scratch: str
     returncode: int | None
     processes: dict[int, str]
-    log: bytes  # what it has written, if the driver does not see the log
+    log: bytes  # new bytes of its log, if the driver does not see the log
     progress: bytes
     reasons: bytes
     clock: float  # the host's monotonic clock
@@ -94,14 +95,14 @@ class NodeHost:
         self._processes: dict[str, HostedProcess] = {}
         self._trees: dict[str, tuple[float, dict[int, str]]] = {}
         self._host: ProcessHost | MirrorHost | None = None
-        self._logs: dict[str, tuple[Path, int]] = {}  # of a process in a mirror: its log, and the bytes that the driver has
+        self._logs: dict[str, tuple[Path, int]] = {}  # for a process in a mirror: its log, and the bytes that the driver has
         self._watched: asyncio.Server | None = None
         self._connections = 0
         self._calls, self._called = 0, time.monotonic()
         threading.Thread(target=self._watch_lease, daemon=True, name="agentrl lease").start()
 
     async def describe(self) -> HostState:
-        """Returns the state without renewing the lease: a driver of another session may ask."""
+        """Returns the state. Does not renew the lease, because the call may come from a driver of another session."""
         return HostState(
             session=self._settings.session,
             driver=self._settings.driver,
@@ -112,7 +113,8 @@ class NodeHost:
         )
 
     async def start(self, start: str, command: PartCommand, driver: tuple[str, str] | None) -> PartState | str:
-        """Starts a process, unless this start is known, after the end of an earlier one. Returns its state, or why it does not start.
+        """Starts a process, unless this start was already executed. Kills an earlier process first. Returns the state, or why the process
+        does not start.
 
         `driver`: address and key for a mirror of the run folder; None if the node has the folder.
         """
@@ -154,7 +156,8 @@ class NodeHost:
             await process.signal_children(number)
 
     async def end(self, start: str, grace_s: float) -> PartState | str | None:
-        """Ends all processes of a part, after SIGTERM and `grace_s` seconds if that is not 0. Returns the final state, or what failed."""
+        """Ends all processes of a part. If `grace_s` is not 0, sends SIGTERM first and waits that long. Returns the final state, the error
+        text, or None for an unknown start."""
         self._renew()
         if (process := self._processes.get(start)) is None:
             return None
@@ -165,7 +168,7 @@ class NodeHost:
         return self._state(start)
 
     async def _hold(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Keeps a connection open. It breaks when this process ends, which the driver notices at once."""
+        """Keeps a connection open. The connection breaks when this process ends, so the driver detects the end at once."""
         self._connections += 1
         try:
             while self._connections <= _CONNECTIONS and await reader.read(1024):
@@ -209,7 +212,7 @@ class NodeHost:
         return self._host
 
     def _new_log(self, start: str, *, ended: bool) -> bytes:
-        """Returns what a process in a mirror has written since the last call."""
+        """Returns the bytes that a process in a mirror wrote to its log since the last call."""
         if start not in self._logs:
             return b""
         path, sent = self._logs[start]
@@ -251,7 +254,7 @@ class NodeHost:
         self._calls, self._called = self._calls + 1, time.monotonic()
 
     def _watch_lease(self) -> None:
-        """Kills the processes of a driver that no longer calls. It may have restarted them on another node."""
+        """Kills the processes if the driver no longer calls. The driver may have restarted them on another node."""
         while True:
             time.sleep(_WATCH_S)
             if time.monotonic() - self._called > self._settings.lease_s:
@@ -260,9 +263,10 @@ class NodeHost:
 
 
 def run_id(folder: Path) -> str:
-    """Returns the id of a run, which a copy of its folder shares and another folder of the same name does not.
+    """Returns the id of a run. A copy of the run's folder has the same id, and a different folder with the same name does not.
 
-    Raises `UserError` if its file contains something else: the id names what a run creates and deletes, such as its folder in a store.
+    Raises `UserError` if the id's file is invalid, because the id is part of names that a run creates and deletes, such as its folder in a
+    store.
     """
     path = folder / ID_FILE
     if not path.exists():

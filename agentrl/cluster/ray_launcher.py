@@ -1,7 +1,7 @@
 """Starts the parts of a run on the nodes of a Ray cluster. Ray is imported when a cluster is used.
 
-Ray reserves the plan of the run, and one actor for each part hosts its processes (`agentrl.cluster.ray_host`). Actors and processes end
-with the driver. A part counts as lost if its host does not answer, never because of what Ray reports about the actor.
+Ray reserves the resources of the plan. One actor for each part hosts its processes (`agentrl.cluster.ray_host`). Actors and processes end
+with the driver. A part counts as lost if its host does not answer, regardless of what Ray reports about the actor.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ CONNECT_S = 25.0
 RESERVE_S = 25.0
 """Deadline for the reservation of the plan."""
 START_S = 60.0
-"""Deadline for a start, in which a lost host may be replaced."""
+"""Deadline for a start, which includes the replacement of a lost host."""
 _RETRY_S = 0.5
-_LEASE_ENDS_S = LEASE_S + 2.0  # after the last call of a host, its processes have ended
+_LEASE_ENDS_S = LEASE_S + 2.0  # after the last call to a host; then its processes have ended
 _DESCRIBE_S = 5.0
-_OTHER_DRIVER_S = 3.0  # in which a driver that is alive polls its hosts
+_OTHER_DRIVER_S = 3.0  # within which a living driver polls its hosts
 _CLOSE_S = 20.0
 _QUIET = {"log_to_driver": False, "configure_logging": False, "logging_level": "ERROR"}
 
 
 class RayLauncher:
-    """A `Launcher` on a Ray cluster. Create it with `open`; close it in the same process."""
+    """A `Launcher` on a Ray cluster. Create it with `open`, and close it in the same process."""
 
     is_local = False
 
@@ -59,7 +59,7 @@ class RayLauncher:
         self._ray, self._plan, self._nodes = ray, plan, nodes
         self._bundles = {bundle.name: bundle for bundle in plan.bundles()}
         self.driver_host = _own_address(ray, plan.address)
-        self._here = ProcessHost(folder, root=root, host=self.driver_host)  # of parts that are next to the driver
+        self._here = ProcessHost(folder, root=root, host=self.driver_host)  # for parts on the driver's machine
         self._session = secrets.token_hex(8)
         self._settings = HostSettings(
             folder=str(folder.resolve()),
@@ -70,26 +70,26 @@ class RayLauncher:
             run=run_id(folder),
         )
         self._folder = folder
-        self.shared_folder = True  # all nodes with parts see the run folder; `open` checks it
-        self._driver: tuple[str, str] | None = None  # address and key for mirrors
+        self.shared_folder = True  # whether all nodes with parts see the run folder; `open` checks it
+        self._driver: tuple[str, str] | None = None  # the driver's address and key, for mirrors
         self._group: Any = None  # placement group
-        self._actors: dict[str, Any] = {}  # by name of the part
-        self._parts: dict[str, RayPart] = {}  # the newest of each name
+        self._actors: dict[str, Any] = {}  # by the name of the part
+        self._parts: dict[str, RayPart] = {}  # the newest part of each name
         self._poller = PartPoller(ray)
 
     @classmethod
     async def open(cls, plan: ClusterPlan, folder: Path, *, root: Path) -> RayLauncher:
-        """Connects to the cluster of a plan, ends what an earlier driver of the run has left, reserves the plan and checks its nodes.
+        """Connects to the cluster of a plan, ends the hosts of an earlier driver of the run, reserves the plan and checks its nodes.
 
-        Raises `UserError` if no cluster of this version answers, the plan does not fit, or a node lacks agentrl; each takes at most about
-        30 s. Raises `RunFolderBusy` if another driver of this run uses the cluster.
+        Raises `UserError` if no cluster with this Ray version answers, the plan does not fit, or a node lacks agentrl. Each check takes at
+        most about 30 s. Raises `RunFolderBusy` if another driver of this run uses the cluster.
         """
         ray = import_optional("ray", "cluster", needed_for=f"cluster.address={plan.address}")
         nodes = await asyncio.to_thread(list_nodes, plan.address, wait_s=CONNECT_S)
         if problems := fit_plan(plan, nodes).problems:
             raise no_fit_error(plan, nodes, problems)
         worker: Any = import_module("ray._private.worker")
-        worker.print_to_stdstream = _log_message  # it would print to the command's output
+        worker.print_to_stdstream = _log_message  # the original prints to the command's output
         with _own_signals():
             ray.init(address=plan.address, namespace=f"agentrl-{run_id(folder)}", **_QUIET)
         launcher = cls(ray, plan, folder, root=root, nodes=nodes)
@@ -100,17 +100,17 @@ class RayLauncher:
         except BaseException:
             await launcher.close()
             if not (folder / "recipe.json").exists():
-                (folder / ID_FILE).unlink(missing_ok=True)  # the folder is still vacant
+                (folder / ID_FILE).unlink(missing_ok=True)  # the folder still counts as unused
             raise
         return launcher
 
     def cores(self, name: str) -> int | None:
-        """Returns the CPU cores that the plan reserves for the part; None for one next to the driver."""
+        """Returns the CPU cores that the plan reserves for the part; None if the part runs on the driver's machine."""
         bundle = self._bundles.get(name)
         return None if bundle is None else max(1, int(bundle.cpus))
 
     async def start(self, command: PartCommand) -> RayPart | HostedProcess:
-        """Starts a part on the node of its bundle, or next to the driver. A lost host is replaced by Ray, if a node has room.
+        """Starts a part on the node of its bundle, or on the driver's machine. Ray replaces a lost host if a node has room.
 
         Raises `LaunchError` after a minute, with the plan next to the nodes, if no node has room.
         """
@@ -132,7 +132,7 @@ class RayLauncher:
             if failure := await self._retry(command.name, fetching, timeout_s=FETCH_S):
                 raise LaunchError(f"{command.name} does not start: {failure}")
         starting, pause_s = partial(actor.start.remote, start, command, self._driver), _RETRY_S
-        if command.exclusive:  # a call whose answer is lost may have started it on a host that Ray has replaced
+        if command.exclusive:  # a call whose answer was lost may have started it on a host that Ray replaced
             await self._retry(command.name, actor.describe.remote, timeout_s=START_S)
             pause_s = _LEASE_ENDS_S
         state = await self._retry(command.name, starting, timeout_s=START_S + pause_s, pause_s=pause_s)
@@ -146,7 +146,7 @@ class RayLauncher:
         return part
 
     async def use_driver(self, url: str, key: str) -> None:
-        """Makes hosts work in mirrors of the run folder, with files from this address."""
+        """Sets the address from which hosts fetch files into their mirrors of the run folder, and its key."""
         self._driver = url, key
 
     async def _check_nodes(self) -> None:
@@ -201,9 +201,10 @@ class RayLauncher:
         return self._actors[name]
 
     async def _retry(self, name: str, call: Callable[[], Any], *, timeout_s: float, pause_s: float = _RETRY_S) -> Any:
-        """Returns the answer of an idempotent call to a host, which Ray may be replacing. Raises `LaunchError` after `timeout_s`.
+        """Calls a host until it answers, because Ray may be replacing it. The call must be idempotent. Raises `LaunchError` after
+        `timeout_s`.
 
-        `pause_s`: between two calls.
+        `pause_s`: seconds between calls.
         """
         deadline, reason = time.monotonic() + timeout_s, "its host does not answer"
         while (left_s := deadline - time.monotonic()) > 0:
@@ -249,7 +250,8 @@ class RayLauncher:
             raise no_fit_error(self._plan, nodes, problems) from None
 
     async def _end_earlier_session(self) -> None:
-        """Ends the hosts of an earlier driver of this run. Raises `RunFolderBusy` if that driver is alive: it polls its hosts."""
+        """Ends the hosts of an earlier driver of this run. Raises `RunFolderBusy` if that driver is alive, which means that it polls its
+        hosts."""
         ray, before = self._ray, dict[str, HostState]()
         names = [name for name in await asyncio.to_thread(ray.util.list_named_actors) if not name.startswith(self._session)]
         if not names:
@@ -270,7 +272,7 @@ class RayLauncher:
         log.warning("ended %d parts of an earlier driver of this run", len(names))
 
     async def _described(self, name: str) -> HostState | None:
-        """Returns the state of a host of another session; None if it does not answer."""
+        """Returns the state of another session's host; None if it does not answer."""
         try:
             state = await answer_of(self._ray.get_actor(name).describe.remote(), timeout_s=_DESCRIBE_S)
         except (ValueError, TimeoutError, self._ray.exceptions.RayError):
@@ -278,22 +280,22 @@ class RayLauncher:
         return state if isinstance(state, HostState) else None
 
     async def _replace_silent(self, actor: Any) -> None:
-        """Kills a host that does not answer, with its processes, so that Ray replaces it: it may be stopped, and then it ends nothing."""
+        """Kills a host that does not answer, with its processes, so that Ray replaces it. A stopped host cannot end its processes."""
         try:
             await answer_of(actor.describe.remote(), timeout_s=_DESCRIBE_S)
         except TimeoutError:
             with contextlib.suppress(self._ray.exceptions.RayError):
                 self._ray.kill(actor, no_restart=False)
-        except self._ray.exceptions.RayError:  # Ray replaces it
+        except self._ray.exceptions.RayError:  # Ray replaces the host
             return
 
     async def _wait_for_lease(self, part: RayPart) -> None:
-        """Waits until a lost host has ended its processes, in case that it is only unreachable."""
+        """Waits until a lost host must have ended its processes, because it may only be unreachable."""
         await asyncio.sleep(max(0.0, part.answered_at + _LEASE_ENDS_S - time.monotonic()))
 
 
 async def answer_of(reference: Any, *, timeout_s: float) -> Any:
-    """Returns the result of a Ray call. Raises `TimeoutError`, and the errors of Ray."""
+    """Returns the result of a Ray call. Raises `TimeoutError` after `timeout_s`, and the errors of Ray."""
     async with asyncio.timeout(timeout_s):
         return await asyncio.wrap_future(reference.future())
 
@@ -304,7 +306,7 @@ def _actor_options(bundle: Bundle) -> dict[str, Any]:
 
 
 def _log_message(data: Mapping[str, Any], ignore_prefix: bool = False) -> None:
-    """Logs the first line of a message of the cluster, such as that of a lost node."""
+    """Logs the first line of a message of the cluster, such as one about a lost node."""
     for message in data["lines"]:
         log.info("Ray: %s", printable(str(message).partition("\n")[0], 500))
 
@@ -327,5 +329,5 @@ def _own_signals() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            with contextlib.suppress(ValueError):  # not in the main thread, where Ray replaces none
+            with contextlib.suppress(ValueError):  # this is not the main thread, so Ray replaced none
                 signal.signal(number, handler)

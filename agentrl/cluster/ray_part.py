@@ -15,14 +15,14 @@ from agentrl.cluster.ray_host import LEASE_S, PartState
 from agentrl.errors import LaunchError
 
 SILENT_S = LEASE_S + 5.0
-"""Seconds without an answer after which a part counts as lost: its host has ended it by then."""
+"""Seconds without an answer after which a part counts as lost. By then its host has ended it."""
 REFUSED_S = 5.0
-"""Seconds in which all calls fail, after which a part counts as lost: its host, or the machine, has ended."""
+"""If all calls fail for this number of seconds, a part counts as lost, because its host or the machine has ended."""
 _POLL_S = 0.5
 _ANSWER_S = 5.0
-_END_S = 70.0  # for a host to kill a part, which it gives up after a minute
+_END_S = 70.0  # deadline for a host to kill a part; the host gives up after a minute
 FETCH_S = 1860.0
-"""Deadline for a host to fetch files; longer than that of its mirror."""
+"""Deadline for a host to fetch files; longer than the deadline of its mirror."""
 _PROGRESS_BYTES = 1 << 20
 
 
@@ -40,14 +40,14 @@ class RayPart:
         log: Path | None = None,
         driver: tuple[str, str] | None = None,
     ) -> None:
-        """`log`, `driver`: of a part in a mirror, the file for its output, and the address and key of the driver."""
+        """`log`, `driver`: for a part in a mirror, the file for its output, and the address and key of the driver."""
         self.name, self.start, self._log, self._driver = name, start, log, driver
         self.node, self.host, self.port, self.pid = state.node, state.host, state.port, state.pid
         self.folder, self.scratch, self.node_id = state.folder, state.scratch, state.node_id
         self.lost = ""
         self.returncode: int | None = None
-        self.answered_at = time.monotonic()  # the last answer of the host
-        self.refused_at: float | None = None  # the first of the calls that have failed since
+        self.answered_at = time.monotonic()  # time of the last answer of the host
+        self.refused_at: float | None = None  # time of the first failed call since then
         self.clock_offset_s = 0.0
         self._ray, self._actor = ray, actor
         self._tree: Mapping[int, str] = {}
@@ -58,13 +58,14 @@ class RayPart:
         self.answered(state)
 
     async def wait(self) -> int:
-        """Returns the exit code after the end of the part."""
+        """Waits for the end of the part and returns its exit code."""
         await self._ended.wait()
         assert self.returncode is not None, "an ended part has an exit code"
         return self.returncode
 
     async def _watch_host(self, port: int) -> None:
-        """Notices the end of the host by that of a connection: Ray reports it much later. A network may permit no such connection."""
+        """Detects the end of the host by the end of a connection, because Ray reports it much later. A network may not permit such a
+        connection."""
         with contextlib.suppress(TimeoutError, OSError):
             while self.returncode is None:
                 async with asyncio.timeout(_ANSWER_S):
@@ -84,18 +85,18 @@ class RayPart:
     def send_kill(self) -> None:
         """Kills all processes of the part, without waiting for their end."""
         if self.returncode is None:
-            with contextlib.suppress(OSError):  # the connection to the cluster has ended; the poller detects the loss
+            with contextlib.suppress(OSError):  # the connection to the cluster ended; the poller detects the loss
                 self._actor.end.remote(self.start, 0.0)
 
     async def kill(self) -> None:
-        """Kills all processes of the part and returns when none is left. A lost part is ended by its host, or with it.
+        """Kills all processes of the part and returns when none is left. If the part is lost, its host ends it, or it ended with its host.
 
         Raises `LaunchError` if a process does not end.
         """
         await self._end(0.0)
 
     async def terminate(self, *, grace_s: float) -> None:
-        """Sends SIGTERM to the first process, waits `grace_s` for its end, then continues as `kill`."""
+        """Sends SIGTERM to the first process, waits up to `grace_s` for its end, then kills the part as `kill` does."""
         await self._end(grace_s)
 
     async def _end(self, grace_s: float) -> None:
@@ -113,7 +114,7 @@ class RayPart:
                     if isinstance(state, str):
                         raise LaunchError(f"{state}, on {self.node}")
                     self.answered(state)
-        except (OSError, self._ray.exceptions.RayError) as error:  # also at the deadline, or without a connection to the cluster
+        except (OSError, self._ray.exceptions.RayError) as error:  # also at the deadline, or if the connection to the cluster ended
             self.lose(f"node {self.node} does not answer: {type(error).__name__}")
         finally:
             lost.cancel()
@@ -121,27 +122,27 @@ class RayPart:
     async def signal_children(self, number: int) -> None:
         """Sends a signal to the children of the first process."""
         if self.returncode is None:
-            with contextlib.suppress(OSError, self._ray.exceptions.RayError):  # the poller detects a loss
+            with contextlib.suppress(OSError, self._ray.exceptions.RayError):  # the poller detects the loss
                 async with asyncio.timeout(_ANSWER_S):
                     await asyncio.wrap_future(self._actor.signal_children.remote(self.start, number).future())
 
     def processes(self) -> Mapping[int, str]:
-        """Its process ids with their states, as of the last poll."""
+        """Returns the process ids of the part with their states, as of the last poll."""
         return self._tree if self.returncode is None else {}
 
     def read_progress(self) -> bytes:
-        """Returns what the part has written to `PROGRESS` since the last call."""
+        """Returns the bytes that the part wrote to `PROGRESS` since the last call."""
         with self._lock:
             data, self._progress = self._progress, b""
         return data
 
     def reasons(self) -> bytes:
-        """Returns what the part has appended to `REASONS`, once it has ended."""
+        """Returns the bytes that the part appended to `REASONS`; empty until the part has ended."""
         return self._reasons
 
     async def fetch(self, *paths: str) -> None:
-        """Returns when the node has these files of the run. Raises `LaunchError`."""
-        if self._driver is None:  # it has the run folder
+        """Fetches these files of the run to the node. Raises `LaunchError` if that fails."""
+        if self._driver is None:  # the node has the run folder
             return
         try:
             async with asyncio.timeout(FETCH_S):
@@ -152,11 +153,11 @@ class RayPart:
             raise LaunchError(failure)
 
     def poll(self) -> Any:
-        """Requests the state. Returns the reference of Ray's call."""
+        """Requests the state from the host. Returns the reference of Ray's call."""
         return self._actor.poll.remote(self.start)
 
     def answered(self, state: PartState | None) -> None:
-        """Records an answer of the host. None: the host has been restarted, so the part is gone."""
+        """Records an answer of the host. None means that the host was restarted, so the part is gone."""
         self.answered_at, self.refused_at = time.monotonic(), None
         if state is None:
             self.lose(f"its host on node {self.node} ended")
@@ -176,7 +177,7 @@ class RayPart:
         self.refused_at = self.refused_at or time.monotonic()
 
     def check_silence(self, *, node_is_dead: bool) -> None:
-        """Marks the part as lost if its host has been silent for too long."""
+        """Marks the part as lost if its node is dead, or if its host has been silent for too long."""
         now = time.monotonic()
         if node_is_dead:
             self.lose(f"node {self.node} is gone")
@@ -233,7 +234,7 @@ class PartPoller:
                 if part not in waiting:
                     try:
                         self._waiting[part.poll()] = part
-                    except Exception:  # the connection to the cluster has ended: Ray raises arbitrary errors
+                    except Exception:  # the connection to the cluster ended; Ray raises arbitrary errors
                         part.refused()
             self._receive()
             dead = self._dead_nodes(parts)
@@ -241,7 +242,7 @@ class PartPoller:
                 part.check_silence(node_is_dead=part.node_id in dead)
 
     def _receive(self) -> None:
-        """Passes on the answers that have arrived, after waiting for them briefly."""
+        """Waits briefly for answers, and passes those that arrived to their parts."""
         if not self._waiting:
             return
         references = list(self._waiting)
@@ -260,7 +261,7 @@ class PartPoller:
                 del self._waiting[reference]
 
     def _dead_nodes(self, parts: list[RayPart]) -> set[str]:
-        """Returns the nodes that Ray reports as dead. Requested only while a host does not answer."""
+        """Returns the nodes that Ray reports as dead. Requests them only while a host does not answer."""
         now = time.monotonic()
         if all(part.refused_at is None and now - part.answered_at < _ANSWER_S for part in parts):
             return set()

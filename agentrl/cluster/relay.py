@@ -1,4 +1,4 @@
-"""Serves the chunks of a host's mirror to other mirrors, also while they are still arriving."""
+"""Serves the chunks of a host's mirror to other mirrors, also while chunks are still arriving."""
 
 from __future__ import annotations
 

@@ -30,21 +30,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WORKER, HOST, LEARNER = "worker", "host", "learner"
-"""Parts with a key: a rollout worker, a host with a mirror, the learner of this session."""
+"""Parts that have a key: a rollout worker, a host with a mirror, the learner of this session."""
 LOOPBACK = "127.0.0.1"
 MAX_CONNECTIONS = 16384
 _KEYS = "a worker reads it from workers.json in the run folder, other parts get it from the driver"
 _TEXT = 1000  # characters of an error in an answer
-_CHECK = "agentrl.check_key"  # of the scope of a request
+_CHECK = "agentrl.check_key"  # key in the scope of a request
 
 
 class Replaced(AgentRLError):
-    """The request comes from a process of a part that the driver has restarted since then."""
+    """The request comes from an earlier process of a part that the driver restarted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One route: method, path, the parts that may use it, and what answers."""
+    """One route: method, path, the parts that may use it, and the function that answers."""
 
     method: str
     path: str
@@ -83,7 +83,7 @@ class RunService:
         return key
 
     def revoke(self, part: str) -> None:
-        """Invalidates all keys of a part: its requests are answered with status 409 from now on."""
+        """Invalidates all keys of a part. From now on, requests with these keys are answered with status 409."""
         revoked = {digest for digest, owner in self._keys.items() if owner == part}
         self._replaced |= revoked
         self._keys = {digest: owner for digest, owner in self._keys.items() if digest not in revoked}
@@ -109,7 +109,8 @@ class RunService:
         return routing.Route(route.path, self._guarded(route), methods=[route.method])
 
     def _guarded(self, route: Route) -> Callable[[Request], Awaitable[Response]]:
-        """Returns the route for parts with a valid key. An invalid request gets an answer that says why, and never ends the run."""
+        """Returns a handler that accepts only parts with a valid key. An invalid request is answered with the reason, and never ends the
+        run."""
 
         async def guarded(request: Request) -> Response:
             check = request.scope[_CHECK] = partial(self._check_key, key_of(request.headers), route)
@@ -142,7 +143,7 @@ class RunService:
 
 
 def check_key_again(request: Request) -> None:
-    """Raises `Replaced` if the key of a request has been revoked since its arrival: a body may take minutes to arrive."""
+    """Raises `Replaced` if the key of a request was revoked since its arrival, because a body may take minutes to arrive."""
     request.scope[_CHECK]()
 
 
@@ -162,10 +163,10 @@ def _text(error: BaseException) -> str:
 
 
 async def call_once(calls: dict[str, asyncio.Task[Any]], name: str, call: Callable[[], Awaitable[Any]], *, keep: int = 64) -> Any:
-    """Returns the result of a call that is executed once, however often it is requested under its name.
+    """Returns the result of a call. Calls with the same name are executed only once.
 
     Args:
-        calls: results of the newest `keep` calls. A caller that is cancelled does not cancel the call.
+        calls: results of the newest `keep` calls. If a caller is cancelled, the call continues.
     """
     task = calls.get(name)
     if task is None:

@@ -1,7 +1,7 @@
 """YAML from plain data: mappings, lists, text, numbers, booleans and None.
 
-Text is written in double quotes, with escapes, unless it is a plain word or several lines of ASCII. So no content can be read as
-syntax, a boolean or a number. A YAML library would be a dependency of the core for one command that writes and never reads.
+Text is written in double quotes with escapes, unless it is a plain word or several lines of ASCII. So no parser can read text as syntax, a
+boolean or a number. A YAML library would be a dependency of the core for one command that writes and never reads.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*[A-Za-z0-9]")
 _UNSAFE = re.compile(r'[^ -~]|["\\]')
 _EXACT = 1 << 53
-_BLOCK = re.compile(r"[!-~][ -~]*\n(?:[ -~]*\n)*[ -~]*[!-~]\n")  # lines of ASCII that a literal block keeps as they are
-_WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "null", "nan", "inf"})  # that a parser may read as other types
+_BLOCK = re.compile(r"[!-~][ -~]*\n(?:[ -~]*\n)*[ -~]*[!-~]\n")  # lines of ASCII that a literal block does not change
+_WORDS = frozenset({"true", "false", "yes", "no", "on", "off", "null", "nan", "inf"})  # words that a parser may read as other types
 
 
 def to_yaml(documents: Sequence[Mapping[str, Any]], *, comments: Sequence[str] = ()) -> str:
-    """Returns a stream of YAML documents, after comment lines."""
+    """Returns a stream of YAML documents that starts with comment lines."""
     header = "".join(f"# {re.sub('[^ -~]', '?', line)}\n" for line in comments)
     return header + "".join("---\n" + "".join(f"{line}\n" for line in _lines(document, 0)) for document in documents)
 

@@ -1,4 +1,4 @@
-"""Environments with `reset` and `step`, the processes that they run in, and adapters of other projects.
+"""Environments with `reset` and `step`, the processes in which they run, and adapters for environments of other projects.
 
 A user-supplied environment is a subclass of `Environment`; a recipe names it as `tasks.family="mine:Guess"`.
 """

@@ -1,4 +1,4 @@
-"""The base class of user-supplied environments, and the conversion of what their methods return."""
+"""The base class of user-supplied environments, and functions that convert the results of their methods."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MAX_OBSERVATION_CHARS = 1 << 20
 """Longest observation, in characters. A longer one is a fault of the environment."""
 MAX_PARTS = 64
 NOTES = "[agentrl.notes]"
-"""In an observation, this is replaced by the notes of this and earlier episodes; by `no notes` if there are none."""
+"""In an observation, this is replaced by the notes of this and earlier episodes, or by `no notes` if there are none."""
 NEWEST_NOTE = "[agentrl.note]"
-"""As `NOTES`, for the text of the newest note."""
+"""Like `NOTES`, but replaced by the text of the newest note."""
 MAX_NUMBERS = 4096
-"""Numbers of an npy file that are shown as text."""
+"""Largest number of values in an npy file that is shown as text."""
 
 
 class Environment(abc.ABC):
@@ -39,12 +39,12 @@ class Environment(abc.ABC):
             return "Right." if action == self.secret else "Wrong.", float(action == self.secret), True
 
     The options of the recipe are the arguments of the class. Methods may be async. Two methods are optional: `snapshot(self)` returns the
-    state as bytes, and `restore(self, state)` continues from it and returns the observation that followed it. A class method
-    `expert(cls, observation)`, which returns an action, is used by `agentrl check`.
+    state as bytes, and `restore(self, state)` continues from it and returns the observation that followed it. `agentrl check` uses a class
+    method `expert(cls, observation)`, which returns an action.
     """
 
     instructions: str = ""  # the agent's system message; empty means none
-    actions: Sequence[str] | Sequence[dict[str, Any]] | None = None  # None: any text; texts: one of these; function schemas: tool calls
+    actions: Sequence[str] | Sequence[dict[str, Any]] | None = None  # None: any text; strings: one of these; function schemas: tool calls
     rewards: ClassVar[tuple[float, float] | None] = None  # smallest and largest reward of an episode; None means unknown
     pass_threshold: ClassVar[float | None] = PASS_THRESHOLD  # lowest sum of rewards of a passing episode; None means no threshold
 
@@ -54,14 +54,14 @@ class Environment(abc.ABC):
 
     @abc.abstractmethod
     def step(self, action: Any) -> Any:
-        """Applies an action: a text, or a `ToolCall` if `actions` are function schemas.
+        """Applies an action: a string, or a `ToolCall` if `actions` are function schemas.
 
         Returns a `Step`, or a tuple (observation, reward, terminated), optionally followed by truncated and by a dictionary of named parts
-        of the reward. Raises `PolicyFault` for an action that the rules forbid: the agent sees the message, and the episode continues.
+        of the reward. Raises `PolicyFault` if the rules forbid the action: the agent sees the message, and the episode continues.
         """
 
     def close(self) -> Any:
-        """Frees what the episode holds."""
+        """Frees the resources of the episode."""
         return None
 
 
@@ -70,9 +70,9 @@ StepRow = tuple[str, float, bool, bool, dict[str, float], str]
 
 
 def text_of(value: Any, where: str) -> str:
-    """Returns the text of an observation, with its images and numbers (`agentrl.records.images`).
+    """Returns the text of an observation, including its images and numbers (`agentrl.records.images`).
 
-    Raises `EnvironmentFault` for anything but text of a limited length.
+    Raises `EnvironmentFault` if the value is not text or an `Observation`, or if its text or media exceed the limits.
     """
     text = value.text if isinstance(value, Observation) else value
     if not isinstance(text, str):
@@ -91,7 +91,8 @@ def text_of(value: Any, where: str) -> str:
 
 
 def media_text(content: bytes, where: str) -> str:
-    """Returns the text that shows an image, or exactly the numbers of an npy file. Raises `EnvironmentFault`."""
+    """Returns the text that shows an image, or the exact numbers of an npy file. Raises `EnvironmentFault` if the media are too large, or
+    if the npy file is invalid."""
     if len(content) > MAX_IMAGE_BYTES:
         raise EnvironmentFault(f"{where} returned media of {len(content)} bytes; at most {MAX_IMAGE_BYTES} are allowed")
     if not content.startswith(NUMPY):
@@ -102,13 +103,13 @@ def media_text(content: bytes, where: str) -> str:
         raise EnvironmentFault(f"{where} returned invalid media: {error}") from error
     if is_pixels(array):
         return image_text(content)
-    if not 0 < array.size <= MAX_NUMBERS:  # one without numbers may have any number of empty rows
+    if not 0 < array.size <= MAX_NUMBERS:  # an array of size 0 may have any number of empty rows
         raise EnvironmentFault(f"{where} returned an array of {array.size} numbers; 1 to {MAX_NUMBERS} are shown")
     return number_text(array)
 
 
 def step_row(value: Any, where: str) -> StepRow:
-    """Returns what a step returned: a `Step`, or a tuple of 3 to 5 values. Raises `EnvironmentFault` for anything else."""
+    """Converts the result of `step`: a `Step`, or a tuple of 3 to 5 values. Raises `EnvironmentFault` for anything else."""
     if isinstance(value, Step):
         note = text_of(value.note, where)
         return text_of(value.observation, where), value.reward, value.terminated, value.truncated, dict(value.parts), note
@@ -128,7 +129,7 @@ def step_row(value: Any, where: str) -> StepRow:
 
 
 def number_of(value: Any, where: str, what: str) -> float:
-    """Returns a finite number that an environment returned. Raises `EnvironmentFault` for anything else."""
+    """Returns a number from an environment as a finite float. Raises `EnvironmentFault` for anything else."""
     try:
         if isinstance(value, str | bytes):
             raise TypeError
@@ -141,7 +142,7 @@ def number_of(value: Any, where: str, what: str) -> float:
 
 
 def flag_of(value: Any, where: str, what: str) -> bool:
-    """Returns a boolean, also of numpy, that an environment returned. Raises `EnvironmentFault` for anything else."""
+    """Returns a boolean from an environment, which may be one of numpy. Raises `EnvironmentFault` for anything else."""
     if value is True or value is False:
         return value
     if type(value).__name__ in ("bool", "bool_") and type(value).__module__ == "numpy":
@@ -156,7 +157,7 @@ def _parts(value: Any, where: str) -> dict[str, float]:
 
 
 def actions_of(value: Any, where: str) -> tuple[str, ...] | tuple[dict[str, Any], ...] | None:
-    """Returns the actions that an environment declares. Raises `EnvironmentFault` unless they are None, texts or function schemas."""
+    """Returns the actions that an environment declares. Raises `EnvironmentFault` unless they are None, strings or function schemas."""
     if value is None:
         return None
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
@@ -175,5 +176,5 @@ def actions_of(value: Any, where: str) -> tuple[str, ...] | tuple[dict[str, Any]
 
 
 def call_of(action: Any) -> str | ToolCall:
-    """Returns an action that was sent as JSON."""
+    """Converts an action that was sent as JSON."""
     return action if isinstance(action, str) else ToolCall(name=action["name"], arguments=action["arguments"])

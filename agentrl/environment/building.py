@@ -41,7 +41,7 @@ from agentrl.errors import InfrastructureError, UserError
 
 _LOG = "pip.log"
 _BUILD_S = 3600.0
-_OTHER_BUILD_S = 600.0  # to wait for another process that builds the environment
+_OTHER_BUILD_S = 600.0  # deadline for another process that is building the environment
 _PROBE_S = 60.0
 _LOG_BYTES, _REPORT_BYTES = 64 << 10, 256 << 20
 _SKIPPED = ("__pycache__", "build", "dist", ".git", ".venv", "*.egg-info", ".mypy_cache", ".ruff_cache", ".pytest_cache")
@@ -52,16 +52,18 @@ Report = Callable[[str], object]
 def add_environment(
     root: Path, requires: Sequence[str], *, name: str = "", python: str = "", upgrade: bool = False, report: Report = lambda text: None
 ) -> Lock:
-    """Builds an environment and writes its lock. If its lock already has the same requirements, builds from the lock.
+    """Builds an environment and writes its lock. If there is a lock with the same requirements, Python and platform, and `upgrade` is
+    False, builds from that lock.
 
     Args:
-        requires: requirements such as `inspect-ai==0.3.285`, or folders, wheels and archives. The first gives the environment its name.
-        python: a Python, by path or name, such as `3.12`; by default that of this process.
-        upgrade: resolve again, to newer versions.
+        requires: requirements such as `inspect-ai==0.3.285`, or folders, wheels and archives. The default of `name` comes from the first
+            one.
+        python: path or name of a Python interpreter, such as `3.12`; the default is that of this process.
+        upgrade: whether to resolve the requirements again, to newer versions.
 
     Raises:
         UserError: a requirement or Python is unknown, versions conflict, or a package cannot be built.
-        InfrastructureError: no connection, or no end within an hour.
+        InfrastructureError: there is no connection, or the build takes longer than an hour.
     """
     wanted = tuple(_checked_requirement(item, root) for item in requires)
     name = name or name_of(wanted[0], root)
@@ -86,7 +88,7 @@ def add_environment(
 
 
 def sync_environment(root: Path, name: str, *, report: Report = lambda text: None) -> Lock:
-    """Builds an environment from its lock, unless it is built. Raises the errors of `add_environment`."""
+    """Builds an environment from its lock, unless it is built already. Raises the errors of `add_environment`."""
     path = root / LOCKS / f"{name}.lock"
     if not path.is_file():
         raise UserError(f"the project has no environment {name!r}", fix="agentrl env list")
@@ -105,7 +107,7 @@ def sync_environment(root: Path, name: str, *, report: Report = lambda text: Non
 
 
 def remove_environment(root: Path, name: str) -> bool:
-    """Removes an environment and its lock. Returns whether there was one."""
+    """Removes an environment and its lock. Returns whether the environment or the lock existed."""
     if not NAME.fullmatch(name):
         return False
     path, venv = root / LOCKS / f"{name}.lock", root / BUILT / name
@@ -135,7 +137,7 @@ def _build(root: Path, lock: Lock, executable: str, report: Report) -> None:
 
 @contextlib.contextmanager
 def _building(root: Path, name: str, report: Report) -> Iterator[None]:
-    """Holds the lock of an environment's folder, and restores what an interrupted build left."""
+    """Holds the lock of an environment's folder, and restores the earlier environment if a build was interrupted."""
     base = root / BUILT
     base.mkdir(exist_ok=True)
     if not (base / ".gitignore").exists():
@@ -153,7 +155,7 @@ def _building(root: Path, name: str, report: Report) -> Iterator[None]:
 
 
 def _restore(venv: Path) -> None:
-    """Puts back the environment that an interrupted build was to replace."""
+    """Restores the environment that an interrupted build was replacing."""
     old = venv.with_name(f".{venv.name}.old")
     if old.exists():
         if (venv / COMPLETE).exists():
@@ -165,8 +167,8 @@ def _restore(venv: Path) -> None:
 
 @contextlib.contextmanager
 def _replacing(venv: Path, executable: str, report: Report) -> Iterator[Path]:
-    """Yields a new virtual environment at a path. If the block fails, an earlier one is put back. The paths in its scripts are absolute, so
-    it is not built elsewhere and renamed."""
+    """Yields a new virtual environment at a path. If the block fails, the earlier environment is restored. A virtual environment's scripts
+    contain absolute paths, so it cannot be built elsewhere and renamed."""
     old = venv.with_name(f".{venv.name}.old")
     if (venv / COMPLETE).exists():
         venv.rename(old)
@@ -205,7 +207,7 @@ def _resolve(root: Path, venv: Path, name: str, wanted: tuple[str, ...], version
 
 
 def _pin(item: dict[str, Any], root: Path) -> str:
-    """Returns the line of a package; empty for a local folder. Raises `UserError` for a source that cannot be pinned."""
+    """Returns the lock's line for a package; empty for a local folder. Raises `UserError` if the source cannot be pinned."""
     name, version, source = item["metadata"]["name"], item["metadata"]["version"], item["download_info"]
     if "dir_info" in source:
         return ""
@@ -292,7 +294,7 @@ def _failure(log: str) -> Exception:
 
 
 def _find_python(wanted: str) -> tuple[str, str]:
-    """Returns a Python's path and version. Raises `UserError`."""
+    """Returns the path and version of a Python interpreter. Raises `UserError` if none runs on this machine."""
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     if wanted in ("", here):
         return sys.executable, here
@@ -307,7 +309,7 @@ def _find_python(wanted: str) -> tuple[str, str]:
 
 
 def _checked_requirement(item: str, root: Path) -> str:
-    """Returns a requirement as it is written into the lock: a path becomes relative to the project. Raises `UserError`."""
+    """Returns a requirement as it is written into the lock: a path becomes relative to the project. Raises `UserError` if it is invalid."""
     if is_path(item):
         path = Path(item).resolve()
         if not path.exists():
@@ -334,7 +336,8 @@ def _folder_sha256(folder: Path) -> str:
 
 
 def _torch_limit(wanted: Sequence[str]) -> str:
-    """Limits torch to the version of this process, whose build is at hand, unless a requirement names torch."""
+    """Returns a constraint that limits torch to the version of this process; empty if a requirement names torch or torch is not
+    installed."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         if not any(canonical_name(item).startswith("torch") for item in wanted):
             return f"torch=={metadata.version('torch').partition('+')[0]}\n"

@@ -1,9 +1,9 @@
-"""Conversations as environments: a simulated user with a hidden goal answers the agent's texts, and a backend its calls.
+"""Conversations as environments: a simulated user with a hidden goal answers the agent's messages, and a backend answers its calls.
 
     EnvironmentSpec(ref="agentrl.environment.dialogue:Dialogues", options={"user": "mine:customer", "brief": "You want a refund."})
 
-The user's texts are observations, so their tokens are not trained, unless the policy plays the user with `train_user`. Rewards are 0:
-verifiers score the conversation by what was done and said, never by what the user says, because an agent can persuade a user model.
+The user's messages are observations, so their tokens are not trained, unless the policy plays the user with `train_user`. Rewards are 0.
+Verifiers score what the agent did and said, never the user's opinion, because an agent can persuade a user model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agentrl.plugins.references import resolve
 from agentrl.records import EnvironmentSpec, Observation, Step, ToolCall
 
 END = "[END]"
-"""Ends the conversation, as the last text of a reply of the user. In a text of the agent it is broken up."""
+"""Ends the conversation if a reply of the user ends with it. In a message of the agent it is replaced by `[END ]`."""
 AGENT, USER = "agent", "user"
 POLICY, TRAINED = "policy", "trained"
 UNREADABLE = "(a message that cannot be read)"
@@ -32,54 +32,55 @@ GREETING = "Hello. How can I help you?"
 Said = Sequence[tuple[str, str]]
 """The conversation so far: (`agent` or `user`, text)."""
 User = Callable[[str, Said], str | Awaitable[str]]
-"""Returns the user's next text from the brief, which has the hidden goal, and the conversation."""
+"""Returns the user's next message, given the brief, which contains the hidden goal, and the conversation."""
 Translate = Callable[[str, Said], str | ToolCall]
-"""Returns what an action of a fixed list means: a text for the user, or a call."""
+"""Returns the meaning of an action from a fixed list: a message to the user, or a call."""
 
 
 class Backend(Protocol):
-    """What the agent's calls act on, in one episode. Its state is a function of the calls so far."""
+    """The system on which the agent's calls act in one episode. Its state is a function of the calls so far."""
 
     schemas: Sequence[dict[str, Any]]  # function schemas of the calls
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Applies a call and returns its result. Errors that the agent can correct are results too."""
+        """Applies a call and returns its result. An error that the agent can correct is returned as a result."""
         ...
 
 
 def user_messages(brief: str, dialogue: Said, instructions: str = INSTRUCTIONS) -> list[tuple[str, str]]:
-    """Returns the messages to a model that plays the user, as (role, text): the agent's texts are those of its user."""
+    """Returns the messages for a model that plays the user, as (role, text). In them, the agent has the role of the user."""
     shown = [("assistant" if speaker == USER else "user", text) for speaker, text in dialogue]
     return [("system", f"{instructions}{brief}"), ("user", GREETING), *shown]
 
 
 class Dialogues:
-    """An `agentrl.protocols.EnvironmentOpener` of conversations."""
+    """An `agentrl.protocols.EnvironmentOpener` for conversations."""
 
     async def open(self, spec: EnvironmentSpec) -> Dialogue:
-        """Returns a conversation. The options are the arguments of `Dialogue`. Raises `PluginError` for invalid options."""
+        """Returns a conversation. The options are the arguments of `Dialogue`. Raises `PluginError` if the options are invalid."""
         try:
             return Dialogue(**spec.options)
         except (TypeError, ValueError) as error:
             raise PluginError(f"{spec.ref}: {error}", fix="correct the options of the environment") from None
 
     async def close(self) -> None:
-        """Frees nothing, because conversations share nothing."""
+        """Does nothing: conversations share no resources."""
 
 
 class Dialogue:
     """One conversation, which ends with the user's `END` or after `turns` replies.
 
     Args:
-        user: reference of a `User`: a function, which may be async, or an object such as `agentrl.judge.user.EndpointUser`. `policy`: the
-            policy of the episode, in a trajectory of the agent `user`, whose turns have no completion tokens without `train_user`.
-        brief: who the user is and what they want; only the user sees it.
+        user: reference of a `User`: a function, which may be async, or an object such as `agentrl.judge.user.EndpointUser`. With `policy`,
+            the policy of the episode plays the user, in a trajectory of the agent `user`. Its turns have no completion tokens unless
+            `train_user` is set.
+        brief: describes the user and their goal; only the user sees it.
         instructions: the agent's system message.
-        opening: the user's first text, fixed so that an episode starts without the user's model.
+        opening: the user's first message. It is fixed, so an episode can start without the user's model.
         backend: reference of a class whose objects are `Backend`s; `records` is its argument.
-        actions: texts, if the agent may only choose between these; `translate` is the reference of a `Translate`.
+        actions: strings, if the agent may only choose one of them; `translate` is the reference of a `Translate`.
         turns: largest number of replies.
-        chars: characters after which a text of the agent or the user is cut.
+        chars: characters after which a message of the agent or the user is cut.
         step_s: seconds within which the user must answer.
         train_user: whether the tokens of a user that the policy plays are trained.
     """
@@ -121,16 +122,16 @@ class Dialogue:
         self._shown = ""
 
     def play_user(self, user: User) -> None:
-        """Sets what plays the user, if it is the policy."""
+        """Sets the function that plays the user, if the policy plays it."""
         self._user = user
 
     async def reset(self) -> Observation:
-        """Returns the user's first text."""
+        """Returns the user's first message."""
         self.said.append((USER, self._opening))
         return self._observation(self._opening)
 
     async def step(self, action: str | ToolCall) -> Step:
-        """Applies a call, or says a text to the user and returns the reply."""
+        """Applies a call, or sends a message to the user. Returns the result of the call, or the user's reply."""
         if self._translate is not None and isinstance(action, str):
             action = self._translate(action, tuple(self.said))
         if isinstance(action, ToolCall):
@@ -146,10 +147,10 @@ class Dialogue:
         return Step(observation=self._observation(text), terminated=ended)
 
     async def close(self) -> None:
-        """Holds nothing."""
+        """Does nothing: a conversation has no resources to free."""
 
     async def snapshot(self) -> bytes:
-        """Returns conversation and calls as JSON, so that a resumed episode asks the user for nothing again."""
+        """Returns the conversation and its calls as JSON, so that a resumed episode does not request the user's replies again."""
         return json.dumps({"said": self.said, "calls": self._calls, "shown": self._shown}).encode()
 
     async def restore(self, state: bytes) -> Observation:
@@ -171,10 +172,11 @@ class Dialogue:
         return Observation(text=text)
 
     async def _reply(self) -> str:
-        """Returns the user's next text.
+        """Returns the user's next message.
 
-        If a user model rejects the conversation, for example because of its content or length, it is asked again without the agent's
-        texts. An agent thus cannot end its episode as a fault. Raises `EnvironmentFault` for an invalid reply.
+        If a user model rejects the conversation, for example because of its content or length, the request is repeated with the agent's
+        messages replaced by a placeholder. So an agent cannot end its episode as a fault. Raises `EnvironmentFault` if the reply is
+        invalid.
         """
         dialogue = tuple(self.said)
         try:
@@ -193,5 +195,5 @@ class Dialogue:
         try:
             reply = self._user(self._brief, dialogue)
             return await reply if inspect.isawaitable(reply) else reply
-        except PolicyFault as error:  # the agent is not to blame for it
+        except PolicyFault as error:  # the simulated user failed, not the agent
             raise EnvironmentFault(f"the simulated user failed: {error}") from error

@@ -1,6 +1,6 @@
-"""EnvPool's environments: `tasks.family="envpool:Pong-v5"`. Actions and observations have the forms of Gymnasium's environments.
+"""EnvPool's environments: `tasks.family="envpool:Pong-v5"`. Actions and observations have the same forms as for Gymnasium.
 
-An episode has a pool of one environment, because EnvPool takes a seed when it creates a pool and ignores the seed of a reset.
+Each episode has a pool with one environment, because EnvPool takes the seed when it creates a pool and ignores the seed of a reset.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class EnvPoolEnvironment(GymnasiumEnvironment):
 
 
 class _Single:
-    """The interface of a Gymnasium environment to pools of one environment."""
+    """A pool with one environment, with the interface of a Gymnasium environment."""
 
     def __init__(self, make: Callable[[int], Any], action_space: Any, observation_space: Any) -> None:
         self.action_space, self.observation_space = action_space, observation_space
@@ -69,7 +69,7 @@ class _Single:
         return _first(observation), float(reward[0]), bool(terminated[0]), bool(truncated[0]), {}
 
     def close(self) -> None:
-        """Ends the pool."""
+        """Closes the pool."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None

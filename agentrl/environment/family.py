@@ -24,16 +24,16 @@ class EnvironmentFamily:
     Args:
         ref: the environment, such as `mine:Guess` or `gymnasium:CartPole-v1`.
         seed: seed of the run, which determines the seeds of all tasks.
-        size: number of training tasks; None means endless.
+        size: number of training tasks; None means that they are endless.
         heldout: number of held-out tasks.
         limits: fields of `Limits` that differ from the default.
         context_turns: turns after which a new context starts from the last observation; None means that all turns share one.
         resume: how a later process continues an episode: `snapshot`, `replay` of its actions, or `restart`.
-        pass_threshold: lowest sum of rewards of a passing episode; None means no threshold, and `declared` that of the environment.
-        verifiers: what scores an episode; the default is the sum of its rewards.
+        pass_threshold: lowest sum of rewards of a passing episode; None means no threshold, and `declared` means that of the environment.
+        verifiers: verifiers that score an episode; the default is the sum of its rewards.
         options: arguments of the environment.
 
-    Raises `PluginError` for an invalid value.
+    Raises `PluginError` if a value is invalid.
     """
 
     def __init__(

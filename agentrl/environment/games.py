@@ -1,4 +1,4 @@
-"""The base class of user-supplied environments with several roles, and one of them in a process of the pool."""
+"""The base class of user-supplied environments with several roles, and the handle of such an environment in a process of the pool."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from agentrl.records import Observation, RoleStep
 MAX_ROLES = 16
 
 Call = Callable[..., Awaitable[Any]]
-"""Runs an operation of one episode in its process: name, arguments."""
+"""Runs an operation of one episode in its process. Arguments: the operation's name and its arguments."""
 
 
 class Game(Environment):
-    """An environment with several agents, one in each role. `actions` are texts.
+    """An environment with several agents, one in each role. `actions` are strings.
 
     class Guess(Game):
         roles = ("hider", "seeker")
@@ -33,15 +33,16 @@ class Game(Environment):
             right = 1.0 if actions["seeker"] == self.place else -1.0
             return {}, {"seeker": right, "hider": -right}, True
 
-    `reset` returns the observations of the roles that act first. `step` gets the actions of all of them, and returns the observations of
-    the roles that act next, rewards of any roles, whether the game has ended, and optionally whether it was cut off. Roles whose
-    observations are returned together act at once. An `Observation` may list the actions that are allowed in this state.
+    `reset` returns the observations of the roles that act first. `step` receives the actions of all these roles. It returns the
+    observations of the roles that act next, the rewards of any roles, whether the game has ended, and optionally whether it was cut off.
+    Roles whose observations are returned together act at the same time. An `Observation` may list the actions that are allowed in this
+    state.
     """
 
     pass_threshold = None  # the low score of one role is the high score of another
 
     roles: Sequence[str] = ()
-    forfeit: float = -1.0  # reward of a role that makes no legal move, which ends the game; the other roles share the opposite
+    forfeit: float = -1.0  # reward of a role that does not make a legal move, which ends the game; the others share the opposite
 
     @abc.abstractmethod
     def step(self, actions: dict[str, str]) -> Any:

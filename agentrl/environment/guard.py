@@ -1,4 +1,4 @@
-"""The boundary to user-supplied environments that run in this process: deadlines, and faults with blame."""
+"""Guards calls to user-supplied environments that run in this process: sets deadlines and assigns the blame for faults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ T = TypeVar("T")
 
 
 async def guarded(call: Callable[[], Awaitable[T]], what: str, timeout_s: float | None = None) -> T:
-    """Returns the result of user-supplied code. Any exception but those with a blame, and no result in time, is an `EnvironmentFault`."""
+    """Returns the result of user-supplied code. Raises `EnvironmentFault` if there is no result in time, or if the code raises an exception
+    that does not state its blame."""
     with user_code.fault_boundary() as fault:
         return await user_code.call_user_code(call, what=what, timeout_s=TIMEOUT_S if timeout_s is None else timeout_s)
     error = fault.error
@@ -40,7 +41,7 @@ class GuardedEnvironment:
         self._step_s = float(getattr(environment, "step_s", TIMEOUT_S))
 
     def play_user(self, user: Callable[[str, Sequence[tuple[str, str]]], Any]) -> None:
-        """Sets what plays the user; see `agentrl.environment.dialogue`."""
+        """Sets the function that plays the user; see `agentrl.environment.dialogue`."""
         cast(Any, self._environment).play_user(user)
 
     async def reset(self) -> Observation:

@@ -1,7 +1,8 @@
 """Gymnasium's environments: `tasks.family="gymnasium:CartPole-v1"`.
 
-A discrete action is one of several texts, any other one a call of `act` with JSON that is checked against the space. Observations become
-text by the formatter of the recipe, by the drawing of the environment (`render_mode="ansi"`), or by the default of their space.
+A discrete action is one of several strings. Any other action is a call of `act` with JSON, which is checked against the space. The recipe's
+formatter converts observations to text; without a formatter, the environment's drawing (`render_mode="ansi"`) or the default of their space
+is used.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ ACTIONS = {
     "MountainCar": ("left", "none", "right"),
     "Acrobot": ("left", "none", "right"),
 }
-"""Names of discrete actions. Other environments have numbers."""
+"""Names of discrete actions. The actions of other environments are numbers."""
 FEATURES = {
     "CartPole": ("position", "velocity", "angle", "angular velocity"),
     "MountainCar": ("position", "velocity"),
@@ -40,7 +41,7 @@ FEATURES = {
     "Pendulum": ("cos angle", "sin angle", "angular velocity"),
     "Blackjack": ("your sum", "dealer's card", "usable ace"),
 }
-"""Names of the numbers of an observation."""
+"""Names of the numbers in an observation."""
 LEGENDS = {
     "FrozenLake": "S is the start, F ice, H a hole, G the goal; [ ] is you.",
     "CliffWalking": "x is you, C the cliff, T the goal.",
@@ -53,11 +54,11 @@ class GymnasiumEnvironment(Environment):
     """An environment of Gymnasium.
 
     Args:
-        id: such as `CartPole-v1`, or `package.module:Name-v0`, whose module is imported first.
-        formatter: reference of a function that returns the text of an observation, or an `Observation` with images.
-        action_names: texts of the discrete actions, in order.
-        instructions: the system message; None means a default, and an empty text means none.
-        json_actions: actions that are not discrete are JSON texts instead of calls.
+        id: Gymnasium's id, such as `CartPole-v1`, or `package.module:Name-v0`, for which the module is imported first.
+        formatter: reference of a function that converts an observation to text, or to an `Observation` with images.
+        action_names: names of the discrete actions, in order.
+        instructions: the system message; None means a default, and an empty string means no system message.
+        json_actions: whether actions that are not discrete are JSON text instead of calls.
         options: arguments of `gymnasium.make`.
     """
 
@@ -163,9 +164,9 @@ class GymnasiumEnvironment(Environment):
 
 
 def reward_threshold(id: str) -> float | None:
-    """Returns the `reward_threshold` in Gymnasium's registry; None if it has none, or if the id or its package is unknown.
+    """Returns the `reward_threshold` in Gymnasium's registry; None if there is none, or if the id or its package is unknown.
 
-    Such an id is an error when an environment is opened.
+    An unknown id raises an error when an environment is opened.
     """
     module, _, name = id.rpartition(":")
     try:

@@ -1,7 +1,7 @@
 """A host: a long-lived process of another Python environment that runs foreign code for many episodes.
 
-agentrl starts it, talks to it over a socket with lines of JSON (`inside/host_channel.py`), and restarts it if it dies or blocks. Everything
-that it sends is hostile: messages are bounded, every call has a deadline, and an unknown or late reply is ignored.
+agentrl starts a host, communicates with it through a socket with lines of JSON (`inside/host_channel.py`), and restarts it if it dies or
+blocks. Everything that a host sends is untrusted: messages are bounded, every call has a deadline, and an unknown or late reply is ignored.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ log = logging.getLogger(__name__)
 
 INSIDE = Path(__file__).parent / "inside"
 MAX_MESSAGE = 96 << 20
-"""Bytes of one message: a file of a sandbox in base64."""
+"""Largest message in bytes; it may contain a file of a sandbox in base64."""
 MAX_DESCRIPTION = 256 << 20
 DESCRIBE_S = 300.0
-"""Seconds in which a host must load its tasks."""
+"""Seconds within which a host must load its tasks."""
 PING_S = 10.0
 SILENT_S = 60.0
-"""Seconds without an answer to a ping after which a host is killed: foreign code blocks its event loop."""
+"""Seconds without an answer to a ping after which a host is killed, because foreign code blocks its event loop."""
 MAX_DEATHS = 5
-"""Deaths in a row, without a finished call between them, after which a host is not started again."""
+"""Deaths without a finished call between them after which a host is not restarted."""
 RESTART_S = 0.5
 MAX_SERVED = 512
-"""Requests of the host that are answered at the same time."""
-_TAIL = 40  # lines of the host's output in an error
-_LARGE = 1 << 20  # bytes of a message that is parsed in a thread
+"""Largest number of requests of a host that are answered at the same time."""
+_TAIL = 40  # number of lines of the host's output in an error
+_LARGE = 1 << 20  # size in bytes from which a message is parsed in a thread
 
 Serve = Callable[[str, Mapping[str, Any]], Awaitable[Any]]
 """Answers a request that the host sends for a call: method, parameters -> JSON."""
@@ -70,9 +70,9 @@ class HostSpec:
         return [self.python, str(INSIDE / self.script), *arguments]
 
     def variables(self, temporary: str) -> dict[str, str]:
-        """Returns the process's environment: this process's, without secrets and Python settings, and `environment`.
+        """Returns the variables of the host process: those of this process except secrets and Python settings, and `environment`.
 
-        `temporary`: folder for its temporary files, which it cannot remove itself because it is killed.
+        `temporary`: folder for its temporary files, which the process cannot remove because it is killed.
         """
         own = child_environment(os.environ)
         return {name: value for name, value in own.items() if not name.startswith("PYTHON")} | {**self.environment, "TMPDIR": temporary}
@@ -136,7 +136,7 @@ class _Call:
 
 
 class Host:
-    """Starts the process of a `HostSpec` at the first call, and again after its death. Belongs to one event loop."""
+    """Starts the process of a `HostSpec` at the first call, and restarts it after its death. Use it from one event loop."""
 
     def __init__(self, spec: HostSpec) -> None:
         self.spec = spec
@@ -145,15 +145,16 @@ class Host:
         self._starting = asyncio.Lock()
 
     async def call(self, method: str, params: Mapping[str, Any], *, timeout_s: float, serve: Serve | None = None) -> Any:
-        """Sends a request and returns its result, which is JSON of at most 64 levels. A cancelled call is cancelled in the host too.
+        """Sends a request and returns its result, which is JSON of at most 64 levels. If the call is cancelled, it is also cancelled in the
+        host.
 
         Args:
             serve: answers the host's requests for this call.
 
         Raises:
-            TaskError, PolicyFault, InfrastructureError: as the host blames the failure.
+            TaskError, PolicyFault, InfrastructureError: the call failed; the type depends on the blame that the host reports.
             HostDied: the process ended, or cannot be started.
-            InfrastructureError: no result after `timeout_s`.
+            InfrastructureError: there is no result after `timeout_s`.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -202,7 +203,7 @@ class _Process:
 
     @property
     def ended(self) -> bool:
-        """Whether it accepts no calls any more."""
+        """Whether the process no longer accepts calls."""
         return bool(self.reason)
 
     @classmethod
@@ -263,7 +264,7 @@ class _Process:
             await self._writer.drain()
 
     async def _live(self, reader: asyncio.StreamReader) -> None:
-        """Reads messages until the process ends, and kills it at the end of this task."""
+        """Reads messages until the process ends. When this task ends, it kills the process."""
         parts = [asyncio.create_task(part) for part in (self._read(reader), self._keep_output(), self._configure(), self._watch())]
         reason = "it was closed"
         try:
@@ -286,7 +287,7 @@ class _Process:
             for call in self._calls.values():
                 if not call.future.done():
                     call.future.set_exception(HostDied(self.reason))
-                    call.future.exception()  # mark as retrieved: its caller may be gone
+                    call.future.exception()  # marks it as retrieved: its caller may be gone
 
     async def _configure(self) -> None:
         assert self._process.stdin is not None, "it is a pipe"
@@ -296,7 +297,7 @@ class _Process:
             self._process.stdin.close()
 
     async def _keep_output(self) -> None:
-        """Reads what the process prints, so that it never waits, and remembers the last lines."""
+        """Reads the output of the process, so that it never blocks on a full pipe, and stores the last lines."""
         assert self._process.stdout is not None, "it is a pipe"
         rest = b""
         while data := await self._process.stdout.read(1 << 16):
@@ -307,7 +308,7 @@ class _Process:
             self._tail.append(rest.decode("utf-8", "replace"))
 
     async def _watch(self) -> str:
-        limit_s = DESCRIBE_S  # it loads its tasks first
+        limit_s = DESCRIBE_S  # the host loads its tasks first
         while True:
             try:
                 async with asyncio.timeout(limit_s):

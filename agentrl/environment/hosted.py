@@ -1,7 +1,7 @@
-"""The agent for environments whose program drives the model: inspect's solvers, verifiers' harnesses.
+"""The agent for environments whose program calls the model, such as inspect's solvers and verifiers' harnesses.
 
-It hands each episode to a host (`agentrl.environment.host`), which gets the gateway's address and a key for this episode. So every token is
-sampled and recorded by agentrl, and the host returns the score.
+It sends each episode to a host (`agentrl.environment.host`), with the gateway's address and a key for this episode. So agentrl samples and
+records every token. The host returns the score.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from agentrl.protocols import LiveEpisode, Sandbox
 from agentrl.records import Blame, EnvironmentSpec, Score, Task
 
 SCORING_SHARE = 0.2
-"""Share of an episode's time that is reserved for scoring: after the rest, the host stops its program and scores what there is."""
+"""Share of an episode's time that is reserved for scoring. When the rest is used, the host stops its program and scores the result so
+far."""
 MAX_HOSTS = 16
 MAX_ANSWER = 1 << 16
 MAX_OUTPUT = 16 << 20
@@ -45,16 +46,16 @@ class HostedAgent:
     A host gets a request `play` with `episode`, `base_url`, `key` and `model` (the policy's endpoint), `data` (of the task), `turns` (the
     largest number of completions) and `solve_s` (seconds until it must stop its program and score). It returns
 
-    - `value`: the score, a finite number; None, with a `reason`, for an episode that is not scored, and `blame` if it is known;
+    - `value`: the score, a finite number; None for an episode that is not scored, with a `reason`, and with `blame` if it is known;
     - optional `parts` (name -> finite number), `evidence`, `answer`, and `stop`, the stop reason;
     - optional `fault` with `blame` and `message`: the program failed. The episode is excluded. If it turns out that only the policy's text
-      provokes the fault, the value counts, or the lowest value so far if there is none.
+      provokes the fault, the value counts; if there is none, the lowest value so far, at most 0, counts.
 
     While it plays, a host may send `exec` to run programs in the episode's sandbox.
     """
 
     boundaries = False  # the program's state cannot be captured
-    task_tools = False  # the program has its own
+    task_tools = False  # the program provides its own tools
 
     def __init__(self, *, chat: Chat) -> None:
         import_server()
@@ -69,7 +70,7 @@ class HostedAgent:
             raise TaskError(f"task {task.id!r} has no environment", fix="use rollout.agent=turns for it")
         host, started = host_of(task.environment), time.monotonic()
         episode.stage = "environment"
-        await host.call("ping", {}, timeout_s=task.limits.wall_s)  # it may have to start
+        await host.call("ping", {}, timeout_s=task.limits.wall_s)  # the host may still have to start
         session = Session(episode=episode, tokens=self._tokens, models=(MODEL,))
         POSTED_REWARDS.open(episode.id)
         async with self._gateway.session(session) as key:
@@ -85,7 +86,7 @@ class HostedAgent:
         return self._ended(episode, session, result)
 
     async def _play(self, host: Host, params: Mapping[str, Any], episode: LiveEpisode, session: Session) -> Mapping[str, Any]:
-        """Returns the host's result; a session that ends with a fault gives an empty one."""
+        """Returns the host's result; empty if the session ends with a fault."""
         limit_s = episode.task.limits.wall_s
         play = asyncio.create_task(host.call("play", params, timeout_s=limit_s, serve=partial(_serve, episode)))
         over = asyncio.create_task(session.over.wait())
@@ -98,7 +99,7 @@ class HostedAgent:
             await asyncio.wait({play, over})
 
     def _ended(self, episode: LiveEpisode, session: Session, result: Mapping[str, Any]) -> str:
-        """Stores the score and returns the stop reason. Raises the fault of the host's program."""
+        """Stores the score and returns the stop reason. Raises the fault of the host's program if it has one."""
         ref = "" if episode.task.environment is None else episode.task.environment.ref
         score = score_of(result)
         fault = result.get("fault")
@@ -116,7 +117,7 @@ class HostedAgent:
 
 
 def is_hosted(task: Task) -> bool:
-    """Whether the program of the task's environment drives the model."""
+    """Whether the program of the task's environment calls the model."""
     kind = None if task.environment is None else environment_kind(task.environment.ref)
     return kind is not None and bool(kind.host)
 
@@ -143,7 +144,7 @@ def as_object(result: Any, host: Host) -> Mapping[str, Any]:
 
 
 def score_of(result: Mapping[str, Any]) -> Score:
-    """Returns a host's result as a score. A result that is not valid gives an absent score: it is never 0."""
+    """Converts a host's result to a score. The score of an invalid result is absent, never 0."""
     try:
         parts = result.get("parts") or {}
         if len(parts) > MAX_PARTS:
@@ -166,7 +167,7 @@ def _number(value: Any, what: str) -> float:
 
 
 async def _serve(episode: LiveEpisode, method: str, params: Mapping[str, Any]) -> Any:
-    """Runs a program of the host in the episode's sandbox. Its time counts as the agent's."""
+    """Runs a program of the host in the episode's sandbox. The time counts as the agent's."""
     sandbox = await episode.sandbox()
     with episode.running(sandbox):
         return await run_in(sandbox, method, params, limit_s=episode.task.limits.wall_s)

@@ -1,7 +1,7 @@
 """Tasks of inspect_ai: `tasks.family="inspect:module@task"` or `"inspect:path/to/file.py@task"`.
 
 Each sample is a task. inspect runs in a separate Python environment (`agentrl env add inspect-ai`), in a host that calls the gateway; see
-`inside/inspect_host.py`. The task's scorers give the score, and its tools run in agentrl's sandboxes.
+`inside/inspect_host.py`. The task's scorers compute the score, and its tools run in agentrl's sandboxes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OPTIONS = ("args", "solver", "score", "values", "model_roles", "variables", "env
 
 
 def host_spec(spec: EnvironmentSpec) -> HostSpec:
-    """Returns how the host of an inspect task is started. Raises `UserError` if its environment is not built."""
+    """Returns the command of the host for an inspect task. Raises `UserError` if its environment is not built."""
     root, options = current_project(), secrets.resolve_options(spec.options)
     config = {
         "task": spec.ref.removeprefix("inspect:"),
@@ -53,22 +53,22 @@ class InspectFamily:
 
     Args:
         ref: `inspect:module@task` or `inspect:path/to/file.py@task`.
-        seed: seed of the run, which draws the held-out samples.
+        seed: seed of the run, which determines the held-out samples.
         heldout: share of the samples that is held out.
         image: image of the sandboxes, for tasks that use one.
-        sandbox: further fields of `SandboxSpec`.
+        sandbox: additional fields of `SandboxSpec`.
         limits: fields of `Limits` that differ from the default.
         args: arguments of the task function.
         solver: `module@solver`, a function that returns the solver to use instead of the task's; `agentrl` for the turn loop.
         tools: tools of the turn loop.
         outputs: files that the scorers read after the turn loop (`Task.outputs`).
         score: name of the scorer, or `scorer/key`, whose value is the score; the default is the mean of all scorers.
-        values: word -> number for scorers with other values than C, P, I and N.
+        values: value -> number, for scorers with values other than C, P, I and N.
         model_roles: role -> model for scorers that grade with a model, such as `{"grader": "openai/gpt-5"}`.
         variables: additional environment variables of the host, such as keys of these models.
         environment: name of the environment in `.environments/`; the default is the one with the package inspect-ai.
 
-    Raises `UserError` or `PluginError` for a task that cannot be loaded, or an invalid value.
+    Raises `UserError` or `PluginError` if the task cannot be loaded, or if an argument is invalid.
     """
 
     def __init__(
@@ -126,13 +126,13 @@ class InspectFamily:
             binary_files=sample["files"],
             outputs=self._outputs,
             limits=self._limits,
-            environment=None if self._own else self._spec,  # the turn loop would act in it
+            environment=None if self._own else self._spec,  # otherwise the turn loop would act in the environment
         )
 
 
 async def _score_ended(task: Task, episode: Episode, sandboxes: SandboxBackend) -> Score:
-    """A verifier: scores an episode of the turn loop with the scorers of its inspect task, which see its messages, its answer, and its
-    outputs in a new sandbox."""
+    """Scores an episode of the turn loop with the scorers of its inspect task. They receive its messages, its answer, and its outputs in a
+    new sandbox."""
     host, limit_s = host_of(EnvironmentSpec(**task.data["inspect"])), task.limits.wall_s
     async with AsyncExitStack() as stack:
         opened: list[Sandbox] = []
@@ -174,7 +174,7 @@ def _messages(task: Task, episode: Episode) -> Iterator[dict[str, Any]]:
 
 
 class ScoreEnded:
-    """`_score_ended` as an `agentrl.protocols.SandboxVerifier`."""
+    """An `agentrl.protocols.SandboxVerifier` that calls `_score_ended`."""
 
     needs_sandboxes = True
     __call__ = staticmethod(_score_ended)
@@ -184,7 +184,8 @@ score_ended = ScoreEnded()
 
 
 def split_samples(samples: Sequence[Mapping[str, Any]], *, seed: int, heldout: float) -> dict[Split, list[Mapping[str, Any]]]:
-    """Holds out a share of the samples, at least one: those with the lowest hashes of seed and `id`. Raises `PluginError`."""
+    """Splits the samples. Holds out the samples with the lowest hashes of seed and `id`: a share `heldout` of them, but at least one,
+    unless `heldout` is 0 or there is only one sample. Raises `PluginError` if `heldout` is invalid."""
     if isinstance(heldout, bool) or not isinstance(heldout, int | float) or not 0 <= heldout < 1:
         raise PluginError(f"tasks.family.options.heldout must be at least 0 and below 1, got {heldout!r}", fix="heldout=0.25")
     order = sorted(samples, key=lambda each: hashlib.sha256(f"{seed}/{each['id']}".encode()).digest())

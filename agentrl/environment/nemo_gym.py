@@ -1,7 +1,8 @@
 """Sessions at resources servers of NeMo Gym, over HTTP: https://github.com/NVIDIA-NeMo/Gym, version 0.7.
 
-Two protocols: with `tools`, a row of the data set starts a session, tool calls are requests, and `/verify` scores the conversation after an
-answer without a call; with `gymnasium`, `/reset` and `/step` give observations and rewards. A cookie identifies the session.
+There are two protocols. With `tools`, a row of the data set starts a session, tool calls are requests, and `/verify` scores the
+conversation after an answer without a call. With `gymnasium`, `/reset` and `/step` return observations and rewards. A cookie identifies the
+session.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ FAILURE_KINDS: dict[str, Blame] = {
     "verifier_error": Blame.TASK,
     "agent_command_not_allowed": Blame.POLICY,
 }
-"""`failure_kind` of a masked sample (`nemo_gym.failure_kinds`) -> blame. The policy's failures are scored; others are infrastructure."""
+"""`failure_kind` of a masked sample (`nemo_gym.failure_kinds`) -> blame. The policy's failures are scored. A kind that is not listed counts
+as infrastructure."""
 _RESERVED = frozenset({"verify", "seed_session", "close_session", "aggregate_metrics", "mcp", "reset", "step", "close", "reverify_mode"})
 
 
@@ -81,7 +83,7 @@ class NemoGymSession(Session):
         return Step(observation=Observation(text=output))
 
     async def close(self) -> bool:
-        """Ends the session, at a server that says that it supports it. Others free it after the last step, or keep it."""
+        """Ends the session if the server states that it supports this. Other servers free the session after the last step, or keep it."""
         if self._explicit_close:
             await self._post("/close", {})
         return True

@@ -1,7 +1,8 @@
 """Sessions at OpenEnv servers, over WebSocket: https://github.com/meta-pytorch/OpenEnv, version 0.10.
 
 A message is `{"type": "reset" | "step" | "close", "data": ...}`, its answer `{"type": "observation" | "error", "data": ...}`. Messages have
-no ids, so a session has one request in progress. An answer that was not requested ends it, and so does a request without an answer.
+no ids, so a session has at most one request in progress. An answer that was not requested ends the session, and so does a request without
+an answer.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ if TYPE_CHECKING:
 
 _MOST_CHOICES = 64
 TOOL = "act"
-"""Name of the tool for actions that are neither a text nor one of a few values."""
+"""Name of the tool for actions that are neither text nor one of a few values."""
 
 
 class OpenEnvSession(Session):
     """A session at an OpenEnv server. Options:
 
-    - `actions`: "text" if an answer is the value of the action's only text field, "tool" for a call of the tool `act`; the default is the
-      first that fits of: the environment's own tools, a choice of a few values, text, `act`.
-    - `reset`: further parameters of the reset.
+    - `actions`: "text" if an answer is the value of the action's only text field, "tool" for a call of the tool `act`. The default is the
+      first of these that fits: the environment's own tools, a choice of a few values, text, `act`.
+    - `reset`: additional parameters of the reset.
     - `split`, `index`: the task, at a server with tasks.
     """
 
@@ -55,9 +56,9 @@ class OpenEnvSession(Session):
         await self._connect()
         task_options = {name: self.options[name] for name in ("split", "index") if name in self.options}
         data = {"seed": self.spec.seed, **task_options, **dict(self.options.get("reset", {}))}
-        self._first = _text(await self._request("reset", data))  # a server that is full says so in its answer to the first message
+        self._first = _text(await self._request("reset", data))  # a server that is full reports it in its answer to the first message
         properties = self.server.cache["schema"]["properties"]
-        if not set(properties) - {"type", "tool_name", "arguments"}:  # an action of the protocol's own kinds, or of none
+        if not set(properties) - {"type", "tool_name", "arguments"}:  # actions have no fields other than those of the protocol
             listed = await self._request("step", {"type": "list_tools"})
             self.actions, self._own_tools = schemas_of(self.server, _observation(listed).get("tools")), True
             self.server.pin("its tools", self.actions)
@@ -80,7 +81,7 @@ class OpenEnvSession(Session):
         return self.result(_text(data), data.get("reward"), terminated=done and not truncated, truncated=truncated)
 
     async def close(self) -> bool:
-        """Requests the end of the session, and waits until the server closes the connection. False if a request is in progress."""
+        """Requests the end of the session, and waits until the server closes the connection. Returns False if a request is in progress."""
         from websockets.exceptions import ConcurrencyError, ConnectionClosed
 
         if self._socket is None:
@@ -91,7 +92,7 @@ class OpenEnvSession(Session):
                 await self._socket.recv()
         except ConnectionClosed as closed:
             return closed.rcvd is not None
-        except ConcurrencyError:  # the answer to that request would be taken from it
+        except ConcurrencyError:  # reading here would take the answer of the request in progress
             return False
 
     def abort(self) -> None:
@@ -105,7 +106,7 @@ class OpenEnvSession(Session):
         from websockets.exceptions import InvalidStatus, WebSocketException
 
         class Connect(connect):
-            """A connection that follows no redirects."""
+            """A connection that does not follow redirects."""
 
             def process_redirect(self, exc: Exception) -> Exception | str:
                 """Returns the redirect as an error."""
@@ -144,7 +145,7 @@ class OpenEnvSession(Session):
         except WebSocketException as error:
             self.abort()
             raise EnvironmentFault(f"{self.server.what} ended the session: {describe_error(error)}") from error
-        except BaseException:  # without ids, a late answer would be taken for that of the next request
+        except BaseException:  # messages have no ids, so a late answer would be taken for that of the next request
             self.abort()
             raise
         answer = need(read_json(content, self.server.what), dict, f"an answer of {self.server.what}")
@@ -156,7 +157,7 @@ class OpenEnvSession(Session):
         return result
 
     async def _exchange(self, socket: ClientConnection, message: str) -> bytes:
-        """Sends a message and returns the next one. A server that opens no session says so before the first message."""
+        """Sends a message and returns the server's next message. A server that opens no session reports it before the first message."""
         from websockets.exceptions import ConnectionClosed
 
         first, self._begun = not self._begun, True
@@ -168,7 +169,7 @@ class OpenEnvSession(Session):
                 raise EnvironmentFault(f"{self.server.what} sent an answer that was not requested")
         try:
             await socket.send(message)
-        except ConnectionClosed:  # a full server may have said so, and closed the connection, after the check above
+        except ConnectionClosed:  # a full server may have reported it and closed the connection after the check above
             if not first:
                 raise
         parts, size = [], 0
@@ -193,7 +194,7 @@ class OpenEnvSession(Session):
         return EnvironmentFault(f"{self.server.what}: {code}: {text}")
 
     async def _action_schema(self) -> dict[str, Any]:
-        """Returns the schema of actions, without the field `metadata`, which is not for agents."""
+        """Returns the schema of actions without the field `metadata`, which is not intended for agents."""
         schema = need(await self.server.http.json("GET", "/schema"), dict, "/schema").get("action")
         schema = dict(need(schema, dict, f"the schema of actions of {self.server.what}"))
         properties = need(schema.get("properties", {}), dict, f"properties of {self.server.what}")
@@ -236,7 +237,7 @@ class OpenEnvSession(Session):
 
 
 def _resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a schema, with a reference to a definition of `root` replaced once."""
+    """Returns a schema, or the definition in `root` to which it refers. Follows only one reference."""
     schema = schema if isinstance(schema, dict) else {}
     options = schema.get("allOf")
     reference = (options[0] if isinstance(options, list) and options and isinstance(options[0], dict) else schema).get("$ref")
@@ -245,7 +246,7 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _choices(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values that a schema allows, by text; empty if they are not a few texts, numbers or flags."""
+    """Returns the values that a schema allows, by their text; empty unless they are a few strings, numbers or booleans."""
     schema = _resolved(schema, root)
     values = schema.get("enum")
     if values is None and schema.get("type") == "boolean":

@@ -1,4 +1,4 @@
-"""Opens the environment of a task: by the prefix of its reference, or by a user-supplied class."""
+"""Opens the environment of a task. Its reference has the prefix of a kind of environment, or refers to a user-supplied class."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _openers: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, EnvironmentOpen
 async def open_environment(spec: EnvironmentSpec, *, alone: bool = False) -> Environment:
     """Returns an environment for one episode, which must be closed. `alone`: see `ProcessPool.open`.
 
-    Raises `EnvironmentFault`, `TaskError` if the task cannot be played, and `PluginError` for a reference that is not an environment.
+    Raises `EnvironmentFault` if the environment fails, `TaskError` if the task cannot be played, and `PluginError` if the reference is not
+    an environment.
     """
     opened = _openers.setdefault(asyncio.get_running_loop(), {})
     kind = kind_of(spec.ref)
@@ -38,12 +39,12 @@ async def open_environment(spec: EnvironmentSpec, *, alone: bool = False) -> Env
 
 
 def is_resumable(environment: Environment) -> bool:
-    """Whether an environment has snapshots."""
+    """Whether an environment supports snapshots."""
     return bool(getattr(environment, "resumable", hasattr(environment, "snapshot")))
 
 
 def kind_of(ref: str) -> str:
-    """Returns the plug-in reference of the opener; empty for the pool of processes. Raises `PluginError` for an unknown environment."""
+    """Returns the plug-in reference of the opener; empty for the pool of processes. Raises `PluginError` if the environment is unknown."""
     if (known := environment_kind(ref)) is not None:
         if known.host:
             raise PluginError(
@@ -63,6 +64,6 @@ def kind_of(ref: str) -> str:
 
 
 async def close_environments() -> None:
-    """Frees what the environments of this event loop share. Environments that are still open fail."""
+    """Frees the resources that environments of this event loop share. Environments that are still open fail."""
     for opener in _openers.pop(asyncio.get_running_loop(), {}).values():
         await opener.close()

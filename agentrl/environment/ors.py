@@ -23,7 +23,7 @@ class OrsSession(Session):
 
     _id = ""
     _created = False
-    _final: Mapping[str, Any] | None = None  # the tool that takes an answer without a call
+    _final: Mapping[str, Any] | None = None  # the tool that receives an answer without a call
 
     async def open(self) -> None:
         """See `Session.open`."""
@@ -69,7 +69,7 @@ class OrsSession(Session):
         return self.result(_text(output.get("blocks"), self.server.what), output.get("reward"), terminated=output.get("finished", False))
 
     async def keep_alive(self) -> None:
-        """Sends a ping, because the server ends sessions without a request for 15 minutes."""
+        """Sends a ping, because the server ends a session after 15 minutes without a request."""
         await self.server.http.request("POST", "/ping", headers=self._headers)
 
     async def close(self) -> bool:
@@ -95,7 +95,7 @@ class OrsSession(Session):
         except Rejected as error:
             if error.status != 404:
                 raise
-            listed = await self.server.http.json("GET", f"{self._path}/tools", headers=self._headers)  # a server without tools of tasks
+            listed = await self.server.http.json("GET", f"{self._path}/tools", headers=self._headers)  # it has no tools of single tasks
         return dict(need(listed, dict, f"the tools of {self.server.what}"))
 
     def _call(self, action: str | ToolCall) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class OrsSession(Session):
 
 
 def _text(blocks: Any, where: str) -> str:
-    """Returns the text of blocks. Images are described."""
+    """Returns the text of blocks. Images are replaced by a description."""
     parts = []
     for block in need(blocks, list, f"blocks of {where}"):
         block = need(block, dict, f"a block of {where}")

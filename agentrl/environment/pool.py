@@ -1,8 +1,8 @@
 """Local environments in separate processes: many episodes per process, and many actions per message.
 
 Actions of episodes that arrive in one round of the event loop are sent together. A process in which one operation runs for longer than
-`timeout_s` is killed, with the processes that it has started. So is the largest process while all together use too much memory. The
-episode of the running operation is at fault (`EnvironmentCrash`); the other episodes of the process fail too (`NeighborCrash`) and are
+`timeout_s` is killed, with the processes that it started. If all processes together use too much memory, the largest one is killed. The
+episode of the running operation is at fault (`EnvironmentCrash`). The other episodes of the process fail too (`NeighborCrash`) and are
 repeated.
 """
 
@@ -33,27 +33,27 @@ from agentrl.records import EnvironmentSpec, Observation, Step, ToolCall
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 60.0
-"""Seconds for one operation of an environment."""
+"""Deadline for one operation of an environment, in seconds."""
 STARTING_S = 60.0
-"""Seconds for a process to import its modules on a busy machine."""
+"""Seconds within which a process must import its modules, also on a busy machine."""
 _MAX_IDLE = 4  # checks without progress between two operations, because the driver or the process gets no CPU time
-_POLL_S, _UNREAD_S, _END_S = 0.5, 0.5, 5.0  # seconds: between looks at a process, to read what it sent before its end, and for its end
+_POLL_S, _UNREAD_S, _END_S = 0.5, 0.5, 5.0  # seconds between checks, to read the last results, and to end
 _MOST_ERRORS = 1 << 16
 EPISODES_PER_PROCESS = 64
 MEMORY_SHARE = 0.5
 """Share of the machine's memory that all processes together may use."""
 _ALONE_PER_CORE = 4
-"""Largest number of processes for one episode each, per process for many."""
+"""Largest number of processes with one episode each, as a multiple of the number of processes with many episodes."""
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 class ProcessPool:
-    """An `agentrl.protocols.EnvironmentOpener` for local environments. The number of processes grows with that of the open episodes.
+    """An `agentrl.protocols.EnvironmentOpener` for local environments. The number of processes grows with the number of open episodes.
 
     Args:
         processes: largest number of processes; None means the number of this machine's cores.
         timeout_s: seconds for one operation.
-        memory: bytes for all processes, with those that they start; None means `MEMORY_SHARE` of this machine's memory.
+        memory: bytes for all processes and those that they start; None means `MEMORY_SHARE` of this machine's memory.
     """
 
     def __init__(self, *, processes: int | None = None, timeout_s: float = TIMEOUT_S, memory: int | None = None) -> None:
@@ -67,7 +67,7 @@ class ProcessPool:
         """Opens an environment and resets it. Raises `EnvironmentFault`, and `TaskError` if the task cannot be played.
 
         Args:
-            alone: whether to start a process for this episode, because an earlier attempt ended its process.
+            alone: whether to start a process only for this episode, because an earlier attempt ended its process.
         """
         process = await self._process(alone)
         number, environment = process.add(), cast(PooledEnvironment | PooledGame | None, None)
@@ -90,7 +90,7 @@ class ProcessPool:
             await process.kill("the run has ended")
 
     async def _watch_memory(self) -> None:
-        """Kills the largest process while all together use too much memory."""
+        """Kills the largest process whenever all processes together use too much memory."""
         while True:
             await asyncio.sleep(_POLL_S)
             used = await asyncio.to_thread(memory_by_group)
@@ -103,7 +103,7 @@ class ProcessPool:
                 )
 
     async def _process(self, alone: bool) -> _Process:
-        """Returns the process with the fewest episodes, after starting another one if all are full."""
+        """Returns the process with the fewest episodes. Starts a new process if all are full, or for an episode that must be alone."""
         async with self._starting:
             self._watch = self._watch or asyncio.create_task(self._watch_memory())
             alive = self._processes = [process for process in self._processes if process.alive]
@@ -161,7 +161,7 @@ class _Process:
 
     def __init__(self, process: asyncio.subprocess.Process, progress: mmap.mmap, timeout_s: float) -> None:
         self.episodes: set[int] = set()
-        self.alive, self.alone, self.pid = True, False, process.pid  # `alone`: for one episode
+        self.alive, self.alone, self.pid = True, False, process.pid  # `alone`: only for one episode
         self._process, self._progress, self._timeout_s = process, progress, timeout_s
         self._numbers = self._seen = self._idle = self._answered = 0
         self._pending: list[list[Any]] = []  # operations of the next frame
@@ -239,7 +239,7 @@ class _Process:
             stream.write(SIZE.pack(len(frame)) + frame)
 
     async def _wait(self) -> None:
-        """Notices the end of the process if processes that it has started hold its pipes open."""
+        """Detects the end of the process even if processes that it started hold its pipes open."""
         while self._process.returncode is None:
             await asyncio.sleep(_POLL_S)
         await asyncio.sleep(_UNREAD_S)
@@ -288,7 +288,8 @@ class _Process:
             future.set_exception(kinds.get(how, EnvironmentFault)(str(value)))
 
     def _check_progress(self) -> None:
-        """Kills the process if one operation has run since the last check. One that has ended is only unread."""
+        """Kills the process if one operation has been running since the last check, or after more than `_MAX_IDLE` checks without
+        progress."""
         self._watch = None
         if not self._waiting:
             return
@@ -307,7 +308,7 @@ class _Process:
         self.alive = False
         self._ready.set()
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)  # it leads a session
+            os.killpg(self.pid, signal.SIGKILL)  # the process leads a session
         count = PROGRESS.unpack(self._progress[:])[0]
         culprit = count // 2 - self._answered if count % 2 else -1
         for index, (number, future) in enumerate(self._waiting):
@@ -323,7 +324,7 @@ class _Process:
     async def kill(self, reason: str) -> None:
         """Ends the process."""
         self.fail(reason)
-        with contextlib.suppress(TimeoutError):  # a process that has left the session may hold the pipes open
+        with contextlib.suppress(TimeoutError):  # a process that left the session may hold the pipes open
             async with asyncio.timeout(_END_S):
                 await self._process.wait()
                 await self._reader

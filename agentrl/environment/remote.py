@@ -1,11 +1,12 @@
 """Environments behind a connection: a `RemoteEnvironment` for each episode, a `RemoteServer` for each server of the process.
 
 Each kind of server has a `Session`, which speaks its protocol (`openenv`, `ors`, `nemo_gym`). The rest is here. Sessions are limited,
-counted and closed. Every wait has a deadline. A server that is busy is called again after the wait that it requests. Whatever a server does
-wrong is an `EnvironmentFault`, never a score. A step is never repeated, because the server may have applied it.
+counted and closed. Every wait has a deadline. A request to a busy server is repeated after the wait that the server requests. Any error of
+a server is an `EnvironmentFault`, never a score. A step is never repeated, because the server may have applied it.
 
-A session that ends without a confirmation of the server counts as lost. If this process is killed, the kernel closes its connections:
-OpenEnv servers then free their sessions at once, ORS servers 15 minutes after the last request, NeMo Gym servers when they end.
+A session counts as lost if the server does not confirm its end. If this process is killed, the kernel closes its connections: OpenEnv
+servers then free their sessions immediately, ORS servers free them 15 minutes after the last request, and NeMo Gym servers free them when
+they end.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ CLOSE_S = 30.0
 IDLE_S = 60.0
 """Seconds without a request after which a session is kept alive."""
 _MAX_PINNED = 10_000
-_WARN_EVERY_S = 60.0  # between warnings that a server is busy or unreachable
+_WARN_EVERY_S = 60.0  # seconds between warnings that a server is busy or unreachable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteOptions:
     """Options of all environments behind a connection."""
 
-    sessions: int = 64  # most sessions of this process at once
-    wait_s: float = 300.0  # for a session, including the retries of a busy server
-    reset_s: float = 120.0  # for opening a session, and for its reset
-    step_s: float = 120.0  # for one action
+    sessions: int = 64  # largest number of sessions of this process at once
+    wait_s: float = 300.0  # deadline for getting a session, including the retries at a busy server
+    reset_s: float = 120.0  # deadline for opening a session, and for its reset
+    step_s: float = 120.0  # deadline for one action
     key: str = ""  # key of the server; `env:NAME` in a recipe
 
     def __post_init__(self) -> None:
@@ -65,7 +66,7 @@ class RemoteOptions:
 
     @classmethod
     def split(cls, options: Mapping[str, Any]) -> tuple[RemoteOptions, dict[str, Any]]:
-        """Returns these options, and the others, which are for the kind of server."""
+        """Splits `options` into these options and the others, which are for the kind of server."""
         names = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in options.items() if name in names}), {
             name: value for name, value in options.items() if name not in names
@@ -83,14 +84,14 @@ class Session(abc.ABC):
 
     instructions = ""
     actions: Sequence[str] | Sequence[dict[str, Any]] | None = None
-    takes_text = False  # whether an answer without a call is an action, although there are function schemas
+    takes_text = False  # whether an answer without a call is an action even if there are function schemas
 
     def __init__(self, server: RemoteServer, spec: EnvironmentSpec, options: Mapping[str, Any]) -> None:
         self.server, self.spec, self.options = server, spec, options
         self._rewarded = False
 
     async def open(self) -> None:
-        """Opens the session and sets `instructions` and `actions`. Raises `Busy` if the server may accept it later."""
+        """Opens the session and sets `instructions` and `actions`. Raises `Busy` if the server may accept the session later."""
         return None
 
     @abc.abstractmethod
@@ -110,11 +111,12 @@ class Session(abc.ABC):
         """Ends the session at the server. Returns whether the server confirmed it."""
 
     def abort(self) -> None:
-        """Drops the connection of the session, if it has one."""
+        """Drops the connection of the session if there is one."""
         return None
 
     def result(self, text: str, reward: Any, *, terminated: Any, truncated: bool = False, parts: Mapping[str, float] | None = None) -> Step:
-        """Returns a step. A reward that is missing counts as 0, unless the episode ends and had none: then the server gave no score."""
+        """Returns a step. A missing reward counts as 0. Raises `EnvironmentFault` if the episode terminates and no step had a reward,
+        because then the server gave no score."""
         where = f"the reward of {self.server.what}"
         if reward is not None:
             reward, self._rewarded = number(reward, where), True
@@ -189,7 +191,7 @@ class RemoteServer:
 
     @contextlib.contextmanager
     def faults(self, what: str) -> Iterator[None]:
-        """Turns invalid answers, timeouts and errors of connections into `EnvironmentFault`."""
+        """Converts invalid answers, timeouts and connection errors to `EnvironmentFault`."""
         try:
             yield
         except TimeoutError as error:
@@ -207,7 +209,7 @@ class RemoteServer:
         await asyncio.shield(self._in_background(self._end(session)))
 
     def pin(self, what: str, value: Any) -> None:
-        """Raises `EnvironmentFault` if a description differs from its first version in this process. `what`: identifies the description."""
+        """Raises `EnvironmentFault` if a description differs from its first version in this process. `what` identifies the description."""
         text = json.dumps(value, sort_keys=True)
         if self._pinned.setdefault(what, text) != text:
             raise EnvironmentFault(f"{self.what} changed {what} during the run\n  fix: restart the server as it was, or start a new run")
@@ -230,7 +232,7 @@ class RemoteServer:
         if busy.most is not None and 0 < busy.most < self._limit:
             log.warning("%s allows %d sessions at once, so the run uses no more", self.what, busy.most)
             self._limit = busy.most
-        if busy.most is not None and self._used > busy.most:  # the sessions of this process fill the server: wait for one of them
+        if busy.most is not None and self._used > busy.most:  # this process fills the server: wait for one of its sessions
             return
         if time.monotonic() > self._warn_at:
             log.warning("%s; retrying for up to %g s", busy, self.options.wait_s)
@@ -313,7 +315,7 @@ class RemoteServer:
 
 
 class RemoteEnvironment:
-    """An `agentrl.protocols.Environment` whose session is at a server."""
+    """An `agentrl.protocols.Environment` with a session at a server."""
 
     def __init__(self, server: RemoteServer, session: Session) -> None:
         self.instructions, self.actions, self.takes_text = session.instructions, session.actions, session.takes_text
@@ -339,7 +341,7 @@ class RemoteEnvironment:
             return await self._server.call(self._session, what, work, limit_s)
         except PolicyFault:
             raise
-        except BaseException as error:  # a cancelled request, too
+        except BaseException as error:  # also if the request is cancelled
             self._fault = describe_error(error)
             if isinstance(error, Busy | Rejected):
                 raise EnvironmentFault(str(error)) from error
@@ -353,7 +355,7 @@ class RemoteOpener:
         self.servers: dict[str, RemoteServer] = {}
 
     async def open(self, spec: EnvironmentSpec) -> RemoteEnvironment:
-        """Opens a session for an episode. Raises `EnvironmentFault`, `TaskError`, and `UserError` for invalid options."""
+        """Opens a session for an episode. Raises `EnvironmentFault`, `TaskError`, and `UserError` if the options are invalid."""
         (prefix, _, url), kind = spec.ref.partition(":"), environment_kind(spec.ref)
         assert kind is not None, "only such environments have this opener"
         general, options = RemoteOptions.split(secrets.resolve_options(spec.options))
@@ -369,7 +371,7 @@ class RemoteOpener:
 
 
 def number(value: Any, where: str) -> float:
-    """Returns a finite number. Raises `EnvironmentFault`."""
+    """Returns a finite number. Raises `EnvironmentFault` for any other value."""
     if not isinstance(value, int | float) or abs(value) > 1e300:
         raise EnvironmentFault(f"{where} is {str(value)[:80]!r}, not a finite number")
     return float(value)

@@ -1,4 +1,4 @@
-"""The task families of environments behind a connection: seeds, the tasks that a server has, or the rows of a data set."""
+"""The task families of environments behind a connection. A task is a seed, a task of the server, or a row of a data set."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from agentrl.records import Message, Split, Task
 
 T = TypeVar("T")
 
-_DEADLINE_S = 60.0  # for a request about the server's tasks
+_DEADLINE_S = 60.0  # deadline for a request about the server's tasks
 _LARGEST = 512 << 20  # bytes of a data set
-_OUT_OF = 4  # at most one of this many tasks of a split is held out
+_OUT_OF = 4  # at most one in this many tasks of a split is held out
 
 
 class RemoteFamily(EnvironmentFamily):
@@ -35,14 +35,14 @@ class RemoteFamily(EnvironmentFamily):
 
     Args:
         split: the server's split for training.
-        heldout_split: the server's split of held-out tasks; the default is its first one of type test or validation. Without any, the last
-            tasks of `split` are held out.
+        heldout_split: the server's split of held-out tasks; the default is its first split of type test or validation. If there is none,
+            the last tasks of `split` are held out.
         tasks: file with the rows of a NeMo Gym data set, a JSON object in each line; the last rows are held out.
         size: largest number of training tasks.
         heldout: largest number of held-out tasks.
         options: arguments of `EnvironmentFamily`, `RemoteOptions` and the kind of server.
 
-    Raises `PluginError` for invalid options, and `UserError` for an invalid URL.
+    Raises `PluginError` if an option is invalid, and `UserError` if the URL is invalid.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class RemoteFamily(EnvironmentFamily):
         return self._ranges[split][2]
 
     def task(self, split: Split, index: int) -> Task:
-        """Returns the task at an index of a split. Raises `TaskError` for a row without a prompt."""
+        """Returns the task at an index of a split. Raises `TaskError` if the row has no prompt."""
         task = super().task(split, index)
         if self._tasks is None and not self._split:
             return task
@@ -91,7 +91,7 @@ class RemoteFamily(EnvironmentFamily):
 
     @cached_property
     def _ranges(self) -> Mapping[Split, tuple[str, int, int]]:
-        """Returns the server's split, the first index and the number of the tasks of a split."""
+        """Returns for each split the server's split, the first index and the number of tasks."""
         if self._tasks is not None:
             total, other, held = len(self._rows), "", 0
         else:
@@ -136,10 +136,10 @@ class RemoteFamily(EnvironmentFamily):
         return counts[0], other, counts[-1]
 
     def _asked(self, question: Callable[[RemoteServer], Coroutine[Any, Any, T]]) -> T:
-        """Returns the server's answer, from a thread with another event loop."""
+        """Returns the server's answer. The request runs in a thread with a separate event loop."""
 
         async def ask() -> T:
-            """Sends the request, and closes the connections."""
+            """Sends the request, then closes the connections."""
             server = self._server()
             try:
                 async with asyncio.timeout(_DEADLINE_S):
@@ -159,7 +159,7 @@ class RemoteFamily(EnvironmentFamily):
 
 
 def prompt_of(row: Mapping[str, Any], where: str) -> tuple[Message, ...]:
-    """Returns the prompt of a row of a NeMo Gym data set. Raises `TaskError` if it has other items than messages of text."""
+    """Returns the prompt of a row of a NeMo Gym data set. Raises `TaskError` if it has items other than text messages."""
     parameters = row.get("responses_create_params")
     task_input = parameters.get("input") if isinstance(parameters, Mapping) else None
     items = [{"role": "user", "content": task_input}] if isinstance(task_input, str) else task_input

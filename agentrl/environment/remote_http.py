@@ -24,14 +24,15 @@ if TYPE_CHECKING:
     import httpx
 
 MAX_BYTES = 1 << 20
-"""Bytes of one answer."""
+"""Largest answer in bytes."""
 _ERROR_CHARS = 500
-_MOST_TRIES = 20  # of one request that the server postpones
-_NOT_BUSY = (409, 500)  # a retry would give the same answer
+_MOST_TRIES = 20  # attempts at one request that the server postpones
+_NOT_BUSY = (409, 500)  # statuses for which a retry would give the same answer
 
 
 class Busy(EnvironmentFault):
-    """The server cannot be reached, or accepts no session now. `wait_s`: the wait that it requests. `most`: its limit on sessions."""
+    """The server cannot be reached, or accepts no session now. `wait_s`: the wait that the server requests. `most`: its limit on
+    sessions."""
 
     def __init__(self, text: str, *, wait_s: float | None = None, most: int | None = None) -> None:
         super().__init__(text)
@@ -62,7 +63,7 @@ class HttpClient:
 
     def __init__(self, url: str, what: str, *, connections: int, headers: Mapping[str, str]) -> None:
         self._url, self._what, self._connections = url.rstrip("/"), what, connections
-        self._headers = {"accept-encoding": "identity", **headers}  # compressed, a small answer could expand to gigabytes
+        self._headers = {"accept-encoding": "identity", **headers}  # a small compressed answer could expand to gigabytes
         self._client: httpx.AsyncClient | None = None
 
     async def json(self, method: str, path: str, data: Any = None, *, headers: Mapping[str, str] | None = None) -> Any:
@@ -117,7 +118,7 @@ class HttpClient:
         raise Busy(f"{self._what} postponed {path} {_MOST_TRIES} times")
 
     def _stream(self, method: str, path: str, data: Any, headers: Mapping[str, str] | None) -> _Stream:
-        import httpx  # takes half a second, which loading a recipe avoids
+        import httpx  # the import takes half a second, which loading a recipe avoids
 
         if self._client is None:
             local = is_local(self._url)
@@ -154,7 +155,7 @@ class HttpClient:
 
 
 class _Stream:
-    """An answer in progress, whose transport errors are `Busy`."""
+    """An answer in progress. A transport error becomes `Busy`."""
 
     def __init__(self, stream: Any, what: str, path: str) -> None:
         self._stream, self._what, self._path = stream, what, path
@@ -184,7 +185,7 @@ def is_local(url: str) -> bool:
 
 
 def _detail(content: bytes) -> str:
-    """Returns the reason in the body of an error, as FastAPI writes it."""
+    """Returns the reason in the body of an error. The body has FastAPI's format."""
     text = content.decode(errors="replace")
     try:
         body = json.loads(text)
@@ -200,7 +201,7 @@ def _cookies(response: httpx.Response) -> dict[str, str]:
 
 
 def read_json(content: bytes | str, where: str) -> Any:
-    """Returns JSON of at most `MAX_DEPTH` levels with finite numbers, whose texts UTF-8 can encode. Raises `EnvironmentFault`."""
+    """Parses JSON of at most `MAX_DEPTH` levels with finite numbers and strings that UTF-8 can encode. Raises `EnvironmentFault`."""
     try:
         return _plain(json.loads(content), MAX_DEPTH)
     except (ValueError, RecursionError) as error:

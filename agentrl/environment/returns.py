@@ -11,8 +11,8 @@ async def episode_return(task: Task, episode: Episode) -> Score:
     """Returns the sum of all rewards, the sums of their named parts, and the reward of each turn for `objective.turn_coef`.
 
     If an environment has several roles, the value is the mean over the roles of the trained policy, `parts` has the sum of each role, and
-    `branches` the sum of each trajectory's role, for `objective.credit=verifier`. An episode that its limits ended has the rewards that it
-    collected until then.
+    `branches` has the sum of each trajectory's role, for `objective.credit=verifier`. If a limit ended the episode, the rewards until then
+    count.
     """
     rewards = tuple(
         tuple(sum(result.reward or 0.0 for result in turn.tool_results) for turn in trajectory.turns) for trajectory in episode.trajectories

@@ -12,7 +12,7 @@ from typing import Any
 from agentrl.errors import PolicyFault, TaskError
 
 MOST_NUMBERS = 256
-"""Numbers of an observation that the default text can have."""
+"""Largest number of values in an observation for which there is a default text."""
 _MAX_SEQUENCE, _LARGEST = 64, 1e15
 
 
@@ -20,7 +20,7 @@ _kinds: dict[type, str] = {}
 
 
 def kind_of(space: Any) -> str:
-    """Returns the first class name in the MRO of a space's class that `_SCHEMAS` has; empty if there is none."""
+    """Returns the first class name in the MRO of a space's class that `_SCHEMAS` contains; empty if there is none."""
     kind = type(space)
     if kind not in _kinds:
         _kinds[kind] = next((one.__name__ for one in kind.__mro__ if one.__name__ in _SCHEMAS), "")
@@ -28,7 +28,7 @@ def kind_of(space: Any) -> str:
 
 
 def schema_of(space: Any) -> dict[str, Any]:
-    """Returns the JSON schema of the values of a space. Raises `TaskError` for an unknown space."""
+    """Returns the JSON schema of the values of a space. Raises `TaskError` if the space is unknown."""
     if not (kind := kind_of(space)):
         name = type(space).__name__
         raise TaskError(
@@ -72,7 +72,7 @@ _SCHEMAS: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 
 def value_of(space: Any, action: Any) -> Any:
-    """Converts a JSON value to an action of a space. Raises `PolicyFault` with the reason if it is not in the space."""
+    """Converts a JSON value to an action of a space. Raises `PolicyFault` with the reason if the value is not in the space."""
     value = _converted(space, action, "action")
     if not space.contains(value):
         raise PolicyFault(f"the action is not in {str(space)[:200]}")
@@ -116,7 +116,8 @@ def _numbers(value: Any, shape: tuple[int, ...], where: str, *, integers: bool) 
 
 
 def is_inside(space: Any, value: Any) -> bool:
-    """Whether an observation is in its space. For arrays of the space's type, faster than `contains` of the space; NaN is outside."""
+    """Whether an observation is in its space. For arrays of the space's type, this is faster than the space's `contains`. NaN is
+    outside."""
     if kind_of(space) == "Box" and getattr(value, "shape", None) == space.shape and getattr(value, "dtype", None) == space.dtype:
         return bool(((value >= space.low) & (value <= space.high)).all())
     return bool(space.contains(value))
@@ -134,14 +135,14 @@ def describe_outside(space: Any, value: Any, where: str = "the observation") -> 
                 key = repr(str(name)[:80]) if isinstance(value, Mapping) else name
                 return describe_outside(part, value[name], f"{where}[{key}]")
     actual = repr(value)[:80] if isinstance(value, int | float) else type(value).__name__
-    if kind := getattr(getattr(value, "dtype", None), "kind", ""):  # of numpy
+    if kind := getattr(getattr(value, "dtype", None), "kind", ""):  # a numpy value
         actual = f"{value.dtype}{list(value.shape)}"
         actual += f" from {value.min()} to {value.max()}" if value.size and kind in "iufb" else ""
     return f"{where} is {actual}, not in {str(space)[:200]}"
 
 
 def text_of(space: Any, value: Any) -> str:
-    """Returns a short text of an observation. Raises `TaskError` for too many numbers, or an unknown space."""
+    """Returns an observation as short text. Raises `TaskError` if it has too many numbers, or if the space is unknown."""
     match kind_of(space):
         case "Discrete":
             return str(int(value))
@@ -156,7 +157,7 @@ def text_of(space: Any, value: Any) -> str:
             return "[" + ", ".join(text_of(space.feature_space, item) for item in value) + "]"
         case "Dict":
             return ", ".join(f"{name}: {text_of(part, value[name])}" for name, part in space.spaces.items())
-        case "" if isinstance(value, str | int | float):  # such as the missions of minigrid
+        case "" if isinstance(value, str | int | float):  # a value such as the missions of minigrid
             return str(value)
         case "":
             name = type(space).__name__

@@ -1,7 +1,7 @@
 """Python environments of foreign packages: one virtual environment per package in `.environments/`, rebuilt exactly from a lock file.
 
-`environments/NAME.lock` is a requirements file of pip with a sha256 for each package, and comments that say what was requested. Commit it.
-`.environments/NAME/` is built from it, and can be removed at any time.
+`environments/NAME.lock` is a requirements file of pip with a sha256 for each package, and with comments that list what was requested.
+Commit it. `.environments/NAME/` is built from it, and can be removed at any time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from agentrl.base.error_text import clip_text
 from agentrl.errors import UserError
 
 LOCKS, BUILT = "environments", ".environments"
-COMPLETE = "agentrl.lock"  # in a built environment: a copy of its lock, written last
+COMPLETE = "agentrl.lock"  # file in a built environment: a copy of its lock, written last
 LOCK_BYTES = 4 << 20
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _PIN = re.compile(r"(?:([A-Za-z0-9._-]+)==(\S+)|\.\S*) --hash=sha256:[0-9a-f]{64}")
@@ -26,7 +26,7 @@ _ARCHIVES = (".whl", ".tar.gz", ".zip")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lock:
-    """The packages of an environment, as its lock file records them."""
+    """The packages of an environment, as recorded in its lock file."""
 
     name: str
     requires: tuple[str, ...]  # as requested: requirements, or folders relative to the project
@@ -37,7 +37,7 @@ class Lock:
 
     @property
     def versions(self) -> dict[str, str]:
-        """Package -> version, without local packages."""
+        """The version of each package, without local packages."""
         pinned = (_PIN.match(line) for line in self.pins)
         return {canonical_name(match[1]): match[2] for match in pinned if match and match[1]}
 
@@ -77,7 +77,7 @@ class Lock:
 
 
 def read_locks(root: Path) -> dict[str, Lock]:
-    """Returns the environments of a project by name. Raises `UserError` for a file that is not a lock."""
+    """Returns the environments of a project by name. Raises `UserError` if a file is not a lock."""
     return {path.stem: read_lock(path) for path in sorted((root / LOCKS).glob("*.lock"))}
 
 
@@ -92,9 +92,10 @@ def environment_python(root: Path, name: str) -> Path:
 
 
 def environment_of(root: Path, package: str) -> str:
-    """Returns the name of the environment with a package: the one with the package's name, else the only one that contains the package.
+    """Returns the name of the environment with a package: the environment with the package's name, else the only one that contains the
+    package.
 
-    Raises `UserError` if there is none, or several.
+    Raises `UserError` if there is no such environment, or more than one.
     """
     locks, wanted = read_locks(root), canonical_name(package)
     if wanted in locks:
@@ -153,7 +154,7 @@ def python_of(venv: Path) -> Path:
 
 
 def this_platform() -> str:
-    """Returns operating system and architecture, such as `linux-x86_64`."""
+    """Returns the operating system and the architecture, such as `linux-x86_64`."""
     return f"{platform.system()}-{platform.machine()}".lower()
 
 

@@ -1,6 +1,7 @@
 """Packages for verifiers: `tasks.family="verifiers:PACKAGE"` after `agentrl env add PACKAGE`, or `"verifiers:path/to/file.py"`.
 
-The package runs in its own environment, in a host that calls the gateway; see `inside/verifiers_host.py`. Its rewards are the score.
+The package runs in a separate Python environment, in a host that calls the gateway; see `inside/verifiers_host.py`. Its rewards are the
+score.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SIZE = 10_000
 
 
 def host_spec(spec: EnvironmentSpec) -> HostSpec:
-    """Returns how the host of a package is started. Raises `UserError` if its environment is not built."""
+    """Returns the command of the host for a package. Raises `UserError` if its environment is not built."""
     root, options = current_project(), secrets.resolve_options(spec.options)
     package, folder = _located(root, spec.ref.removeprefix(PREFIX))
     python = environment_python(root, str(options.get("environment") or _environment(root, package)))
@@ -45,7 +46,7 @@ def host_spec(spec: EnvironmentSpec) -> HostSpec:
 
 
 def _located(root: Path, package: str) -> tuple[str, Path]:
-    """Returns the module of a package and the folder to look in: that of a file or folder of the project, or the project."""
+    """Returns the module of a package and the folder to search: the folder that contains the package's file or folder, or the project."""
     path = root / package
     if ("/" in package or package.endswith(".py")) and path.exists():
         return path.stem, path.resolve().parent
@@ -53,7 +54,7 @@ def _located(root: Path, package: str) -> tuple[str, Path]:
 
 
 def _environment(root: Path, package: str) -> str:
-    """Returns the environment with a package, or with verifiers, which contains some tasksets."""
+    """Returns the environment with a package, else the environment with verifiers, which contains some tasksets."""
     try:
         return environment_of(root, package)
     except UserError as missing:
@@ -68,19 +69,19 @@ class VerifiersFamily:
 
     Args:
         ref: `verifiers:PACKAGE`, or `verifiers:path/to/file.py` for a module of the project.
-        seed: seed of the run, which draws the held-out tasks of a package without an evaluation set.
-        size: largest number of tasks, or of tasks of each set.
+        seed: seed of the run, which determines the held-out tasks if the package has no evaluation set.
+        size: largest number of tasks, or of tasks in each set.
         heldout: share of the tasks that is held out.
         limits: fields of `Limits` that differ from the default.
         args: fields of the taskset's configuration; for verifiers 0.3, arguments of `load_environment`.
         env: other fields of the environment's configuration, such as the model of a judge. Only for verifiers 0.4.
-        image: image of the sandboxes for programs that the package starts. Without it they are faults.
-        sandbox: further fields of `SandboxSpec`.
-        runtime: `docker`, `podman` or `apptainer` for programs in containers of verifiers instead. Only for verifiers 0.4.
+        image: image of the sandboxes for programs that the package starts. Without an image, starting a program is a fault.
+        sandbox: additional fields of `SandboxSpec`.
+        runtime: `docker`, `podman` or `apptainer` to run these programs in containers of verifiers instead. Only for verifiers 0.4.
         variables: additional environment variables of the host.
         environment: name of the environment in `.environments/`; the default is the one with the package.
 
-    Raises `UserError` or `PluginError` for a package that cannot be loaded, or an invalid value.
+    Raises `UserError` or `PluginError` if the package cannot be loaded, or if an argument is invalid.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class VerifiersFamily:
 
 
 def _check(size: Any, heldout: Any, options: Mapping[str, Any]) -> None:
-    """Raises `PluginError` for an option that is unknown or invalid."""
+    """Raises `PluginError` if an option is unknown or invalid."""
     known = ("args", "env", "runtime", "variables", "environment")
     if unknown := sorted(set(options) - set(known)):
         raise PluginError(

@@ -1,10 +1,10 @@
-"""The process in which local environments run: frames of JSON in, frames of JSON out. `agentrl.environment.pool` starts it.
+"""The process in which local environments run. `agentrl.environment.pool` starts it, and both exchange frames of JSON.
 
     python -m agentrl.environment.worker PROGRESS_FD
 
-A frame has the operations of many episodes. They run in order, and the results of a frame are sent together, but not later than
-`FLUSH_S` after the first of them. The progress file counts the operations, each once when it starts and once when it ends, so that the
-driver knows which episode hangs. The process ends when its input ends.
+A frame has the operations of many episodes. The operations run in order. The results of a frame are sent together. If an operation ends
+more than `FLUSH_S` after the last sending, the results so far are sent then. The progress file counts the starts and ends of operations, so
+that the driver knows which episode hangs. The process ends when its input ends.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from agentrl.plugins.references import resolve
 
 FLUSH_S = 0.05
 MAX_FRAME = 64 << 20
-"""Bytes of one frame."""
+"""Largest frame in bytes."""
 MAX_RESULT = 32 << 20
-"""Bytes of one result, such as a snapshot."""
+"""Largest result in bytes, such as a snapshot."""
 SIZE = struct.Struct("<I")
 PROGRESS = struct.Struct("<Q")
 
 
 def environment_class(ref: str) -> tuple[Callable[..., Environment], str]:
-    """Returns the class of an environment, and the argument that its reference adds (empty: none). Raises `PluginError`."""
+    """Returns the class of an environment, and the argument in its reference; empty if there is none. Raises `PluginError`."""
     kind = environment_kind(ref)
     return (resolve(ref), "") if kind is None else (resolve(kind.pooled), ref.partition(":")[2])
 
@@ -56,7 +56,7 @@ class OpenEnvironments:
         return self._loop.run_until_complete(result) if inspect.isawaitable(result) else result
 
     def open(self, number: int, ref: str, options: dict[str, Any], seed: int) -> Any:
-        """Opens an environment, and returns what it declares and its first observation."""
+        """Opens an environment. Returns its declarations and its first observation."""
         kind, argument = environment_class(ref)
         environment = kind(argument, **options) if argument else kind(**options)
         self._open[number] = environment, ref
@@ -94,14 +94,14 @@ class OpenEnvironments:
         return text_of(self._done(environment.restore(base64.b64decode(state))), f"{ref}.restore()")
 
     def close(self, number: int) -> None:
-        """Closes an environment that may have failed to open."""
+        """Closes an environment, also if it failed to open."""
         environment, _ = self._open.pop(number, (None, ""))
         if environment is not None:
             self._done(environment.close())
 
 
 def answer(environments: OpenEnvironments, operation: list[Any]) -> list[Any]:
-    """Runs one operation. Returns its number, how it ended and its result."""
+    """Runs one operation. Returns the episode's number, the outcome and the result."""
     number, name, *arguments = operation
     try:
         return [number, "ok", getattr(environments, name)(number, *arguments)]
@@ -111,13 +111,13 @@ def answer(environments: OpenEnvironments, operation: list[Any]) -> list[Any]:
         return [number, "task", str(error)[:2000]]
     except EnvironmentFault as error:
         return [number, "fault", str(error)[:2000]]
-    except BaseException as error:  # SystemExit too: it ends this episode only
+    except BaseException as error:  # also SystemExit, which ends only this episode
         location = raise_location(error, libraries=True)
         return [number, "fault", f"{name}() raised {describe_error(error, 1500)}{f' ({location})' if location else ''}"[:2000]]
 
 
 def main() -> None:
-    """Runs operations until the input ends. What environments print is discarded."""
+    """Runs operations until the input ends. Discards the output of environments."""
     progress = mmap.mmap(int(sys.argv[1]), PROGRESS.size)
     replies = os.dup(sys.stdout.fileno())
     with open(os.devnull, "w") as nowhere:
@@ -131,7 +131,7 @@ def main() -> None:
         for operation in json.loads(requests.read(SIZE.unpack(head)[0])):
             progress[:] = PROGRESS.pack(count + 1)
             result = encoded(answer(environments, operation))
-            if os.getpid() != owner:  # a fork that an environment did not end
+            if os.getpid() != owner:  # this is a fork that an environment did not end
                 os._exit(1)
             count += 2
             progress[:] = PROGRESS.pack(count)
@@ -148,7 +148,7 @@ def main() -> None:
 
 
 def encoded(result: list[Any]) -> bytes:
-    """Returns a result as JSON; a fault if it has no JSON, or is too long."""
+    """Returns a result as JSON; a fault if the result cannot be written as JSON, or is too long."""
     try:
         text = json.dumps(result).encode()
     except (TypeError, ValueError, RecursionError) as error:
@@ -159,7 +159,7 @@ def encoded(result: list[Any]) -> bytes:
 
 
 def _be_killed_first() -> None:
-    """Lets the kernel end this process before the driver if memory runs out."""
+    """Configures the kernel to kill this process before the driver if memory runs out."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
 

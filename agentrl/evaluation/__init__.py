@@ -1,4 +1,4 @@
-"""Evaluations: held-out splits and suites of cases, their results, and the statistics that compare two of them.
+"""Evaluates held-out splits and suites of cases, stores the results, and compares two evaluations statistically.
 
-The pytest plug-in is part of this package, and pytest imports it in every run: this file imports nothing.
+The pytest plug-in is part of this package, and pytest imports it in every run. So this file imports nothing.
 """

@@ -1,14 +1,14 @@
 """A canary: a candidate version gets a share of the attempts, and a sequential test decides whether it is promoted or rolled back.
 
-    1 / share attempts -> one of them, at random, by the candidate, the others by the baseline -> next ones, or the decision
+    1 / share attempts -> the candidate runs a random one of them, the baseline runs the others -> next attempts, or the decision
 
-Each attempt is made once, by one version: with an agent of your own, an attempt is one session of the gateway. The score of the candidate's
+Each attempt runs once, with one version. With your own agent, an attempt is one session of the gateway. The score of the candidate's
 attempt minus the mean of the others is one observation within [-1, 1]. If both versions are equally good, its expected value is 0, because
-the candidate's attempt is chosen at random. Two sequential tests, which may look after every block (`statistics.e_value`), decide:
+the candidate's attempt is chosen at random. Two sequential tests, which are valid after every block (`statistics.e_value`), decide:
 
     promote    the mean difference is above -margin. A candidate that is worse by the margin or more is promoted with a probability of at
                most alpha / 2
-    roll back  the mean difference is below 0. A candidate that is no worse is rolled back with a probability of at most alpha / 2
+    roll back  the mean difference is below 0. A candidate that is not worse is rolled back with a probability of at most alpha / 2
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from agentrl.records import PolicyVersion, VersionState
 from agentrl.session.version_changes import has_checkpoint, is_driven, known_version, run_recipe
 from agentrl.session.versions import open_registry
 
-_BLOCK = 16  # the candidate's attempts between two looks
-_LEAST_SCORED = Fraction(4, 5)  # share of the observations without which there is no decision
+_BLOCK = 16  # the candidate's attempts between two tests
+_LEAST_SCORED = Fraction(4, 5)  # smallest share of the observations that is enough for a decision
 _SIDES = BASELINE, CANDIDATE = 0, 1
 
 Slot = tuple[str, int]
@@ -53,7 +53,7 @@ class CanaryOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryUnit:
-    """Consecutive attempts, of which the candidate makes one."""
+    """Consecutive attempts. The candidate runs one of them, the baseline the others."""
 
     candidate: Slot
     baseline: tuple[Slot, ...]
@@ -61,19 +61,19 @@ class CanaryUnit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryResult:
-    """The attempts so far, and what they decide."""
+    """The attempts so far, and the resulting decision."""
 
     outcome: CanaryOutcome
-    interval: Interval  # of the mean difference; valid at any number of attempts
+    interval: Interval  # interval of the mean difference; valid at any number of attempts
     baseline: float  # mean scores
     candidate: float
-    attempts: tuple[int, int]  # of baseline and candidate
-    unscored: int  # observations without a score of the candidate, or of all its neighbours
-    most: int  # observations that were possible
+    attempts: tuple[int, int]  # numbers of attempts of baseline and candidate
+    unscored: int  # observations for which the candidate or all baseline attempts have no score
+    most: int  # largest possible number of observations
 
 
 def check_canary(run: Path, before: int, after: int) -> None:
-    """Raises `UserError` if a canary's decision about version `after` could not be carried out."""
+    """Raises `UserError` if version `after` could not be promoted or rolled back after a canary."""
     registry = open_registry(run)
     baseline, candidate = known_version(registry, before), known_version(registry, after)
     if before >= after or VersionState.ROLLED_BACK in (baseline.state, candidate.state):
@@ -88,9 +88,9 @@ def check_canary(run: Path, before: int, after: int) -> None:
 
 
 def plan_units(cases: Sequence[Case], repeats_of: Callable[[Case], int], *, share: float, seed: int) -> tuple[CanaryUnit, ...]:
-    """Returns the attempts of a canary in random order, split into units of 1 / `share` attempts; an incomplete unit is dropped.
+    """Returns the attempts of a canary in random order, split into units of 1 / `share` attempts. An incomplete unit is dropped.
 
-    Raises `UserError` if a share is not 1 / 2, 1 / 3, ..., or there are too few attempts.
+    Raises `UserError` if `share` is not 1 / 2, 1 / 3, ..., or if there are too few attempts.
     """
     size = round(1 / share) if 0 < share <= 0.5 else 0
     if not size or abs(share * size - 1) > 0.01:
@@ -110,7 +110,7 @@ def plan_units(cases: Sequence[Case], repeats_of: Callable[[Case], int], *, shar
 
 
 def decide(differences: Sequence[float], *, planned: int, alpha: float, margin: float) -> CanaryOutcome:
-    """Returns the decision after these observations, in order, of `planned` ones. Raises `ValueError` for one outside [-1, 1]."""
+    """Returns the decision after these observations, in order, out of `planned`. Raises `ValueError` if one is outside [-1, 1]."""
     if len(differences) < _LEAST_SCORED * planned:
         return CanaryOutcome.UNDECIDED
     if e_value([-difference for difference in differences], null=margin) >= 2 / alpha:
@@ -126,11 +126,11 @@ async def run_canary(
     share: float,
     on_block: Callable[[CanaryResult], None] = lambda so_far: None,
 ) -> CanaryResult:
-    """Runs blocks of units with both versions of an open policy until a decision is clear or no attempt is left, and stores the attempts.
+    """Runs blocks of units with both versions of an open policy until there is a decision or no attempt is left, and stores the attempts.
 
     Args:
         pair: baseline and candidate.
-        share: of the attempts that the candidate makes.
+        share: share of the attempts that the candidate runs.
         on_block: called after each block.
     """
     began, by_id = time.monotonic(), {case.id: case for case in comparison.suite.cases}
@@ -140,7 +140,7 @@ async def run_canary(
     for start in range(0, len(units), _BLOCK):
         block = units[start : start + _BLOCK]
         wanted = [slot for unit in block for slot in unit.baseline], [unit.candidate for unit in block]
-        for side in _SIDES if start // _BLOCK % 2 == 0 else _SIDES[::-1]:  # every second block starts with the loaded weights
+        for side in _SIDES if start // _BLOCK % 2 == 0 else _SIDES[::-1]:  # a block starts with the loaded version
             numbers = _by_case(wanted[side])
             cases = [by_id[case] for case in numbers]
             done = await run_attempts_of(comparison, policy, pair[side], cases, side, partial(_numbers, numbers))

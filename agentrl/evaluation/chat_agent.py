@@ -1,7 +1,7 @@
-"""An agent whose turns come from a third-party chat completions server. Only for evaluations, because its exact tokens are unknown.
+"""An agent whose turns come from a third-party chat completions server. It is for evaluations only: its exact tokens are unknown.
 
-It works like the turn loop: the task's prompt, tools and limits, in the episode's sandbox. Its turns hold text and no token ids. Faults of
-the server are infrastructure faults; faults of the model are the policy's.
+Like the turn loop, it uses the task's prompt, tools and limits, and the episode's sandbox. Its turns contain text and no token ids. Faults
+of the server are infrastructure faults; faults of the model are faults of the policy.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from agentrl.records.fields import text as encodable
 
 _LONGEST_ID = 128
 BYTES_PER_TOKEN = 64
-"""Most bytes of a JSON answer for each token. A longer answer cannot come from the tokens that were requested."""
+"""Largest number of bytes of a JSON answer for each token. A longer answer contains more tokens than requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestedCall:
-    """One tool call of an answer: the parsed call or what is wrong with it, and its id."""
+    """One tool call of an answer: the parsed call or the error in it, and its id."""
 
     id: str
     name: str
@@ -54,7 +54,7 @@ class ChatEndpoint(Endpoint):
     structured: Any = "never"
 
     def _read(self, content: bytes, messages: Sequence[Mapping[str, Any]]) -> ChatAnswer:
-        """Parses a chat completion. Raises `JudgeError` for anything else, because that is the server's fault."""
+        """Parses a chat completion. Raises `JudgeError` if the content is anything else, because that is a fault of the server."""
         if len(content) > self.max_bytes:
             raise JudgeError(f"{self._where()} returned more than {self.max_bytes:,} bytes")
         try:
@@ -82,7 +82,10 @@ class ChatEndpoint(Endpoint):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatAgent:
-    """An `agentrl.protocols.Agent`. `tokens`: episode -> sampled tokens as counted by the server; the evaluation removes its entries."""
+    """An `agentrl.protocols.Agent`.
+
+    `tokens` maps an episode to its sampled tokens as the server counts them; the evaluation removes them.
+    """
 
     endpoint: ChatEndpoint
     sampling: Mapping[str, Any] = field(default_factory=dict)  # additional keys of every request
@@ -148,11 +151,13 @@ class ChatAgent:
         return answer
 
     async def _called(self, episode: LiveEpisode, tools: Toolbox, calls: Sequence[RequestedCall], messages: list[dict[str, Any]]) -> str:
-        """Runs the calls of a turn in order, until an answer is submitted or the sandbox is lost, and appends the results. Returns the
-        stop reason."""
+        """Runs the calls of a turn in order, until an answer is submitted or the sandbox is lost. Appends the results to `messages`.
+
+        Returns the stop reason.
+        """
         began, counts = time.monotonic(), count_calls(episode)
         results: list[ToolResult] = []
-        errors: list[ToolResult] = []  # recorded after the others, as in the turn loop
+        errors: list[ToolResult] = []  # recorded after the other results, as in the turn loop
         ended = ""
         for one in calls:
             if isinstance(one.call, str):
@@ -175,7 +180,7 @@ class NoPolicy:
     """The unused `agentrl.protocols.Policy` of a `ChatAgent`."""
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
-        """Raises `ServingError`."""
+        """Always raises `ServingError`."""
         raise ServingError("a chat completions endpoint returns no exact tokens")
 
 

@@ -1,4 +1,4 @@
-"""The paired comparison of two policies on the same cases."""
+"""Compares two policies on the same cases by paired scores."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Scores = Mapping[str, Sequence[float | None]]
 """Case -> the score of each attempt, in order; None means unscored."""
 
 ALPHA, MARGIN = 0.05, 0.05
-_SAMENESS_SQUARES = 3.5  # see `difference_interval`: what few cases do not show may still be frequent
+_SAMENESS_SQUARES = 3.5  # see `difference_interval`: a change that few cases do not show may still be frequent
 
 
 class ComparisonVerdict(StrEnum):
-    """The result of comparing a policy with an earlier one."""
+    """The result of comparing a policy with an earlier policy."""
 
     BETTER = "better"
     WORSE = "worse"
@@ -38,7 +38,7 @@ class PairedCase:
 
     @property
     def difference(self) -> Fraction:
-        """Mean after minus mean before; exact, and 0 if both are equal up to rounding."""
+        """The mean after minus the mean before. It is exact, and 0 if both are equal up to rounding."""
         difference = (sum(map(exact_fraction, self.after), Fraction()) - sum(map(exact_fraction, self.before), Fraction())) / len(
             self.before
         )
@@ -59,17 +59,17 @@ class Comparison:
     """Two policies on the same cases. `effect` is the mean over cases of the score after minus the score before."""
 
     cases: int
-    attempts: int  # pairs
+    attempts: int  # pairs of attempts
     unscored: int  # pairs of attempts that one side did not score
     unpaired: tuple[str, ...]  # cases without a pair of scored attempts
     before: float
     after: float
     effect: float
-    low: float  # of the 95% interval
+    low: float  # lower end of the 95% interval
     high: float
-    p_value: float  # two-sided, by flipping the signs of whole cases
+    p_value: float  # two-sided, from a sign-flip test of the case differences
     exact: bool
-    evidence_of_drop: float  # see `agentrl.evaluation.statistics.e_value`; 0 if scores leave [0, 1]
+    evidence_of_drop: float  # see `agentrl.evaluation.statistics.e_value`; 0 if a difference is outside [-1, 1]
     lost: tuple[str, ...]  # cases with a lower mean after, the largest loss first
     gained: tuple[str, ...]
     spread: float  # standard deviation of the case differences
@@ -78,16 +78,16 @@ class Comparison:
     verdict: ComparisonVerdict
 
     def cases_needed(self, difference: float, *, chance: float = 0.8) -> int:
-        """Returns the number of similar cases that detect a difference with this chance. Raises `ValueError` for a difference of 0.
+        """Returns the number of similar cases that detect a difference with this chance. Raises `ValueError` if the difference is 0.
 
-        Plans without noise if fewer cases flipped than the difference requires.
+        The plan uses the observed spread of the case differences, but at least the spread that the difference itself causes.
         """
         spread = max(self.spread, planned_spread(difference, 0.0))
         return cases_needed(difference, spread, alpha=self.alpha, power=chance)
 
 
 def pair_scores(before: Scores, after: Scores) -> PairedScores:
-    """Pairs attempt k of a case on one side with attempt k on the other."""
+    """Pairs attempt k at a case on one side with attempt k at the same case on the other side."""
     pairs: list[PairedCase] = []
     unscored = 0
     for case in sorted(before.keys() & after.keys()):
@@ -102,10 +102,10 @@ def pair_scores(before: Scores, after: Scores) -> PairedScores:
 
 
 def compare(before: Scores, after: Scores, *, alpha: float = ALPHA, margin: float = MARGIN, seed: int = 0) -> Comparison | None:
-    """Compares `after` with `before`; None if there is no pair.
+    """Compares `after` with `before`. Returns None if there is no pair.
 
-    The verdict is `same` if the interval of level 1 - 2 alpha is within the margin: two one-sided tests (Schuirmann 1987). Else it is
-    `better` or `worse` if the sign-flip test is significant at `alpha`, else `not enough data`.
+    The verdict is `same` if the interval of level 1 - 2 alpha is within the margin: two one-sided tests (Schuirmann 1987). Otherwise it is
+    `better` or `worse` if the sign-flip test is significant at `alpha`, and `not enough data` if not.
     """
     both = pair_scores(before, after)
     pairs = both.pairs

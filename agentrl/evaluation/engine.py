@@ -1,4 +1,4 @@
-"""The evaluation engine: runs attempts at tasks in live sandboxes, scored as in training, and records them.
+"""The evaluation engine. It runs attempts at tasks in live sandboxes, scores them as in training, and records them.
 
 Held-out splits (`splits`), suites of cases (`suites`) and the gate (`agentrl.gate.gate`) plan attempts and run them here.
 """
@@ -38,9 +38,9 @@ ScoredListener = Callable[[Task, ScoredEpisode], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedAttempt:
-    """An attempt that an evaluation will run, or exclude because of a `fault` that is already known."""
+    """An attempt that an evaluation will run. It is excluded if its `fault` is already known."""
 
-    name: str  # of its episodes
+    name: str  # name of its episodes
     task: Task | None  # None if it cannot be created
     start: EpisodeState | None = None
     fault: Failure | None = None
@@ -49,10 +49,10 @@ class PlannedAttempt:
 async def run_attempts(
     runner: GroupRunner, planned: Sequence[PlannedAttempt], record: Callable[[PlannedAttempt, ScoredEpisode], Awaitable[R]]
 ) -> list[R]:
-    """Runs attempts concurrently. Returns, in order, what `record` returns for each; it is called as soon as the attempt is scored.
+    """Runs attempts concurrently. Calls `record` as soon as an attempt is scored. Returns the results of `record`, in order.
 
     Raises:
-        ExceptionGroup: of `SandboxUnavailable`, if this machine cannot open any sandbox of this kind.
+        ExceptionGroup: contains `SandboxUnavailable`, if this machine cannot open any sandbox of this kind.
     """
 
     async def run(attempt: PlannedAttempt) -> R:
@@ -73,14 +73,14 @@ def evaluation_runner(groups: GroupRunner, sampling: Sampling) -> GroupRunner:
 
 
 BrokenImages = Mapping[tuple[str, str], str]
-"""(image, runtime) -> why it cannot be built."""
+"""(image, runtime) -> reason why it cannot be built."""
 
 
 async def prepare_images(suites: Iterable[Suite], sandboxes: SandboxBackend) -> BrokenImages:
-    """Builds the images of the suites' cases. Returns those that cannot be built; only their own cases are excluded.
+    """Builds the images of the suites' cases. Returns the images that cannot be built. Only cases with such an image are excluded.
 
     Raises:
-        ExceptionGroup: of `SandboxUnavailable`, if this machine cannot open any sandbox of this kind.
+        ExceptionGroup: contains `SandboxUnavailable`, if this machine cannot open any sandbox of this kind.
     """
     specs = {_image(case): case.task.sandbox for suite in suites for case in suite.cases if case.task.sandbox is not None}
     broken: dict[tuple[str, str], str] = {}
@@ -133,7 +133,7 @@ async def run_cases(
 ) -> tuple[SuiteAttempt, ...]:
     """Runs the attempts at each case that `numbers` returns, in the order of the cases.
 
-    An attempt with tokens from any version other than `version` has no score. Raises like `run_attempts`.
+    An attempt that contains tokens from a version other than `version` has no score. Raises the errors of `run_attempts`.
     """
     plan = {f"{phase}-{case.id}-r{number}": (case, number) for case in cases for number in numbers(case)}
     done = 0
@@ -153,7 +153,7 @@ async def run_cases(
 def evaluation_info(
     recipe: Recipe, suite: Suite, version: PolicyVersion, *, repeats: int, threshold: float, began: float
 ) -> EvaluationInfo:
-    """Returns the metadata of an evaluation. `began`: monotonic seconds."""
+    """Returns the metadata of an evaluation. `began` is in monotonic seconds."""
     return EvaluationInfo(
         suite=suite.name,
         suite_sha256=suite_sha256({case.id: case.key for case in suite.cases}),
@@ -175,22 +175,22 @@ def evaluation_info(
 
 
 def case_repeats(case: Case, default: int) -> int:
-    """Returns the number of attempts at a case: its own `repeats`, or the default."""
+    """Returns the number of attempts at a case: its `repeats` or, if it has none, the default."""
     return default if case.repeats is None else case.repeats
 
 
 def case_thresholds(suite: Suite) -> dict[str, float]:
-    """Returns the cases' own thresholds, if they have any."""
+    """Returns the thresholds of the cases that have one."""
     return {case.id: case.threshold for case in suite.cases if case.threshold is not None}
 
 
 def utc_now() -> str:
-    """Returns the current UTC time, in seconds."""
+    """Returns the current UTC time, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def suite_attempt(case: Case, number: int, scored: ScoredEpisode, *, phase: str, version: int | None, again: bool = False) -> SuiteAttempt:
-    """Returns the record of an attempt. `version`: the only one that may have sampled its tokens; None allows any."""
+    """Returns the record of an attempt. `version` is the only version that may have sampled its tokens; None allows any."""
     episode, value = scored.episode, scored.score.value
     words = transcript(case.task, scored, phase=phase, step=version or 0)
     others = sorted({span.version for one in episode.trajectories for turn in one.own_turns for span in turn.versions} - {version})
@@ -225,7 +225,7 @@ def scores_by_case(attempts: Iterable[SuiteAttempt]) -> Scores:
 
 @dataclass(frozen=True, slots=True)
 class StoredEpisodes:
-    """The stored evaluation episodes of a run, if its store is an `EvaluationStore`. `begin` deletes what an interrupted one left."""
+    """Stores the evaluation episodes of a run, if its store is an `EvaluationStore`. `begin` deletes those of an interrupted evaluation."""
 
     store: DriverStore
 
@@ -234,7 +234,7 @@ class StoredEpisodes:
         await self.store.call(lambda store: store.delete_evaluated(phase) if isinstance(store, EvaluationStore) else None)
 
     async def add(self, phase: str, step: int, task: Task, scored: ScoredEpisode) -> None:
-        """Stores an episode durably. Raises `StoreError`.
+        """Stores an episode durably. Raises `StoreError` if that fails.
 
         Args:
             step: learner step that produced the evaluated version.

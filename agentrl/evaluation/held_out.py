@@ -1,4 +1,4 @@
-"""Evaluates the served version on the held-out tasks, and writes `evaluations.json` and `episodes/` of the run folder."""
+"""Evaluates the served version on the held-out tasks. Writes `evaluations.json` and `episodes/` into the run folder."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ class HeldOutEvaluation:
         )
 
     async def evaluate_once(self, phase: str, *, step: int) -> dict[str, float]:
-        """Like `evaluate`, but reuses a finished evaluation of an earlier driver if weights and settings are the same."""
+        """Calls `evaluate`, or reuses a finished evaluation of an earlier driver if weights and settings are the same."""
         rates = measure.recorded_rates(self.folder, phase, of=self._key(), splits=self._counts())
-        if not rates:  # also if nothing is held out, so that this is recorded
+        if not rates:  # also true if nothing is held out, so that this is recorded
             return await self.evaluate(phase, step=step)
         self.tracker.evaluated(phase, {str(split): rate for split, rate in rates.items()})
         return await self._register({str(split): rate.value for split, rate in rates.items()})
@@ -72,7 +72,7 @@ class HeldOutEvaluation:
     async def evaluate(self, phase: str, *, step: int) -> dict[str, float]:
         """Evaluates the served version on both held-out splits, and stores the result. Returns split -> rate.
 
-        Raises `InfrastructureError` if no episode was scored before training. Later, that must not discard the training.
+        Raises `InfrastructureError` if no episode was scored, but only before training: a later error would discard the training.
         """
         self.tracker.stage(f"evaluate {phase}")
         transcripts = self.folder / "episodes" / f"{phase}.jsonl"
@@ -98,7 +98,7 @@ class HeldOutEvaluation:
         return await self._register({split: rate.value for split, rate in rates.items()})
 
     async def continue_after(self, version: PolicyVersion) -> None:
-        """Makes the evaluation `after` of a session that ended with `version` that of its step; removes it if this step has none."""
+        """Renames the evaluation `after` of a session that ended with `version` to that of its step; removes it if none is due then."""
         due = self.config.every and version.number and version.number % self.config.every == 0
         key = measure.evaluation_key(self.config, version.sha256)
         await asyncio.to_thread(measure.rename_evaluation, self.folder, "after", f"step{version.number}" if due else None, of=key)
@@ -106,7 +106,7 @@ class HeldOutEvaluation:
     async def _evaluate(self, split: Split, count: int, phase: str, *, step: int, thinking_tokens: int | None = None) -> SplitEvaluation:
         if split == next(iter(self._counts())):
             await self.stored.begin(phase)
-        recording = asyncio.Lock()  # a file of lines has one writer at a time
+        recording = asyncio.Lock()  # only one task may append to the file at a time
 
         def record(task: Task, scored: ScoredEpisode) -> str:
             if thinking_tokens is None:
@@ -153,7 +153,7 @@ async def evaluate_held_out(
 ) -> dict[str, dict[str, Any]]:
     """Serves the recipe's model and evaluates it on the held-out splits. Returns split -> `measure.read_evaluation`.
 
-    The caller prepares as for `agentrl.run.loop.train`.
+    The caller makes the same preparations as for `agentrl.run.loop.train`.
     """
     async with open_run(recipe, start, checked, root=root, console=console) as run:
         run.tracker.stage("start", "server and sandbox image")

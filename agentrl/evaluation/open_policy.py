@@ -1,4 +1,4 @@
-"""Opens what an evaluation of suites runs on: the checks before its start, the policy and the sandboxes."""
+"""Checks an evaluation of suites before its start, and opens its policy and sandboxes."""
 
 from __future__ import annotations
 
@@ -44,26 +44,26 @@ from agentrl.task import make_task, open_family
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedEvaluation:
-    """An evaluation that passed the checks before a start, with its run folder claimed."""
+    """An evaluation that passed the checks before its start and has claimed its run folder."""
 
     policy: NamedPolicy
     suites: tuple[Suite, ...]
     recipe: Recipe
     root: Path
     start: RunStart
-    repeats: int | None  # attempts per case; None means the number of the case, or else of its suite
-    threshold: float  # for cases without their own
-    checked: preflight.PreflightResult | None  # None for a policy that is not served here
+    repeats: int | None  # attempts per case; None means the case's number or, if it has none, its suite's
+    threshold: float  # threshold of cases that have none
+    checked: preflight.PreflightResult | None  # None if the policy is not served here
     scorer: TaskScorer
 
     def repeats_of(self, suite: Suite, case: Case) -> int:
-        """Attempts at a case."""
+        """Returns the number of attempts at a case."""
         return self.repeats or case_repeats(case, suite.repeats)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenPolicy:
-    """The open parts that an evaluation runs on."""
+    """The open components that an evaluation uses."""
 
     groups: GroupRunner
     sandboxes: SandboxBackend
@@ -73,7 +73,7 @@ class OpenPolicy:
     sampled_by: int | None  # the only version that may have sampled tokens; None if versions are unknown
     broken: BrokenImages  # images that cannot be built
     stored: StoredEpisodes
-    run: Run | None = None  # its open parts, if it is served here
+    run: Run | None = None  # its open components, if it is served here
     spent: dict[str, int] = field(default_factory=dict)  # episode -> tokens, if its turns do not record them
 
 
@@ -88,10 +88,10 @@ def prepare_evaluation(
     run_dir: Path | None = None,
     own: tuple[Path, Recipe] | None = None,
 ) -> Iterator[PreparedEvaluation]:
-    """Claims the run folder of an evaluation and runs all cheap checks.
+    """Claims the run folder of an evaluation and runs all checks that take little time.
 
     Args:
-        own: the project and the recipe from which the cases come (`held_out_suite`), and whose settings apply. None means cases of suites.
+        own: the project and the recipe that supply the cases (`held_out_suite`) and the settings. None means cases of suites.
 
     Raises `UserError`, for example if a verifier does not resolve or a model folder is invalid.
     """
@@ -128,7 +128,7 @@ def prepare_evaluation(
 
 
 def _check_source(policy: NamedPolicy, suites: Sequence[Suite], recipe: Recipe) -> None:
-    """Raises `UserError` for a plug-in that does not resolve, and for a case that the policy or its agent cannot play."""
+    """Raises `UserError` if a plug-in does not resolve, or if the policy or its agent cannot run a case."""
     if policy.source is PolicySource.PLUGIN:
         check_policy_plugin(policy)
     for case in (case for suite in suites for case in suite.cases):
@@ -173,7 +173,7 @@ async def open_policy(prepared: PreparedEvaluation, *, console: bool) -> AsyncIt
 
 @asynccontextmanager
 async def _served(prepared: PreparedEvaluation, *, console: bool) -> AsyncIterator[OpenPolicy]:
-    """A model folder on a supervised server."""
+    """Opens a model folder on a supervised server."""
     assert prepared.checked is not None, "a served policy was checked"
     async with open_run(prepared.recipe, prepared.start, prepared.checked, root=prepared.root, console=console) as run:
         run.tracker.stage("start", "server and sandbox images")
@@ -204,7 +204,7 @@ async def _served(prepared: PreparedEvaluation, *, console: bool) -> AsyncIterat
 
 @asynccontextmanager
 async def _not_served(prepared: PreparedEvaluation, *, console: bool) -> AsyncIterator[OpenPolicy]:
-    """A policy without a server: a plug-in of the project, or a third-party endpoint."""
+    """Opens a policy that needs no server of agentrl: a plug-in of the project, or a third-party endpoint."""
     recipe, folder = prepared.recipe, prepared.start.folder
     async with closing_stack(folder) as stack:
         sandboxes = await open_sandboxes(recipe.sandbox, run_label=folder.name, root=prepared.root)
@@ -264,7 +264,7 @@ def _group_runner(
 
 
 def _parts(prepared: PreparedEvaluation) -> tuple[Policy, Agent, ChatFormat | None]:
-    """Returns policy, agent and chat format. An endpoint has its own agent and no chat format."""
+    """Returns policy, agent and chat format. An endpoint has a separate agent and no chat format."""
     if prepared.policy.source is PolicySource.ENDPOINT:
         return NoPolicy(), _chat_agent(prepared.policy, prepared.recipe), None
     plugin: Any = load_policy_plugin(prepared.policy)

@@ -1,4 +1,4 @@
-"""The status of each case of an evaluation (passed, failed or unscored), with an example attempt, as text, JSON and JUnit XML."""
+"""Reports the status of each case of an evaluation (passed, failed or unscored), with an example, as text, JSON and JUnit XML."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from agentrl.failure.triage import TriageRule, tag_by_rules
 from agentrl.records import ScoredEpisode
 
 _TAIL = 4000  # characters of a transcript
-_WORDS = 2000  # of an answer, a reason or evidence
-# Characters that XML 1.0 does not allow (section 2.2), in texts of models, tools and verifiers.
+_WORDS = 2000  # characters of an answer, a reason or evidence
+# Characters that XML 1.0 does not allow (section 2.2). Output of models, tools and verifiers may contain them.
 _NO_XML = re.compile("[^\t\n\u0020-\u007e\u00a0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _INVISIBLE = re.compile("[\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]")  # some of them reverse the direction of text
 
@@ -31,19 +31,22 @@ class CaseStatus(StrEnum):
     """The result of a case."""
 
     PASSED = "passed"  # the mean score of its attempts reaches its threshold
-    FAILED = "failed"  # the mean of the scored attempts does not
-    UNSCORED = "unscored"  # an attempt has no score, and the others do not fail the case
+    FAILED = "failed"  # the mean of the scored attempts does not reach it
+    UNSCORED = "unscored"  # an attempt has no score, and the other attempts do not fail the case
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleAttempt:
-    """The attempt that best shows why a case did not pass: the lowest score, or else one without. All of its text is hostile."""
+    """The attempt that best shows why a case did not pass: the lowest score or, if there is none, an unscored attempt.
+
+    All of its text is untrusted.
+    """
 
     episode: str
     score: float | None
     answer: str | None
-    reason: str  # why there is no score; empty with a score
-    evidence: str  # of the verifier
+    reason: str  # why there is no score; empty if there is one
+    evidence: str  # the verifier's evidence
     tag: str  # kind of failure, by rules
     turn: int | None  # the first failing turn, counted from 1
     tail: str  # the end of the transcript, printable
@@ -61,12 +64,12 @@ class CaseOutcome:
 
     @property
     def scores(self) -> tuple[float | None, ...]:
-        """The score of each attempt; None without a score."""
+        """The score of each attempt; None means unscored."""
         return tuple(one.score for one in self.attempts)
 
     @property
     def mean(self) -> float | None:
-        """The mean of the scored attempts; None without any."""
+        """The mean of the scored attempts; None if there are none."""
         return _mean(self.scores)
 
     @property
@@ -96,7 +99,7 @@ class CaseOutcome:
 
 
 def case_status(scores: Sequence[float | None], threshold: float) -> CaseStatus:
-    """Returns the status for the scores of a case's attempts; unscored without attempts."""
+    """Returns the status for the scores of a case's attempts; unscored if there are no attempts."""
     mean = _mean(scores)
     if mean is not None and not attempt_passes(mean, threshold):
         return CaseStatus.FAILED
@@ -117,7 +120,7 @@ def case_outcome(
     rules: Sequence[TriageRule],
     origin: Mapping[str, str],
 ) -> CaseOutcome:
-    """Returns the outcome of a case, with its attempts in order. `threshold`: for a case without one."""
+    """Returns the outcome of a case from its attempts, in order. `threshold` applies if the case has none."""
     pairs = sorted(attempts, key=lambda pair: pair[0].number)
     bar = threshold if case.threshold is None else case.threshold
     outcome = CaseOutcome(suite=suite, case=case, threshold=bar, attempts=tuple(one for one, _ in pairs))
@@ -152,13 +155,13 @@ def _shown(
 
 
 def worst_first(outcomes: Iterable[CaseOutcome]) -> list[CaseOutcome]:
-    """Sorts outcomes: failed, unscored, passed; lowest scores first within each."""
+    """Sorts outcomes by status (failed, unscored, passed), and by score within each status, the lowest first."""
     order = {CaseStatus.FAILED: 0, CaseStatus.UNSCORED: 1, CaseStatus.PASSED: 2}
     return sorted(outcomes, key=lambda one: (order[one.status], one.mean if one.mean is not None else 0.0, one.suite, one.case.id))
 
 
 def summary_line(one: CaseOutcome) -> str:
-    """One line: score, threshold, attempts, and the baseline's score."""
+    """Returns one line with score, threshold, attempts, and the baseline's score."""
     score = "-" if one.mean is None else f"{one.mean:.2f}"
     missing = sum(score is None for score in one.scores)
     text = f"{score} of {one.threshold:g} in {len(one.scores)} attempt{'s' if len(one.scores) != 1 else ''}"
@@ -170,7 +173,7 @@ def summary_line(one: CaseOutcome) -> str:
 
 
 def detail_lines(one: CaseOutcome) -> list[str]:
-    """Lines about a case that did not pass: question, answer, reason, and the first failing turn. Safe for a terminal."""
+    """Returns lines about a case that did not pass: question, answer, reason, and the first failing turn. Safe for a terminal."""
     lines = [f"question  {one_line(one.question, 200)}"]
     if one.example is not None:
         at = "" if one.example.turn is None else f" at turn {one.example.turn}"
@@ -189,9 +192,9 @@ def show_command(one: CaseOutcome, folder: Path) -> str:
 
 
 def junit_xml(outcomes: Sequence[CaseOutcome], *, folder: Path, policy: str, at: str = "") -> bytes:
-    """Returns an evaluation as JUnit XML for CI systems: a test suite per suite and a test case per case.
+    """Returns an evaluation as JUnit XML for CI systems, with a test suite for each suite and a test case for each case.
 
-    Suites come in the order of their first case. An unscored case is an error, not a failure.
+    Suites are in the order of their first case. An unscored case is an error, not a failure.
 
     Args:
         folder: the run folder, for the commands that show more.
@@ -211,7 +214,7 @@ def junit_xml(outcomes: Sequence[CaseOutcome], *, folder: Path, policy: str, at:
 
 
 def xml_text(text: str) -> str:
-    """Returns text with only characters that an XML document can contain and that are visible."""
+    """Returns text with only visible characters that an XML document can contain."""
     return _INVISIBLE.sub("\ufffd", _NO_XML.sub("\ufffd", text))
 
 

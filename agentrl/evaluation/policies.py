@@ -1,4 +1,4 @@
-"""Finds the policy that a user names for an evaluation, with the options of its requests, and builds the recipe for it."""
+"""Finds the policy that a user names for an evaluation, parses the options of its requests, and builds its recipe."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from agentrl.session.models import SAMPLING_FILE
 from agentrl.version.model_folder import read_json
 
 _LONGEST_CONTEXT = 1 << 20
-_LARGEST = 1 << 20  # bytes of a record of sampling
-_SHOWN = 200  # characters of a text of a suite in an error
+_LARGEST = 1 << 20  # bytes of a sampling record
+_SHOWN = 200  # characters of a suite's string in an error message
 _PART = parts.PartKind(key="--policy", what="policy", shipped={}, protocol="agentrl.protocols:Policy", arguments=())
 _SAID_ELSEWHERE = {
     "model": "--model gives the model",
@@ -41,7 +41,7 @@ _SAID_ELSEWHERE = {
     "max_tokens": "limits.turn_tokens gives the number of tokens",
     "max_completion_tokens": "limits.turn_tokens gives the number of tokens; --tokens-name max_completion_tokens sends it under this name",
 }
-"""Request keys that are set elsewhere -> where."""
+"""Request key that is set elsewhere -> the setting."""
 _FIX = "use a model folder, RUN@VERSION, http(s)://HOST/v1, or module:attr of a policy factory"
 
 
@@ -65,10 +65,10 @@ class RequestOptions:
 
     @classmethod
     def parse(cls, requested: Sequence[str], headers: Sequence[str], tokens_name: str) -> RequestOptions:
-        """Parses command-line options. Raises `UserError`.
+        """Parses command-line options. Raises `UserError` if one is invalid.
 
         Args:
-            requested: KEY=VALUE, with JSON or text as the value; `temperature=null` sends no temperature.
+            requested: KEY=VALUE. The value is JSON or text. `temperature=null` sends no temperature.
             headers: NAME=REFERENCE.
         """
         keys = {key: _json_or_text(value) for key, value in (_pair("--request", text, "reasoning_effort=low") for text in requested)}
@@ -83,7 +83,7 @@ class RequestOptions:
 
     @property
     def summary(self) -> str:
-        """A summary of the options, for the policy's name; empty without options."""
+        """A summary of the options, for the policy's name; empty if there are none."""
         texts = [f"{key}={json.dumps(value)}" for key, value in self.keys.items()]
         return ", ".join([*texts, "no temperature"] if self.without_temperature else texts)
 
@@ -107,10 +107,10 @@ class NamedPolicy:
     """A policy as the user specified it."""
 
     source: PolicySource
-    name: str  # as typed
+    name: str  # as the user typed it
     model: str  # absolute folder, URL or plug-in reference
     run: Path | None = None  # run whose recipe configures its server
-    model_name: str = ""  # of the endpoint's model
+    model_name: str = ""  # name of the endpoint's model
     key_env: str = ""  # environment variable with the endpoint's key; empty if it needs none
     requests: RequestOptions = field(default_factory=RequestOptions)  # options of requests to the endpoint
 
@@ -126,7 +126,7 @@ class NamedPolicy:
 
 
 def find_policy(named: str, *, model_name: str = "", key_env: str = "", requests: RequestOptions | None = None) -> NamedPolicy:
-    """Returns the policy of a name. Raises `UserError` for an unknown name, or if a model name is missing or superfluous."""
+    """Returns the policy with a name. Raises `UserError` if the name is unknown, or if `model_name` is missing or superfluous."""
     if named.startswith(("http://", "https://")):
         if not model_name:
             raise UserError("an endpoint needs the name of its model", fix="set it with --model (--agentrl-model in pytest)")
@@ -157,11 +157,11 @@ def recipe_policy(recipe: Recipe) -> NamedPolicy:
 
 
 def recorded_policy(suites: Sequence[Suite], *, option: str = "--policy") -> NamedPolicy:
-    """Returns the policy that the suites' `suite.toml` files name: a model of their project.
+    """Returns the policy that the suites' `suite.toml` files name. It is a model of their project.
 
     A suite may come from a third party, and a run's recipe refers to code. So the policy must be in the project and not in a suite.
 
-    Raises `UserError` if the suites name none or different ones, if the policy is elsewhere, or if it does not exist yet.
+    Raises `UserError` if the suites name no policy or different policies, if the policy is elsewhere, or if it does not exist yet.
     """
     first, *others = suites
     settings, named = first.folder / "suite.toml", first.policy
@@ -176,7 +176,7 @@ def recorded_policy(suites: Sequence[Suite], *, option: str = "--policy") -> Nam
     typed = named if Path.cwd().resolve() == root else str(root / named)
     path = untrusted_files.resolve_inside(named, root)
     version = None if path is None else version_folder(typed)
-    used = version or ([] if path is None else [path])  # checks both: the run has the recipe, and its version may be a link
+    used = version or ([] if path is None else [path])  # both are checked: the run contains the recipe, and the version may be a link
     if not used or not all(folder.is_relative_to(root) for folder in used):
         raise UserError(f"{shown} is outside the project {root}", fix="use a model of the project, such as runs/NAME@VERSION")
     folders = [suite.folder.resolve() for suite in suites if suite.folder.resolve() != root]
@@ -192,7 +192,7 @@ def recorded_policy(suites: Sequence[Suite], *, option: str = "--policy") -> Nam
 
 
 def version_folder(named: str) -> tuple[Path, Path] | None:
-    """Returns the run folder and model folder of RUN@VERSION; None for any other name. Raises `UserError` if the model is gone."""
+    """Returns the run folder and model folder of RUN@VERSION; None for any other name. Raises `UserError` if the model was deleted."""
     run, at, number = named.rpartition("@")
     if not at or not number.isdecimal() or len(number) > 9 or not (Path(run) / "versions").is_dir():
         return None
@@ -206,7 +206,7 @@ def version_folder(named: str) -> tuple[Path, Path] | None:
 
 
 def project_of(suites: Sequence[Suite]) -> Path:
-    """Returns the project of the suites, which their images and verifiers are relative to. Raises `UserError` for two projects."""
+    """Returns the project of the suites. Their images and verifiers are relative to it. Raises `UserError` if there are two projects."""
     roots = sorted({project_root(suite.folder) for suite in suites})
     if len(roots) > 1:
         raise UserError(f"suites of two projects: {roots[0]} and {roots[1]}", fix="evaluate them one after the other")
@@ -214,17 +214,17 @@ def project_of(suites: Sequence[Suite]) -> Path:
 
 
 def recipe_for(policy: NamedPolicy, suites: Sequence[Suite], overrides: Sequence[str] = ()) -> Recipe:
-    """Returns the recipe that evaluates a policy on suites. A version uses its run's settings for serving, sampling and sandboxes. A model
-    that a run exported uses its run's sampling settings. Otherwise defaults apply.
+    """Returns the recipe that evaluates a policy on suites.
 
-    Raises `RecipeError` for an invalid override, and `UserError` if a run's recipe cannot be read.
+    A version uses its run's settings for serving, sampling and sandboxes. A model that a run exported uses its run's sampling settings.
+    Otherwise defaults apply. Raises `RecipeError` if an override is invalid, and `UserError` if a run's recipe cannot be read.
     """
     data: dict[str, Any] = {"policy": {"max_model_len": _room(suites)}} if policy.run is None else _of_run(policy.run)
     data["name"] = re.sub(r"[^A-Za-z0-9_.-]+", "-", "-".join(suite.folder.resolve().name for suite in suites)).lstrip("-_.")[:60] or "suite"
     data["policy"] |= {
         "model": policy.name if policy.source is PolicySource.ENDPOINT else policy.model,
         "chat_template": None,
-    }  # the version's folder already has the run's template
+    }  # the version's folder already contains the run's template
     if policy.source is PolicySource.FOLDER:
         data["policy"]["max_model_len"] = min(data["policy"]["max_model_len"], _longest(Path(policy.model)))
     folders = "\n".join(str(suite.folder.resolve()) for suite in suites)
@@ -241,7 +241,7 @@ def recipe_for(policy: NamedPolicy, suites: Sequence[Suite], overrides: Sequence
 
 
 class SuiteTasks:
-    """An `agentrl.protocols.TaskFamily` of cases, for the recipe of an evaluation without a user's recipe.
+    """An `agentrl.protocols.TaskFamily` of cases, for evaluations that have no user-supplied recipe.
 
     Args:
         folders: absolute paths of the suites, one per line.
@@ -266,14 +266,14 @@ class SuiteTasks:
 
 
 def check_policy_plugin(policy: NamedPolicy) -> None:
-    """Raises `PluginError` for a reference that does not resolve to a policy factory. Does not call it."""
+    """Raises `PluginError` if a reference does not resolve to a policy factory. Does not call the factory."""
     parts.load_part(_PART, Part(policy.model))
 
 
 def load_policy_plugin(policy: NamedPolicy) -> Any:
     """Calls a policy factory. Returns an `agentrl.protocols.Policy` with a `tokenizer` attribute for its token ids.
 
-    Raises `PluginError` if it returns anything else.
+    Raises `PluginError` if the factory returns anything else.
     """
     loaded = parts.make_part(_PART, Part(policy.model))
     if getattr(loaded, "tokenizer", None) is None:
@@ -313,8 +313,10 @@ def _longest(model: Path) -> int:
 
 
 def recorded_sampling(model: Path) -> dict[str, Any]:
-    """Returns the `evaluation.sampling` with which a model folder was evaluated, from its own record or the recipe of its run folder; empty
-    for another model. Raises `UserError` if the record cannot be read."""
+    """Returns the `evaluation.sampling` with which a model folder was evaluated, from its record or the recipe of its run folder.
+
+    The result is empty if the folder has neither. Raises `UserError` if the record cannot be read.
+    """
     path = model / SAMPLING_FILE
     try:
         if path.is_file():

@@ -1,4 +1,7 @@
-"""Regression cases as pytest items. One evaluation runs all selected cases concurrently, and each item waits for the result of its case."""
+"""Runs regression cases as pytest items.
+
+One evaluation runs all selected cases concurrently. Each item waits for the result of its case.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,8 @@ from agentrl.evaluation.suites import SuiteEvaluation, evaluate_suites
 from agentrl.failure.case import Case, Suite, load_suite, load_suites
 from agentrl.failure.timeline import one_line
 
-_POLL_S = 0.5  # interval of waiting, so that ctrl-C takes effect
-_STOP_S = 120.0  # for servers and sandboxes to end
+_POLL_S = 0.5  # longest uninterrupted wait, so that ctrl-C takes effect
+_STOP_S = 120.0  # longest wait for servers and sandboxes to stop
 
 
 class CaseNotPassed(Exception):
@@ -42,7 +45,7 @@ class BackgroundEvaluation:
     def __init__(self, prepared: PreparedEvaluation) -> None:
         self.prepared = prepared
         self.done: tuple[SuiteEvaluation, ...] = ()
-        self.error: BaseException | None = None  # ended the evaluation
+        self.error: BaseException | None = None  # the error that ended the evaluation
         self._outcomes: dict[tuple[str, str], Future[CaseOutcome]] = {
             (suite.name, case.id): Future() for suite in prepared.suites for case in suite.cases
         }
@@ -52,7 +55,7 @@ class BackgroundEvaluation:
         self._begun = threading.Event()
 
     def outcome(self, suite: str, case: str) -> CaseOutcome:
-        """Waits for a case. Raises the error that ended the evaluation before."""
+        """Waits for a case and returns its outcome. Raises the error that ended the evaluation if there is no outcome."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="agentrl-cases", daemon=True)
             self._thread.start()
@@ -65,7 +68,7 @@ class BackgroundEvaluation:
                     raise
 
     def finish(self) -> None:
-        """Waits until the results are written if all cases are done; otherwise cancels the evaluation."""
+        """Waits until the results are written if all cases are done. Otherwise cancels the evaluation."""
         if self._thread is None:
             return
         self._begun.wait(_STOP_S)
@@ -76,7 +79,7 @@ class BackgroundEvaluation:
     def _run(self) -> None:
         try:
             asyncio.run(self._evaluate())
-        except BaseException as error:  # raised in the items that wait
+        except BaseException as error:  # re-raised in the items that wait
             self.error = main_error(error)
             for future in self._outcomes.values():
                 if not future.done():
@@ -115,7 +118,7 @@ class CaseItem(pytest.Item):
             raise CaseNotPassed(self.outcome)
 
     def error_text(self, error: BaseException) -> str:
-        """Returns the text that pytest shows for an error; empty for a bug, for which it shows the stack."""
+        """Returns the text that pytest shows for an error; empty if the error is a bug, so that pytest shows its stack."""
         if isinstance(error, CaseNotPassed):
             return "\n".join(self._report_lines(error.outcome))
         return f"{type(error).__name__}: {error}" if isinstance(error, AgentRLError) else ""
@@ -147,7 +150,7 @@ class SuiteFolder(pytest.Directory):
 
 
 class SuitePlugin:
-    """The pytest plug-in for suites that are given by option or argument."""
+    """The pytest plug-in for suites that an option or argument names."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -163,7 +166,7 @@ class SuitePlugin:
         explicit = config.args_source is pytest.Config.ArgsSource.ARGS
         arguments = {folder.resolve() for folder in suite_arguments(config)}
         further = [str(folder) for folder in self._folders if folder not in arguments]
-        config.args = [*(config.args if explicit else []), *further]  # tests run in addition to suites if they are arguments
+        config.args = [*(config.args if explicit else []), *further]  # tests that are arguments run in addition to suites
 
     def pytest_report_header(self) -> str:
         """Returns the number of suites, and the policy."""
@@ -178,7 +181,7 @@ class SuitePlugin:
         return folder
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Validates options and selected cases; starts nothing."""
+        """Validates options and selected cases, before anything starts."""
         items = [item for item in session.items if isinstance(item, CaseItem)]
         if not items or self._config.option.collectonly:
             return
@@ -201,7 +204,7 @@ class SuitePlugin:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
-        """Replaces the stack of a failed case by its report."""
+        """Replaces the stack of a failed case with its report."""
         report = yield
         if isinstance(item, CaseItem) and call.excinfo is not None and (text := item.error_text(call.excinfo.value)):
             report.longrepr = text
@@ -226,7 +229,7 @@ class SuitePlugin:
 
 
 def _policy_of(config: pytest.Config, suites: Sequence[Suite]) -> NamedPolicy:
-    """Returns the policy of the options, or the one recorded in the suites. Raises `UserError` if there is none."""
+    """Returns the policy that the options name or, if they name none, the policy of the suites. Raises `UserError` if there is none."""
     option = config.getoption
     requests = RequestOptions.parse(option("agentrl_request"), option("agentrl_header"), option("agentrl_tokens_name"))
     if (policy := option("agentrl_policy")) is None:

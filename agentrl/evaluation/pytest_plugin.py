@@ -1,6 +1,6 @@
-"""The pytest plug-in: suites of regression cases as tests. `pytest evals/reading --agentrl-policy runs/quickstart@12`.
+"""The pytest plug-in, which runs suites of regression cases: `pytest evals/reading --agentrl-policy runs/quickstart@12`.
 
-Every pytest run with agentrl installed imports this module, so it imports other modules of agentrl only if a suite is given.
+Every pytest run with agentrl installed imports this module, so it imports other modules of agentrl only if a suite is requested.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Registers the plug-in for suites if one is given."""
+    """Registers the plug-in for suites if a suite is requested."""
     suites = config.getoption("agentrl_suite") or suite_arguments(config)
     if not suites:
         if config.getoption("agentrl_policy") is not None:

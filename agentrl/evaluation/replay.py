@@ -1,8 +1,8 @@
-"""Creates cases that start in the middle of an episode, at the turn in which it failed.
+"""Creates cases that start in the middle of an episode, at the turn at which it failed.
 
-The state is created once, when the case is promoted: the recorded episode is replayed in a live sandbox, token by token, up to the turn in
-question. The tools must give the recorded results. Then the sandbox is captured. So the case starts from a state that really existed, and
-an evaluation samples from that turn on.
+The state is created once, when the case is promoted. The recorded episode is replayed in a live sandbox, token by token, up to that turn.
+The tools must return the recorded results. Then the sandbox is captured. So the case starts from a state that really existed, and an
+evaluation samples from that turn on.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ _SESSION = "python_session"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySetup:
-    """The parts that replay a run's episodes."""
+    """The components that replay a run's episodes."""
 
     agent: Agent
     sandboxes: SandboxBackend
     max_model_len: int
-    tools: ToolSource  # of the run's recipe, with the tool lists of its servers
+    tools: ToolSource  # tools of the run's recipe, with the tool lists of its servers
 
 
 class _Enough(ServingError):
-    """The turn is reached. No fault; it ends the replay."""
+    """Ends the replay when the turn is reached. It is not a fault."""
 
 
 class _Apart(ServingError):
-    """The replay differs from the recorded episode."""
+    """Ends the replay because it differs from the recorded episode."""
 
 
 @dataclass(slots=True)
 class _Player:
-    """A `Policy` that repeats recorded completions, as long as the prompts are the recorded ones."""
+    """A `Policy` that returns recorded completions as long as the prompts equal the recorded prompts."""
 
     turns: Sequence[Turn]  # up to and including the turn at which the case starts
     context: list[int] = field(default_factory=list)
@@ -81,10 +81,10 @@ class _Player:
 
 
 def start_turn(trace: Trace, wanted: str) -> int:
-    """Returns the turn, counted from 0, at which a trace's case will start. `wanted` is a number counted from 1, or `failing` for its tag's
-    turn.
+    """Returns the turn, counted from 0, at which a trace's case will start.
 
-    Raises `UserError` for a missing turn, and for a trace without exact tokens or with several trajectories.
+    `wanted` is a number counted from 1, or `failing` for the turn of the trace's tag. Raises `UserError` if there is no such turn, or if
+    the trace has no exact tokens or several trajectories.
     """
     if trace.episode is None or trace.task is None:
         raise UserError(f"trace {trace.id} ({trace.source}) has no exact tokens to start from", fix="promote an episode of a run")
@@ -104,9 +104,10 @@ def start_turn(trace: Trace, wanted: str) -> int:
 
 
 async def replay_state(trace: Trace, turn: int, stage: ReplaySetup) -> EpisodeState | None:
-    """Returns the state of a trace's episode before a turn, counted from 0; None before the first turn.
+    """Returns the state of a trace's episode before a turn, counted from 0; None if the turn is the first.
 
-    Raises `UserError` if the replay differs: other tool results, another tokenizer, or a sandbox that is too large to capture.
+    Raises `UserError` if the replay differs, for example in a tool result or because the tokenizer is different, or if the sandbox is too
+    large to capture.
     """
     task, episode = trace.task, trace.episode
     assert task is not None and episode is not None, "turn_of checks this"
@@ -161,12 +162,12 @@ def _refused(trace: Trace, turn: int, why: str) -> UserError:
 
 @asynccontextmanager
 async def open_replay(run: Path, tasks: Iterable[Task]) -> AsyncIterator[ReplaySetup]:
-    """Opens what replays the episodes of a run: its agent, tokenizer and tools, and sandboxes as its recipe configures them.
+    """Opens the agent, tokenizer, tools and sandboxes that replay the episodes of a run, as its recipe configures them.
 
     Args:
-        tasks: of the episodes. The tool servers that they use are started.
+        tasks: the tasks of the episodes. The tool servers that they use are started.
 
-    Raises `UserError` for a folder without a run or without exact tokens, and for a server that does not start or has changed.
+    Raises `UserError` if the folder contains no run or no exact tokens, or if a server does not start or has changed.
     """
     try:
         recipe = load(run / "recipe.json")
@@ -201,11 +202,11 @@ def starts_mid_episode(suites: Iterable[Suite]) -> bool:
 
 
 def check_start_tokens(suites: Iterable[Suite], chat: ChatFormat, tools: ToolSource | None, rollout: RolloutConfig) -> None:
-    """Raises `UserError` for a case whose start tokens this tokenizer and template would not produce.
+    """Raises `UserError` if this tokenizer and template would not produce the start tokens of a case.
 
     Args:
-        tools: of the recipe, with the tool lists of its servers: their schemas are part of a prompt.
-        rollout: of the recipe, for its instructions and sub-agents.
+        tools: the recipe's tools, with the tool lists of its servers. Their schemas are part of a prompt.
+        rollout: the recipe's rollout settings; its instructions and sub-agents are used.
     """
     delegate = delegation.delegate_schema(rollout.delegation or DelegationConfig())
     for suite in suites:
@@ -251,13 +252,13 @@ def _foreign(
 
 
 async def replay_starts(run: Path, traces: Sequence[Trace], wanted: str) -> dict[str, EpisodeState | None]:
-    """Returns trace -> the state that its case starts with; None at the first turn, where it starts with its task.
+    """Returns trace -> the state with which its case starts; None if it starts at the first turn, with its task.
 
     Args:
         run: the run folder that contains the traces.
         wanted: see `start_turn`.
 
-    Raises `UserError` before any case is written.
+    Raises the errors of `start_turn` and `replay_state` before any case is written.
     """
     turns = {trace.id: start_turn(trace, wanted) for trace in traces}
     if not any(turns.values()):

@@ -1,8 +1,8 @@
-"""The files of one evaluation of a suite: its settings, and each attempt.
+"""Reads and writes the files of one evaluation of a suite.
 
 about.json        `EvaluationInfo`: suite, model, sampling, and other settings that two compared evaluations must share
-attempts.jsonl    an `CaseAttempt` on each line
-episodes.jsonl    the transcripts, one on each line, with the same `episode` as their attempt
+attempts.jsonl    a `CaseAttempt` on each line
+episodes.jsonl    a transcript on each line, with the same `episode` as its attempt
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from agentrl.records.fields import JsonObject, Record, Text
 FORMAT = 1
 ABOUT, ATTEMPTS, EPISODES = "about.json", "attempts.jsonl", "episodes.jsonl"
 LARGEST_SCORE = 1e100
-"""Largest absolute score of an attempt: sums of a few larger ones overflow."""
+"""Largest absolute score of an attempt. A sum of larger scores could overflow."""
 LARGEST_COUNT = 1 << 40
-"""Largest number of tokens, turns or seconds of an attempt: sums over a file still fit a record."""
-_MAX_BYTES = 256 << 20  # of one file
+"""Largest number of tokens, turns or seconds of an attempt. A sum over a file still fits into a record."""
+_MAX_BYTES = 256 << 20  # bytes of one file
 _WRITTEN_BY = "agentrl eval RECIPE --suite SUITE"
 
 
@@ -45,8 +45,8 @@ class CaseAttempt(Record):
     episode: str
     score: float | None  # None means unscored, never 0
     reason: Text = ""  # why it is unscored
-    again: bool = False  # a further attempt, because the case looked worse
-    tokens: int = 0  # sampled
+    again: bool = False  # an additional attempt, because the case looked worse
+    tokens: int = 0  # number of sampled tokens
     turns: int = 0
     wall_s: float = 0.0
     ended: str = ""  # stop reason
@@ -61,22 +61,22 @@ class EvaluationInfo(Record):
     suite_sha256: str
     cases: int
     repeats: int
-    model: str  # as given
-    version: int  # of the run that created it; 0 for a model outside a run
-    sha256: str  # of its weights
-    recipe: str  # name
+    model: str  # as the user named it
+    version: int  # version in the run that created the model; 0 if no run created it
+    sha256: str  # hash of the model's weights
+    recipe: str  # name of the recipe
     recipe_sha256: str
     sampling: JsonObject
     seed: int
-    threshold: float  # score from which an attempt passes, for cases without a threshold
+    threshold: float  # lowest score with which an attempt passes, for cases without a threshold
     agentrl: str
     at: str  # UTC, ISO 8601
     wall_s: float = 0.0
-    thresholds: Mapping[str, float] = field(default_factory=dict)  # of cases with a threshold
+    thresholds: Mapping[str, float] = field(default_factory=dict)  # case -> threshold, for cases that have one
     format: int = FORMAT
 
     def pass_threshold(self, case: str) -> float:
-        """Returns the score from which an attempt at a case passes."""
+        """Returns the lowest score with which an attempt at a case passes."""
         return self.thresholds.get(case, self.threshold)
 
     def __post_init__(self) -> None:
@@ -90,14 +90,14 @@ class EvaluationFigures(Record):
     """The rates and costs of an evaluation."""
 
     pass_at_1: float | None  # mean over cases; None if no attempt was scored
-    low: float | None  # of its 95% interval
+    low: float | None  # lower end of its 95% interval
     high: float | None
-    pass_at_k: float | None  # at least one of `k` attempts passes; unbiased
+    pass_at_k: float | None  # unbiased estimate of the probability that at least one of `k` attempts passes
     k: int
     mean_score: float | None
     attempts: int
     unscored: int
-    tokens: int  # of all attempts
+    tokens: int  # total of all attempts
     turns: float | None  # mean per attempt
     wall_s: float
 
@@ -110,7 +110,7 @@ class SuiteResults:
     attempts: tuple[CaseAttempt, ...]
 
     def scores(self) -> Scores:
-        """Case -> scores in the order of the attempts, without the further attempts at cases that looked worse."""
+        """Case -> scores in the order of the attempts, without the additional attempts at cases that looked worse."""
         scores: dict[str, list[float | None]] = {}
         for attempt in sorted(self.attempts, key=lambda attempt: (attempt.case, attempt.number)):
             if not attempt.again:
@@ -123,7 +123,10 @@ class SuiteResults:
         return {attempt.case: attempt.task_key for attempt in self.attempts}
 
     def figures(self, k: int = 0) -> EvaluationFigures:
-        """Rates and costs without the further attempts. `k` 0 means the number of repeats, or the least number of attempts if larger."""
+        """Returns rates and costs without the additional attempts.
+
+        `k` is the k of pass@k. 0 means the number of repeats or, if it is larger, the smallest number of attempts at a case.
+        """
         first = [attempt for attempt in self.attempts if not attempt.again]
         by_case: dict[str, list[float]] = {}
         for attempt in first:
@@ -152,7 +155,7 @@ class SuiteResults:
 
 
 def same_cases(before: SuiteResults, after: SuiteResults) -> tuple[Scores, Scores, list[str]]:
-    """Returns the scores of both evaluations without cases whose content differs, and the names of those cases."""
+    """Returns the scores of both evaluations, without cases whose content differs, and the names of the excluded cases."""
     ones, others = before.task_keys, after.task_keys
     changed = sorted(case for case in ones.keys() & others.keys() if ones[case] != others[case])
     shared = [{case: scores for case, scores in one.scores().items() if case not in changed} for one in (before, after)]
@@ -165,14 +168,14 @@ def attempt_passes(score: float | None, threshold: float) -> bool:
 
 
 def suite_sha256(task_keys: Mapping[str, str]) -> str:
-    """Returns the hash of a suite: of its cases' names and contents."""
+    """Returns the hash of a suite, computed from the names and contents of its cases."""
     return hashlib.sha256("\n".join(f"{case} {key}" for case, key in sorted(task_keys.items())).encode()).hexdigest()
 
 
 def save_results(
     folder: Path, results: SuiteResults, episodes: Iterable[Mapping[str, Any]], *, more: Mapping[str, bytes] | None = None
 ) -> None:
-    """Writes an evaluation's folder atomically, replacing an existing one. `more`: additional files, by name."""
+    """Writes an evaluation's folder atomically, replacing an existing folder. `more` maps names to additional files."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     part = partial_folder(folder)
     (part / ABOUT).write_bytes(codec.to_json(results.about) + b"\n")
@@ -184,7 +187,7 @@ def save_results(
 
 
 def load_results(folder: Path) -> SuiteResults:
-    """Reads an evaluation's folder. Raises `UserError` that names the problem."""
+    """Reads an evaluation's folder. Raises a `UserError` that describes the problem."""
     if not folder.is_dir():
         raise UserError(f"no folder {folder}", fix=f"give one that {_WRITTEN_BY} has written, or RUN@VERSION")
     try:
@@ -201,7 +204,7 @@ def load_results(folder: Path) -> SuiteResults:
 
 
 def _check(attempts: Iterable[CaseAttempt]) -> None:
-    """Raises `ValueError` for repeated attempts, and for scores or counts beyond the limits."""
+    """Raises `ValueError` if an attempt is repeated, or if a score or count exceeds its limit."""
     seen: set[tuple[str, int]] = set()
     for one in attempts:
         if (one.case, one.number) in seen or one.number < 0:

@@ -28,11 +28,11 @@ from agentrl.task import make_task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitEvaluation:
-    """Scores of one split, with a confidence interval. Episodes without a finite score only count as excluded."""
+    """Scores of one split, with a confidence interval. Episodes without a finite score count only as excluded."""
 
     rate: Rate | None  # mean over tasks of the mean score of each; None if no episode was scored
     by_kind: dict[str, Rate]
-    attempts: int  # per task
+    attempts: int  # attempts per task
     episodes: int
     excluded: int
     excluded_reasons: dict[str, int]
@@ -44,7 +44,7 @@ class SplitEvaluation:
 
 @dataclass(slots=True)
 class AttemptTotals:
-    """Totals of the attempts at some tasks. Attempts without a finite score only count as excluded."""
+    """Totals of the attempts at some tasks. Attempts without a finite score count only as excluded."""
 
     scored: dict[str, list[tuple[float, CountedAttempt]]] = field(default_factory=dict)  # task -> its scored attempts with their scores
     left_out: int = 0
@@ -52,7 +52,7 @@ class AttemptTotals:
     all_have_thresholds: bool = True
 
     def add(self, task: str, attempts: Iterable[ScoredEpisode], *, threshold: float | None) -> None:
-        """Counts attempts at a task. `threshold`: its `Task.pass_threshold`."""
+        """Counts attempts at a task. `threshold` is the task's `pass_threshold`."""
         self.all_have_thresholds &= threshold is not None
         attempts = list(attempts)
         for one in attempts:
@@ -71,7 +71,7 @@ class AttemptTotals:
 
     @property
     def rate(self) -> Rate | None:
-        """Mean over tasks of the mean score of each; None without scores.
+        """The mean over tasks of the mean score of each; None if there are no scores.
 
         Attempts at one task are not independent, so their number must not narrow the interval.
         """
@@ -81,7 +81,7 @@ class AttemptTotals:
     def evaluation(
         self, by_kind: Mapping[str, AttemptTotals], *, attempts: int, transcripts: Sequence[dict[str, Any]] = ()
     ) -> SplitEvaluation:
-        """Returns the totals as an evaluation, with the totals of each kind of task. `attempts`: per task."""
+        """Returns the totals as an evaluation, with the totals of each kind of task. `attempts` is the number per task."""
         tries = self.tries
         tokens = [one.tokens for tried in tries for one in tried]
         return SplitEvaluation(
@@ -112,16 +112,16 @@ async def evaluate_split(
     notes: EvaluationNotes | None = None,
     thinking_tokens: int | None = None,
 ) -> SplitEvaluation:
-    """Evaluates tasks 0..count-1 of a split, or fewer if it is smaller.
+    """Evaluates tasks 0..count-1 of a split, or all of them if the split is smaller.
 
-    Raises `RecipeError` for an empty split, and for a thinking bound that a task has no room for.
+    Raises `RecipeError` if the split is empty, or if a task has no room for the thinking bound.
 
     Args:
         attempts: episodes per task.
         on_done: called with the finished and total episodes.
         on_scored: called with each task and its scored episode.
         thinking_tokens: replaces the tasks' `Limits.thinking_tokens`; None keeps them.
-        notes: read and extended by the episodes, round by round. None means one round with the memory of `runner`.
+        notes: notes that the episodes read and extend, round by round. None means one round with the memory of `runner`.
     """
     tasks = _split_tasks(family, split, count, thinking_tokens)
     done, total = 0, len(tasks) * attempts
@@ -157,7 +157,10 @@ async def evaluate_split(
 
 
 def _split_tasks(family: TaskFamily, split: Split, count: int, thinking_tokens: int | None) -> list[Task | Failure]:
-    """Returns the tasks, or why they cannot be created. Raises `RecipeError` if the split is empty or a task has no room for the bound."""
+    """Returns the tasks; a task that cannot be created is a `Failure`.
+
+    Raises `RecipeError` if the split is empty or a task has no room for the bound.
+    """
     size = family.size(split)
     tasks = [_create_task(family, split, index) for index in range(count if size is None else min(count, size))]
     if not tasks:
@@ -176,7 +179,7 @@ def with_thinking_bound(task: Task, thinking_tokens: int) -> Task:
 
 
 def _create_task(family: TaskFamily, split: Split, index: int) -> Task | Failure:
-    """Returns the task, or why it cannot be created; the other tasks are still evaluated."""
+    """Returns the task, or a `Failure` if it cannot be created. The other tasks are still evaluated."""
     try:
         return make_task(family, split, index)
     except Exception as error:  # a family may raise anything

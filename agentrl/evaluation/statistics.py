@@ -1,6 +1,6 @@
-"""Tests, intervals, sample sizes and compute curves for evaluations, in which all attempts at a case are one cluster.
+"""Tests, intervals, sample sizes and compute curves for evaluations. All attempts at a case are one cluster.
 
-Tests are exact and need the standard library only, because the gate uses them. Bootstrap intervals need scipy (extra `statistics`).
+Tests are exact and need only the standard library, because the gate uses them. Bootstrap intervals need scipy (extra `statistics`).
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from agentrl.base.numbers import wilson_interval
 RESAMPLES = 4_000
 MAX_CASES = 1_000_000
 MAX_POINTS = 24
-"""Most points of a compute curve."""
-_MAX_BITS = 1 << 26  # of the number that holds the exact distribution of a sum
+"""Largest number of points of a compute curve."""
+_MAX_BITS = 1 << 26  # bits of the number that holds the exact distribution of a sum
 _FLIPS = 9_999
-_MAX_LOG = 700.0  # of an e-value's factor; larger ones overflow
+_MAX_LOG = 700.0  # largest logarithm of the e-value of one stake; a larger value would overflow
 _STAKES = tuple(0.05 + 0.1 * index for index in range(10))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tails:
-    """Null probabilities of a sum as low or lower, and as high or higher, than the observed one."""
+    """Probabilities under the null that a sum is at most, and at least, as large as the observed sum."""
 
     low: float
     high: float
-    exact: bool  # False means estimated from seeded random flips
+    exact: bool  # False means that it is estimated from seeded random flips
 
     @property
     def both(self) -> float:
@@ -67,16 +67,16 @@ class ComputeCurve:
     """
 
     attempts: int
-    points: tuple[tuple[float, float], ...]  # (mean tokens sampled in all of them, share of tasks that at least one solves)
+    points: tuple[tuple[float, float], ...]  # (mean tokens sampled in all attempts, share of tasks that at least one attempt solves)
 
 
 def sign_flip_test(differences: Sequence[Fraction], *, seed: int = 0) -> Tails:
     """Tests a sum of case differences against all choices of their signs.
 
-    The sign of a case is flipped with all its repeats. The test is valid if each case could as well have come out the other way round; for
-    single attempts that pass or fail it is McNemar's test. The distribution is exact if it fits in 2^26 bits: (n + 1) * sum(|d|) * m, for n
-    nonzero differences d with least common denominator m. Differences of attempts that pass or fail fit. Other distributions are estimated
-    from 9,999 seeded random flips and the observed signs (Phipson and Smyth 2010).
+    All repeats of a case are flipped together. The test is valid if under the null both signs of a case's difference are equally likely.
+    For single attempts that pass or fail it is McNemar's test. The distribution is exact if it fits in 2^26 bits: (n + 1) * sum(|d|) * m,
+    for n nonzero differences d with least common denominator m. Differences of attempts that pass or fail fit. Other distributions are
+    estimated from 9,999 seeded random flips and the observed signs (Phipson and Smyth 2010).
     """
     unit = math.lcm(*(difference.denominator for difference in differences))
     steps = [int(difference * unit) for difference in differences if difference]
@@ -85,7 +85,7 @@ def sign_flip_test(differences: Sequence[Fraction], *, seed: int = 0) -> Tails:
     width = total.bit_length()  # bits of a count, which is at most `total`
     if width * sum(sizes) > _MAX_BITS:
         return _sampled_flips(sizes, risen, seed)
-    ways = 1  # digit t, in base 2^width, counts the choices of signs in which the rises sum to t
+    ways = 1  # digit t, in base 2^width, is the number of sign choices whose positive differences sum to t
     for size in sizes:
         ways += ways << (width * size)
     low = _digit_sum(ways & ((1 << (width * (risen + 1))) - 1), width)
@@ -95,9 +95,9 @@ def sign_flip_test(differences: Sequence[Fraction], *, seed: int = 0) -> Tails:
 
 @cache
 def fisher_p_value(passed: int, tries: int, before_passed: int, before_tries: int) -> float:
-    """One-sided p-value of Fisher's exact test that `passed` of `tries` are fewer than before, rounded once.
+    """Returns the one-sided p-value of Fisher's exact test that `passed` of `tries` are fewer than before. It is rounded only once.
 
-    Raises `ValueError` for impossible counts.
+    Raises `ValueError` if the counts are impossible.
     """
     if not (0 <= passed <= tries and 0 <= before_passed <= before_tries):
         raise ValueError(f"{passed} of {tries} and {before_passed} of {before_tries} are not counts: passed must be from 0 to tries")
@@ -111,7 +111,8 @@ def holm_rejections(p_values: Sequence[float], alpha: float, *, hypotheses: int)
     """Returns the rejected hypotheses, with a chance of at most `alpha` of any false rejection under any dependence (Holm 1979).
 
     Args:
-        hypotheses: their number, at least that of the p-values. Those without a p-value count as if it were 1.
+        hypotheses: number of hypotheses, at least the number of p-values. A hypothesis that has no p-value counts as one with a p-value of
+            1.
     """
     rejected = [False] * len(p_values)
     for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
@@ -122,17 +123,17 @@ def holm_rejections(p_values: Sequence[float], alpha: float, *, hypotheses: int)
 
 
 def e_value(differences: Sequence[float], *, null: float = 0.0) -> float:
-    """Returns the evidence for a mean below `null`, which may be inspected after each new case.
+    """Returns the evidence for a mean below `null`. You may inspect it after each new case.
 
     For a null of 0 it is the mean over stakes of the product over cases of 1 - stake * d. The stakes are 0.05, 0.15, ..., 0.95
-    (Waudby-Smith and Ramdas 2024). If the mean of each case, given those before it, is at least `null`, the probability that the value ever
-    reaches 1/alpha is at most alpha (Ville 1939). This holds for new cases, not for repeats.
+    (Waudby-Smith and Ramdas 2024). If the mean of each case, given the cases before it, is at least `null`, the probability that the value
+    ever reaches 1/alpha is at most alpha (Ville 1939). This holds for new cases, not for repeats.
 
     Args:
         differences: [N] after minus before, each within [-1, 1], in the order in which the cases were tried.
-        null: within [-1, 1); the value does not decrease with it.
+        null: within [-1, 1). A larger null never gives a smaller value.
 
-    Raises `ValueError` for a difference beyond that.
+    Raises `ValueError` if a difference is outside [-1, 1].
     """
     if any(not -1 <= difference <= 1 for difference in differences):
         raise ValueError("a difference of scores is outside [-1, 1]: scores must be within [0, 1]")
@@ -142,10 +143,11 @@ def e_value(differences: Sequence[float], *, null: float = 0.0) -> float:
 
 
 def anytime_interval(differences: Sequence[float], *, level: float = 0.95) -> Interval:
-    """Returns an interval of the mean difference that is valid at every number of cases at once, so a comparison may stop at any of them.
+    """Returns an interval of the mean difference that is valid simultaneously for all numbers of cases, so a comparison may stop at any.
 
-    Contains the means with less than 2 / (1 - level) evidence (`e_value`) for a lower and for a higher one. It excludes 0 exactly if the
-    evidence against 0 in one direction reaches that value. Wider than `difference_interval`. [-1, 1] without a case.
+    It contains every mean against which the evidence (`e_value`) is below 2 / (1 - level), both for a lower and for a higher mean. It
+    excludes 0 exactly if the evidence against 0 in one direction reaches that value. It is wider than `difference_interval`, and [-1, 1] if
+    there is no case.
 
     Args:
         differences: as for `e_value`, which raises `ValueError`.
@@ -167,18 +169,18 @@ def _bound(differences: Sequence[float], enough: float) -> float:
 
 
 def difference_interval(by_case: Sequence[float], *, level: float = 0.95, made_up: float = 1.0, seed: int = 0) -> Interval:
-    """Percentile interval of the mean difference, by a seeded bootstrap of whole cases (Davison and Hinkley 1997, 3.8).
+    """Returns a percentile interval of the mean difference, by a seeded bootstrap of cases (Davison and Hinkley 1997, 3.8).
 
     The percentiles are expanded so that an interval from few cases is as wide as Student's t requires (Hesterberg 2015).
 
-    Pseudo-cases, as many up as down, are added to the sample, because the plain bootstrap is too narrow with few flips and a point without
-    any. `made_up` is the sum of their squares: 1 gives the pseudo-pairs of Agresti and Min (2005), half an observation in each cell; 3.5
-    makes the bound from N cases without a flip the exact one, log(1/alpha) / N.
+    Pseudo-cases, equally many up and down, are added to the sample, because the plain bootstrap is too narrow if there are few flips and a
+    single point if there are none. `made_up` is the sum of their squares. 1 gives the pseudo-pairs of Agresti and Min (2005), half an
+    observation in each cell. With 3.5, the bound from N cases without a flip is the exact bound, log(1/alpha) / N.
 
     Args:
         by_case: [N] mean difference of each case, each within [-1, 1] for scores within [0, 1].
 
-    Raises `ValueError` without a case, `UserError` without scipy.
+    Raises `ValueError` if there is no case, and `UserError` if scipy is not installed.
     """
     if not by_case:
         raise ValueError("an interval needs at least one case")
@@ -197,14 +199,14 @@ def difference_interval(by_case: Sequence[float], *, level: float = 0.95, made_u
 def rate_interval(by_case: Sequence[float], tries: int) -> Interval:
     """Returns the mean of case rates with Wilson's 95% interval for the effective number of independent tries (Kish 1965).
 
-    That number gives a mean of single tries the variance of the case rates. It is between the number of cases, if repeats agree, and
-    `tries`, if they are independent.
+    With that number of tries, a mean of single tries has the variance of the case rates. The number is between the number of cases (if
+    repeats agree) and `tries` (if they are independent).
 
     Args:
         by_case: [N] share of each case's attempts that passed.
-        tries: attempts at all cases together.
+        tries: number of attempts at all cases in total.
 
-    Raises `ValueError` without a case.
+    Raises `ValueError` if there is no case.
     """
     if not by_case:
         raise ValueError("a rate needs at least one case")
@@ -218,7 +220,7 @@ def rate_interval(by_case: Sequence[float], tries: int) -> Interval:
 def pass_at_k(passed: int, tries: int, k: int) -> float:
     """Returns the unbiased estimate that one of k attempts passes: 1 - C(tries - passed, k) / C(tries, k) (Chen et al. 2021).
 
-    Raises `ValueError` for impossible counts, and for fewer than `k` attempts.
+    Raises `ValueError` if the counts are impossible, or if there are fewer than `k` attempts.
     """
     if not (0 <= passed <= tries and 1 <= k <= tries):
         raise ValueError(f"pass@{k} of {passed} passes in {tries} attempts is not defined")
@@ -226,20 +228,20 @@ def pass_at_k(passed: int, tries: int, k: int) -> float:
 
 
 def mean_pass_at_k(cases: Sequence[tuple[int, int]], k: int) -> float | None:
-    """Returns the mean over the cases (passed, tries) with at least `k` tries; None if there is none."""
+    """Returns the mean over the cases (passed, tries) with at least `k` tries; None if there is no such case."""
     estimates = [pass_at_k(passed, tries, k) for passed, tries in cases if tries >= k]
     return sum(estimates) / len(estimates) if estimates else None
 
 
 def attempt_counts(most: int) -> tuple[int, ...]:
-    """1, 2, 4, ... and `most`; empty if `most` is below 1."""
+    """Returns 1, 2, 4, ... and `most`; empty if `most` is below 1."""
     if most < 1:
         return ()
     return (*(1 << power for power in range(most.bit_length()) if 1 << power < most), most)
 
 
 def pass_at_attempt_counts(tasks: Sequence[Sequence[CountedAttempt]]) -> dict[int, float]:
-    """k -> pass@k for each of `attempt_counts`, over the tasks with at least k attempts."""
+    """Returns k -> pass@k for each k of `attempt_counts`, over the tasks with at least k attempts."""
     counts = [(sum(attempt.passed for attempt in attempts), len(attempts)) for attempts in tasks]
     rates = {k: mean_pass_at_k(counts, k) for k in attempt_counts(max((tries for _, tries in counts), default=0))}
     return {k: rate for k, rate in rates.items() if rate is not None}
@@ -248,7 +250,7 @@ def pass_at_attempt_counts(tasks: Sequence[Sequence[CountedAttempt]]) -> dict[in
 def compute_curves(tasks: Sequence[Sequence[CountedAttempt]]) -> tuple[ComputeCurve, ...]:
     """Returns a curve for each number of attempts.
 
-    Its points are token budgets per attempt: 0, those at which attempts pass, and the longest.
+    The points of a curve are token budgets per attempt: 0, the budgets at which attempts pass, and the length of the longest attempt.
     """
     every = [attempt for attempts in tasks for attempt in attempts]
     if not every:
@@ -262,12 +264,12 @@ def compute_curves(tasks: Sequence[Sequence[CountedAttempt]]) -> tuple[ComputeCu
 
 
 def attempt_noise(by_case: Sequence[Sequence[float]]) -> float:
-    """Mean variance of the difference of two attempts by the same policy at the same case.
+    """Returns the mean variance of the difference of two attempts by the same policy at the same case.
 
     For a case with one attempt, the variance of all attempts at all cases is used, which is at least as large on average.
 
     Args:
-        by_case: [N][tries] scores. Raises `ValueError` without a score.
+        by_case: [N][tries] scores. Raises `ValueError` if there is no score.
     """
     scored_cases = [scores for scores in by_case if scores]
     if not scored_cases:
@@ -277,38 +279,39 @@ def attempt_noise(by_case: Sequence[Sequence[float]]) -> float:
 
 
 def planned_spread(difference: float, noise: float, *, repeats: int = 1) -> float:
-    """Standard deviation of case differences to plan with, if at most one policy is known.
+    """Returns the standard deviation of case differences to plan with if at most one policy is known.
 
-    Assumes that the difference consists of a few cases that change completely (spread over many cases it is no harder to detect), and that
-    the others differ by chance, each tried `repeats` times by both policies.
+    Assumes that a few cases change completely and cause the difference. A difference that is spread over many cases is not harder to
+    detect. The other cases differ by chance, and both policies try each case `repeats` times.
 
     Args:
-        noise: see `attempt_noise`; 2 p (1 - p) for attempts that pass with probability p, whatever the case.
+        noise: see `attempt_noise`; 2 p (1 - p) for attempts that pass with the same probability p at every case.
     """
     share = abs(difference)
     return math.sqrt(share + (1 - share) * noise / repeats - share**2)
 
 
 def cases_needed(difference: float, spread: float, *, alpha: float = 0.05, power: float = 0.8) -> int:
-    """Cases with which a two-sided paired test detects `difference` with probability `power` (Connor 1987, normal approximation).
+    """Returns the number of cases with which a two-sided paired test detects `difference` with probability `power`, at most `MAX_CASES`.
 
-    1 / |difference| more cases make up for the steps of an exact test (continuity correction). At most `MAX_CASES`.
+    Uses the normal approximation of Connor (1987). 1 / |difference| cases are added because an exact test changes in steps (continuity
+    correction).
 
     Args:
-        spread: standard deviation of the differences of cases, observed or planned. With 0, one flip decides.
+        spread: standard deviation of the differences of cases, observed or planned.
 
-    Raises `ValueError` for a difference of 0.
+    Raises `ValueError` if `difference` is 0.
     """
     if not difference:
         raise ValueError("no number of cases shows a difference of 0")
     z, size = NormalDist().inv_cdf, abs(difference)
     flips = min(-z(alpha / 2) * math.hypot(spread / size, 1.0) + z(power) * spread / size, float(MAX_CASES))
-    least = math.ceil(1 - math.log2(alpha))  # cases, all flipped one way, that an exact test needs
+    least = math.ceil(1 - math.log2(alpha))  # an exact test needs this many cases if all of them flip one way
     return max(least, math.ceil(min(flips**2 + 1 / size, MAX_CASES)))
 
 
 def smallest_detectable(cases: int, noise: float, *, repeats: int = 1, alpha: float = 0.05, power: float = 0.8) -> float | None:
-    """Returns the smallest difference, in hundredths, that this number of cases detects; None if not even a difference of 1."""
+    """Returns the smallest difference, in hundredths, that this number of cases detects; None if it cannot detect a difference of 1."""
     for hundredths in range(1, 101):
         difference = hundredths / 100
         if cases_needed(difference, planned_spread(difference, noise, repeats=repeats), alpha=alpha, power=power) <= cases:
@@ -317,7 +320,7 @@ def smallest_detectable(cases: int, noise: float, *, repeats: int = 1, alpha: fl
 
 
 def _budgets(passed: Sequence[int], longest: int) -> list[int]:
-    """Budgets at which success changes; evenly spaced among the passed attempts if there are many."""
+    """Returns the budgets at which success changes; evenly spaced among the passed attempts if there are many."""
     if len(passed) > MAX_POINTS - 2:
         passed = [passed[index * (len(passed) - 1) // (MAX_POINTS - 3)] for index in range(MAX_POINTS - 2)]
     return sorted({0, *passed, longest})
@@ -331,7 +334,7 @@ def _curve_point(tasks: Sequence[Sequence[CountedAttempt]], budget: int, k: int)
 
 
 def _sampled_flips(sizes: Sequence[int], risen: int, seed: int) -> Tails:
-    """`risen` is the sum of the sizes with a positive observed sign, with which the sum of the differences grows."""
+    """Estimates the tails from random flips. `risen` is the sum of the sizes whose observed sign is positive."""
     rng = random.Random(seed)
     low = high = 1  # the observed signs
     for _ in range(_FLIPS):
@@ -343,7 +346,7 @@ def _sampled_flips(sizes: Sequence[int], risen: int, seed: int) -> Tails:
 
 
 def _digit_sum(number: int, width: int) -> int:
-    """Returns the sum of the digits in base 2^width if it is below 2^width - 1: the number modulo that, as with nines in base ten."""
+    """Returns the sum of the digits in base b = 2^width if it is below b - 1: the number modulo b - 1, like casting out nines."""
     return number if width == 1 else number % ((1 << width) - 1)
 
 

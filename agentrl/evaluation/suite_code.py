@@ -1,8 +1,7 @@
-"""Checks the code and images that the cases of a suite name. Those of the current project are allowed; those that came with the suite are
-not.
+"""Checks the code and images to which the cases of a suite refer.
 
-A suite is data and may come from a third party, but its verifiers and tools run with the user's rights. So a case may name only code and
-images of the project and code of installed packages.
+A suite is data and may come from a third party, but its verifiers and tools run with the user's rights. So a case may refer only to code
+and images of the project and to code of installed packages, not to files in the suite's folder.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ _SHOWN = 200  # characters of a reference
 
 
 def check_project(suites: Sequence[Suite], root: Path) -> None:
-    """Raises `UserError` if the suites do not belong to the current directory's project, because an evaluation would run their project's
-    code.
+    """Raises `UserError` if the suites do not belong to the current directory's project, whose code an evaluation would run.
 
     Args:
         root: the project of the suites.
@@ -38,7 +36,7 @@ def check_project(suites: Sequence[Suite], root: Path) -> None:
 
 
 def check_suite_code(suite: Suite, root: Path) -> None:
-    """Raises `UserError` if a case names a file or an image outside the project `root`, or code in the suite's folder."""
+    """Raises `UserError` if a case refers to a file or image outside the project `root`, or to code in the suite's folder."""
     for case in suite.cases:
         for wrong, where in _outside(case, suite.folder.resolve(), root.resolve()):
             raise UserError(
@@ -75,8 +73,10 @@ def _outside(case: Case, suite: Path, root: Path) -> Iterator[tuple[str, str]]:
 
 
 def _of_module(module: str, root: Path) -> Iterator[Path]:
-    """The files of a module in the project, and where Python finds its package. That may be the current directory, and so the suite's
-    folder."""
+    """Yields the paths of a module in the project, and the path at which Python finds its package.
+
+    Python may find it in the current directory, which may be the suite's folder.
+    """
     for end in (".py", ""):
         yield (root / module.replace(".", "/")).with_suffix(end)
     importlib.invalidate_caches()

@@ -26,9 +26,9 @@ from agentrl.session.preflight import PreflightResult, check_suite
 
 EVAL_PHASE = "eval"
 SUITE_FOLDER = "suite"
-"""Folder within a run folder: the evaluation of one suite."""
+"""Folder within a run folder that contains the evaluation of one suite."""
 SUITES_FOLDER = "suites"
-"""Folder within a run folder: the evaluations of several suites, one folder each."""
+"""Folder within a run folder that contains the evaluations of several suites, one folder each."""
 
 CaseListener = Callable[[CaseOutcome], None]
 
@@ -49,14 +49,14 @@ async def evaluate_suites(
     console: bool = True,
     on_case: CaseListener = lambda outcome: None,
 ) -> tuple[SuiteEvaluation, ...]:
-    """Runs every case in live sandboxes, scores it and stores the results in the run folder.
+    """Runs every case in live sandboxes, scores the attempts and stores the results in the run folder.
 
     Args:
         console: whether to show the progress.
         on_case: called with each case when its last attempt is scored.
 
     Raises:
-        InfrastructureError: for example, the server is lost for good. Faults of single episodes are in their attempts.
+        InfrastructureError: the server is permanently lost, for example. Faults of single episodes are recorded in their attempts.
     """
     async with open_policy(prepared, console=console) as policy:
         cases = [(suite, case) for suite in prepared.suites for case in suite.cases]
@@ -86,12 +86,12 @@ async def evaluate_suite(
     root: Path,
     console: bool = True,
 ) -> SuiteResults:
-    """Serves the recipe's model and evaluates it on a suite. The caller prepares as for `agentrl.run.loop.train`.
+    """Serves the recipe's model and evaluates it on a suite. The caller makes the same preparations as for `agentrl.run.loop.train`.
 
     Args:
-        repeats: attempts per case; None means the number of the case, or else of the suite.
+        repeats: attempts per case; None means the case's number or, if it has none, the suite's.
 
-    Raises `PluginError` before anything starts, for a case whose verifier or tool does not resolve.
+    Raises `PluginError` before anything starts if the verifier or a tool of a case does not resolve.
     """
     check_suite(suite, checked.scorer, declared_tools(recipe.mcp, recipe.tools, root), root=root)
     prepared = PreparedEvaluation(
@@ -110,8 +110,10 @@ async def evaluate_suite(
 
 
 def pin_baselines(evaluations: Sequence[SuiteEvaluation]) -> int:
-    """Stores the results of an evaluation as the baselines of its cases, except cases without a score or with a changed task. Returns
-    how many."""
+    """Stores the results of an evaluation as the baselines of its cases. Returns the number of baselines.
+
+    Excludes cases that have no score or whose task has changed.
+    """
     pinned = 0
     for evaluation in evaluations:
         cases = {case.id: case for case in load_suite(evaluation.suite.folder).cases}
@@ -120,14 +122,14 @@ def pin_baselines(evaluations: Sequence[SuiteEvaluation]) -> int:
                 continue
             info, case = evaluation.results.about, cases.get(outcome.case.id)
             baseline = Baseline(model=info.model, version=info.version if info.sha256 else None, scores=outcome.scores, at=info.at)
-            if case is not None and case.task == outcome.case.task:  # the file may have changed meanwhile
+            if case is not None and case.task == outcome.case.task:  # the file may have changed since
                 save_case(evaluation.suite.folder, replace(case, baseline=baseline))
                 pinned += 1
     return pinned
 
 
 def exit_code(outcomes: Sequence[CaseOutcome]) -> int:
-    """Returns 0 if every case passed, else 1."""
+    """Returns 0 if every case passed, otherwise 1."""
     return 0 if all(one.status is CaseStatus.PASSED for one in outcomes) else 1
 
 

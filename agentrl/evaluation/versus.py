@@ -2,9 +2,9 @@
 
     block of cases -> attempts by one version -> weights of the other -> its attempts -> verdict, or the next block
 
-The verdict comes from an interval that holds after every block at once (`agentrl.evaluation.statistics.anytime_interval`), so stopping
-early does not raise its error rate: a version that is no worse gets the verdict `worse` with a probability of at most alpha/2. The cases
-are tried in a random order, as a sample of those that the version will meet.
+The verdict comes from an interval that is valid after every block (`agentrl.evaluation.statistics.anytime_interval`), so stopping early
+does not raise its error rate: a version that is not worse gets the verdict `worse` with a probability of at most alpha/2. The cases are
+tried in a random order, as a sample of the cases to which the version will be applied.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ _BLOCK = 16  # cases between two verdicts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DifferenceSoFar:
-    """The difference of two versions after the cases tried so far: mean score of the second minus that of the first, over cases."""
+    """The difference of two versions after the cases tried so far: the mean over cases of the second score minus the first."""
 
     verdict: ComparisonVerdict  # `not enough data` means that no case is left
-    interval: Interval  # holds at any number of cases
+    interval: Interval  # valid at any number of cases
     before: float
     after: float
     cases: int  # scored on both sides
     unscored: int  # pairs of attempts that one side did not score
-    most: int  # cases that could have been tried
+    most: int  # largest possible number of cases
     lost: tuple[str, ...]  # cases with a lower mean score after
     gained: tuple[str, ...]
 
@@ -63,8 +63,8 @@ def difference_so_far(
 ) -> DifferenceSoFar:
     """Compares the attempts of two versions, each in the order in which the cases were tried.
 
-    The verdict is `worse` or `better` if the interval of level 1 - alpha excludes 0, else `same` if it is within the margin. Raises
-    `UserError` if a score is outside [0, 1].
+    The verdict is `worse` or `better` if the interval of level 1 - alpha excludes 0. Otherwise it is `same` if the interval is within the
+    margin. Raises `UserError` if a score is outside [0, 1].
     """
     both = pair_scores(scores_by_case(before), scores_by_case(after))
     by_case = {pair.case: pair for pair in both.pairs}
@@ -97,7 +97,7 @@ def difference_so_far(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionComparison:
-    """Two versions of a run to compare, and the evaluation in which they are tried."""
+    """Two versions of a run to compare, and the evaluation that runs them."""
 
     run: Path
     numbers: tuple[int, int]
@@ -138,14 +138,14 @@ def prepare_comparison(
     margin: float,
     folder: Path | None = None,
 ) -> Iterator[VersionComparison]:
-    """Claims a folder for the comparison and runs all cheap checks.
+    """Claims a folder for the comparison and runs all checks that take little time.
 
     Args:
-        suite: None means held-out tasks of the run's recipe, as many as it evaluates.
+        suite: the cases; None means the held-out tasks that the run's recipe evaluates.
         cases: maximum number of cases; None means all.
-        folder: run folder of the comparison; None means the first free one.
+        folder: run folder of the comparison; None means the first unused name.
 
-    Raises `UserError`, for example for a version that is unknown, or whose weights or probe were deleted.
+    Raises `UserError`, for example if a version is unknown, or if its weights or probe were deleted.
     """
     if not 0 < alpha < 0.5 or not 0 <= margin < 1:
         raise UserError("--alpha or --margin is out of range", fix="use 0 < alpha < 0.5 and 0 <= margin < 1")
@@ -155,7 +155,7 @@ def prepare_comparison(
         if not (registry.path(version) / "probe.json").is_file():
             raise UserError(f"version {number} of {run} was deleted or never published", fix=f"choose another: agentrl versions list {run}")
         registry.verify(version)
-    base = run.resolve() / "versions" / "000000"  # the server starts with it, because adapters need it
+    base = run.resolve() / "versions" / "000000"  # the server starts with it, because adapters are loaded on top of it
     policy = NamedPolicy(source=PolicySource.VERSION, name=f"{run}@0", model=str(base), run=run.resolve())
     own, overrides = None, ("serving.weight_transfer=file", *overrides)  # no learner sends weights
     if suite is None:
@@ -172,9 +172,9 @@ def prepare_comparison(
 
 
 async def run_comparison(comparison: VersionComparison, trial: Trial[Result], *, console: bool = True) -> Result:
-    """Serves both versions, and returns what `trial` returns: `try_blocks`, or `agentrl.evaluation.canary.run_canary`.
+    """Serves both versions, and returns the result of `trial`, which is `try_blocks` or `agentrl.evaluation.canary.run_canary`.
 
-    Raises `InfrastructureError` if the server is lost for good, and `SwapError` if it rejects a version.
+    Raises `InfrastructureError` if the server is permanently lost, and `SwapError` if it rejects a version.
     """
     async with open_policy(comparison.prepared, console=console) as policy:
         assert policy.run is not None, "versions are served here"
@@ -204,7 +204,9 @@ async def try_blocks(
     *,
     on_block: Callable[[DifferenceSoFar], None] = lambda so_far: None,
 ) -> DifferenceSoFar:
-    """Tries block after block with both versions of an open policy. Every second block starts with the version that is already loaded.
+    """Runs blocks of cases with both versions of an open policy until the verdict is clear or no case is left.
+
+    After the first block, each block starts with the version that is loaded.
 
     Args:
         on_block: called with the difference after each block.
@@ -227,7 +229,7 @@ async def try_blocks(
 
 
 def save_attempts(comparison: VersionComparison, side: int, version: PolicyVersion, attempts: Sequence[SuiteAttempt], began: float) -> None:
-    """Writes the attempts by one version to its folder of the comparison. `began`: monotonic seconds."""
+    """Writes the attempts by one version to its folder of the comparison. `began` is in monotonic seconds."""
     prepared, number = comparison.prepared, comparison.numbers[side]
     repeats = prepared.repeats or comparison.suite.repeats
     info = evaluation_info(prepared.recipe, comparison.suite, version, repeats=repeats, threshold=prepared.threshold, began=began)
@@ -244,7 +246,7 @@ async def run_attempts_of(
     side: int,
     numbers: Callable[[Case], Iterable[int]],
 ) -> tuple[SuiteAttempt, ...]:
-    """Loads a version if another one is served, and runs the attempts at each case that `numbers` returns."""
+    """Loads a version if a different version is served, and runs the attempts at each case that `numbers` returns."""
     assert policy.run is not None, "versions are served here"
     if (policy.run.served.version, policy.run.served.sha256) != (version.number, version.sha256):
         await policy.run.served.swap(version)

@@ -1,4 +1,4 @@
-"""Counts and verifies the ledger of a run, also while it is running."""
+"""Counts and verifies the ledger of a run, even while the run is active."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from agentrl.records import Group, GroupUse, LedgerEntry
 
 STATES = ("parked", "ready", "assigned", "trained", "excluded")
 MAX_PROBLEMS = 100
-_MAX_META = 1 << 20  # bytes of a checkpoint's record
-_MAX_METRICS = 1 << 30  # bytes of metrics.jsonl
-_MAX_LINE = 1 << 20  # bytes of a line of metrics.jsonl; longer ones are skipped
-_SHOWN_CHARS = 200  # of a value in a problem
+_MAX_META = 1 << 20  # maximum bytes of a checkpoint's record
+_MAX_METRICS = 1 << 30  # maximum bytes of metrics.jsonl
+_MAX_LINE = 1 << 20  # maximum bytes of a line of metrics.jsonl; longer lines are skipped
+_SHOWN_CHARS = 200  # characters of a value in the description of a problem
 
 Progress = Callable[[int, int], None]
 """Called with the number of processed groups and the number of all groups."""
@@ -35,14 +35,14 @@ _CheckpointUses = tuple[int, dict[int, tuple[int, GroupUse]]]  # number of compl
 class LedgerCounts:
     """Counts of a ledger's groups and tokens. `tokens_sampled` is always the sum of the other three token counts."""
 
-    groups: Mapping[str, int]  # by state
-    parts_pending: int  # parts of scores that have not arrived
+    groups: Mapping[str, int]  # state -> number of groups
+    parts_pending: int  # number of score parts that have not arrived
     tokens_sampled: int
     tokens_trained: int
     tokens_excluded: int
     tokens_open: int
     residuals: int  # groups whose late parts were applied after they were trained
-    tokens_residual: int  # trained for them, in addition to `tokens_trained`
+    tokens_residual: int  # trained for residuals, in addition to `tokens_trained`
     unused: Mapping[str, int]  # reason without details -> number of excluded groups
 
     @property
@@ -55,7 +55,7 @@ class LedgerCounts:
 def unstored_groups(run_dir: Path, store: ExperienceStore, entries: Iterable[LedgerEntry]) -> dict[int, str]:
     """Returns the groups that have no ledger entry, with their states.
 
-    running: an attempt has ended, or saved a turn, in `running/`. issued: the group's block has started.
+    A group is "running" if `running/` contains an ended attempt or a saved turn of it, and "issued" if only its block has started.
     """
     order, stored = GroupOrder.from_recipe(load(run_dir / "recipe.json")), {entry.index for entry in entries}
     started = {index for block in store.block_versions() for index in order.block(block)[: order.per_step]}
@@ -101,9 +101,9 @@ def verify(run_dir: Path, store: ExperienceStore, *, progress: Progress = lambda
     """Yields a description of each inconsistency in the ledger of a run.
 
     Compares each entry with the group's episodes if they are stored, the entries with the newest checkpoint, and the trained tokens of
-    each step with `metrics.jsonl`. The run may be training: a step that completes in the meantime is not reported.
+    each step with `metrics.jsonl`. The run may be training. A step that completes during the check is not reported.
     """
-    checkpoint = _newest_checkpoint(run_dir)  # before the entries, which then have all of its steps but the last
+    checkpoint = _newest_checkpoint(run_dir)  # read before the entries, which then have all of its steps but the last
     entries = store.entries()
     for done, entry in enumerate(entries):
         progress(done, len(entries))
@@ -148,9 +148,9 @@ def _brief(value: object) -> str:
 
 
 def _newest_checkpoint(run_dir: Path) -> tuple[str, _CheckpointUses | str] | None:
-    """Returns the name of the newest checkpoint, and its uses or why they cannot be read.
+    """Returns the name of the newest checkpoint, and its uses or the reason why they cannot be read.
 
-    Skips checkpoints that the learner found damaged: it repeats their steps, which are then not in the file of uses.
+    Skips checkpoints that the learner found damaged. The learner repeats their steps, so the file of uses no longer contains them.
     """
     unread = None
     for meta in sorted((run_dir / "checkpoints").glob("[0-9]*/meta.json"), reverse=True):
@@ -166,7 +166,10 @@ def _newest_checkpoint(run_dir: Path) -> tuple[str, _CheckpointUses | str] | Non
 
 
 def _checkpoint_uses(run_dir: Path, content: bytes) -> _CheckpointUses:
-    """Returns the number of completed steps of a checkpoint, and step and use of each group. Raises `StoreError` if they are unknown."""
+    """Returns the number of completed steps of a checkpoint, and the step and use of each group.
+
+    Raises `StoreError` if they are unknown.
+    """
     fields = json.loads(content)
     complete, checkpoints = int(fields["step"]), run_dir / "checkpoints"
     steps = read_steps(checkpoints, complete)
@@ -176,7 +179,11 @@ def _checkpoint_uses(run_dir: Path, content: bytes) -> _CheckpointUses:
 
 
 def _checkpoint_problems(name: str, uses: _CheckpointUses | str, entries: Sequence[LedgerEntry]) -> Iterator[str]:
-    """A checkpoint decides what its steps took. The ledger learns it after the checkpoint is complete, or when the learner resumes."""
+    """Yields the inconsistencies between the newest checkpoint and the ledger.
+
+    A checkpoint decides which groups its steps consumed. The ledger records this after the checkpoint is complete, or when the learner
+    resumes.
+    """
     if isinstance(uses, str):
         yield f"checkpoint {name} cannot be read: {uses}"
         return
@@ -212,7 +219,7 @@ def _step_problems(run_dir: Path, entries: Sequence[LedgerEntry]) -> Iterator[st
 
 
 def _reported_tokens(run_dir: Path) -> Iterator[tuple[int, float]]:
-    """Yields version number and trained tokens of each line of a step in metrics.jsonl. Skips other lines."""
+    """Yields the version number and the trained tokens of each line in metrics.jsonl that records a step. Skips other lines."""
     path = run_dir / "metrics.jsonl"
     if not path.exists():
         return

@@ -1,11 +1,11 @@
-"""When groups start, and from which policy version each block of them starts.
+"""Decides when groups start, and from which policy version each block of groups starts.
 
-A group starts if at most `depth` blocks of groups would then be in flight:
+A group starts only if at most `depth` blocks of groups are in flight after that:
 
     started - consumed - parked <= per_step * depth
 
-A parked group waits for late scores. It does not count, so another group is sampled in its place, and nothing waits for it. When its
-scores arrive it is in flight again, and no group starts until a step has consumed as many. At most `MAX_PARKED_BLOCKS` blocks of parked
+A parked group waits for late scores. It does not count, so another group is sampled instead, and no step waits for it. When its scores
+arrive, it is in flight again. No new group starts until steps have consumed enough groups. At most `MAX_PARKED_BLOCKS` blocks of parked
 groups free their slots, so that a run whose scores never arrive does not sample forever.
 """
 
@@ -17,17 +17,17 @@ from types import MappingProxyType
 from agentrl.experience.ledger import GroupOrder
 
 MAX_PARKED_BLOCKS = 64
-"""Largest number of blocks of parked groups that others are sampled for. Beyond them, groups keep their slots while they are parked."""
+"""Maximum number of blocks of parked groups that free their slots. Additional groups keep their slots while they are parked."""
 
 
 class BlockStarts:
-    """Admits the groups of a run one after the other. Groups of block `b` read the notes and task weights of version `version_of(b)`.
+    """Admits the groups of a run one by one. Groups of block `b` read the notes and task weights of version `version_of(b)`.
 
-    If no group is parked, block `b` starts from version `b + 1 - depth`. The caller records an earlier start in the store, so that a
-    resumed run uses the same notes and weights.
+    If no group is parked, block `b` starts from version `b + 1 - depth`. If a block starts from an older version, the caller records that
+    version in the store, so that a resumed run uses the same notes and weights.
 
     Args:
-        versions: block -> version, of the earlier starts in the store (`ExperienceStore.block_versions`).
+        versions: block -> version, as recorded in the store (`ExperienceStore.block_versions`).
     """
 
     def __init__(self, order: GroupOrder, versions: Mapping[int, int] = MappingProxyType({})) -> None:
@@ -45,7 +45,7 @@ class BlockStarts:
         return self.version_of(min(block, self._newest)) if self._newest >= 0 else 0
 
     def needed_version(self, slot: int, *, parked: int) -> int:
-        """Returns the version that must serve before the group in a slot starts. Slots count the groups of all blocks except extra ones.
+        """Returns the version that must serve before the group in a slot starts. Slots number the groups of all blocks except extra groups.
 
         Args:
             parked: number of parked groups.
@@ -55,7 +55,7 @@ class BlockStarts:
         return max(0, -(-(slot + 1 - freed) // per_step) - self._order.depth)
 
     def admit(self, slot: int, *, version: int, parked: int) -> bool:
-        """Whether the group in a slot may start now. Starts its block with the first slot. Call it for the slots in order.
+        """Whether the group in a slot may start now. The first slot of a block starts the block. Call it for the slots in order.
 
         Args:
             version: the serving version.
@@ -73,7 +73,10 @@ class BlockStarts:
         return version >= needed
 
     def take_unsaved(self) -> list[tuple[int, int]]:
-        """Returns the earlier starts, block and version, since the last call. Record them before a group of the block starts."""
+        """Returns the blocks that started from an older version since the last call, each with its version.
+
+        Record them before a group of the block starts.
+        """
         unsaved, self._unsaved = self._unsaved, []
         return unsaved
 

@@ -1,7 +1,7 @@
-"""Checkpoints of running groups in the run folder: the newest state of each episode, or the scored episode once it has ended.
+"""Checkpoints of running groups in the run folder: the newest state of each episode, or the scored episode after it ended.
 
-One file per episode (zstd-compressed JSON with a checksum), replaced after every turn. A lost file costs only the episode's turns, so a
-file that cannot be written or read never stops a run: the error is logged and the episode restarts.
+Each episode has one file (zstd-compressed JSON with a checksum), which is replaced after every turn. A lost file costs only the episode's
+turns, so a file that cannot be written or read never stops a run. The error is logged, and the episode restarts.
 """
 
 from __future__ import annotations
@@ -60,24 +60,27 @@ class FolderCheckpoints:
         await asyncio.to_thread(self._replace_state, group, member, scored)
 
     async def load(self, group: int, member: int) -> EpisodeState | ScoredEpisode | None:
-        """Returns the newest state of an attempt, or its scored episode once it has ended; None if neither is stored and intact."""
+        """Returns the newest state of an attempt, or its scored episode if it ended; None if neither is stored and intact."""
         return await asyncio.to_thread(self._find, group, member)
 
     def receive(self, group: int, member: int, kind: str, body: bytes) -> None:
-        """Stores what `encode_checkpoint` returned on another host. `kind`: `state`, or `scored`, which replaces the state."""
+        """Stores the bytes that `encode_checkpoint` returned on a different host.
+
+        `kind`: `state`, or `scored`, which replaces the state.
+        """
         self._replace(group, self._path(group, member, kind), body)
         if kind == "scored":
             self._path(group, member, "state").unlink(missing_ok=True)
 
     def content(self, group: int, member: int, kind: str) -> bytes | None:
-        """Returns the bytes of a file for another host; None if there is no file, or it cannot be read."""
+        """Returns the bytes of a file for a different host; None if there is no file, or if it cannot be read."""
         try:
             return untrusted_files.read_bytes(self._path(group, member, kind), most=MAX_BYTES, inside=self._folder)
         except (OSError, ValueError):
             return None
 
     def remove_group(self, group: int) -> None:
-        """Removes the checkpoints of a group that the store has or that was abandoned. Later writes for the group are discarded."""
+        """Removes the checkpoints of a group that is stored or was abandoned. Later writes for the group are discarded."""
         self._forgotten.add(group)
         shutil.rmtree(self._folder / f"{group:06d}", ignore_errors=True)
 
@@ -87,7 +90,7 @@ class FolderCheckpoints:
         return tuple(sorted(int(path.name) for path in folders if path.is_dir() and path.name.isdecimal()))
 
     def images(self) -> set[str]:
-        """Returns the names of the images that the saved episodes show."""
+        """Returns the names of the images that the saved episodes contain."""
         names: set[str] = set()
         for path in self._folder.glob("[0-9]*/[0-9]*"):
             saved = self._find(int(path.parent.name), int(path.stem))
@@ -141,7 +144,7 @@ class FolderCheckpoints:
 
 
 def drop_unused_images(run_dir: Path, store: ExperienceStore, checkpoints: FolderCheckpoints) -> int:
-    """Deletes the images that no stored or running episode shows, such as those of repeated attempts; returns their number.
+    """Deletes the images that no stored or running episode contains, such as those of repeated attempts. Returns their number.
 
     Call it while no episode runs.
     """

@@ -1,6 +1,7 @@
-"""The driver's experience store: one thread opens it and makes every call, so that the event loop encodes no group and waits for no disk.
+"""The driver's experience store. One thread opens it and executes every call, so the event loop never encodes a group or waits for the
+disk.
 
-Groups that arrive while a commit runs are stored together by the next one (group commit): a disk that syncs 100 times per second stores
+The next commit stores all groups that arrive while a commit runs (group commit). A disk that syncs 100 times per second therefore stores
 thousands of groups per second. `put` returns after the sync that contains the group.
 """
 
@@ -22,7 +23,7 @@ from agentrl.protocols import ExperienceStore, GroupCommit
 from agentrl.records import Group, LedgerEntry
 
 MAX_WAITING = 256
-"""Calls that wait for the thread. Further callers wait until one of these has ended."""
+"""Maximum number of calls that wait for the thread. Additional callers wait until one of these calls ends."""
 MAX_PER_COMMIT = 64
 """Maximum groups of one commit."""
 
@@ -42,13 +43,13 @@ class _Put:
 
 
 class DriverStore:
-    """An `ExperienceStore` for coroutines. Calls are executed in the order in which they were made.
+    """An `ExperienceStore` for coroutines. Calls are executed in the order in which they arrive.
 
-    A call that has been accepted is executed even if its caller is cancelled, and `close` waits for it. A store with `GroupCommit` commits
-    groups together; any other one stores them one by one, on the same thread. Each method raises what the store raises.
+    An accepted call is executed even if its caller is cancelled, and `close` waits for it. A store with `GroupCommit` commits groups
+    together; any other store writes them one by one, on the same thread. Each method raises the errors of the store.
 
     Args:
-        factory: opens the store, on the thread that uses it. If it raises, so does every call.
+        factory: opens the store, on the thread that uses it. If it raises, every call raises its error.
     """
 
     def __init__(self, factory: Callable[[], ExperienceStore]) -> None:
@@ -61,7 +62,7 @@ class DriverStore:
 
     @classmethod
     async def open(cls, factory: Callable[[], ExperienceStore]) -> DriverStore:
-        """Returns the store once it is open. Raises what the factory raises."""
+        """Opens the store, and returns it when it is open. Raises the errors of the factory."""
         store = cls(factory)
         try:
             await asyncio.wrap_future(store._opened)
@@ -94,7 +95,7 @@ class DriverStore:
         return await self.call(lambda store: store.groups(wanted))
 
     async def call(self, function: Callable[[ExperienceStore], T]) -> T:
-        """Returns what `function` returns for the store; it runs on the store's thread."""
+        """Calls `function` with the store on the store's thread, and returns its result."""
         result: Future[T] = Future()
         return await self._accept(_Call(function, result), result)
 
@@ -162,5 +163,5 @@ class DriverStore:
 def _settle(result: Future[T], function: Callable[[], T]) -> None:
     try:
         result.set_result(function())
-    except BaseException as error:  # of a user-supplied store; the caller gets it
+    except BaseException as error:  # raised by a user-supplied store; the caller gets it
         result.set_exception(error)

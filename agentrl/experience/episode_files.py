@@ -24,33 +24,33 @@ COLUMNS = {
     "id": "string",
     "group": "int64",  # null for an episode of an evaluation
     "attempt": "int64",  # index in its group
-    "step": "int64",  # learner step of its group, from 1, or of the evaluated version; null if it has none yet
-    "state": "string",  # of its group: parked, ready, assigned, trained, excluded; or "evaluated"
+    "step": "int64",  # learner step of its group, from 1, or of the evaluated version; null if there is none yet
+    "state": "string",  # state of its group: parked, ready, assigned, trained, excluded; or "evaluated"
     "unused": "string",  # why its group was not trained
     "phase": "string",  # train, before, step8, after, gate000008
     "task_id": "string",
-    "kind": "string",  # of task
+    "kind": "string",  # kind of task
     "split": "string",
     "outcome": "string",  # solved, partial, failed, pending or excluded
     "stop_reason": "string",
-    "score": "double",  # null without one
-    "parts": "string",  # of the score: JSON object
+    "score": "double",  # null if there is none
+    "parts": "string",  # parts of the score: JSON object
     "exclusion": "string",  # kind of the failure that excludes it
     "blame": "string",
     "oldest_version": "int64",
     "newest_version": "int64",
-    "tokens": "int64",  # sampled
+    "tokens": "int64",  # sampled tokens
     "turns": "int64",
     "tools": "string",  # names in the order of their first calls: JSON list
     "seconds": "double",
     "sampled_at": "double",  # Unix time at which its last turn ended
     "task_key": "string",
-    "prompt": "string",  # of the task: JSON list of messages
+    "prompt": "string",  # prompt of the task: JSON list of messages
     "episode": "string",  # JSON of `ScoredEpisode`: trajectories, turns, token ids, logprobs, version spans, results, score
 }
 """Column -> Arrow type. The columns up to `sampled_at` are those of `EpisodeRow`."""
 _JSON = ("parts", "tools", "prompt", "episode")
-_BATCH_CHARS = 32 << 20  # size of the episodes that are in memory at once
+_BATCH_CHARS = 32 << 20  # maximum size of the episodes in memory at once
 _MAX_LINE = 1 << 30
 _BATCH_ROWS = 64
 
@@ -61,7 +61,7 @@ class ExportedEpisode:
 
     row: EpisodeRow
     task_key: str
-    prompt: tuple[Message, ...]  # of the task
+    prompt: tuple[Message, ...]  # prompt of the task
     scored: ScoredEpisode
 
     @classmethod
@@ -70,14 +70,14 @@ class ExportedEpisode:
         return cls(row=record.row, task_key=record.group.task_key, prompt=record.group.prompt, scored=record.scored)
 
     def as_columns(self) -> dict[str, Any]:
-        """Returns the values of the columns, with texts for JSON."""
+        """Returns the values of the columns, with JSON encoded as strings."""
         columns = {field.name: getattr(self.row, field.name) for field in fields(self.row)}
         columns |= {"parts": json.dumps(dict(self.row.parts)), "tools": json.dumps(self.row.tools), "task_key": self.task_key}
         return columns | {"prompt": codec.to_json(self.prompt).decode(), "episode": codec.to_json(self.scored).decode()}
 
     @classmethod
     def from_columns(cls, columns: dict[str, Any]) -> ExportedEpisode:
-        """Reads a row. Raises `ValueError` if it has another form."""
+        """Reads a row. Raises `ValueError` if it has a different form."""
         if missing := sorted(COLUMNS.keys() - columns.keys()):
             raise ValueError(f"it has no column {', '.join(missing)}")
         texts = {name: columns[name] for name in _JSON}
@@ -90,7 +90,7 @@ class ExportedEpisode:
 
 
 def write_parquet(episodes: Iterable[ExportedEpisode], path: Path) -> int:
-    """Writes a Parquet file, and returns the number of its rows. The file is replaced once it is complete."""
+    """Writes a Parquet file, and returns the number of its rows. Replaces an existing file only when the new one is complete."""
     import_optional("pyarrow", "cpu", needed_for="export --to parquet")
     import pyarrow
     from pyarrow import parquet
@@ -105,22 +105,25 @@ def write_parquet(episodes: Iterable[ExportedEpisode], path: Path) -> int:
 
 
 def write_lines(episodes: Iterable[ExportedEpisode], path: Path) -> int:
-    """Writes a file of JSON lines, and returns their number. The columns of JSON are objects. The file is replaced once it is complete."""
+    """Writes a file of JSON lines, and returns their number.
+
+    Columns that contain JSON are written as objects. Replaces an existing file only when the new one is complete.
+    """
     written = 0
     with replace_file(path) as part, part.open("w", encoding="utf-8") as file:
         for episode in episodes:
             columns = episode.as_columns()
             plain = json.dumps({name: columns[name] for name in COLUMNS if name not in _JSON})
-            nested = "".join(f', "{name}": {columns[name]}' for name in _JSON)  # as they are: parsing and writing again would lose Infinity
+            nested = "".join(f', "{name}": {columns[name]}' for name in _JSON)  # unchanged: parsing and encoding them would lose Infinity
             file.write(f"{plain[:-1]}{nested}}}\n")
             written += 1
     return written
 
 
 def load_export(path: Path) -> Iterator[ExportedEpisode]:
-    """Yields the episodes of an exported file, `.parquet` or `.jsonl`, one after the other.
+    """Yields the episodes of an exported file, `.parquet` or `.jsonl`, one by one.
 
-    Raises `UserError` for another kind of file, and `StoreError` if a row is not one of an export.
+    Raises `UserError` if the file has a different suffix, and `StoreError` if a row was not written by an export.
     """
     if path.suffix not in (".parquet", ".jsonl"):
         raise UserError(f"{path} is not an exported file", fix="give a .parquet or .jsonl file of `agentrl export`")

@@ -1,13 +1,12 @@
-"""Reads the episodes of a run: lists, filters, sorts and searches them, and opens one with all of its tokens.
+"""Reads the episodes of a run: lists, filters, sorts and searches them, and opens single episodes with all of their tokens.
 
     with EpisodeIndex(run_dir) as index:
         page = index.search(EpisodeQuery(kind="join", outcome="failed", text="KeyError", sort="tokens"))
         record = index.episode(page.rows[0].id)
 
-The index only reads, and never blocks the run that writes. It reads `experience.sqlite`, whose table of episodes is written with the
-groups (`agentrl.experience.episode_rows`). A run of an older version, or with a user-supplied store, has no such table:
-`agentrl store RUN --index` copies its episodes to `episodes.sqlite`, which is read instead. Every query has a deadline. All texts are
-hostile.
+The index only reads, and never blocks the run that writes. It reads `experience.sqlite`, whose table of episodes is written with the groups
+(`agentrl.experience.episode_rows`). A run of an older version, or with a user-supplied store, has no such table. For such a run, `agentrl
+store RUN --index` copies the episodes to `episodes.sqlite`, which is read instead. Every query has a deadline. All strings are untrusted.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ STORE_FILE, COPY_FILE = "experience.sqlite", "episodes.sqlite"
 MAX_PAGE = 1000
 """Largest number of rows of one page."""
 MAX_TOTAL = 10_000
-"""Episodes that are counted; a page reports whether there are more."""
+"""Maximum number of episodes that are counted. A page reports whether there are more."""
 TIMEOUT_S = 5.0
-"""Seconds that one query may take."""
+"""Maximum seconds of one query."""
 MAX_FACETS = 200
 """Largest number of values of one facet."""
-_WALK_S = 0.05  # to collect a page in the order of an index, before all episodes are compared
+_WALK_S = 0.05  # time to collect a page in the order of an index, after which all episodes are compared
 _CACHE_KIB = 64 << 10  # pages in memory
 _MOST_GROUPS = 100_000  # rows of a GROUP BY
 _FIX = "agentrl store RUN --index builds the index"
@@ -52,19 +51,19 @@ _ROWS = (
     " FROM episodes LEFT JOIN taken ON taken.idx = episodes.idx WHERE number IN (SELECT value FROM json_each(?))"
 )
 _BATCH = 256  # rows that `records` reads at once
-_LABELS = 7  # last columns of `_ROWS`
+_LABELS = 7  # number of last columns of `_ROWS` that are labels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRow:
-    """An episode in a list. Its texts are hostile."""
+    """An episode in a list. Its strings are untrusted."""
 
     number: int  # ascending in the order in which episodes were stored
     id: str
     group: int | None  # None for an episode of an evaluation
     attempt: int  # index in its group
-    step: int | None  # learner step of its group, from 1, or of the evaluated version; None if it has none yet
-    state: str  # of its group: parked, ready, assigned, trained or excluded; "evaluated" without a group
+    step: int | None  # learner step of its group, from 1, or of the evaluated version; None if there is none yet
+    state: str  # state of its group: parked, ready, assigned, trained or excluded; "evaluated" if it has no group
     unused: str  # why its group was not trained; empty if it was
     phase: str
     task_id: str
@@ -73,12 +72,12 @@ class EpisodeRow:
     outcome: str
     stop_reason: str
     score: float | None
-    parts: Mapping[str, float]  # of the score
+    parts: Mapping[str, float]  # parts of the score
     exclusion: str  # kind of the failure that excludes it; empty if it counts
     blame: str
     oldest_version: int | None
     newest_version: int | None
-    tokens: int  # sampled
+    tokens: int  # sampled tokens
     turns: int
     tools: tuple[str, ...]  # in the order of their first calls
     seconds: float
@@ -97,7 +96,7 @@ class EpisodePage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facets:
-    """The values that episodes have, with their numbers of episodes: the most frequent first, at most `MAX_FACETS` each."""
+    """The values of each filter, with their numbers of episodes: the most frequent first, at most `MAX_FACETS` per filter."""
 
     phases: Mapping[str, int]
     kinds: Mapping[str, int]
@@ -114,7 +113,7 @@ class EpisodeRecord:
     """A stored episode with its turns and tokens, and the other attempts of its group."""
 
     row: EpisodeRow
-    group: Group  # with the prompt of the task; an evaluation's has this episode only
+    group: Group  # with the prompt of the task; for an evaluation, a group of this episode only
 
     @property
     def scored(self) -> ScoredEpisode:
@@ -129,7 +128,8 @@ class EpisodeIndex:
         run_dir: a run folder, which a third party may have written.
         timeout_s: deadline of a query in seconds.
 
-    Raises `UserError` if the run has no index, and `StoreError`, as every method, if a file is damaged or a query takes too long.
+    Raises `UserError` if the run has no index. The constructor and every method raise `StoreError` if a file is damaged or a query takes
+    too long.
     """
 
     def __init__(self, run_dir: Path, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -138,7 +138,7 @@ class EpisodeIndex:
         self.path, self._db = _open(run_dir, timeout_s=timeout_s)
 
     def search(self, query: EpisodeQuery) -> EpisodePage:
-        """Returns a page of the matching episodes. Raises `UserError` for an invalid query."""
+        """Returns a page of the matching episodes. Raises `UserError` if the query is invalid."""
         limit = min(max(query.limit, 1), MAX_PAGE)
         with self._reading() as db:
             plan = plan_query(db, query)
@@ -162,7 +162,7 @@ class EpisodeIndex:
         return None if row is None else self._record(row)
 
     def group(self, index: int) -> Group | None:
-        """Returns a stored group with its episodes and the late scores that have arrived; None if it is not stored."""
+        """Returns a stored group with its episodes and all late scores so far; None if it is not stored."""
         with self._reading():
             return self._group(index) if self._all("SELECT 1 FROM groups WHERE idx = ?", (index,)) else None
 
@@ -178,9 +178,9 @@ class EpisodeIndex:
             return self._rows(numbers)
 
     def records(self, numbers: Iterable[int]) -> Iterator[EpisodeRecord]:
-        """Yields the episodes with these row numbers, in their order. A group whose episodes follow each other is read once.
+        """Yields the episodes with these row numbers, in their order. A group is read once if its episodes follow each other.
 
-        Raises `StoreError` for a damaged one.
+        Raises `StoreError` if an episode is damaged.
         """
         group: tuple[int, Group] | None = None
         left = iter(numbers)
@@ -219,7 +219,10 @@ class EpisodeIndex:
         )
 
     def has_deleted(self) -> bool:
-        """Whether the episodes of the oldest group were deleted, because of `store.options.keep_steps`. They are in no list."""
+        """Whether the episodes of the oldest group were deleted, because of `store.options.keep_steps`.
+
+        No list contains deleted episodes.
+        """
         with self._reading():
             oldest = self._all("SELECT substr(body, 1, 7) FROM groups WHERE idx >= 0 ORDER BY idx LIMIT 1")
             return bool(oldest) and oldest[0][0] == DELETED
@@ -247,11 +250,12 @@ class EpisodeIndex:
         return EpisodeRecord(row=row, group=group)
 
     def _page(self, query: EpisodeQuery, plan: QueryPlan, most: int) -> tuple[list[tuple[int, float]], int]:
-        """Returns numbers and sort values of the first `most` matching episodes, and the number of all, or more than `MAX_TOTAL`."""
+        """Returns the numbers and sort values of the first `most` matching episodes, and the number of all matches, or a number above
+        `MAX_TOTAL`."""
         if query.is_all:
             return self._first(plan.walk, most), int(self._all("SELECT count(*) FROM episodes")[0][0])
         matches = [row[0] for row in self._first(plan.matches, MAX_TOTAL + 1)]
-        if len(matches) <= MAX_TOTAL:  # their pages need no further look at the others
+        if len(matches) <= MAX_TOTAL:  # their pages need no query of the other episodes
             chosen = Statement(sql=plan.chosen.sql, values=(json.dumps(matches), *plan.chosen.values))
             return self._first(chosen, most), len(matches)
         try:
@@ -345,7 +349,7 @@ def _frequent(counts: Counter[str]) -> dict[str, int]:
 
 
 def _open(run_dir: Path, *, timeout_s: float) -> tuple[Path, sqlite3.Connection]:
-    """Opens the file with the table of episodes: the store, or else the copy. Raises `UserError` if there is none."""
+    """Opens the file with the table of episodes: the store, or else the copy. Raises `UserError` if neither has the table."""
     paths = [path for name in (STORE_FILE, COPY_FILE) if (path := run_dir / name).is_file()]
     for path in paths:
         with translated_errors(path):
@@ -359,7 +363,7 @@ def _open(run_dir: Path, *, timeout_s: float) -> tuple[Path, sqlite3.Connection]
 
 
 def _connect(path: Path, *, timeout_s: float) -> sqlite3.Connection | None:
-    """Opens a store for reading; None if it has no table of episodes."""
+    """Opens a store for reading. Returns None if it has no table of episodes."""
     db = connect_read_only(path, SCHEMA, timeout_s=timeout_s)
     try:
         with query_deadline(db, timeout_s):

@@ -25,9 +25,9 @@ _RARE = 10_000  # episodes that call a rare tool
 class EpisodeQuery:
     """A filter and an order of episodes. Empty fields and None match all."""
 
-    text: str = ""  # words that the episode contains, all of them; a word that ends in * is a prefix
+    text: str = ""  # words that the episode must all contain; a word that ends in * is a prefix
     phase: str = ""  # train, before, step8, after, gate
-    kind: str = ""  # of task
+    kind: str = ""  # kind of task
     split: str = ""  # train, heldout or heldout_real
     outcome: Outcome | Literal[""] = ""
     stop_reason: str = ""
@@ -43,7 +43,7 @@ class EpisodeQuery:
     group: int | None = None
     sort: Sort = "newest"
     descending: bool = True
-    after: str = ""  # `EpisodePage.next` of the page before
+    after: str = ""  # `EpisodePage.next` of the previous page
     limit: int = 50
 
     @property
@@ -60,12 +60,12 @@ class Position:
     value: float
 
     def encode(self) -> str:
-        """Returns the position as text without spaces."""
+        """Returns the position as a string without spaces."""
         return f"{self.number}:{float(self.value).hex()}"
 
     @classmethod
     def decode(cls, text: str) -> Position:
-        """Reads a position. Raises `UserError`."""
+        """Reads a position. Raises `UserError` if it is invalid."""
         number, _, value = text[:100].partition(":")
         try:
             position = cls(int(number), float.fromhex(value))
@@ -95,7 +95,7 @@ class QueryPlan:
 
 
 def plan_query(db: sqlite3.Connection, query: EpisodeQuery) -> QueryPlan | None:
-    """Returns the statements for a query; None if a filter has a name that no episode has. Raises `UserError` for an invalid query."""
+    """Returns the statements for a query; None if a filter has a name that no episode has. Raises `UserError` if the query is invalid."""
     if query.sort not in _ORDERS:
         raise UserError(f"unknown order {query.sort[:40]!r}", fix=f"use {', '.join(_ORDERS)}")
     names = {"phase": query.phase, "kind": query.kind, "split": query.split, "outcome": query.outcome, "stop": query.stop_reason}
@@ -124,18 +124,18 @@ def plan_query(db: sqlite3.Connection, query: EpisodeQuery) -> QueryPlan | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sources:
-    """What follows FROM, the first and the last condition on it, and the column of the number."""
+    """The text after FROM, the first and the last condition, and the column of the row number."""
 
     walk: str
     scan: str
     first: str = ""
-    values: tuple[Any, ...] = ()  # of the first condition
-    last: str = ""  # tested for what the other conditions leave
+    values: tuple[Any, ...] = ()  # parameters of the first condition
+    last: str = ""  # tested on the rows that meet all other conditions
     number: str = "number"
 
 
 def _sources(db: sqlite3.Connection, query: EpisodeQuery, tool: int | None, *, few: bool) -> _Sources:
-    """Chooses what is read first: the groups of a step, the matches of a text, the calls of a rare tool, or an index of all episodes."""
+    """Chooses what is read first: the groups of a step, the full-text matches, the calls of a rare tool, or an index of all episodes."""
     called = "" if tool is None else _CALLED.format(tool=tool)
     by_group, by_order = "episodes INDEXED BY episodes_by_group", f"episodes {_INDEX[query.sort]}"
     if query.text.strip():
@@ -164,7 +164,7 @@ def _plan(query: EpisodeQuery, sources: _Sources, terms: list[str], values: list
     column, way = _ORDERS[query.sort], "DESC" if query.descending else "ASC"
     sign = "<" if query.descending else ">"
     number = sources.number
-    number = "number" if column != "number" and sources.walk != sources.scan else number  # of the index that gives the order
+    number = "number" if column != "number" and sources.walk != sources.scan else number  # column of the index that gives the order
     column = number if column == "number" else column
     order = f" ORDER BY {number} {way}" if column == number else f" ORDER BY {column} {way}, {number} {way}"
     later, more = list[str](), list[Any]()
@@ -189,9 +189,9 @@ def _where(terms: list[str]) -> str:
 
 
 def full_text_query(text: str) -> str:
-    """Returns a query of SQLite's full-text search for episodes with all words of a text. A word that ends in * is a prefix.
+    """Returns a query of SQLite's full-text search for episodes with all words of a string. A word that ends in * is a prefix.
 
-    Raises `UserError` for a text without words.
+    Raises `UserError` if the string contains no word.
     """
     words = [(word.rstrip("*"), word.endswith("*")) for word in text[:QUERY_CHARS].replace("\0", " ").split()][:MAX_WORDS]
     quoted = ['"' + word.replace('"', '""') + '"' + "*" * prefix for word, prefix in words if any(map(str.isalnum, word))]

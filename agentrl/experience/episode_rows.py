@@ -1,7 +1,7 @@
-"""The table of episodes in the SQLite store: a row for each stored episode, by which a reader filters, sorts and searches.
+"""The table of episodes in the SQLite store. It has a row for each stored episode, which readers use to filter, sort and search.
 
-Rows are written in the transaction that stores their group, and are updated when a late score arrives. Texts are bounded. Names that many
-episodes share, such as kinds and tools, are stored once, as labels.
+Rows are written in the transaction that stores their group, and are updated when a late score arrives. The length of strings is bounded.
+Names that many episodes share, such as kinds and tools, are stored once, as labels.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SCHEMA = (
     "CREATE INDEX episodes_by_tokens ON episodes (tokens)",
     "CREATE INDEX episodes_by_turns ON episodes (turns)",
     "CREATE INDEX episodes_by_seconds ON episodes (seconds)",
-    # All columns of filters and orders, so that a query which few episodes match reads an eighth of the table.
+    # Has all columns of filters and orders, so that a query with few matches reads an eighth of the table.
     "CREATE INDEX episodes_scan ON episodes (phase, kind, split, outcome, stop, exclusion, blame, score_order, oldest, newest, tokens,"
     " turns, seconds)",
     "CREATE TABLE evaluated (number INTEGER PRIMARY KEY, body BLOB NOT NULL)",  # the bodies of episodes without a group, as groups of one
@@ -38,15 +38,16 @@ SCHEMA = (
     "CREATE VIRTUAL TABLE episode_text USING fts5(text, content='', columnsize=0, tokenize='unicode61 remove_diacritics 2')",
 )
 OUTCOMES = ("solved", "partial", "failed", "pending", "excluded")
-"""Score of at least the task's threshold, between or without a threshold, 0 or less, still to come, and none."""
+"""In this order: a score of at least the task's threshold; a positive score below it, or any score of a task without a threshold; a score
+of 0 or less; a score that has not arrived; no score."""
 NAME_CHARS = 200
 TEXT_CHARS = 6000
 """Characters of an episode that are searchable: the end of its question, then messages, calls and results, and its evidence."""
 MAX_TOOLS = 32
 MAX_PARTS = 32
 NO_SCORE = -1e308
-"""`score_order` without a score."""
-_SPAN_CHARS = 1000  # of one message or result in the searchable text
+"""`score_order` of an episode without a score."""
+_SPAN_CHARS = 1000  # maximum characters of one message or result in the searchable text
 _COLUMNS = (
     "id, idx, attempt, step, phase, kind, split, outcome, stop, exclusion, blame, score, score_order, oldest, newest, tokens, turns,"
     " seconds, sampled_at, task_id, parts, tools"
@@ -55,11 +56,11 @@ _INSERT = f"INSERT INTO episodes ({_COLUMNS}) VALUES ({', '.join('?' * len(_COLU
 
 
 def insert_episodes(db: sqlite3.Connection, group: Group, *, phase: str = "train", step: int | None = None) -> list[int]:
-    """Inserts the episodes of a new group, in a transaction, and returns their row numbers. A residual has the episodes of its group, so
-    it adds none.
+    """Inserts the episodes of a new group in a transaction, and returns their row numbers. A residual has the episodes of its group, so it
+    adds no rows.
 
     Args:
-        step: learner step of the evaluated version. None for a group of training, whose step is in `taken`.
+        step: learner step of the evaluated version; None for a training group, whose step is in `taken`.
     """
     numbers = []
     for attempt, scored in enumerate(group.episodes if group.index >= 0 else ()):
@@ -88,9 +89,12 @@ def update_scores(db: sqlite3.Connection, group: Group) -> None:
 
 
 def delete_group(db: sqlite3.Connection, index: int, group: Group | None) -> None:
-    """Deletes the rows of a group of training, and their searchable text unless the group is None, because its body is damaged."""
+    """Deletes the rows of a training group and their searchable text.
+
+    If the body is damaged, `group` is None, and the text is not deleted.
+    """
     rows = db.execute("SELECT number, attempt FROM episodes WHERE idx = ?", (index,)).fetchall()
-    if group is not None:  # what a late score has changed in the text stays in the index, and leads to no row
+    if group is not None:  # text that a late score changed stays in the index, but matches no row
         texts = [(number, searchable_text(group, group.episodes[attempt])) for number, attempt in rows if attempt < len(group.episodes)]
         db.executemany("INSERT INTO episode_text (episode_text, rowid, text) VALUES ('delete', ?, ?)", texts)
     db.executemany("DELETE FROM episode_tools WHERE number = ?", [row[:1] for row in rows])
@@ -98,7 +102,7 @@ def delete_group(db: sqlite3.Connection, index: int, group: Group | None) -> Non
 
 
 def delete_phase(db: sqlite3.Connection, phase: str) -> None:
-    """Deletes the episodes of an evaluation. Their searchable text stays in the index, and leads to no row."""
+    """Deletes the episodes of an evaluation. Their searchable text stays in the index, but matches no row."""
     label = _label(db, "phase", phase)
     db.execute("DELETE FROM episode_tools WHERE number IN (SELECT number FROM episodes WHERE phase = ?)", (label,))
     db.execute("DELETE FROM evaluated WHERE number IN (SELECT number FROM episodes WHERE phase = ?)", (label,))
@@ -118,7 +122,7 @@ def outcome(scored: ScoredEpisode, threshold: float | None) -> str:
 
 
 def exclusion(scored: ScoredEpisode) -> tuple[str, str]:
-    """Returns the kind and the blame of what excludes an episode; both are empty if nothing does."""
+    """Returns the kind and the blame of the failure that excludes an episode; both are empty if it is not excluded."""
     failure = next((one for one in reversed(scored.episode.failures) if one.blame is not Blame.POLICY), None)
     if failure is not None:
         return _short(failure.kind), str(failure.blame)
@@ -162,7 +166,7 @@ def _names(group: Group, scored: ScoredEpisode, phase: str) -> dict[str, str]:
 
 
 def _figures(scored: ScoredEpisode) -> tuple[float | int | None, ...]:
-    """Score, its order, oldest and newest version, sampled tokens, turns, seconds, and the time at which the last turn ended."""
+    """Returns score, score order, oldest and newest version, sampled tokens, turns, seconds, and the time at which the last turn ended."""
     episode, value = scored.episode, scored.score.value
     score = value if value is not None and math.isfinite(value) and not episode.left_out else None
     own = [turn for trajectory in episode.trajectories for turn in trajectory.own_turns]

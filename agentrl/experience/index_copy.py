@@ -1,6 +1,6 @@
 """Copies the episodes of a run whose store has no table of episodes to `episodes.sqlite`, which `EpisodeIndex` reads.
 
-The store itself is only read, so the run may be driven by another process, and by another version of agentrl.
+The store is only read, so the run may be driven by another process, even with a different version of agentrl.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _QUERY_S = 300.0
 
 
 class GroupSource(Protocol):
-    """What is copied: an `ExperienceStore`, or an older file of one."""
+    """The source of a copy: an `ExperienceStore`, or a store file of an older version."""
 
     def entries(self) -> tuple[LedgerEntry, ...]:
         """Returns the ledger entries of all groups."""
@@ -37,7 +37,7 @@ class GroupSource(Protocol):
 
 
 class OlderStore(SqliteStore):
-    """An SQLite store of this version or an older one, for reading: `entries` and `groups`. Raises `StoreError`."""
+    """Opens an SQLite store of this or an older version for reading `entries` and `groups`. Raises `StoreError`."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._lock = path, threading.Lock()
@@ -53,7 +53,7 @@ class OlderStore(SqliteStore):
 
     @property
     def has_index(self) -> bool:
-        """Whether the store has a table of episodes itself."""
+        """Whether the store already has a table of episodes."""
         with self._reading() as db:
             return db.execute("SELECT 1 FROM sqlite_schema WHERE name = 'episodes'").fetchone() is not None
 
@@ -61,7 +61,8 @@ class OlderStore(SqliteStore):
 def copy_episodes(run_dir: Path, source: GroupSource, *, progress: Progress = lambda done, total: None) -> int:
     """Writes `episodes.sqlite` from the groups of a store, with the steps that took them, and returns the number of groups.
 
-    The file is replaced once it is complete. Later groups are not in it: copy again.
+    An existing file is replaced only when the new one is complete. The file does not contain groups that are stored later; copy again to
+    include them.
     """
     final, part = run_dir / COPY_FILE, run_dir / f".{COPY_FILE}.part"
     entries = [entry for entry in source.entries() if not entry.is_residual]
@@ -84,7 +85,7 @@ def copy_episodes(run_dir: Path, source: GroupSource, *, progress: Progress = la
 
 
 def _take(copy: SqliteStore, entries: Sequence[LedgerEntry]) -> None:
-    """Records which steps took the groups, and how they used them."""
+    """Records which steps consumed the groups, and how they used them."""
     steps: dict[int, list[LedgerEntry]] = {}
     for entry in entries:
         if entry.step is not None:
@@ -97,6 +98,6 @@ def _take(copy: SqliteStore, entries: Sequence[LedgerEntry]) -> None:
 
 
 def _remove(path: Path, *, keep: bool = False) -> None:
-    """Removes a database and the files next to it; `keep`: only those."""
+    """Removes a database and the files next to it. `keep`: removes only the files next to it."""
     for end in (*([] if keep else [""]), "-wal", "-shm", "-journal"):
         path.with_name(path.name + end).unlink(missing_ok=True)

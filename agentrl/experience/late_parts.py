@@ -1,7 +1,7 @@
-"""The late parts of scores in the SQLite store: a row for each part that a stored group waits for.
+"""The late parts of scores in the SQLite store. Each part that a stored group waits for has a row.
 
-The body of a group is written once. Parts are applied when the group is read, and the transaction that closes the last part of a group
-computes the group's counts again.
+The body of a group is written once. Parts are applied when the group is read. The transaction that closes the last part of a group
+recomputes the group's counts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from agentrl.records import Group, LateScore, PendingScore, ScoreReceipt
 log = logging.getLogger(__name__)
 
 SCHEMA = (
-    # A part is open until `closed_at` is set. It then has a value, or has expired without one.
+    # A part is open until `closed_at` is set. After that it has a value, or it expired and has none.
     "CREATE TABLE late_parts (episode_id TEXT NOT NULL, part TEXT NOT NULL, idx INTEGER NOT NULL, attempt INTEGER NOT NULL,"
     " low REAL NOT NULL, high REAL NOT NULL, expires_at REAL, value REAL, scored_by TEXT, key TEXT UNIQUE, closed_at REAL,"
     " PRIMARY KEY (episode_id, part))",
@@ -37,11 +37,11 @@ _COLUMNS = "idx, attempt, low, high, expires_at, value, scored_by, key, closed_a
 
 
 class Clock:
-    """Unix time without jumps: the wall clock at creation, plus the time that has passed since then, including suspension.
+    """Unix time without jumps: the wall clock at creation, plus the time since then, including the time in which the machine was suspended.
 
     A deadline is an absolute time, so it continues while no process runs. A wall clock that is changed while a process runs has no effect
-    on that process. One that was wrong at its start shifts the deadlines by its error, and is corrected with the next start. An expiry is
-    final once it is recorded, and only `expire_scores` records it: a score that was rejected as expired may be sent again.
+    on that process. A clock that is wrong when a process starts shifts the deadlines by its error until the next start. An expiry is final
+    when it is recorded, and only `expire_scores` records it. A score that was rejected as expired before that may be sent again.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatePart:
-    """The state of a part that a stored group waits for, or waited for."""
+    """The state of a score part that a stored group waits for or waited for."""
 
     group: int
     attempt: int
@@ -64,10 +64,10 @@ class LatePart:
     value: float | None = None  # None until the score arrives, and for an expired part
     scored_by: str | None = None
     key: str | None = None
-    closed_at: float | None = None  # when the score arrived or the expiry was recorded; None for an open part
+    closed_at: float | None = None  # time at which the score arrived or the expiry was recorded; None for an open part
 
     def accept(self, score: LateScore, *, now: float, parked: bool, consumed: bool) -> bool:
-        """Returns whether to store a score for this part; False if it is stored already. Raises `ScoreRejected`.
+        """Returns whether to store a score for this part; False if it is already stored. Raises `ScoreRejected`.
 
         Args:
             parked: whether the group waits for a part.
@@ -82,7 +82,7 @@ class LatePart:
                 raise ScoreRejected(f"{what} has the score {self.value:g}, and its group {end}", cause="finished", fix=_FINAL)
             if not score.replace:
                 raise ScoreRejected(f"{what} has the score {self.value:g} by {self.scored_by!r}", cause="contradictory", fix=_REPLACE)
-            if self.key == score.key:  # a repeated message would look like the replaced one
+            if self.key == score.key:  # a repetition of the earlier message would look the same
                 raise reused_key(score)
         if (self.value is None and self.closed_at is not None) or (self.expires_at is not None and now >= self.expires_at):
             raise ScoreRejected(f"{what} has expired", cause="expired", fix="score earlier, or set a later expiry in the verifier")
@@ -100,7 +100,8 @@ _REPLACE = 'replace it (--replace, or "replace": true), or send the same value t
 
 
 def reused_key(score: LateScore) -> ScoreRejected:
-    """Returns the error for an idempotency key that belongs to a score for another part, or to one that was or would be replaced."""
+    """Returns the error for an idempotency key that belongs to a score for a different part, or to a score that was or would be
+    replaced."""
     return ScoreRejected(
         f"key {score.key!r} belongs to a score of another part, or to one that is replaced",
         cause="contradictory",
@@ -179,7 +180,7 @@ def has_expired(db: sqlite3.Connection, *, now: float) -> bool:
 
 
 def expire_scores(db: sqlite3.Connection, *, now: float, read: Callable[[int], Group]) -> tuple[int, ...]:
-    """Closes the open parts of all episodes with a part that has expired. Returns the groups that they belong to."""
+    """Closes the open parts of all episodes with an expired part. Returns the groups to which they belong."""
     overdue = "SELECT episode_id FROM late_parts WHERE closed_at IS NULL AND expires_at <= ?"
     groups = [row[0] for row in db.execute(f"SELECT DISTINCT idx FROM late_parts WHERE episode_id IN ({overdue}) ORDER BY idx", (now,))]
     if groups:
@@ -189,7 +190,7 @@ def expire_scores(db: sqlite3.Connection, *, now: float, read: Callable[[int], G
 
 
 def update_counts(db: sqlite3.Connection, groups: Iterable[int], *, read: Callable[[int], Group]) -> None:
-    """Computes the counts of groups again that wait for no further part."""
+    """Recomputes the counts of those groups that no longer wait for a part."""
     for index in groups:
         if not _open_parts(db, index):
             entry = new_entry(group := read(index))

@@ -1,9 +1,9 @@
-"""The order of groups: which groups a run samples, which of them a learner step selects, and the first ledger entry of a group.
+"""Decides which groups a run samples and which of them a learner step selects, and creates the first ledger entry of a group.
 
 Groups start in order of their indices, in blocks, one block for each learner step, while at most `depth` blocks of groups are in flight:
 started, but neither consumed by a step nor parked for late scores (`agentrl.experience.blocks`). A block has `per_step` groups, and up to
-`extra` further groups, which replace groups without a preference (dynamic sampling, DAPO, arXiv 2503.14476). The task of a group is a pure
-function of its index and the seed.
+`extra` additional groups, which replace groups without a preference (dynamic sampling, DAPO, arXiv 2503.14476). The task of a group is a
+pure function of its index and the seed.
 
 The learner selects the groups of a step, and the store records them as assigned:
 
@@ -11,15 +11,14 @@ The learner selects the groups of a step, and the store records them as assigned
     oldest_first    step `s` selects the ready groups that the oldest weights sampled, as soon as there are enough. A group that takes
                     longer than `max_staleness` steps to sample, or to score, is trained later. No finished group is discarded. A group
                     without sampled tokens, such as one of a quarantined task, waits for the step of its block, so that it delays no others
-
-Residuals (`agentrl.experience.residuals`) fill no slots. A step also selects those that have their scores, if an earlier step has consumed
-their first group: at most `per_step`, those that the oldest weights sampled.
-
     replay          as oldest_first. Step `s` also trains the groups that step `s - 1` trained first, from the same ids and logprobs. They
                     stay consumed by step `s - 1`, and their tokens are counted separately
 
-All orders select the same number of groups: after `s` steps, as many as `s` blocks need. If no score is late, a run of `steps` blocks
-consumes every group. Otherwise it samples one more group for each that is parked, and ends with as many open groups.
+Residuals (`agentrl.experience.residuals`) fill no slots. A step also selects up to `per_step` residuals whose scores arrived and whose
+first group was consumed by an earlier step. It prefers those that the oldest weights sampled.
+
+All orders select the same number of groups: after `s` steps, the number that `s` blocks need. If no score is late, a run of `steps` blocks
+consumes every group. Otherwise it samples one additional group for each parked group, and ends with that number of open groups.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ class GroupOrder:
 
     Args:
         per_step: groups of one learner step.
-        extra: maximum number of further groups per block, which replace groups without a preference.
+        extra: maximum number of additional groups per block, which replace groups without a preference.
         min_group_size: minimum number of counted attempts of a group with a preference.
         oldest_first: the order; False means `in_order`.
-        replay: whether a step trains the groups of the step before again.
+        replay: whether a step also trains the groups of the previous step.
         depth: blocks of groups in flight at once.
-        accepts_late: whether scores may arrive late; only with `oldest_first` and a staleness above 0.
-        no_residuals: why late parts cannot be applied as residuals; empty if they can.
+        accepts_late: whether scores may arrive late; requires `oldest_first` and a staleness above 0.
+        no_residuals: the reason why late parts cannot be applied as residuals; empty if they can be.
     """
 
     per_step: int
@@ -77,7 +76,7 @@ class GroupOrder:
 
     @classmethod
     def single_block(cls, rollout: RolloutConfig) -> GroupOrder:
-        """One block with all groups, for a policy that does not learn. Each group has the next task."""
+        """Returns an order of one block with all groups, for a policy that does not learn. Each group has the next task."""
         return cls(per_step=_FAR, min_group_size=rollout.group.min_size)
 
     def block_of(self, index: int) -> int:
@@ -95,12 +94,16 @@ class GroupOrder:
         return number * self.per_step + place if place < self.per_step else _FAR + number * self.extra + place - self.per_step
 
     def slot(self, index: int) -> int:
-        """Returns a group's number in the order of starts without extra groups; for an extra group that of the first of its block."""
+        """Returns a group's number in the order of starts, not counting extra groups; for an extra group, the number of the first group in
+        its block."""
         number, place = divmod(index, self.per_step + self.extra)
         return number * self.per_step + (place if place < self.per_step else 0)
 
     def has_preference(self, entry: LedgerEntry) -> bool:
-        """Whether a group has at least `min_group_size` counted attempts and their scores differ. Other groups have no advantages."""
+        """Whether a group has at least `min_group_size` counted attempts and their scores differ.
+
+        Other groups have no advantages.
+        """
         return entry.counted >= self.min_group_size and entry.has_spread
 
     def is_replaceable(self, entry: LedgerEntry) -> bool:
@@ -108,7 +111,7 @@ class GroupOrder:
         return not entry.late_parts and not self.has_preference(entry)
 
     def first_incomplete_block(self, entries: Iterable[LedgerEntry], *, start: int = 0) -> int:
-        """Returns the first block, from `start` on, that has slots which none of the entries fills."""
+        """Returns the first block, from `start` on, with a slot that none of the entries fills."""
         filled = Counter[int]()
         fills = _Slots(self)
         for entry in entries:
@@ -133,8 +136,8 @@ class GroupOrder:
     def select(self, step: int, entries: Sequence[LedgerEntry]) -> tuple[int, ...] | None:
         """Returns the indices of the groups that a step selects, in ascending order; None if too few groups are stored.
 
-        A step that has groups already, because the learner died or fell back to an older checkpoint, takes the same ones, so that the
-        notes and task weights that depend on them stay valid.
+        If a step already has groups, because the learner died or fell back to an older checkpoint, the step selects the same groups again,
+        so that the notes and task weights that depend on them stay valid.
 
         Args:
             entries: the entries of all blocks from `first_open_block` on, and of earlier groups with late scores.
@@ -144,7 +147,7 @@ class GroupOrder:
         assigned = [entry for entry in sampled if entry.step == step]
         free = [entry for entry in sampled if not entry.pending and (entry.step is None or entry.step >= step)]
         parked = sum(1 for entry in sampled if entry.pending)
-        newest = step + -(-parked // self.per_step)  # the step's own block, after those that only replace parked groups
+        newest = step + -(-parked // self.per_step)  # the block of the step, counted after the blocks that only replace parked groups
         if chosen := self._choose(step, taken, assigned, newest):
             return tuple(sorted([*chosen, *(entry.index for entry in entries if entry.is_residual and entry.step == step)]))
         if chosen := self._choose(step, taken, free, newest):
@@ -152,7 +155,7 @@ class GroupOrder:
         return None
 
     def _residuals(self, step: int, entries: Sequence[LedgerEntry]) -> list[int]:
-        """Returns the residuals that a step selects, in ascending order. An entry that is not in `entries` was consumed earlier."""
+        """Returns the residuals that a step selects, in ascending order. A group without an entry in `entries` was consumed earlier."""
         untrained = {entry.index for entry in entries if entry.step is None or entry.step >= step}
         ready = [entry for entry in entries if entry.is_residual and entry.index in untrained and not entry.pending]
         ready = [entry for entry in ready if sampled_index(entry.index) not in untrained]
@@ -167,7 +170,7 @@ class GroupOrder:
         `per_step` of them.
 
         Args:
-            entries: those of the step before.
+            entries: the entries of the previous step.
         """
         trained = [entry.index for entry in entries if self.replay and entry.state == "trained"]
         residuals = sum(index < 0 for index in trained)
@@ -185,19 +188,21 @@ class GroupOrder:
         for entry in free:
             fills_slot = fills(entry)
             early = entry.oldest_version is None and self.block_of(entry.index) > newest  # ready at once; would displace sampled groups
-            if (missing and not early) or not fills_slot:  # a replaced group is also consumed, because no later step needs it
+            if (missing and not early) or not fills_slot:  # a replaced group is also consumed: no later step needs it
                 chosen.append(entry.index)
                 missing -= fills_slot
         return None if missing else tuple(sorted(chosen))
 
 
 class _Slots:
-    """Decides whether a group fills one of its block's `per_step` slots. The first `extra` groups of a block without a preference do not:
-    extra groups replace them. Stateful: call it once per entry."""
+    """Decides whether a group fills one of its block's `per_step` slots.
+
+    The first `extra` groups without a preference in a block fill none, because extra groups replace them. Stateful: call it once per entry.
+    """
 
     def __init__(self, order: GroupOrder) -> None:
         self._order = order
-        self._replaced = Counter[int]()  # by block
+        self._replaced = Counter[int]()  # block -> number of replaced groups
 
     def __call__(self, entry: LedgerEntry) -> bool:
         if not self._order.extra or not self._order.is_replaceable(entry):
@@ -208,7 +213,7 @@ class _Slots:
 
 
 def new_entry(group: Group) -> LedgerEntry:
-    """Returns the ledger's entry of a new group, which is ready, or parked if parts of its scores are still to come."""
+    """Returns the ledger entry of a new group, which is ready, or parked if parts of its scores have not arrived yet."""
     versions = [scored.episode.oldest_version for scored in group.episodes]
     pending = len({(scored.episode.id, part.name) for _, scored, part in group.pending})
     return LedgerEntry(

@@ -33,7 +33,7 @@ FROM groups LEFT JOIN taken ON groups.idx = taken.idx GROUP BY state, cause, res
 class StoreReader(SqliteStore):
     """The read methods of a run's SQLite store. It creates no file, takes no write lock, and decodes no group of more than 24 MiB.
 
-    Raises `StoreError` if the file is missing, damaged or not a store, or if its schema version is another.
+    Raises `StoreError` if the file is missing, damaged or not a store, or if it has a different schema version.
     """
 
     def __init__(self, path: Path) -> None:
@@ -86,7 +86,7 @@ class StoreReader(SqliteStore):
         )
 
     def change_mark(self) -> tuple[int, ...]:
-        """Returns numbers that differ after the store changed: groups, assignments, consumed groups, late scores."""
+        """Returns numbers that change whenever the store changes: groups, assignments, consumed groups, late scores."""
         queries = (
             "SELECT max(idx) FROM groups",
             "SELECT count(*) FROM taken",
@@ -108,7 +108,7 @@ class StoreReader(SqliteStore):
             raise StoreError(f"a row of the ledger in {self.path} is damaged: {error}") from error
 
     def _decode(self, index: int, body: object) -> Group:
-        if not isinstance(body, bytes) or body[:4] != _FRAME:  # the store knows what else it writes
+        if not isinstance(body, bytes) or body[:4] != _FRAME:  # the store decodes the other forms
             return super()._decode(index, body)
         try:
             return codec.from_json(Group, decompress(body, most=MAX_GROUP_BYTES))

@@ -16,11 +16,11 @@ from agentrl.experience.redis_transport import MAX_ENTRY_BYTES
 from agentrl.protocols import Launcher, PartCommand, PartHandle
 from agentrl.protocols.cluster import HOST, PARENT, PORT, PYTHON, RUN, SCRATCH
 
-_READY_S = 60.0  # to start, and to read its file
+_READY_S = 60.0  # time to start and to read its file
 _ANSWER_S = 2.0
 _END_S = 10.0
 LOG = "redis.log"
-_PROGRAMS = ("redis-server", "redis-check-rdb")  # one program, whose first argument decides; Debian's redis-tools has only the second name
+_PROGRAMS = ("redis-server", "redis-check-rdb")  # one program: its first argument decides; Debian's redis-tools has only the second name
 _LAUNCH = (
     "import os, sys; from agentrl.base.processes import die_with_parent; die_with_parent(int(sys.argv[1]));"
     " os.execv(sys.argv[2], ['redis-server', '-'])"
@@ -36,13 +36,14 @@ def find_program() -> str:
 
 
 class RedisServer:
-    """The process `redis-server`. It ends with the process that starts it, also if that is killed; the next one has what was acknowledged.
+    """The process `redis-server`. It ends with the process that started it, even if that process is killed. The next server has all
+    acknowledged data.
 
     Processes on this machine reach it through a socket file of this user. If parts of the run are on other machines, it also has a port.
     Start it in a thread that lives as long as the run. Raises `UserError` if the program is not installed.
 
     Args:
-        folder: for its files and log, in the run folder; created if absent.
+        folder: folder for the server's files and log, in the run folder; created if absent.
         memory_mb: maximum memory of the entries that the driver has not stored. A full server makes workers wait.
     """
 
@@ -60,7 +61,7 @@ class RedisServer:
             PartCommand(
                 name="redis",
                 argv=(PYTHON, "-c", _LAUNCH, PARENT, self._program),
-                stdin=self._settings(),  # not a file, which would have the password
+                stdin=self._settings(),  # not a file, which would contain the password
                 log=f"{self._folder.name}/{LOG}",
                 scratch=str(self._folder.resolve()),
             )
@@ -89,7 +90,7 @@ class RedisServer:
         return self._process
 
     def wait_ready(self) -> None:
-        """Returns when the server answers. Raises `InfrastructureError` with the end of its log if it does not start."""
+        """Waits until the server answers. Raises `InfrastructureError` with the end of its log if it does not start."""
         deadline = time.monotonic() + _READY_S
         with redis.Redis.from_url(self.url, socket_timeout=1.0) as client:
             while True:
@@ -111,11 +112,11 @@ class RedisServer:
             return False
 
     def kill(self) -> None:
-        """Kills the process, without waiting for its end. Idempotent."""
+        """Kills the process without waiting for it to end. Idempotent."""
         self._part.send_kill()
 
     async def restart_if_dead(self) -> bool:
-        """Starts the server again if its process has ended. Returns whether it had."""
+        """Restarts the server if its process ended. Returns whether it restarted the server."""
         if self._part.returncode is None:
             return False
         await self._part.kill()  # releases its port
@@ -123,7 +124,7 @@ class RedisServer:
         return True
 
     async def close(self) -> None:
-        """Ends the server. Its data stays in the folder."""
+        """Stops the server. Its data stays in the folder."""
         if self._process is not None:
             await self._process.terminate(grace_s=_END_S)
 

@@ -1,10 +1,10 @@
-"""Groups from rollout workers to the driver through a Redis stream. The ledger in the experience store stays authoritative.
+"""Sends groups from rollout workers to the driver through a Redis stream. The ledger in the experience store stays authoritative.
 
     worker: MULTI, XADD each group, EXEC --(stream)--> driver: XREADGROUP -> one commit of the store -> XACK and XDEL
 
-Each arrow may break and be repeated, so an entry may be delivered twice; the store keeps the first group of an index. An entry is removed
-only after a commit that contains its group, or another one with that index. Entries are hostile input: their size is bounded, and one that
-is no group is moved to the stream `damaged`, with the reason.
+Each arrow may fail and be repeated, so an entry may be delivered twice. The store keeps the first group of an index. An entry is removed
+only after a commit that contains its group or a different group with the same index. Entries are untrusted input. Their size is bounded,
+and an entry that is not a group is moved to the stream `damaged`, with the reason.
 """
 
 from __future__ import annotations
@@ -38,20 +38,22 @@ MAX_ENTRY_BYTES = 32 << 20
 MAX_GROUP_BYTES = 1 << 30
 """Maximum size of a decompressed group."""
 BATCH = 16
-"""Groups that are added in one transaction, and read at once."""
+"""Maximum number of groups that are added in one transaction or read at once."""
 MAX_HELD = 256
-"""Maximum number of entries that the driver has read but not stored. Further entries stay in the stream and are
-read again after `IDLE_S`."""
+"""Maximum number of entries that the driver has read but not stored.
+
+Additional entries stay in the stream and are read again after `IDLE_S`.
+"""
 IDLE_S = 120.0
-"""Entries that were delivered this long ago and not acknowledged are delivered again. Longer than any commit."""
+"""Seconds after which an entry that was delivered and not acknowledged is delivered again. Longer than any commit."""
 
 _READERS = "driver"  # consumer group
-_KEPT_DAMAGED = 1000  # newest damaged entries
-_KEPT_BYTES = 1 << 20  # of each
-_SHOWN_CHARS = 200  # of an answer in an error
+_KEPT_DAMAGED = 1000  # number of newest damaged entries that are kept
+_KEPT_BYTES = 1 << 20  # maximum bytes of each kept entry
+_SHOWN_CHARS = 200  # characters of an answer in an error message
 _OLDEST = (7, 0)  # version of the server; XAUTOCLAIM deletes trimmed entries from 7.0 on
-_STALLED_S = 600.0  # for which MAX_HELD entries may be held while none is stored; a run needs seconds for those of a resumed stream
-_CALL_S = 10.0  # a server that does not answer for this long is lost; the call is repeated
+_STALLED_S = 600.0  # maximum time for which MAX_HELD entries are held and none is stored; after a resume, a run needs only seconds
+_CALL_S = 10.0  # a server that does not answer within this time is lost, and the call is repeated
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 _REQUIRED = {
     "appendonly": ("yes", "an entry would not survive a restart of the server"),
@@ -62,7 +64,7 @@ _REQUIRED = {
 
 
 class RedisTransport:
-    """A `GroupTransport` in one database of a Redis server. Thread-safe. It connects when it is used, and again after a failure.
+    """A `GroupTransport` in one database of a Redis server. Thread-safe. It connects on first use, and reconnects after a failure.
 
     Args:
         url: `redis://HOST:PORT/DB` or `unix:///PATH?db=DB`, with or without the password.
@@ -79,12 +81,13 @@ class RedisTransport:
         self._groups, self._aside = f"{run}groups", f"{run}damaged"
         self._give_up_s = give_up_s
         self._reader = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._cursor = b"0-0"  # from this entry on, delivered entries are not taken over yet; empty once all are
+        self._cursor = b"0-0"  # delivered entries from this one on are not taken over yet; empty if all are
         self._closed = False
         self.damaged = 0
 
     def check_server(self) -> None:
-        """Raises `UserError`, with the commands that fix it, unless the server keeps what it has accepted. `StoreError` if it is away."""
+        """Raises `UserError`, with the commands that fix it, if the server may lose accepted data, and `StoreError` if the server does not
+        answer."""
         try:
             version = str(self._answer(lambda: self._redis.info("server"))["redis_version"])
             if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
@@ -110,7 +113,8 @@ class RedisTransport:
             raise UserError(f"the Redis server cannot carry groups: {problems}", fix=f"redis-cli: {commands}; CONFIG REWRITE")
 
     def append(self, groups: Sequence[Group], *, leases: Sequence[str] = ()) -> None:
-        """Adds groups to the stream, all or none. They are on the server's disk when it returns. Raises `GroupTooLarge`.
+        """Adds to the stream either all of the groups or none. They are on the server's disk when the method returns. Raises
+        `GroupTooLarge`.
 
         Args:
             leases: the leases under which the groups were sampled, in their order.
@@ -130,10 +134,10 @@ class RedisTransport:
         self._answer(add)
 
     def claim(self, *, limit: int = BATCH, wait_s: float = 1.0) -> tuple[Delivery, ...]:
-        """Returns the next entries that no reader has acknowledged, first those that were delivered before.
+        """Returns the next entries that no reader has acknowledged, starting with those that were delivered before.
 
-        There is one driver per run, so a new reader, and one whose connection was lost, takes over what was delivered and not acknowledged.
-        After that, entries return only once they were delivered `IDLE_S` seconds ago.
+        There is one driver per run, so a new reader, or a reader whose connection was lost, takes over all entries that were delivered and
+        not acknowledged. After that, an entry is returned again only if it was delivered `IDLE_S` seconds ago.
         """
         while self._cursor:
             if entries := self._take_over(0.0, limit):
@@ -154,7 +158,7 @@ class RedisTransport:
         self._redis.close()
 
     def _take_over(self, idle_s: float, limit: int) -> list[Any]:
-        """Entries that a reader received at least `idle_s` ago and did not acknowledge, from the cursor on. This reader receives them."""
+        """Takes over and returns the entries, from the cursor on, that a reader received at least `idle_s` ago and did not acknowledge."""
         start, idle_ms = self._cursor or b"0-0", int(1000 * idle_s)
         claim = partial(self._redis.xautoclaim, self._groups, _READERS, self._reader, idle_ms, start, count=limit)
         following, entries, *_ = self._answer(claim)
@@ -196,7 +200,7 @@ class RedisTransport:
             except redis.RedisError as error:
                 if not _is_full(error):
                     raise
-                self._remove([identity])  # keeping it would leave no room for groups
+                self._remove([identity])  # the server is full: keeping the entry would leave no room for groups
 
         self._answer(move)
 
@@ -207,12 +211,15 @@ class RedisTransport:
             batch.execute()
 
     def _answer(self, call: Callable[[], Any]) -> Any:
-        """Returns the server's answer. Repeats a call while the server is lost, loading or full; other errors are those of redis-py."""
+        """Returns the server's answer.
+
+        Repeats a call while the server is lost, loading or full. Other errors of redis-py are raised unchanged.
+        """
         deadline, pause_s = time.monotonic() + self._give_up_s, _FIRST_PAUSE_S
         while True:
             try:
                 return call()
-            except RecursionError as error:  # in the client's parser
+            except RecursionError as error:  # raised by the client's parser
                 raise StoreError("the server does not answer like a Redis server: an answer has too many levels") from error
             except redis.RedisError as error:
                 if _lacks_readers(error):
@@ -235,8 +242,8 @@ class RedisTransport:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _create_readers(self) -> None:
-        """Creates the stream and its consumer group, which a new server lacks."""
-        with suppress(redis.RedisError):  # another reader has created it, or the next call fails in the same way
+        """Creates the stream and its consumer group. A new server has neither."""
+        with suppress(redis.RedisError):  # another reader created it, or the next call fails in the same way
             self._redis.xgroup_create(self._groups, _READERS, id="0", mkstream=True)
 
 
@@ -245,7 +252,7 @@ def _lacks_readers(error: redis.RedisError) -> bool:
 
 
 def _passes(error: redis.RedisError) -> bool:
-    """Whether a call may succeed later: the server is lost, loads its file, or has no memory (OOM) or disk space (MISCONF) left."""
+    """Whether a call may succeed later, because the server is lost, loads its file, or has no memory (OOM) or disk space (MISCONF) left."""
     return isinstance(error, redis.ConnectionError | redis.TimeoutError | redis.BusyLoadingError) or _is_full(error)
 
 
@@ -259,17 +266,17 @@ async def receive_groups(
     deliver: Callable[[Delivery], Awaitable[None]],
     forget: Callable[[int], None] = lambda index: None,
 ) -> None:
-    """Delivers the groups that arrive, until it is cancelled. An entry is acknowledged once the store has a group of its index.
+    """Delivers the groups that arrive, until it is cancelled. An entry is acknowledged when the store has a group with its index.
 
     Args:
-        deliver: called once with each entry whose index is not stored. The receiver stores the group, or another one of its index.
-        forget: called with each index of an entry once it is stored.
+        deliver: called once with each entry whose index is not stored. The receiver stores the group, or a different group with its index.
+        forget: called with the index of each entry after it is stored.
 
-    Raises `StoreError` if the store fails, the transport stays unavailable, or groups that the run does not sample leave no
-    room for others. Entries that were not acknowledged are delivered again.
+    Raises `StoreError` if the store fails, if the transport stays unavailable, or if groups that the run does not sample leave no room for
+    other groups. Entries that were not acknowledged are delivered again.
     """
     held: dict[str, int] = {}  # entry -> group index
-    roomy = time.monotonic()  # when there was room for another entry
+    roomy = time.monotonic()  # last time at which there was room for an entry
     while True:
         for delivery in await asyncio.to_thread(transport.claim):
             if delivery.id in held or len(held) >= MAX_HELD:

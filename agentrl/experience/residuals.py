@@ -3,8 +3,8 @@
 A group whose late parts are all residual (`PendingPart.residual`) is not parked. The store splits it into two groups, in one commit:
 
 - index `i`: the attempts with the known parts of their scores. It is trained like any other group.
-- index `-1 - i`, its residual: the same attempts. Each score is the weighted sum of the late parts alone. It is parked until they have
-  arrived or expired, and a step after that of the first group trains it.
+- index `-1 - i`, its residual: the same attempts. Each score is the weighted sum of the late parts alone. It is parked until all late parts
+  have arrived or expired. A step after that of the first group trains it.
 
 The advantages of GRPO and RLOO without division by the standard deviation are linear in the scores, so the two advantages of an episode add
 up to that of its complete score:
@@ -12,8 +12,8 @@ up to that of its complete score:
     A_i(early + late) = A_i(early) + A_i(late),   A_i(late) = late_i - mean(late)
 
 The residual is trained with the behaviour logprobs of its tokens, and with the ratio, clipping and correction that the recipe configures:
-the policy gradient of the late part under the weights of that step. An episode whose part has expired has no residual and counts in no
-mean. Each sampled token counts once, with its first group; tokens of residuals are reported separately.
+the policy gradient of the late part under the weights of that step. If an episode's part expired, the episode has no residual and counts in
+no mean. Each sampled token counts once, with its first group; tokens of residuals are reported separately.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def _late_score(score: Score) -> Score:
 
 
 def why_no_residuals(recipe: Recipe) -> str:
-    """Returns the setting with which late parts cannot be applied as residuals, and why not; empty if they can.
+    """Returns the setting that prevents applying late parts as residuals, and the reason; empty if no setting prevents it.
 
-    The advantages must be linear in the scores. What chooses groups and tasks by their scores would see the early parts only.
+    The advantages must be linear in the scores. A setting that chooses groups or tasks by their scores would use only the early parts.
     """
     if recipe.rollout.extra_groups or recipe.tasks.weighting:
         setting = "rollout.extra_groups" if recipe.rollout.extra_groups else "tasks.weighting"

@@ -1,8 +1,9 @@
-"""How each completed learner step used its groups: `checkpoints/consumed.jsonl`, a line per step, and a hash of it in each checkpoint.
+"""Records how each completed learner step used its groups: `checkpoints/consumed.jsonl` has one line per step, and each checkpoint a hash
+of it.
 
-So a checkpoint has the same size after any number of steps. The learner appends the line of a step before it writes the checkpoint, and
-drops the lines after its newest checkpoint when it resumes. The hash of a checkpoint chains the lines of all its steps: a checkpoint and a
-file that do not belong together differ in it.
+A checkpoint therefore has the same size after any number of steps. The learner appends the line of a step before it writes the checkpoint,
+and drops the lines after its newest checkpoint when it resumes. The hash of a checkpoint chains the lines of all its steps, so it does not
+match the file of a different run or state.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ StepUses = Mapping[int, GroupUse]
 CONSUMED_FILE = "consumed.jsonl"
 NO_STEPS = hashlib.sha256().hexdigest()
 """The hash of no steps."""
-_MAX_BYTES = 8 << 30  # of the file: more than 10^8 groups
+_MAX_BYTES = 8 << 30  # maximum bytes of the file: more than 10^8 groups
 
 
 def extend_hash(before: str, uses: StepUses) -> str:
-    """Returns the hash of all steps including one more."""
+    """Returns the hash of the earlier steps and one more step."""
     return hashlib.sha256(before.encode() + _line(uses)).hexdigest()
 
 
@@ -51,7 +52,10 @@ def rewrite_steps(checkpoints: Path, steps: Iterable[StepUses]) -> None:
 
 
 def read_steps(checkpoints: Path, count: int) -> list[StepUses]:
-    """Returns the uses of the first `count` steps, as many as the file has. Raises `StoreError` if it cannot be read."""
+    """Returns the uses of the first `count` steps, or of fewer steps if the file has fewer.
+
+    Raises `StoreError` if the file cannot be read.
+    """
     path = checkpoints / CONSUMED_FILE
     try:
         lines = read_bytes(path, most=_MAX_BYTES, inside=checkpoints).split(b"\n")[:-1]
@@ -63,9 +67,9 @@ def read_steps(checkpoints: Path, count: int) -> list[StepUses]:
 
 
 def recorded_steps(checkpoints: Path, count: int, sha256: str, entries: Iterable[LedgerEntry]) -> list[StepUses]:
-    """Returns the uses of the first `count` steps that have the hash of a checkpoint: from the file, or else from the ledger's entries.
+    """Returns the uses of the first `count` steps, which match the hash of a checkpoint: from the file, or else from the ledger's entries.
 
-    Raises `StoreError` if neither has it.
+    Raises `StoreError` if neither matches the hash.
     """
     try:
         steps = read_steps(checkpoints, count)

@@ -1,7 +1,7 @@
 """The embedded experience store: one SQLite file in the run folder, opened by every process of one machine.
 
 Write-ahead logging lets readers continue while a writer commits. With `synchronous=FULL`, every finished `put` and `commit` survives a
-power cut. Primary keys of the database ensure, also under a race, that an index is stored once and a group is assigned to one step.
+power cut. Primary keys of the database ensure, even under a race, that an index is stored once and a group is assigned to one step.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _SCHEMA_VERSION = 5
 SCHEMA = (
     "CREATE TABLE groups (idx INTEGER PRIMARY KEY, task_id TEXT NOT NULL, stored_at REAL NOT NULL, attempts INTEGER NOT NULL,"
     " counted INTEGER NOT NULL, has_spread INTEGER NOT NULL, oldest_version INTEGER, tokens_sampled INTEGER NOT NULL, body BLOB NOT NULL)",
-    # A row per assigned or consumed group. The checkpoint is NULL until the step completes. No foreign key: after a restore, the
-    # checkpoint decides which groups a step consumed, even if one is no longer stored.
+    # A row per assigned or consumed group. The checkpoint is NULL until the step completes. There is no foreign key, because after a
+    # restore the checkpoint decides which groups a step consumed, even if a group is no longer stored.
     "CREATE TABLE taken (idx INTEGER PRIMARY KEY, step INTEGER NOT NULL, checkpoint TEXT, tokens_trained INTEGER NOT NULL,"
     " reason TEXT NOT NULL)",
     "CREATE INDEX taken_by_step ON taken (step)",
@@ -64,9 +64,12 @@ _ENTRIES = (
 )
 _INSERT = "INSERT OR IGNORE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 DELETED = b"sha256:"
-"""Starts what replaces a deleted body: then follows the hash of the body, 32 bytes."""
+"""Prefix of the value that replaces a deleted body. The hash of the body, 32 bytes, follows it."""
 _PAGE_BYTES = 1 << 14
-"""A body takes few pages, so a commit writes fewer frames than with SQLite's 4 KiB: 1.3 to 2 times as many groups per second."""
+"""With large pages, a body takes few pages, so a commit writes fewer frames than with SQLite's 4 KiB.
+
+This stores 1.3 to 2 times as many groups per second.
+"""
 _LEAST = -(1 << 62)  # below every index
 _QUERY_S = 300.0
 _NAMED = 8  # maximum number of indices in an error message
@@ -78,10 +81,10 @@ class SqliteStore:
     Args:
         path: the database file. The file and its folder are created if absent.
         busy_timeout_s: maximum wait for another process's write, in seconds.
-        keep_steps: steps whose episodes are kept; None keeps all. `commit` deletes those of older steps: the ledger keeps their entries and
-            hashes, and the file reuses their space.
+        keep_steps: number of steps whose episodes are kept; None keeps all. `commit` deletes the episodes of older steps. The ledger keeps
+            their entries and hashes, and the file reuses their space.
 
-    Every method raises `StoreError` if the file is damaged, its schema version is another, the disk is full or the wait exceeds
+    Every method raises `StoreError` if the file is damaged, it has a different schema version, the disk is full or the wait exceeds
     `busy_timeout_s`.
     """
 
@@ -123,7 +126,8 @@ class SqliteStore:
             return db.execute("SELECT 1 FROM groups WHERE idx = ?", (index,)).fetchone() is not None
 
     def entries(self, *, first: int | None = None, step: int | None = None) -> tuple[LedgerEntry, ...]:
-        """Returns the entries of the groups from index `first` on and of unconsumed late ones, or of one step, by ascending index."""
+        """Returns, by ascending index, the entries of the groups from index `first` on and of unconsumed late groups, or the entries of one
+        step."""
         late = "SELECT idx FROM late_parts LEFT JOIN taken USING (idx) WHERE idx < ?1 AND checkpoint IS NULL"
         chosen = f"SELECT idx FROM groups WHERE idx >= ?1 UNION {late}"  # not `OR`, which would read all groups
         where, value = (f"groups.idx IN ({chosen})", _LEAST if first is None else first) if step is None else ("taken.step = ?", step)
@@ -145,20 +149,20 @@ class SqliteStore:
         return tuple(self._decode(index, bodies[index]).with_parts(closed.get(index, {})) for index in wanted)
 
     def add_score(self, score: LateScore, *, now: float) -> ScoreReceipt:
-        """Stores a late score. The last one of a group makes the group ready. Raises `ScoreRejected`."""
+        """Stores a late score. The last score of a group makes the group ready. Raises `ScoreRejected`."""
         with self._transaction() as db:
             return late_parts.add_score(db, score, now=now, read=lambda index: self._group(db, index))
 
     def expire_scores(self, *, now: float) -> tuple[int, ...]:
-        """Closes the parts that have expired. Returns the groups that they belong to."""
+        """Closes the expired parts. Returns the groups to which they belong."""
         with self._reading() as db:
-            if not late_parts.has_expired(db, now=now):  # usual, and needs no write lock
+            if not late_parts.has_expired(db, now=now):  # the common case, which needs no write lock
                 return ()
         with self._transaction() as db:
             return late_parts.expire_scores(db, now=now, read=lambda index: self._group(db, index))
 
     def pending_scores(self, *, limit: int, after: str = "") -> tuple[PendingScore, ...]:
-        """Returns the parts that can be scored now of at most `limit` episodes whose id follows `after`, in ascending order."""
+        """Returns the parts that can be scored now, of at most `limit` episodes whose id follows `after`, in ascending order."""
         with self._reading() as db:
             return late_parts.pending_scores(db, limit=limit, after=after)
 
@@ -168,7 +172,7 @@ class SqliteStore:
             return late_parts.parked_groups(db)
 
     def start_block(self, block: int, version: int) -> None:
-        """Records the policy version from which a block of groups starts. The first record of a block stays."""
+        """Records the policy version from which a block of groups starts. If a block already has a record, it is not changed."""
         with self._transaction() as db:
             db.execute("INSERT OR IGNORE INTO blocks VALUES (?, ?)", (block, version))
 
@@ -182,7 +186,7 @@ class SqliteStore:
         with self._transaction() as db:
             if {row[0] for row in db.execute("SELECT idx FROM taken WHERE step = ? AND checkpoint IS NULL", (step,))} == set(indices):
                 return
-            db.execute("DELETE FROM taken WHERE step >= ? AND checkpoint IS NULL", (step,))  # what later steps had depends on it
+            db.execute("DELETE FROM taken WHERE step >= ? AND checkpoint IS NULL", (step,))  # the assignments of later steps depend on it
             self._take(db, step, indices)
 
     def commit(self, step: int, uses: Mapping[int, GroupUse], checkpoint: str) -> None:
@@ -253,7 +257,7 @@ class SqliteStore:
             bodies = [(*row, body) for *row, body in db.execute(query, (step, DELETED))]
         rows = [(*row, DELETED + sha256(body).digest()) for *row, body in bodies]
         if rows:
-            with self._transaction() as db:  # not UPDATE, which merges no pages
+            with self._transaction() as db:  # not UPDATE, which does not merge pages
                 for index, *_, body in bodies:
                     group: Group | None = None
                     with suppress(StoreError):
@@ -294,7 +298,7 @@ class SqliteStore:
 
     def _prepare(self) -> None:
         db = self._connection
-        db.execute(f"PRAGMA page_size = {_PAGE_BYTES}")  # of a new file
+        db.execute(f"PRAGMA page_size = {_PAGE_BYTES}")  # page size of a new file
         if (mode := enter_wal(db, timeout_s=self._busy_timeout_s)) != "wal":
             raise StoreError(
                 f"{self.path} is on a file system without shared memory for SQLite ({mode})\n  fix: use a local disk for --run-dir"
@@ -308,7 +312,7 @@ class SqliteStore:
                 f"{self.path} has store schema {version}; this agentrl reads {_SCHEMA_VERSION}\n"
                 "  fix: continue with the agentrl version that started this run, or start a new run folder"
             )
-        require_schema(db, SCHEMA)  # without its primary keys, a group could have millions of rows
+        require_schema(db, SCHEMA)  # if the primary keys were missing, a group could have millions of rows
 
 
 def _row(group: Group) -> tuple[Any, ...]:
@@ -337,7 +341,7 @@ def _entry(row: Sequence[Any]) -> LedgerEntry:
 
 
 def _ascending(entries: Iterable[LedgerEntry]) -> Iterator[LedgerEntry]:
-    """The entries. Raises `ValueError` for two of one group: a file whose pages form a loop has endless rows."""
+    """Yields the entries. Raises `ValueError` if a group has two entries, because a file whose pages form a loop has endless rows."""
     last: int | None = None
     for entry in entries:
         if last is not None and entry.index <= last:
@@ -369,7 +373,7 @@ def _name(indices: Sequence[int]) -> str:
 
 
 def _code(error: sqlite3.Error) -> int:
-    """SQLite's primary result code, without the extended bits."""
+    """Returns SQLite's primary result code, without the extended bits."""
     return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
 
 

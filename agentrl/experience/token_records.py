@@ -1,8 +1,9 @@
-"""What a learner step computed for each trained token: `updates/000014.0.tokens` in the run folder has those of step 14 on rank 0.
+"""The values that a learner step computed for each trained token. `updates/000014.0.tokens` in the run folder has the values of step 14 on
+rank 0.
 
-The store has what was sampled; ratios, clips and entropies depend on the learner's weights and exist only during its step. A record is a
-help for readers, never part of the run's state: the oldest are removed beyond `MAX_TOTAL_BYTES`, and a step whose record cannot be written
-is trained all the same.
+The store has the sampled data. Ratios, clips and entropies depend on the learner's weights and exist only during its step. A record is for
+readers and is never part of the run's state. The oldest records are removed if all records exceed `MAX_TOTAL_BYTES`, and a step is trained
+even if its record cannot be written.
 
 A file is one zstd frame: the length of a JSON header (uint32, little-endian), the header, and columns of N tokens: logprobs, entropies and
 importance weights as float32, then one byte each that is 1 if the token was clipped. The tokens of a sample are adjacent and in order.
@@ -24,22 +25,22 @@ from agentrl.base.untrusted_files import read_bytes
 
 FOLDER = "updates"
 MAX_TOTAL_BYTES = 256 << 20
-"""Bytes of all records of a run."""
+"""Maximum bytes of all records of a run."""
 MAX_FILE = 32 << 20
-"""Bytes of one file."""
+"""Maximum bytes of one file."""
 _MAX_CONTENT = 64 << 20
 _MAX_RANKS = 512
 _LAST_STEP = 10**9
-_COLUMNS = 3  # of float32
+_COLUMNS = 3  # number of float32 columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRecord:
-    """The trained tokens of one sample, N of them, as the loss of its step had them. Logs are natural."""
+    """The N trained tokens of one sample, with the values that the loss of its step used. Logarithms are natural."""
 
     group: int
     episode_id: str
-    part: int  # index among the samples of the episode in its step
+    part: int  # index of the sample among the samples of the episode in its step
     logprobs: Sequence[float]  # [N] of the learner's weights before the optimizer step
     entropies: Sequence[float]  # [N] nats
     weights: Sequence[float]  # [N] importance weight of the off-policy correction
@@ -59,14 +60,14 @@ def write_records(run_dir: Path, step: int, rank: int, records: Sequence[TokenRe
 
 
 def load_file(run_dir: Path, step: int, rank: int) -> bytes:
-    """Returns the file of a rank. Raises `OSError`, and `ValueError` for one of more than `MAX_FILE` bytes."""
+    """Returns the content of a rank's file. Raises `OSError`, and `ValueError` if the file has more than `MAX_FILE` bytes."""
     return read_bytes(_path(run_dir, step, rank), most=MAX_FILE, inside=run_dir)
 
 
 def save_file(run_dir: Path, step: int, rank: int, content: bytes) -> None:
     """Writes the file of a rank, and removes the oldest files beyond `MAX_TOTAL_BYTES`.
 
-    Raises `OSError`, and `ValueError` for a step or rank that no run has.
+    Raises `OSError`, and `ValueError` if no run can have the step or rank.
     """
     if not 0 < step < _LAST_STEP or not 0 <= rank < _MAX_RANKS:
         raise ValueError(f"no run has rank {rank} in step {step}")
@@ -84,7 +85,10 @@ def save_file(run_dir: Path, step: int, rank: int, content: bytes) -> None:
 
 
 def read_records(run_dir: Path, step: int, group: int) -> list[TokenRecord]:
-    """Returns the records of one group in a step, from 1; empty without any. Raises `OSError`, and `ValueError` for a damaged file."""
+    """Returns the records of one group in a step, which counts from 1; empty if there are none.
+
+    Raises `OSError`, and `ValueError` if a file is damaged.
+    """
     records: list[TokenRecord] = []
     for rank in range(_MAX_RANKS):
         try:

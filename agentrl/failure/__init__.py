@@ -1,4 +1,4 @@
-"""Failures of the policy, captured, tagged, clustered and promoted to regression cases; broken tasks; the rate of faults."""
+"""Captures, tags and clusters failures of the policy, promotes them to regression cases, and measures faults and broken tasks."""
 
 from agentrl.failure.capture import Capture
 from agentrl.failure.faults import FaultRate, Quarantine

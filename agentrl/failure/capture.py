@@ -27,13 +27,13 @@ from agentrl.records.trajectory import TRUNCATED
 log = logging.getLogger(__name__)
 
 Audit = Callable[[Task, ScoredEpisode], str]
-"""Returns why a score was not earned; empty if nothing speaks against it."""
+"""Returns the reason why a score was not earned; empty if there is none."""
 
 MAX_KINDS = 200
-"""Kinds of tasks that are counted separately; the rest are counted together."""
+"""Number of task kinds that are counted separately. All other kinds are counted together."""
 OTHERS = "others"
 KEPT = 500  # traces per phase
-_KEEP_BYTES = 256 << 20  # compressed traces per phase: 500 of half a MiB, far above the usual 4 KiB, so `KEPT` decides
+_KEEP_BYTES = 256 << 20  # bytes of compressed traces per phase: 500 of 512 KiB; most have about 4 KiB, so `KEPT` is the limit
 _BUSY_S = 2.0  # longest wait for another process's write
 _SLOW_S, _PAUSE_FACTOR = 0.2, 50  # after a slow failure, such as a locked file, capture pauses for 50 times its duration
 _TIMEOUTS, _LIMITS = ("wall_limit", "tool_timeout"), ("turn_limit", "token_limit")
@@ -52,7 +52,7 @@ def capture_reason(scored: ScoredEpisode, *, threshold: float | None, audit: str
         return CaptureReason.FAULT
     if audit:
         return CaptureReason.HACKED
-    if threshold is None or is_at_least(value, threshold) or scored.episode.stop_reason == TRUNCATED:  # a cut is no failure
+    if threshold is None or is_at_least(value, threshold) or scored.episode.stop_reason == TRUNCATED:  # truncation is not a failure
         return None
     if passed_before:
         return CaptureReason.REGRESSED
@@ -65,9 +65,9 @@ def capture_reason(scored: ScoredEpisode, *, threshold: float | None, audit: str
 class Capture:
     """Stores the failures of a run in its folder, tagged by rules, and counts all episodes.
 
-    Its methods write to the disk, so call them in a thread; several threads may. An error here is logged and costs only the trace. A
-    damaged file is renamed and a new one started. After a slow error, such as a locked file, capture pauses, so that retries take at most a
-    fiftieth of the run's time.
+    Its methods write to the disk, so call them in a thread. Several threads may call them at once. An error is logged and loses only the
+    trace. A damaged file is renamed, and a new file is started. After a slow error, such as a locked file, capture pauses, so that retries
+    take at most one fiftieth of the run's time.
 
     Args:
         origin: run, recipe and model, stored with each trace.
@@ -82,21 +82,21 @@ class Capture:
         self._collection: Collection | None = None
         self._kinds: set[str] = set()
         self._paused_until = 0.0  # monotonic
-        self._lock = threading.Lock()  # held while a thread uses any of the above
+        self._lock = threading.Lock()  # held while a thread uses an attribute above
 
     def capture_group(self, task: Task | None, group: Group, *, step: int) -> None:
-        """Captures the failures of a training group that was stored. A repeated call has no effect, also in a later process."""
+        """Captures the failures of a training group that was stored. A repeated call has no effect, even in a later process."""
         once = f"group {group.index}"
         if group.fault is None:
             self._capture(task, group.episodes, phase="train", step=step, once=once)
-        elif group.fault.kind != "quarantined":  # the episodes are empty copies; one is enough
+        elif group.fault.kind != "quarantined":  # all episodes are empty and equal, so one is enough
             self._capture(task, group.episodes[:1], phase="train", step=step, once=once)
 
     def capture_episode(self, task: Task, scored: ScoredEpisode, *, phase: str, step: int, place: str = "") -> None:
         """Captures an episode of an evaluation if it failed.
 
         Args:
-            place: name of the evaluation if a phase has several. A task has regressed if it passed in another evaluation.
+            place: name of the evaluation if a phase has several. A task regressed if it passed in a different evaluation.
         """
         self._capture(task, (scored,), phase=phase, step=step, place=place or phase)
 
@@ -160,7 +160,7 @@ class Capture:
         return replace(trace, tags=tag_by_rules(trace, self._rules))
 
     def _kind(self, task: Task | None) -> str:
-        """Returns the kind of a task, or `OTHERS` beyond `MAX_KINDS` distinct kinds, since tasks may name any number of them."""
+        """Returns the kind of a task, or `OTHERS` for a new kind once there are `MAX_KINDS`, because the number of kinds is unlimited."""
         kind = kind_of_task(task)
         if kind not in self._kinds and len(self._kinds) >= MAX_KINDS:
             return OTHERS

@@ -29,13 +29,13 @@ FORMAT = 1
 MAX_REPEATS = 1000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,80}")
 _SETTINGS = "suite.toml"
-_MAX_BYTES = 16 << 20  # of one case
+_MAX_BYTES = 16 << 20  # bytes of one case
 _PROMOTE = "promote failures: agentrl failures promote RUN --into SUITE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline(Record):
-    """A policy's scores on a case: those of the policy that failed it, or of one that was pinned later."""
+    """A policy's scores on a case. The policy is the one that failed the case, or one that was pinned later."""
 
     model: str
     version: int | None = None  # policy version in its run; None means unknown
@@ -55,7 +55,7 @@ class Case(Record):
 
     id: str
     task: Task
-    trace: str = ""  # id of the trace that it was promoted from
+    trace: str = ""  # id of the trace that from which it was promoted
     tags: tuple[Tag, ...] = ()
     origin: Mapping[str, str] = field(default_factory=dict)
     note: Text = ""  # why it was promoted
@@ -63,8 +63,8 @@ class Case(Record):
     threshold: float | None = None  # mean score that its attempts must reach; None means the evaluation's threshold
     repeats: int | None = None  # attempts in one evaluation; None means the suite's number
     baseline: Baseline | None = None
-    start: EpisodeState | None = None  # the episode before the turn at which the case starts; None means it starts with the task
-    original: Task | None = None  # the task before it was minimized; withheld from training too
+    start: EpisodeState | None = None  # state before the turn at which the case starts; None means that it starts with the task
+    original: Task | None = None  # the task before it was minimized; it is withheld from training too
     format: int = FORMAT
 
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ class Suite:
 
 
 def load_suite(folder: Path) -> Suite:
-    """Reads a suite. Raises `UserError` that names the file and the problem."""
+    """Reads a suite. Raises a `UserError` that contains the file and the problem."""
     _check_folder(folder)
     settings = _settings(folder / _SETTINGS)
     cases = tuple(_case(path) for path in sorted((folder / "cases").glob("*.json")))
@@ -136,7 +136,7 @@ def own_threshold(task: Task) -> float | None:
 
 
 def check_attempt_options(*, repeats: int | None, threshold: float | None) -> None:
-    """Raises `UserError` for a number of attempts or a threshold that no evaluation can use."""
+    """Raises `UserError` if no evaluation can use the number of attempts or the threshold."""
     if repeats is not None and not 1 <= repeats <= MAX_REPEATS:
         raise UserError(f"--repeats {repeats}", fix=f"give a number from 1 to {MAX_REPEATS}")
     if threshold is not None and not math.isfinite(threshold):
@@ -144,9 +144,9 @@ def check_attempt_options(*, repeats: int | None, threshold: float | None) -> No
 
 
 def save_case(folder: Path, case: Case) -> Path:
-    """Adds a case to the suite in `folder`, or replaces the case with its id, and creates the suite if necessary. Returns the case's file.
+    """Adds a case to the suite in `folder`, or replaces the case with the same id. Returns the case's file.
 
-    Raises `UserError` for a case that is too large to be read back.
+    Creates the suite if it does not exist. Raises `UserError` if the case is too large to be read back.
     """
     settings, path, text = folder / _SETTINGS, folder / "cases" / f"{case.id}.json", codec.to_json(case)
     if len(text) > _MAX_BYTES:

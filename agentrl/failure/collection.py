@@ -1,7 +1,7 @@
-"""The traces of a run or import in SQLite, durable and bounded: `failures/traces.sqlite` in its folder.
+"""Stores the traces of a run or import in SQLite, durable and bounded: `failures/traces.sqlite` in its folder.
 
-A trace is stored as zstd-compressed JSON, its task once for all traces of the task. Counts include the failures whose traces are not
-stored. The experience store has episodes too, but a trace must be readable without it and without the task family.
+A trace is stored as zstd-compressed JSON. Its task is stored once for all traces of the task. Counts include the failures whose traces are
+not stored. The experience store has episodes too, but a trace must be readable without it and without the task family.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from agentrl.records import codec
 
 FILE = "failures/traces.sqlite"
 MAX_TRACE_BYTES = 32 << 20
-"""Bytes of JSON of one trace. A larger one is counted and not stored."""
+"""Bytes of JSON of one trace. A larger trace is counted and not stored."""
 _MAX_TASK_BYTES = 4 * MAX_TRACE_BYTES
 _APPLICATION_ID = 0x41475254  # "AGRT"
 _SCHEMA_VERSION = 2
@@ -63,7 +63,7 @@ _SCHEMA = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRow:
-    """A trace in a list. Its texts are hostile."""
+    """A trace in a list. Its strings are untrusted."""
 
     seq: int
     id: str
@@ -117,7 +117,7 @@ class TraceFilter:
 
 
 def count_of_trace(trace: Trace) -> EpisodeCount:
-    """Returns the count of one trace."""
+    """Returns the `EpisodeCount` of one trace."""
     return EpisodeCount(
         phase=trace.phase,
         step=trace.step,
@@ -134,10 +134,10 @@ class Collection:
 
     Args:
         folder: a run folder or an import's folder.
-        keep: traces stored in each phase; None means all. In a full phase the oldest trace of the most frequent tag is deleted, so that
-            rare failures stay. Traces that a person has tagged stay.
-        keep_bytes: limit of their compressed size, likewise.
-        make: create the file if it is missing. Otherwise a missing file is a `UserError`, and a read-only one can be read.
+        keep: largest number of traces stored in each phase; None means all. If a phase is full, the oldest trace of the most frequent tag
+            is deleted, so that rare failures stay. Traces that a person tagged stay.
+        keep_bytes: largest compressed size of a phase's traces, in bytes; None means no limit. It is enforced in the same way.
+        make: create the file if it is missing. If False, a missing file raises `UserError`, and a read-only file can be read.
         busy_timeout_s: longest wait for another process's write.
 
     Every method raises `StoreError` if the file is damaged, locked or cannot be written.
@@ -187,7 +187,7 @@ class Collection:
         passed: Iterable[tuple[str, str]] = (),
         once: str = "",
     ) -> int:
-        """Stores traces in one transaction, replacing those with the same ids. Returns how many were stored.
+        """Stores traces in one transaction, replacing traces with the same ids. Returns the number of stored traces.
 
         Args:
             counts: what to add to the counts; None counts each new trace once.
@@ -208,7 +208,7 @@ class Collection:
         return stored
 
     def rows(self, wanted: TraceFilter | None = None, *, most: int = -1, newest: bool = False) -> list[TraceRow]:
-        """Lists traces, the oldest first (`newest`: the newest first)."""
+        """Lists traces, the oldest first, or the newest first if `newest` is true."""
         where, values = (wanted or TraceFilter()).sql_where()
         query = f"SELECT {', '.join(TraceRow.__slots__)} FROM traces{where} ORDER BY seq {'DESC' if newest else 'ASC'} LIMIT ?"
         names = TraceRow.__slots__
@@ -223,9 +223,9 @@ class Collection:
             return int(self._db.execute(f"SELECT COUNT(*) FROM traces{where}", values).fetchone()[0])
 
     def traces(self, wanted: TraceFilter | None = None) -> Iterator[Trace]:
-        """Yields traces, the oldest first, with one in memory at a time. Raises `StoreError` with the id of a damaged one."""
+        """Yields traces one by one, the oldest first. Raises a `StoreError` that contains the id if a trace is damaged."""
         for row in self.rows(wanted):
-            if (trace := self.get(row.id)) is not None:  # it may have been deleted meanwhile
+            if (trace := self.get(row.id)) is not None:  # it may have been deleted since
                 yield trace
 
     def get(self, trace_id: str) -> Trace | None:
@@ -246,7 +246,7 @@ class Collection:
             raise StoreError(f"trace {trace_id} in {self.path} is damaged: {str(error)[:300]}") from error
 
     def tag(self, trace_id: str, tags: Sequence[Tag]) -> None:
-        """Replaces the tags of a trace, and counts it under the new one."""
+        """Replaces the tags of a trace, and counts it under its new tag."""
         name, text = deciding_tag_name(tags), codec.to_json(tuple(tags)).decode()
         with self._transaction() as db:
             row = db.execute(f"SELECT {', '.join(_COUNTED)} FROM traces WHERE id = ?", (trace_id,)).fetchone()
@@ -262,23 +262,23 @@ class Collection:
         sizes.add(name, 0)
 
     def counts(self, *by: str) -> dict[tuple[Any, ...], int]:
-        """Counts episodes, stored or not: values of the fields `by` of `EpisodeCount` -> episodes."""
+        """Returns the number of episodes, stored or not, for each combination of values of the fields `by` of `EpisodeCount`."""
         if unknown := set(by) - set(EpisodeCount.__slots__):
             raise ValueError(f"counts have no {', '.join(sorted(unknown))}")
         names = ", ".join(by)
         with self._query():
-            for line in self._db.execute("SELECT n FROM counts WHERE typeof(n) != 'integer' LIMIT 1"):  # SUM would take text for 0
+            for line in self._db.execute("SELECT n FROM counts WHERE typeof(n) != 'integer' LIMIT 1"):  # SUM would count text as 0
                 self._typed(("n",), line)
             lines = self._db.execute(f"SELECT {names}, SUM(n) FROM counts GROUP BY {names} HAVING SUM(n) > 0 ORDER BY {names}")
             return {tuple(self._typed((*by, "n"), line)[:-1]): line[-1] for line in lines}
 
     def dropped(self) -> dict[str, int]:
-        """Phase -> traces that were deleted or never stored because of the limits."""
+        """Returns for each phase the number of traces that were deleted or never stored because of the limits."""
         with self._query():
             return {line[0]: line[1] for line in self._db.execute("SELECT phase, n FROM dropped") if self._typed(("phase", "n"), line)}
 
     def clear_phase(self, phase: str, *, step: int | None = None, place: str = "") -> None:
-        """Deletes the traces and counts of a phase, or of one step of it. Other phases' records of passed tasks stay.
+        """Deletes the traces and counts of a phase, or of one step of it. The passed tasks of other phases stay recorded.
 
         Args:
             place: the name under which its passed tasks were recorded; empty means `phase`.
@@ -366,7 +366,7 @@ class Collection:
         return True
 
     def _delete_one(self, db: sqlite3.Connection, phase: str, sizes: _PhaseSize) -> bool:
-        """Deletes the oldest trace of the most frequent tags that no person has tagged; returns False if there is none."""
+        """Deletes the oldest trace of the most frequent tags that no person tagged. Returns False if there is none."""
         query = "SELECT MIN(seq) FROM traces WHERE phase = ? AND tag IN (SELECT value FROM json_each(?)) AND tags NOT LIKE ?"
         for tags in sizes.by_frequency():
             (seq,) = db.execute(query, (phase, json.dumps(tags), _PERSON_TAG)).fetchone()
@@ -407,7 +407,7 @@ class _PhaseSize:
         self.bytes += size
 
     def by_frequency(self) -> list[list[str]]:
-        """Lists of equally frequent tags, the most frequent first."""
+        """Returns lists of equally frequent tags, the most frequent first."""
         groups: dict[int, list[str]] = {}
         for tag, times in self.tags.most_common():
             groups.setdefault(times, []).append(tag)

@@ -1,4 +1,4 @@
-"""`failures/failures.json`: a summary of a run's failures, which the report and `summary.json` read."""
+"""Writes `failures/failures.json`, a summary of a run's failures that the report and `summary.json` use."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from agentrl.failure.timeline import Timeline, timeline_of, truncate_middle
 from agentrl.failure.trace import Trace, deciding_tag, deciding_tag_name
 
 DIGEST = "failures/failures.json"
-_TAGS = 12  # the rest are counted together
+_TAGS = 12  # tags that are counted separately; all other tags are counted together
 _EXAMPLES = 5
 _OTHERS = "others"
 
 
 def write_digest(run_dir: Path) -> dict[str, Any] | None:
-    """Writes the digest of a run folder and returns it; does nothing and returns None if no failures were captured."""
+    """Writes the digest of a run folder and returns it. Does nothing and returns None if no failures were captured."""
     if not (run_dir / FILE).is_file():
         return None
     with Collection(run_dir) as collection:
@@ -30,7 +30,7 @@ def write_digest(run_dir: Path) -> dict[str, Any] | None:
 
 
 def failures_by_tag(run_dir: Path) -> dict[str, int]:
-    """Tag -> failures, from the digest; empty without one."""
+    """Returns tag -> number of failures, from the digest; empty if there is no digest."""
     try:
         tags = json.loads((run_dir / DIGEST).read_bytes())["tags"]
         return {str(tag): int(times) for tag, times in tags.items()}
@@ -39,7 +39,7 @@ def failures_by_tag(run_dir: Path) -> dict[str, int]:
 
 
 def build_digest(collection: Collection) -> dict[str, Any]:
-    """Counts failures by tag: in all, by phase, and by training step and version. Adds examples to read."""
+    """Counts failures by tag: in total, by phase, and by training step and version. Adds examples."""
     tags = Counter({str(tag): times for (tag,), times in collection.counts("tag").items()})
     passed = tags.pop("", 0)
     names = [tag for tag, _ in tags.most_common(_TAGS)]
@@ -58,7 +58,7 @@ def build_digest(collection: Collection) -> dict[str, Any]:
 
 
 def _grouped(collection: Collection, by: str, names: list[str], *, phase: str = "") -> list[dict[str, Any]]:
-    """One entry for each value of a field, in order: the number of episodes, and of each tag."""
+    """Returns one entry for each value of a field, in order, with the number of episodes and the number of each tag."""
     groups: dict[Any, Counter[str]] = {}
     for (value, of_phase, tag), times in collection.counts(by, "phase", "tag").items():
         if phase in ("", of_phase):
@@ -72,7 +72,7 @@ def _grouped(collection: Collection, by: str, names: list[str], *, phase: str = 
 
 
 def _order(value: Any) -> tuple[int, int, str]:
-    """Sort key: numbers by size; phases in the order of a run: before, train, step4, step8, after."""
+    """Returns a sort key: numbers by size; phases in the order of a run: before, train, step4, step8, after."""
     if isinstance(value, int):
         return (0, value, "")
     name = str(value)
@@ -132,5 +132,5 @@ def _messages(timeline: Timeline) -> list[dict[str, Any]]:
 
 
 def _arguments(arguments: Any, text: str) -> Any:
-    """Short arguments unchanged, long ones as truncated text."""
+    """Returns short arguments unchanged, and long arguments as truncated text."""
     return dict(arguments) if len(text) < 8000 else {"arguments": truncate_middle(text, 8000)}

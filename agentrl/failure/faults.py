@@ -1,4 +1,4 @@
-"""Faults that the policy did not cause: their rate, above which a run pauses, and the quarantine of broken tasks."""
+"""Measures the rate of faults that the policy did not cause, pauses a run if it is too high, and quarantines broken tasks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ log = logging.getLogger(__name__)
 
 QUARANTINE_FILE = "quarantine.jsonl"
 MAX_QUARANTINED = 8
-"""Tasks that may be quarantined within `QUARANTINE_GROUPS` groups. More mean a broken family or verifier, on which steps are wasted."""
+"""Tasks that may be quarantined within `QUARANTINE_GROUPS` groups. If there are more, the family or its verifier is probably broken."""
 QUARANTINE_GROUPS = 1024
 MIN_WINDOW = 64
 MAX_FAULT_SHARE = 0.5
-"""Share of faults among the newest attempts above which the run pauses: then a part is broken, and most work is lost."""
+"""Share of faults among the newest attempts above which the run pauses, because a component is broken and most work is lost."""
 MAX_SUSPECT_SHARE = 0.1
 """Largest share of the newest attempts that may be excluded after the policy's first turn without an alert."""
 OTHERS = "others"
-_KINDS = 32  # counted separately; the rest are counted together
+_KINDS = 32  # kinds of faults that are counted separately; all other kinds are counted together
 _SHOWN_KINDS = 8
 _MAX_NAMED = 20  # quarantined tasks in an error message
 
@@ -35,12 +35,12 @@ _MAX_NAMED = 20  # quarantined tasks in an error message
 class FaultRate:
     """Counts the newest attempts and their faults, retried or not. Use it from one event loop.
 
-    If a server or daemon dies, all attempts in flight fail and are retried, which is no reason to pause. So the rate covers the newest
-    `4 * concurrency` attempts (at least 64) and applies once half of them are known: with a limit of 0.5, one such death among successful
-    attempts never exceeds it.
+    If a server or daemon dies, all attempts in flight fail and are retried. The run should not pause for that. So the rate covers the
+    newest `4 * concurrency` attempts (at least 64) and applies once half of them are known: with a limit of 0.5, one such failure among
+    successful attempts never exceeds it.
 
     Args:
-        limit: largest accepted share of faults, from 0 to 1; with 1 a run never pauses.
+        limit: largest accepted share of faults, from 0 to 1. If it is 1, a run never pauses.
         concurrency: largest number of attempts in flight.
     """
 
@@ -58,8 +58,10 @@ class FaultRate:
         self._exceeded = asyncio.Event()
 
     def record_attempt(self, failure: Failure | None) -> None:
-        """Counts an attempt that has ended; `failure` is its fault, None if it was scored. One that another attempt ended counts only in
-        the metrics, because one fault may end many."""
+        """Counts an attempt that ended; `failure` is its fault, or None if it was scored.
+
+        An attempt that ended because of a fault in a different attempt counts only in the metrics, because one fault may end many attempts.
+        """
         if failure is not None and failure.kind == NEIGHBOR_CRASH:
             self._since[True] += 1
             return
@@ -91,8 +93,11 @@ class FaultRate:
         return Counter(kind for kind in self._newest if kind is not None)
 
     def attempt_metrics(self) -> dict[str, float]:
-        """Step metrics: attempts that have ended since the last call, how many of them failed, and the share that ended in a fault that
-        the policy can have provoked (`Failure.policy_reachable`), retried or not. The share is absent if no attempt ended."""
+        """Returns step metrics: the number of attempts that ended since the last call, how many of them failed, and a share of faults.
+
+        The share counts attempts, retried or not, that ended in a fault that the policy may have caused (`Failure.policy_reachable`). It is
+        absent if no attempt ended.
+        """
         ended, failed = self._since.total(), self._since[True]
         reachable, self._suspects_since = self._suspects_since, 0
         self._since.clear()
@@ -100,7 +105,7 @@ class FaultRate:
         return {"attempts_ended": ended, "attempts_failed": failed, **share}
 
     def suspect_alert(self) -> str:
-        """Returns an alert once when the share of such attempts rises above `MAX_SUSPECT_SHARE`; else ""."""
+        """Returns an alert once when the share of faults after the policy's first turn rises above `MAX_SUSPECT_SHARE`; otherwise ""."""
         kinds = Counter(kind for kind in self._suspects if kind is not None)
         known = len(self._suspects)
         before, self._suspected = self._suspected, known >= MIN_WINDOW // 2 and kinds.total() > MAX_SUSPECT_SHARE * known
@@ -129,7 +134,7 @@ class FaultRate:
 
 
 class Quarantine:
-    """The broken tasks of one run, which it does not attempt again: one line each in `quarantine.jsonl` with task, group and message.
+    """The broken tasks of one run, which are not attempted again. Each is one line in `quarantine.jsonl` with task, group and message.
 
     Args:
         run_dir: the run folder.
@@ -139,22 +144,25 @@ class Quarantine:
         self._path = run_dir / QUARANTINE_FILE
         self._faults = {line["task_key"]: line["message"] for line in read_json_lines(self._path)}
         self._added = list[tuple[int, str]]()  # group, counted since the start, and message
-        self._groups = 0  # since the start
+        self._groups = 0  # number of groups since the start
         self._lock = threading.Lock()  # held by `add`
 
     def __len__(self) -> int:
         return len(self._faults)
 
     def known_fault(self, task_key: str) -> Failure | None:
-        """Returns the fault of a quarantined task, else None. Keys are content hashes, so a repaired task has a new key."""
+        """Returns the fault of a quarantined task, or None for any other task.
+
+        A key is a content hash, so a repaired task has a new key.
+        """
         message = self._faults.get(task_key)
         return None if message is None else Failure(stage="task", blame=Blame.TASK, kind="quarantined", message=message)
 
     def add(self, group: Group) -> None:
-        """Quarantines the task of a group with a fault, once; does nothing for other groups. Writes to the disk, so call it in a thread.
+        """Quarantines the task of a group with a fault, once. Does nothing for other groups. It writes to the disk, so call it in a thread.
 
         Raises:
-            TaskError: more than `MAX_QUARANTINED` were added within `QUARANTINE_GROUPS` groups. The message lists the tasks.
+            TaskError: more than `MAX_QUARANTINED` tasks were added within `QUARANTINE_GROUPS` groups. The message lists the tasks.
         """
         with self._lock:
             self._groups += 1

@@ -1,15 +1,15 @@
-"""Overlap of tasks with the cases of suites, so that no run trains on what it is evaluated with.
+"""Finds tasks that overlap with cases of suites, so that no run trains on the tasks that evaluate it.
 
-Texts are compared in two normal forms: without case and extra white space; and in addition with ids replaced by `#`. An id is a word of
-letters and digits, optionally with hyphens and underscores: `order-10432`, `T0017`, a UUID, a hash. Numbers and dates are not ids.
+Text is compared in two normal forms. The first ignores case and extra white space. The second also replaces ids by `#`. An id is a word
+of letters and digits, optionally with hyphens and underscores: `order-10432`, `T0017`, a UUID, a hash. Numbers and dates are not ids.
 
     SAME    equal keys; or equal prompts (roles and normalized texts), tools and files (names and normalized texts). Id, split, limits,
             verifiers and truth may differ. If the images differ and there are no files, the answers must also be equal.
     TWIN    similar files, and prompts that are equal up to ids with equal truths (ids by order of occurrence), or prompts that are equal
-            with their ids, whatever the truth.
+            with their ids, even if the truths differ.
 
-Files are similar if both tasks have none, or if at least `MIN_SHARED_LINES` of their lines are common (Jaccard index of multisets, ids
-replaced; a binary file is one line). The same question about other files is neither, and may be trained on.
+Files are similar if neither task has any, or if the tasks share at least `MIN_SHARED_LINES` of their lines (Jaccard index of multisets,
+ids replaced; a binary file counts as one line). The same question about different files does not overlap and may be trained on.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class WithheldTasks:
         return len(self.cases)
 
     def match(self, task: Task) -> tuple[Case, Overlap] | None:
-        """Returns the case that is the same as a task, else one that is a twin; None for a task that may be trained on."""
+        """Returns the case that is the same as a task or, if there is none, a twin; None if the task may be trained on."""
         twin = None
         for known, case in self._by_prompt.get(_prompt_digest(task), ()) if self._by_prompt else ():
             overlap = overlap_of(known, task)
@@ -99,7 +99,7 @@ class WithheldTasks:
 
 
 def load_withheld(suites: Sequence[str | Path], *, root: Path) -> WithheldTasks:
-    """Loads the tasks of suites, folders relative to `root`. Raises `UserError` for a folder that is not a suite."""
+    """Loads the tasks of suites, folders relative to `root`. Raises `UserError` if a folder is not a suite."""
     return WithheldTasks(case for suite in suites for case in load_suite(root / suite).cases)
 
 
@@ -134,12 +134,12 @@ def _prompt(task: Task, normalize: Callable[[str], str]) -> tuple[tuple[str, str
 
 
 def _prompt_digest(task: Task) -> str:
-    """Equal for tasks whose prompts are equal up to ids, which both kinds of overlap require."""
+    """Returns a hash that is equal for tasks whose prompts are equal up to ids. Both kinds of overlap require that."""
     return hashlib.sha256(repr(_prompt(task, normalize_ids)).encode("utf-8", "replace")).hexdigest()
 
 
 def _comparable(one: Task, other: Task) -> bool:
-    """Whether prompt and files determine what two tasks are about. If the image may hold the rest, image or answer must be equal."""
+    """Whether comparing prompts and files is enough for two tasks. If neither task has files, their images or answers must be equal."""
     images = {"" if task.sandbox is None else task.sandbox.image for task in (one, other)}
     if len(images) == 1 or one.files or one.binary_files or other.files or other.binary_files:
         return True
@@ -156,10 +156,10 @@ def _file_lines(task: Task) -> Counter[str]:
 
 
 def _truth(task: Task) -> str:
-    """Returns the answer, or without one all of the task's data, in a form that is equal for twins.
+    """Returns the answer or, if there is none, all of the task's data, in a form that is equal for twins.
 
-    An id becomes the number of its first occurrence in prompt and files. An id that does not occur there stays if it is part of an answer,
-    because it was computed, as 0x2f is.
+    An id becomes the number of its first occurrence in prompt and files. An id that does not occur there, such as 0x2f, stays if it is
+    part of an answer, because it was computed.
     """
     truth: Any = task.data.get("answer", dict(task.data))
     text = normalize_text(json.dumps(truth, sort_keys=True, ensure_ascii=False))

@@ -1,6 +1,6 @@
 """Text patterns of the triage rules, and lenient comparison of answers. No score is computed from them.
 
-The patterns match bounded texts (`agentrl.failure.timeline.MAX_CHARS`) in linear time.
+The patterns take linear time. They match strings of bounded length (`agentrl.failure.timeline.MAX_CHARS`).
 """
 
 from __future__ import annotations
@@ -98,12 +98,12 @@ _QUOTES = "`'\"*.!$€ \t\r\n"
 
 
 def parse_number(text: str) -> Fraction | None:
-    """Returns the number that a text is, in plain notation with optional thousands commas; None if it is not a number."""
+    """Parses a number in plain notation with optional thousands commas. Returns None if the string is not a number."""
     return numbers.parse_number(text.strip(_QUOTES + "%").replace(",", "")) if len(text) <= 64 else None
 
 
 def is_right_answer(text: str, truth: str, tolerance: float) -> bool:
-    """Whether a text equals the right answer, ignoring case and quotes, or is the same number within `tolerance`."""
+    """Whether a string equals the correct answer, ignoring case and quotes, or is the same number within `tolerance`."""
     answer, right = text[:_MAX_ANSWER].strip(_QUOTES), truth[:_MAX_ANSWER].strip(_QUOTES)
     if answer.casefold() == right.casefold():
         return bool(right)
@@ -116,7 +116,7 @@ def is_right_answer(text: str, truth: str, tolerance: float) -> bool:
 
 
 def contains_answer(truth: str, text: str, tolerance: float) -> bool:
-    """Whether the right answer occurs in a text as a separate word or number."""
+    """Whether the correct answer occurs in a string as a separate word or number."""
     right = truth[:_MAX_ANSWER].strip(_QUOTES)
     if not right:
         return False
@@ -126,7 +126,7 @@ def contains_answer(truth: str, text: str, tolerance: float) -> bool:
 
 
 def contains_only_answer(truth: str, text: str, tolerance: float) -> bool:
-    """Like `contains_answer`, but if the answer is a number, the text must hold no other number."""
+    """Whether `contains_answer` is true and, if the answer is a number, the string contains no other number."""
     if parse_number(truth) is None:
         return len(truth.strip(_QUOTES)) >= 2 and contains_answer(truth, text, tolerance)
     numbers = [match[0] for match in _NUMBER.finditer(text)]
@@ -134,5 +134,5 @@ def contains_only_answer(truth: str, text: str, tolerance: float) -> bool:
 
 
 def nonblank_lines(text: str) -> list[str]:
-    """Returns the lines of a text that are not blank, stripped."""
+    """Returns the lines of a string that are not blank, stripped."""
     return [line.strip() for line in text.split("\n") if line.strip()]

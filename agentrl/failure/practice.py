@@ -3,7 +3,7 @@
 {"format": 1, "suite": "pricing", "family": "tables", "seed": 0, ...}              settings
 {"case": "join-0f3a9c", "how": "harder", "key": "9c1e...", "task": {...}}          a task
 
-`agentrl.check.practice` generates and proves the tasks. None of them is a case or a near duplicate of one.
+`agentrl.check.practice` generates and proves the tasks. No task is a case or a near duplicate of a case.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from agentrl.task import gold_of
 FILE = "practice.jsonl"
 FORMAT = 1
 MUTATED = "mutated"
-_MAX_BYTES = 512 << 20  # of a file
+_MAX_BYTES = 512 << 20  # bytes of a file
 _FIX = "generate it again: agentrl practice SUITE RECIPE"
-_NUMBER = re.compile(r"(?<![\w.:/-])\d+(?:\.\d+)?(?![\w:/-]|\.\w)")  # a separate one: not part of an id, date or time
+_NUMBER = re.compile(r"(?<![\w.:/-])\d+(?:\.\d+)?(?![\w:/-]|\.\w)")  # a separate number: not part of an id, date or time
 _UNKNOWN = "\x00the answer is not known\x00"
-_DRAWS = 20  # for a number that differs from all others of the task
+_DRAWS = 20  # attempts to draw a number that differs from all others of the task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PracticeTask(Record):
-    """A task, the case that it was derived from, and its relation to the case (alike, harder, easier, mutated, ...)."""
+    """A task, the case from which it was derived, and its relation to the case (alike, harder, easier, mutated, ...)."""
 
     case: str
     how: str
     task: Task
-    key: str  # of the task that was proven
+    key: str  # key of the task that was proven
 
 
 def practice_task(case: Case, how: str, task: Task) -> PracticeTask:
@@ -68,10 +68,10 @@ def load_practice(suite: Path, *, withheld: WithheldTasks | None = None, file: P
 
     Args:
         withheld: the tasks that must not be trained on.
-        file: read instead of the suite's file.
+        file: the file to read; None means the suite's file.
 
-    Raises `UserError` that names the file and line: for damage, and for a task that was changed after its proof, is not for training, or
-    overlaps with a case.
+    Raises a `UserError` that contains the file and line if the file is damaged, or if a task was changed after its proof, is not for
+    training, or overlaps with a case.
     """
     path = file or suite / FILE
     try:
@@ -94,17 +94,17 @@ def load_practice(suite: Path, *, withheld: WithheldTasks | None = None, file: P
 
 @dataclass(frozen=True, slots=True)
 class PracticeSchedule:
-    """Schedules the practice of suites, each with a weight, in a share of all groups: a pure function of seed and group index.
+    """Schedules the practice of suites, each with a weight, in a share of all groups. It depends only on seed and group index.
 
-    Of the first `n` groups `floor(n * share)` practise, evenly spread. Suites take turns by weight; the tasks of a suite come in a seeded
-    order, with a new order in each epoch.
+    Of the first `n` groups, `floor(n * share)` are practice groups, evenly spread. Suites take turns by weight. The tasks of a suite come
+    in a seeded order, which is new in each epoch.
     """
 
     tasks: Sequence[Sequence[Task]]  # [suite][task]
     weights: Sequence[int]  # [suite]
     share: Fraction
     seed: int
-    _round: list[tuple[int, int]] = field(default_factory=list, repr=False)  # (suite, its earlier turns in the round)
+    _round: list[tuple[int, int]] = field(default_factory=list, repr=False)  # (suite, number of its earlier turns in the round)
 
     def __post_init__(self) -> None:
         turns = sorted(((turn + 0.5) / weight, suite) for suite, weight in enumerate(self.weights) for turn in range(weight))
@@ -118,7 +118,7 @@ class PracticeSchedule:
         return group_index * self.share.numerator // self.share.denominator
 
     def task_of_group(self, group_index: int) -> Task | None:
-        """Returns the practice task of a group; None for a group of the family's schedule."""
+        """Returns the practice task of a group, or None if the group belongs to the family's schedule."""
         number = self.practice_groups_before(group_index)
         if self.practice_groups_before(group_index + 1) == number:
             return None
@@ -137,7 +137,7 @@ def open_practice(
     """Loads the practice of a recipe. Raises `UserError` as `load_practice` does.
 
     Args:
-        files: suite -> file to read instead of the suite's.
+        files: suite -> file to read instead of the suite's file.
     """
     tasks = [[one.task for one in load_practice(root / suite, withheld=withheld, file=files.get(suite))] for suite in config.practice]
     return PracticeSchedule(tasks, tuple(config.practice.values()), Fraction(config.practice_share).limit_denominator(1000), seed)
@@ -146,7 +146,7 @@ def open_practice(
 def gold_without_answer(family: TaskFamily, task: Task) -> str:
     """Returns the task's gold program, which computes the answer from the files.
 
-    Raises `TaskError` if the program depends on the answer, or the task has no answer.
+    Raises `TaskError` if the program depends on the answer or the task has no answer.
     """
     fix = "give its family a method variants"
     if not isinstance(task.data.get("answer"), str):
@@ -158,10 +158,10 @@ def gold_without_answer(family: TaskFamily, task: Task) -> str:
 
 
 def mutate_task(task: Task, *, seed: int) -> Iterator[Task]:
-    """Yields copies of a task with other numbers in its files, for families without variants. The answer must be recomputed.
+    """Yields copies of a task with different numbers in its files, for families without variants. The answer must be recomputed.
 
-    Numbers in the prompt or the task's data stay, and equal numbers stay equal in all files. A pure function of the task's content and the
-    seed; endless, or empty if there is no number to change.
+    Numbers in the prompt or the task's data stay, and equal numbers stay equal in all files. The copies depend only on the task's content
+    and the seed. The iterator is endless, or empty if there is no number to change.
     """
     about = [*(message.content for message in task.prompt), *(repr(value) for key, value in task.data.items() if key != "answer")]
     fixed = set(_NUMBER.findall(" ".join(about).replace("'", " ").replace(",", " ")))
@@ -189,7 +189,10 @@ def _parse(where: str, line: bytes, withheld: WithheldTasks | None) -> PracticeT
 
 
 def _other_numbers(rng: Random, fixed: set[str]) -> Callable[[re.Match[str]], str]:
-    """Replaces each number by another of its length: equal ones by equal ones, different ones by different ones."""
+    """Returns a function that replaces a number by a random number of the same length.
+
+    Equal numbers get the same replacement, and different numbers get different ones.
+    """
     replacements: dict[str, str] = {number: number for number in fixed}
     taken = set(fixed)
 

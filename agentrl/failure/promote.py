@@ -1,6 +1,6 @@
-"""Promotes traces to regression cases: the frozen task of each, with its origin.
+"""Promotes traces to regression cases. A case is the trace's frozen task with its origin.
 
-The task of an imported trace is built from its messages, its tools with their recorded results, and a user-supplied truth.
+The task of an imported trace is built from its messages, its tools with their recorded results, and a user-supplied correct answer.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _MAX_TRUTHS = 64 << 20  # bytes of a file of truths
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserParts:
-    """User-supplied parts of a task that an imported trace does not hold."""
+    """User-supplied parts of a task that an imported trace does not contain."""
 
     verifiers: tuple[str, ...] = ()
-    truths: Mapping[str, JsonObject | str | float | bool] = field(default_factory=dict)  # trace id -> right answer
-    truth_from: str = ""  # key of the traces' origin that holds the right answer
+    truths: Mapping[str, JsonObject | str | float | bool] = field(default_factory=dict)  # trace id -> correct answer
+    truth_from: str = ""  # key of the traces' origin that holds the correct answer
     tools: tuple[str, ...] = ()  # references of stubs; empty means the recorded results
     image: str = ""  # sandbox image, for stubs and verifiers that use a sandbox
 
     def truth_of(self, trace: Trace) -> Any:
-        """Returns the right answer to a trace's task; None if it is unknown."""
+        """Returns the correct answer to a trace's task; None if it is unknown."""
         return self.truths.get(trace.id, trace.origin.get(self.truth_from) if self.truth_from else None)
 
 
@@ -48,13 +48,13 @@ class Promotion:
     """The result of promoting one trace."""
 
     trace: str
-    case: str  # the new case, or the existing one that it overlaps with
-    likeness: Overlap | None = None  # to the existing case
+    case: str  # the new case, or the existing case with which the task overlaps
+    likeness: Overlap | None = None  # overlap with the existing case
     path: Path | None = None  # file of the new case; None if its task is in the suite already
 
     @property
     def summary(self) -> str:
-        """One line for a person."""
+        """Describes the result in one line."""
         if self.path is None:
             return f"{self.trace}: its task is that of case {self.case} already"
         twin = f" (a near duplicate of case {self.case}, which stays in the suite)" if self.likeness is not None else ""
@@ -72,19 +72,20 @@ def promote(
     starts: Mapping[str, EpisodeState | None] = MappingProxyType({}),
     supplied: UserParts | None = None,
 ) -> list[Promotion]:
-    """Adds a case for each trace to a suite, which is created if necessary. Tasks that are in the suite already are not added again.
+    """Adds a case for each trace to a suite, which is created if necessary. A task that is already in the suite is not added again.
 
     Two cases with a start are compared only if they start with the same tokens.
 
     Args:
-        note: why the cases are kept.
+        note: reason for promoting the cases.
         by: who promotes them.
-        threshold: mean score that the attempts at each case must reach; None means the environment's, else the evaluation's.
+        threshold: mean score that the attempts at each case must reach; None means the threshold of the environment or, if it has none, of
+            the evaluation.
         repeats: attempts at each case in an evaluation; None means the suite's number.
         starts: trace id -> the state at which its case starts; other cases start with their task.
         supplied: user-supplied parts for imported traces.
 
-    Raises `UserError` for a trace that cannot become a case, before any case is written.
+    Raises `UserError`, before it writes any case, if a trace cannot become a case.
     """
     check_attempt_options(repeats=repeats, threshold=threshold)
     about: dict[str, Any] = {"note": note, "by": by, "threshold": threshold, "repeats": repeats}
@@ -151,7 +152,10 @@ def describe_excluded_messages(trace: Trace) -> str:
 
 
 def read_truths(path: Path) -> dict[str, Any]:
-    """Reads trace id -> right answer from lines such as {"trace": "...", "truth": "412"}. Raises a `UserError` that names the line."""
+    """Reads trace id -> correct answer from lines such as {"trace": "...", "truth": "412"}.
+
+    Errors are a `UserError` that names the line.
+    """
     truths: dict[str, Any] = {}
     try:
         lines = read_bytes(path, most=_MAX_TRUTHS).splitlines()
@@ -168,10 +172,10 @@ def read_truths(path: Path) -> dict[str, Any]:
 
 
 def _case_from(trace: Trace, start: EpisodeState | None, supplied: UserParts, about: Mapping[str, Any]) -> Case:
-    """The case of a trace. Its id comes from the task's kind and key (and the turn of `start`), so a task has one case. The baseline is the
-    score of the policy that failed.
+    """Returns the case of a trace.
 
-    Raises `UserError` for a trace without a task, and for a fault, which says nothing about a policy.
+    Its id comes from the task's kind and key (and the turn of `start`), so a task has one case. The baseline is the score of the policy
+    that failed. Raises `UserError` if the trace has no task, or records a fault, which does not describe the policy.
     """
     task = trace.task if trace.task is not None else task_from_trace(trace, supplied)
     if trace.why is CaptureReason.FAULT:
@@ -210,7 +214,7 @@ def _baseline(trace: Trace) -> Baseline | None:
 
 
 def _start_tokens(case: Case) -> tuple[tuple[int, ...], ...]:
-    """Returns the tokens that a case starts with; empty if it starts with its task."""
+    """Returns the tokens with which a case starts; empty if it starts with its task."""
     if case.start is None:
         return ()
     return (*(ids for turn in case.start.trajectories[0].turns for ids in (turn.prompt_ids, turn.completion_ids)), *case.start.prompt_ids)
@@ -235,7 +239,7 @@ def _recording(trace: Trace) -> Recording:
 
 
 def _schemas(trace: Trace, calls: Sequence[RecordedCall]) -> list[JsonObject]:
-    """Returns the recorded schemas of the tools. For a tool without a schema, one is derived from its calls."""
+    """Returns the recorded schemas of the tools. If a tool has no schema, it is derived from its calls."""
     schemas: list[JsonObject] = [
         dict(tool) for tool in trace.tools if isinstance(tool.get("function"), dict) and tool["function"].get("name")
     ]

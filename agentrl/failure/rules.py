@@ -1,7 +1,7 @@
-"""The shipped triage rules. Each names one kind of failure and the turn where it shows first.
+"""The shipped triage rules. Each rule tags one kind of failure and the first turn at which it shows.
 
-An error from which the agent recovered is not a failure: a failed call counts only if no later call of the same agent to the same tool
-succeeded (to any tool, if the tool does not exist).
+An error from which the agent recovered is not a failure. A failed call counts only if no later call of the same agent to the same tool
+succeeded. If the tool does not exist, a later call to any tool counts as recovery.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from agentrl.failure.trace import CaptureReason, Tag, Trace
 from agentrl.failure.triage import TriageRule
 from agentrl.records import Blame
 
-_REPEATS = 3  # equal calls or texts that make a loop
-_SHORT_ANSWER = 300  # characters of an answer that may consist of an apology
+_REPEATS = 3  # equal calls or messages that count as a loop
+_SHORT_ANSWER = 300  # characters of an answer; a longer answer is not an apology
 _MAX_NOTE = 400
 
 
 def infrastructure(trace: Trace) -> Tag | None:
-    """Tags a fault blamed on the infrastructure, a tool outage without recovery, or an outage in the last model call."""
+    """Tags a fault blamed on the infrastructure, a tool outage without a later success, or an outage in the last model call."""
     for failure in trace.episode.failures if trace.episode is not None else ():
         if failure.blame is Blame.INFRASTRUCTURE:
             return _tag("infrastructure", 1.0, f"{failure.stage} {failure.kind}: {failure.message}")
@@ -54,7 +54,7 @@ def task_fault(trace: Trace) -> Tag | None:
 
 
 def reward_hack(trace: Trace) -> Tag | None:
-    """Tags a score that an audit rejects, a call that reaches for the grader, or an answer that addresses a judge."""
+    """Tags a score that an audit rejects, a call that tries to access the grader, or an answer that addresses a judge."""
     if trace.why is CaptureReason.HACKED:
         return _tag("reward_hack", 1.0, trace.origin.get("audit", ""))
     timeline = timeline_of(trace)
@@ -75,7 +75,7 @@ def reward_hack(trace: Trace) -> Tag | None:
 
 
 def format_of_calls(trace: Trace) -> Tag | None:
-    """Tags a call that could not be parsed if none of the agent's later calls succeeded, or a call written into the text."""
+    """Tags a call that could not be parsed, if none of the agent's later calls succeeded, or a call that was written as text."""
     timeline = timeline_of(trace)
     for step in timeline.steps:
         if step.malformed and not _recovered(timeline, step):
@@ -95,7 +95,7 @@ def format_of_calls(trace: Trace) -> Tag | None:
 
 
 def format_of_answer(trace: Trace) -> Tag | None:
-    """Tags a right answer in the wrong form: in the text instead of submitted, or with other words around it."""
+    """Tags a correct answer in the wrong form: written in the text instead of submitted, or with other text around it."""
     timeline = timeline_of(trace)
     answer, truth, tolerance, last = timeline.answer, timeline.truth, timeline.tolerance, timeline.last_step
     if truth is None or last is None:
@@ -124,7 +124,7 @@ def wrong_tool(trace: Trace) -> Tag | None:
 
 
 def bad_arguments(trace: Trace) -> Tag | None:
-    """Tags a call whose arguments the tool rejected or failed on, if no later call to the tool succeeded."""
+    """Tags a call if the tool rejected its arguments or failed on them, and no later call to the tool succeeded."""
     timeline = timeline_of(trace)
     for step, call in _calls(timeline):
         if _recovered(timeline, step, call.tool):
@@ -139,7 +139,7 @@ def bad_arguments(trace: Trace) -> Tag | None:
 
 
 def misread_output(trace: Trace) -> Tag | None:
-    """Tags an answer that differs from the right one, which a tool had returned on a separate line or in a short output."""
+    """Tags a wrong answer if a tool had returned the correct answer on a separate line or in a short output."""
     timeline = timeline_of(trace)
     answer, truth, last = timeline.answer, timeline.truth, timeline.last_step
     if answer is None or last is None or (truth is not None and is_right_answer(answer, truth, timeline.tolerance)):
@@ -165,8 +165,10 @@ def misread_output(trace: Trace) -> Tag | None:
 
 
 def looped(trace: Trace) -> Tag | None:
-    """Tags the same call with the same outcome three times and nothing new between the last two, or text that repeats itself. Tests that
-    are re-run after each change are not a loop."""
+    """Tags three equal calls with the same outcome and no new call or output between the last two, or text that repeats itself.
+
+    Tests that are re-run after each change are not a loop.
+    """
     timeline = timeline_of(trace)
     counts: Counter[tuple[int, int, str]] = Counter()
     second: dict[tuple[int, int, str], tuple[TraceStep, int]] = {}
@@ -211,7 +213,7 @@ def gave_up(trace: Trace) -> Tag | None:
 
 
 def forbidden_tool(trace: Trace) -> Tag | None:
-    """Tags a call of a tool that the task forbids, or one that does what the task forbids."""
+    """Tags a call of a tool that the task forbids, or a call that performs an action that the task forbids."""
     timeline = timeline_of(trace)
     prompt = f"{timeline.instructions}\n{timeline.question}"
     for forbids, does, note in patterns.FORBIDDEN_ACTIONS:
@@ -227,7 +229,7 @@ def forbidden_tool(trace: Trace) -> Tag | None:
 
 
 def ignored_instruction(trace: Trace) -> Tag | None:
-    """Tags an answer without a look at the files, one that was not submitted, or text around an answer that had to be the only text."""
+    """Tags an answer if the agent did not read the files, did not submit it, or wrote other text although only the answer was allowed."""
     timeline = timeline_of(trace)
     answer, last, offered = timeline.answer, timeline.last_step, timeline.offered_tools
     if last is None or timeline.hit_limit or last.truncated or last.malformed:
@@ -276,7 +278,7 @@ RULES: tuple[TriageRule, ...] = (
     ignored_instruction,
     budget,
 )
-"""The shipped rules. At the same turn, the earlier rule wins."""
+"""The shipped rules. If two rules tag the same turn, the earlier rule wins."""
 
 
 def _tag(name: str, confidence: float, note: str, step: TraceStep | None = None) -> Tag:
@@ -289,8 +291,10 @@ def _calls(timeline: Timeline) -> Iterator[tuple[TraceStep, TraceCall]]:
 
 
 def _is_outage(trace: Trace, call: TraceCall) -> bool:
-    """Whether a failed call reports an outage of what the tool depends on. Outages in the agent's programs, at addresses that it chose, and
-    those that the run blamed on the agent do not count."""
+    """Whether a failed call reports an outage of a service that the tool depends on.
+
+    Outages in the agent's programs, outages at addresses that the agent chose, and outages that the run blamed on the agent do not count.
+    """
     if not call.failed:
         return False
     if patterns.RUNS_PROGRAMS.search(call.tool) or any(key in call.arguments for key in patterns.PROGRAM_KEYS):
@@ -311,7 +315,10 @@ def _is_outage(trace: Trace, call: TraceCall) -> bool:
 
 
 def _recovered(timeline: Timeline, failed: TraceStep, tool: str | None = None) -> bool:
-    """Whether a call of the same agent succeeded after the step `failed`: to `tool`, or to any tool except those that submit."""
+    """Whether a call of the same agent succeeded after the step `failed`.
+
+    It must be a call to `tool` or, if that is None, to any tool that does not submit.
+    """
     return any(
         call.ok and (call.tool not in patterns.SUBMIT_TOOLS if tool is None else call.tool == tool)
         for step in timeline.steps[timeline.step_index(failed.trajectory, failed.turn) + 1 :]
@@ -330,7 +337,7 @@ def _timed_out(call: TraceCall) -> bool:
 
 
 def _missing_arguments(timeline: Timeline, call: TraceCall) -> str:
-    """Returns the arguments that the tool's schema requires and the call lacks; empty if there are none or the call succeeded."""
+    """Returns the required arguments that the call lacks, from the tool's schema; empty if there are none or the call succeeded."""
     schema: Any = (timeline.offered_tools or {}).get(call.tool)
     required = schema.get("required") if schema and call.ok is not True else None
     if not isinstance(required, list):
@@ -340,13 +347,13 @@ def _missing_arguments(timeline: Timeline, call: TraceCall) -> str:
 
 
 def _repeats_itself(text: str) -> bool:
-    """Whether a text ends with a piece of up to 60 characters, repeated ten times or more."""
+    """Whether a string ends with a piece of up to 60 characters that is repeated ten times or more."""
     tail = text[-1200:]
     sizes = range(1, min(60, len(tail) // 10) + 1)
     return any(tail[-size:].strip() and tail.endswith(tail[-size:] * 10) for size in sizes)
 
 
 def _line(text: str, *, last: bool = False) -> str:
-    """Returns the first nonblank line of a text, or the last one, where a traceback has its message."""
+    """Returns the first nonblank line of a string, or with `last` the last, which contains the message of a traceback."""
     lines = nonblank_lines(text)
     return lines[-1 if last else 0][:200] if lines else ""

@@ -1,7 +1,7 @@
-"""The timeline of a trace: its turns in the order they happened, with their tool calls and outputs; and its text for people and judges.
+"""Builds the timeline of a trace: its turns in the order they happened, with their tool calls and outputs. Renders a trace as text.
 
-Rules, features and pages read timelines, which look the same for agentrl's episodes and for imported conversations. A timeline is bounded:
-long texts keep head and tail, and turns beyond `MAX_TURNS` are only counted.
+Rules, features and pages use timelines, which have the same form for agentrl's episodes and for imported conversations. The size of a
+timeline is bounded: of a long string only head and tail are kept, and turns beyond `MAX_TURNS` are only counted.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ MAX_TURNS = 400
 MAX_CALLS = 64
 """Calls of one turn."""
 MAX_CHARS = 16_000
-"""Characters of one text."""
+"""Characters of one string."""
 MAX_RENDERED_CHARS = 60_000
 """Characters of a rendered trace."""
-_TEXT_CHARS = 4000  # of one text in a rendered trace; of texts in the failing turn always
-_LEAST_TEXT_CHARS = 160  # of one text in a rendered trace with many
+_TEXT_CHARS = 4000  # characters of one string in a rendered trace; always allowed in the failing turn
+_LEAST_TEXT_CHARS = 160  # characters of one string in a rendered trace that has many
 _LINE_CHARS = 300
 
 _NOT_LIMITS = ("submitted", "answered", "failed", "terminated", "truncated", "forfeited", "")  # stop reasons other than limits
@@ -80,11 +80,11 @@ class Timeline:
     instructions: str  # the prompt's other messages
     offered_tools: Mapping[str, Mapping[str, Any]] | None  # tool -> schema; None means unknown
     files: bool = False  # whether the task has files
-    stop_reason: str = ""  # of the main agent; empty means unknown
+    stop_reason: str = ""  # stop reason of the main agent; empty means unknown
     answer: str | None = None
-    truth: str | None = None  # the right answer, if it is one text or number
+    truth: str | None = None  # the correct answer, if it is one string or number
     tolerance: float = 0.0  # absolute tolerance of a numeric truth
-    more_turns: int = 0  # turns that `steps` leaves out
+    more_turns: int = 0  # turns that `steps` omits
     _indices: Mapping[tuple[int, int], int] = field(default_factory=dict, repr=False)
 
     @property
@@ -98,7 +98,7 @@ class Timeline:
         return self.stop_reason not in _NOT_LIMITS
 
     def step_index(self, trajectory: int, turn: int | None) -> int:
-        """Index of a turn in `steps`; -1 if `turn` is None (the episode as a whole), `len(steps)` for an unknown turn."""
+        """Returns the index of a turn in `steps`; -1 if `turn` is None (the episode as a whole), `len(steps)` if the turn is unknown."""
         return -1 if turn is None else self._indices.get((trajectory, turn), len(self.steps))
 
 
@@ -106,7 +106,7 @@ _newest: tuple[Trace, Timeline] | None = None
 
 
 def timeline_of(trace: Trace) -> Timeline:
-    """Returns the timeline of a trace. The newest is cached, because every rule reads it."""
+    """Returns the timeline of a trace. The timeline of the newest trace is cached, because every rule reads it."""
     global _newest
     cached = _newest
     if cached is not None and cached[0] is trace:
@@ -117,7 +117,7 @@ def timeline_of(trace: Trace) -> Timeline:
 
 
 def truncate_middle(text: str, most: int = MAX_CHARS) -> str:
-    """Returns a text of about `most` characters: its head and tail, with the cut marked."""
+    """Shortens text to about `most` characters: its head and tail, with a mark where the middle was removed."""
     return user_code.clip(text, most)
 
 
@@ -141,7 +141,7 @@ def render_trace(trace: Trace) -> str:
 
 
 def one_line(text: str, most: int = _LINE_CHARS) -> str:
-    """Returns a text as one printable line of at most `most` characters."""
+    """Returns text as one printable line of at most `most` characters."""
     text = " ".join(user_code.printable(text, 4 * most).split())
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
@@ -177,7 +177,7 @@ def _from_episode(trace: Trace, episode: Episode) -> Timeline:
 
 
 def _in_order(trajectories: Sequence[Trajectory]) -> Iterator[tuple[int, int]]:
-    """Yields (trajectory, turn) in order of time: a sub-agent's turns come between the turn that called it and the next."""
+    """Yields (trajectory, turn) in order of time. A sub-agent's turns come between the turn that called it and the next turn."""
     children: dict[tuple[int, int], list[int]] = {}
     for index, trajectory in enumerate(trajectories):
         if trajectory.parent is not None:
@@ -215,7 +215,7 @@ def _step(index: int, number: int, agent: str, turn: Turn) -> TraceStep:
 def _call(call: ToolCall, output: str, ok: bool | None, error: str = "") -> TraceCall:
     try:
         text = json.dumps(call.arguments, sort_keys=True, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError):  # not from a record of agentrl
+    except (TypeError, ValueError, RecursionError):  # the trace does not come from agentrl
         text = "(arguments that are not JSON)"
     return TraceCall(
         tool=call.name[:256],
@@ -229,8 +229,11 @@ def _call(call: ToolCall, output: str, ok: bool | None, error: str = "") -> Trac
 
 
 def _from_messages(trace: Trace) -> Timeline:
-    """The timeline of an imported conversation. Each assistant message is a turn; a tool answers the call that it names, else the oldest
-    unanswered call of the newest turn."""
+    """Returns the timeline of an imported conversation.
+
+    Each assistant message is a turn. A tool message answers the call that it names or, if it names none, the oldest unanswered call of the
+    newest turn.
+    """
     prompt: list[Message] = []
     steps: list[TraceStep] = []
     replies: list[ImportedMessage] = []  # the assistant's message of each step
@@ -273,7 +276,7 @@ def _from_messages(trace: Trace) -> Timeline:
 
 
 def _next_unanswered(replies: Sequence[ImportedMessage], answers: Sequence[Mapping[int, ImportedMessage]]) -> tuple[int, int]:
-    """(step, call) of the oldest unanswered call of the newest turn; (-1, 0) if there is none."""
+    """Returns (step, call) of the oldest unanswered call of the newest turn; (-1, 0) if there is none."""
     calls = len(replies[-1].message.tool_calls[:MAX_CALLS]) if replies else 0
     return next(((len(replies) - 1, number) for number in range(calls) if number not in answers[-1]), (-1, 0))
 
@@ -293,7 +296,7 @@ def _succeeded(answer: ImportedMessage, call: ToolCall) -> bool:
 
 
 def _schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]] | None:
-    """Tool -> schema of its arguments, from OpenAI's function schemas or bare ones."""
+    """Returns tool -> schema of its arguments, from function schemas in OpenAI's form or without its wrapper."""
     schemas: dict[str, Mapping[str, Any]] = {}
     for tool in tools[:1000]:
         inner = tool.get("function")

@@ -1,7 +1,7 @@
-"""A trace: the record of one failed episode, complete enough to be read, tagged, re-run and trained on.
+"""A trace is the record of one failed episode. It is complete enough to be read, tagged, re-run and trained on.
 
-Traces of agentrl's runs hold the task and the episode with its exact tokens. Traces of other agents (`agentrl.failure.formats`) hold the
-messages.
+A trace of an agentrl run contains the task and the episode with its exact tokens. A trace of a third-party agent
+(`agentrl.failure.formats`) contains the messages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CaptureReason(StrEnum):
     REGRESSED = "regressed"  # an earlier version passed the task
     FAULT = "fault"  # caused by infrastructure or task, not by the policy
     IMPORTED = "imported"  # from an agent outside agentrl
-    EXPORTED = "exported"  # from the store of a run, whatever its score
+    EXPORTED = "exported"  # from the store of a run, with any score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class ImportedMessage(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace(Record):
-    """One captured episode. Traces of agentrl's runs have `task` and `episode`, imported ones have `spoken`."""
+    """One captured episode. Traces of agentrl's runs have `task` and `episode`; imported traces have `spoken`."""
 
     id: str
     why: CaptureReason
@@ -96,7 +96,7 @@ class Trace(Record):
 
 
 def deciding_tag_name(tags: Sequence[Tag]) -> str:
-    """Returns the tag name under which a trace is counted: a person's newest, else the first; empty without tags."""
+    """Returns the tag name under which a trace is counted: the newest tag of a person, otherwise the first tag; empty if untagged."""
     person = next((tag for tag in reversed(tags) if tag.by.startswith(BY_PERSON)), None)
     return person.name if person is not None else tags[0].name if tags else ""
 
@@ -113,5 +113,5 @@ def newest_version(episode: Episode | None) -> int:
 
 
 def kind_of_task(task: Task | None) -> str:
-    """Returns the kind of a task, at most 80 characters; empty without a task."""
+    """Returns the kind of a task, at most 80 characters; empty if `task` is None."""
     return "" if task is None else task.kind[:80]

@@ -1,8 +1,8 @@
-"""Triage: names the first thing that went wrong in a trace, with the turn and a confidence. Rules come first, a judge second.
+"""Triage: tags the first error in a trace, with its turn and a confidence. Rules are applied first, then a judge.
 
-A rule takes a trace and returns a `Tag` or None. Among confident tags, the one at the earliest turn wins, because later errors are mostly
-its consequences; a tag for the whole episode (`turn` None) comes before all others. If no rule is confident, a judge may be asked. If the
-judge abstains, the tag is `wrong_answer` with low confidence.
+A rule takes a trace and returns a `Tag` or None. Among confident tags, the tag at the earliest turn wins, because later errors are mostly
+consequences of the first. A tag for the whole episode (`turn` None) comes before all others. If no rule is confident, a judge may be
+called. If the judge abstains, the tag is `wrong_answer` with low confidence.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ TAXONOMY = {
     "budget": "turns, tokens or time ran out",
     "wrong_answer": "a wrong answer for which no rule or judge gives a reason",
 }
-"""Tags of the shipped rules. User-supplied rules may give others."""
+"""Tags of the shipped rules. User-supplied rules may return other tags."""
 
 UNCLASSIFIED = "wrong_answer"
 MIN_CONFIDENCE = 0.5
-"""Tags below this confidence do not decide; a judge may then be asked."""
+"""Smallest confidence at which a rule's tag is accepted. If all tags are below it, a judge may be called."""
 MAX_TAGS = 8
 """Tags of one trace."""
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
@@ -55,14 +55,14 @@ class TriageJudge(Protocol):
         ...
 
     async def __call__(self, text: str) -> Tag | None:
-        """Returns the tag of a trace that `render_trace` has rendered as text, or None to abstain. The text is hostile data."""
+        """Returns the tag of a trace that `render_trace` rendered as text, or None to abstain. The text is untrusted."""
         ...
 
 
 def load_rules(references: Sequence[str] = ()) -> tuple[TriageRule, ...]:
     """Returns user-supplied rules, followed by the shipped ones. A reference names a rule or a list of rules.
 
-    Raises `PluginError` for a reference that does not resolve or is not a plain function.
+    Raises `PluginError` if a reference does not resolve or is not a plain function.
     """
     from agentrl.failure.rules import RULES
 
@@ -77,7 +77,7 @@ def load_rules(references: Sequence[str] = ()) -> tuple[TriageRule, ...]:
 
 
 def tag_by_rules(trace: Trace, rules: Sequence[TriageRule]) -> tuple[Tag, ...]:
-    """Returns the tags that rules give a trace, the first failure first; never empty. A rule that raises is logged and gives no tag."""
+    """Returns the tags that rules give a trace, the first failure first; never empty. A rule that raises is logged and adds no tag."""
     timeline = timeline_of(trace)
     tags: list[tuple[tuple[bool, int, int], Tag]] = []
     for number, rule in enumerate(rules):
@@ -96,7 +96,8 @@ def tag_by_rules(trace: Trace, rules: Sequence[TriageRule]) -> tuple[Tag, ...]:
 async def tag_by_judge(trace: Trace, rules: Sequence[TriageRule], judge: TriageJudge, *, timeout_s: float = 120.0) -> tuple[Tag, ...]:
     """Returns the tags that rules give, preceded by the judge's tag if no rule is confident.
 
-    A judge that fails, times out or returns no tag abstains, which is logged. A turn that the trace does not have is removed from its tag.
+    A judge that fails, times out or returns no tag abstains, which is logged. If the trace does not have the turn of the judge's tag, the
+    turn is removed.
     """
     tags = tag_by_rules(trace, rules)
     if tags[0].name != UNCLASSIFIED:
@@ -114,7 +115,10 @@ async def tag_by_judge(trace: Trace, rules: Sequence[TriageRule], judge: TriageJ
 
 
 def merge_tags(new: Sequence[Tag], before: Sequence[Tag]) -> tuple[Tag, ...]:
-    """Merges new tags into those that a trace has. People's tags stay; a judge's stay if rules are not confident and it gave no new one."""
+    """Merges new tags into the tags of a trace.
+
+    Tags of people stay. Tags of a judge stay if no rule is confident and the judge returned no new tag.
+    """
     people = [tag for tag in before if tag.by.startswith(BY_PERSON)]
     sources = {tag.by for tag in new}
     judges = [tag for tag in before if tag.by.startswith(BY_JUDGE) and tag.by not in sources] if new[0].name == UNCLASSIFIED else []
@@ -122,14 +126,14 @@ def merge_tags(new: Sequence[Tag], before: Sequence[Tag]) -> tuple[Tag, ...]:
 
 
 def check_tag_name(name: str) -> str:
-    """Returns a valid tag name. Raises `ValueError` for any other text."""
+    """Returns a tag name unchanged. Raises `ValueError` if it is not a valid tag name."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"{user_code.printable(name, 60)!r} is not a tag: use lower-case letters, digits and underscores, at most 40")
     return name
 
 
 def manual_tag(name: str, *, by: str, turn: int | None = None, trajectory: int = 0, note: str = "") -> Tag:
-    """Returns a tag that a person sets. Raises `UserError` for an invalid name.
+    """Returns a tag that a person sets. Raises `UserError` if the name is invalid.
 
     Args:
         by: the name of the person.

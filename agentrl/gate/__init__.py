@@ -1,1 +1,1 @@
-"""The gate: the rule that admits or blocks a policy version, its judgement of a run's versions, and the server that it may use."""
+"""The gate of a run: the rule that promotes or blocks a policy version, the verdicts on a run's versions, and the gate's server."""

@@ -1,9 +1,9 @@
-"""The gate of a run. At the recipe's intervals, the served version runs a suite and is compared with the last promoted one, its baseline.
+"""The gate of a run. At the recipe's intervals, it evaluates the served version on a suite and compares it with the last promoted version.
 
     the version serves -> attempts at every case -> more attempts at suspicious cases -> durable verdict -> its consequences
 
-The consequences (promotion, or a rollback request to the learner) are idempotent, and are repeated if the driver died in between. A version
-without a verdict on exactly its weights is evaluated again.
+The consequences (promotion, or a rollback request to the learner) are idempotent. They are repeated if the driver died before it applied
+them. A version is evaluated again if there is no verdict on exactly its weights.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ if TYPE_CHECKING:
     from agentrl.session.opening import Progress, Run
 
 MAX_ROLLBACKS = 2
-"""Rollbacks by the gate within `rollback.BUDGET_STEPS` versions. A policy that declines a third time needs other settings."""
+"""Rollbacks by the gate within `rollback.BUDGET_STEPS` versions. If the policy gets worse a third time, the settings need a change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """Decides which versions of one run are promoted. Its synchronous methods read the registry and files, so they run in threads."""
+    """Decides which versions of one run are promoted. Its synchronous methods read the registry and files, so call them in threads."""
 
     config: GateConfig
     suite: Suite
@@ -73,12 +73,12 @@ class Gate:
     folder: Path
     registry: VersionRegistry
     served: PolicyServer
-    runner: GroupRunner  # of evaluations
+    runner: GroupRunner  # runs the attempts of evaluations
     sandboxes: SandboxBackend
     capture: Capture
     stored: StoredEpisodes
     tracker: Tracker
-    server: VersionServer | None  # with gate.server=own
+    server: VersionServer | None  # present if gate.server=own
     progress: Progress
 
     @classmethod
@@ -104,7 +104,7 @@ class Gate:
         )
 
     async def decide(self, version: PolicyVersion) -> None:
-        """Evaluates a due version, unless it has a verdict, and applies the consequences, also those that an earlier driver left undone."""
+        """Evaluates a due version, unless it has a verdict, and applies the consequences. It repeats them if an earlier driver died."""
         verdict = await asyncio.to_thread(self.verdict_for, version)
         if verdict is None:
             if await asyncio.to_thread(self.is_rejected, version):
@@ -116,7 +116,7 @@ class Gate:
                 self.tracker.alert(f"version {version.number} passed the gate but is not promoted, because the learner retracted it")
 
     def is_rejected(self, version: PolicyVersion) -> bool:
-        """Whether a version is or will be rolled back, so that it need not be evaluated. The last version of a run is always evaluated."""
+        """Whether a version was or will be rolled back, so it need not be evaluated. The last version of a run is always evaluated."""
         if version.state is VersionState.ROLLED_BACK:
             return True
         return version.number != self._end and rollback.pending_request(self.folder / "versions", self.registry) is not None
@@ -127,16 +127,17 @@ class Gate:
         return verdict if verdict is not None and verdict.sha256 == version.sha256 else None
 
     def due(self, number: int) -> PolicyVersion | None:
-        """Returns the version of this number, if the gate must evaluate it and it was not retracted."""
+        """Returns the version with this number; None if the gate need not evaluate it or it was retracted."""
         version = self.registry.get(number)
         if version is None or (number == self.served.version and version.sha256 != self.served.sha256):
             return None
         return version if number % self.config.every == 0 or number == self._end else None
 
     def due_versions(self) -> list[PolicyVersion]:
-        """Returns the versions up to the served one that the gate must evaluate, oldest first, starting with the newest that has a verdict.
+        """Returns the versions that the gate must evaluate, up to the served version, oldest first.
 
-        After a crash these may be several: versions were served whose evaluation did not finish.
+        The first is the newest version that has a verdict. After a crash there may be several, because the evaluations of versions that
+        were served did not finish.
         """
         versions: list[PolicyVersion] = []
         for number in reversed(range(self.served.version + 1)):
@@ -160,7 +161,7 @@ class Gate:
         return self.registry.get(int(end)) if math.isfinite(end) else None
 
     async def _evaluate(self, version: PolicyVersion) -> GateVerdict | None:
-        """Evaluates a version and stores the verdict. Returns None if the learner retracted the version meanwhile."""
+        """Evaluates a version and stores the verdict. Returns None if the learner retracted the version in the meantime."""
         config, began = self.config, time.monotonic()
         rule = gate_rule(config, self.suite)
         attempt = await self._attempts(version)
@@ -189,7 +190,10 @@ class Gate:
         return verdict
 
     async def _attempts(self, version: PolicyVersion) -> Callable[..., Awaitable[tuple[SuiteAttempt, ...]]]:
-        """Prepares the evaluation of a version. Returns `run_cases` with everything but the cases and the numbers of their attempts."""
+        """Prepares the evaluation of a version.
+
+        Returns `run_cases` as a partial function that lacks only the cases and the numbers of their attempts.
+        """
         if self.server is None:
             total = sum(case_repeats(case, self.config.repeats) for case in self.suite.cases)
             self.tracker.stage("gate", f"version {version.number}: {len(self.suite.cases)} cases, {total} attempts")
@@ -215,7 +219,10 @@ class Gate:
         )
 
     def _attempt_runner(self) -> GroupRunner:
-        """Returns the runner of evaluations, or one on the gate's own server with its own limit of concurrent episodes."""
+        """Returns the runner of evaluations.
+
+        If the gate has its own server, the runner uses it and has its own limit of concurrent episodes.
+        """
         if self.server is None:
             return self.runner
         policy, rollout = self.server.policy, self.recipe.rollout
@@ -223,7 +230,7 @@ class Gate:
         return replace(self.runner, runner=replace(self.runner.runner, policy=policy, router=policy, pace=Pace()), slots=slots)
 
     def _baseline(self, candidate: PolicyVersion) -> SuiteResults | None:
-        """Returns the evaluation of the last promoted version with attempts at unchanged cases, reduced to these attempts."""
+        """Returns the evaluation of the newest promoted version that has attempts at unchanged cases. Only these attempts are included."""
         keys = {case.id: case.key for case in self.suite.cases}
         for number in reversed(range(candidate.number)):
             version = self.registry.get(number)
@@ -267,7 +274,7 @@ class Gate:
         if not result.blocked:
             effect = f"{100 * result.effect:+.1f} points on {result.cases} cases"
             return GateOutcome.PROMOTED, f"no worse: {effect} (p = {result.p_value:.2g})"
-        if not self.config.rolls_back or self._last_version() is not None:  # the learner has ended and cannot roll back
+        if not self.config.rolls_back or self._last_version() is not None:  # the learner ended and cannot roll back
             return GateOutcome.BLOCKED, result.reason
         verdicts = (read_verdict(self.folder, one) for one in range(max(0, number - rollback.BUDGET_STEPS + 1), number))
         rollbacks = sum(one is not None and one.outcome is GateOutcome.ROLLED_BACK for one in verdicts)
@@ -277,7 +284,7 @@ class Gate:
         return GateOutcome.ROLLED_BACK, result.reason
 
     def _apply(self, version: PolicyVersion, verdict: GateVerdict) -> bool:
-        """Applies the consequences of a verdict. Returns whether the version is promoted. Idempotent."""
+        """Applies the consequences of a verdict. Returns whether the version is promoted. The call is idempotent."""
         if verdict.promoted and not self._promote(version):
             return False
         if verdict.outcome is GateOutcome.ROLLED_BACK and verdict.reference is not None and version.state is not VersionState.ROLLED_BACK:
@@ -292,12 +299,12 @@ class Gate:
             if pending is None or not pending.by_user:
                 rollback.request_rollback(self.folder / "versions", request)  # the learner polls for it (`agentrl.learner.worker`)
         figure = verdict.figures.pass_at_1 if verdict.figures is not None else None
-        if figure is not None:  # after the promotion, until which the learner keeps the version's checkpoint
+        if figure is not None:  # after the promotion, because the learner keeps the checkpoint until then
             self.registry.set_evals(version.number, {GATE: figure})
         return verdict.promoted
 
     def _promote(self, version: PolicyVersion) -> bool:
-        """Promotes a version. Returns False if the learner retracted it at the same moment."""
+        """Promotes a version. Returns False if the learner retracted it at the same time."""
         try:
             self.registry.set_state(version.number, VersionState.PROMOTED, sha256=version.sha256)
         except StoreError:
@@ -329,10 +336,10 @@ def gate_rule(gate: GateConfig, suite: Suite) -> GateRule:
 
 
 def first_version_to_serve(registry: VersionRegistry, gate: Gate | None) -> PolicyVersion:
-    """Returns the version that a run starts with: the serving one, or else the newest that was not rolled back.
+    """Returns the version with which a run starts: the serving version or, if there is none, the newest that was not rolled back.
 
-    With a gate, promoted versions may be older: the newest was blocked and training continued from it, or it was rolled back and its
-    successor has not served yet.
+    If the run has a gate, the last promoted version may be older: the newest was blocked and training continued from it, or it was rolled
+    back and its successor has not served yet.
     """
     newest = version_to_serve(registry)
     if gate is not None and not gate.is_concluded():
@@ -345,7 +352,8 @@ def first_version_to_serve(registry: VersionRegistry, gate: Gate | None) -> Poli
 def promoted_result(registry: VersionRegistry, folder: Path) -> PolicyVersion | None:
     """Returns the result of a run with a gate: the last promoted version; None if its weights equal version 0.
 
-    A rollback to version 0 has its hash; with adapters it has its own hash and changes nothing.
+    A version that is a rollback to version 0 has the hash of version 0. With adapters it has a different hash and does not change the base
+    policy.
     """
     promoted, base = registry.latest(VersionState.PROMOTED), registry.get(0)
     if promoted is None or base is None or promoted.sha256 == base.sha256 or measure.is_zero_version(folder, promoted.number):
@@ -354,7 +362,7 @@ def promoted_result(registry: VersionRegistry, folder: Path) -> PolicyVersion | 
 
 
 async def serve_result(registry: VersionRegistry, served: PolicyServer, alert: Callable[[str], None]) -> None:
-    """Serves the result of a run with a gate: the last promoted version, if the newest one was not promoted."""
+    """Serves the result of a run with a gate: the last promoted version, if the newest version was not promoted."""
     promoted = await asyncio.to_thread(registry.latest, VersionState.PROMOTED)
     if promoted is not None and promoted.number != served.version:
         alert(f"version {served.version} is not promoted; the result of the run is version {promoted.number}")

@@ -1,17 +1,17 @@
-"""The gate's rule: when a candidate is worse than the baseline, on the suite or on a case.
+"""The gate's rule. It decides whether a candidate is worse than the baseline, on the suite or on a case.
 
-The suite and the cases each get half of the chance of a false alarm. Together they spend seven tenths of `alpha`, because a lucky baseline
-stays while it blocks candidates, so alarms are more frequent over a run than in one evaluation: a chance of 0.035 in each becomes 0.05 in
-the long run.
+The suite and the cases each get half of the chance of a false alarm. Together they spend seven tenths of `alpha`. The reason is that a
+baseline with a lucky score stays while it blocks candidates. So alarms are more frequent over a run than in one evaluation: a chance of
+0.035 in each evaluation becomes 0.05 in the long run.
 
 Suite: a one-sided sign-flip test of the case differences. A significant drop of more than `margin` blocks.
 
-Case: among many cases some always look worse by chance. So cases that look worse are retried, and Fisher's one-sided test covers all
-attempts of the candidate. Looking worse is an additional condition, so it can only make false alarms rarer. Holm's correction counts all
-cases of the suite, retried or not. If no case has enough attempts to be significant, the suite gets both halves.
+Case: among many cases, some always look worse by chance. So cases that look worse are retried, and Fisher's one-sided test covers all
+attempts of the candidate. Looking worse is an additional condition, so it can only reduce the number of false alarms. Holm's correction
+counts all cases of the suite, retried or not. If no case has enough attempts to be significant, the suite gets both halves.
 
-A case may have its own threshold. It does not block while the candidate's mean score reaches the threshold, which again is an additional
-condition. A case may also have its own number of attempts. Whether it can block depends on these numbers only, never on scores.
+A case may have its own threshold. It does not block while the candidate's mean score reaches the threshold. This too is an additional
+condition. A case may also have its own number of attempts. Whether it can block depends only on these numbers, never on scores.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from agentrl.records.fields import Record
 _SPENT = 0.7
 """Share of `alpha` that one evaluation may spend."""
 _LOOKS_WORSE = 0.1
-"""One-sided p-value of the first attempts up to which a case is retried."""
+"""Largest one-sided p-value of the first attempts at which a case is retried."""
 CASES_NAMED = 3
-"""Cases named in a reason, the clearest first; `RuleResult.regressed` has all."""
+"""Cases named in a reason, the clearest first; `RuleResult.regressed` contains all."""
 MAX_RETRIED_CASES = 32
-"""Cases retried in one evaluation, those that look worst."""
+"""Largest number of cases retried in one evaluation; the cases that look worst are chosen."""
 _LEAST_PAIRED = 0.8
-"""Share of the suite's cases that must be scored on both sides for a decision."""
+"""Smallest share of the suite's cases that must be scored on both sides for a decision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,31 +47,33 @@ class GateRule(Record):
     alpha: float = 0.05
     margin: float = 0.0
     threshold: float = 1.0
-    thresholds: Mapping[str, float] = field(default_factory=dict)  # of cases with their own threshold
+    thresholds: Mapping[str, float] = field(default_factory=dict)  # case -> threshold, for cases that have their own
 
     def can_block(self, cases: int, before: int, now: int) -> bool:
-        """Whether a case with these numbers of attempts can block in a suite of `cases`: a change from always to never passing would be
-        significant."""
+        """Whether a case with these numbers of attempts can block in a suite of `cases`.
+
+        It can if a change from always passing to never passing would be significant.
+        """
         best = fisher_p_value(0, now + self.confirm, before, before)
         return can_trigger_retry(before, now) and best <= self.case_alpha / cases
 
     def pass_threshold(self, case: str) -> float:
-        """Returns the score from which an attempt at a case passes."""
+        """Returns the lowest score with which an attempt at a case passes."""
         return self.thresholds.get(case, self.threshold)
 
     @property
     def case_alpha(self) -> float:
-        """The part of `alpha` that the cases together may spend."""
+        """The part of `alpha` that all cases together may spend."""
         return _SPENT * self.alpha / 2
 
     def suite_alpha(self, before: Scores, now: Scores) -> float:
-        """Returns the part of `alpha` that the suite may spend: all of it if no case can block."""
+        """Returns the part of `alpha` that the suite may spend. It includes the part of the cases if no case can block."""
         return self.case_alpha if _blocking_cases(self, before, now) else 2 * self.case_alpha
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseDrop(Record):
-    """A retried case, before and now."""
+    """The results of a retried case, before and now."""
 
     case: str
     before_passed: int
@@ -92,7 +94,7 @@ class RuleResult(Record):
     cases: int  # scored on both sides
     unscored: int  # pairs of attempts that one side did not score
     effect: float = 0.0  # mean over cases of the score now minus before
-    p_value: float = 1.0  # of the suite, one-sided
+    p_value: float = 1.0  # one-sided p-value of the suite
     suite_alpha: float = 0.0
     again: tuple[CaseDrop, ...] = ()  # retried cases, the clearest drop first
 
@@ -103,7 +105,7 @@ class RuleResult(Record):
 
     @property
     def reason(self) -> str:
-        """The reason for a block in one line, with the clearest cases; empty if nothing blocks."""
+        """The reason why the candidate is blocked, in one line, with the clearest cases; empty if it is not blocked."""
         if not self.enough:
             return f"only {self.cases} cases were scored for both versions, too few to decide"
         reasons = []
@@ -118,7 +120,7 @@ class RuleResult(Record):
 
 
 def can_trigger_retry(before: int, now: int) -> bool:
-    """Whether a change from always to never passing in these numbers of attempts leads to a retry: with 3 and 3 it does."""
+    """Whether a change from always passing to never passing in these numbers of attempts leads to a retry. For 3 and 3 it does."""
     return fisher_p_value(0, now, before, before) <= _LOOKS_WORSE
 
 
@@ -135,9 +137,9 @@ def apply_rule(rule: GateRule, before: Scores, now: Scores, again: Scores) -> Ru
     """Decides whether `now` is worse than `before`.
 
     Args:
-        before: the baseline's attempts at all cases of the suite, as many as were planned; None for an unscored one.
-        now: the candidate's.
-        again: the candidate's further attempts at the cases that `cases_to_retry` returns.
+        before: scores of all planned attempts of the baseline at the cases of the suite; None means unscored.
+        now: scores of the candidate.
+        again: scores of the candidate's additional attempts at the cases that `cases_to_retry` returns.
     """
     both = pair_scores(before, now)
     pairs, unscored = both.pairs, both.unscored
@@ -169,7 +171,7 @@ def apply_rule(rule: GateRule, before: Scores, now: Scores, again: Scores) -> Ru
 
 
 def _blocking_cases(rule: GateRule, before: Scores, now: Scores) -> list[str]:
-    """Returns the cases that can block, by their numbers of attempts."""
+    """Returns the cases that have enough attempts to block."""
     return [case for case in before.keys() & now.keys() if rule.can_block(len(before), len(before[case]), len(now[case]))]
 
 

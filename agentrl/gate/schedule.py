@@ -1,4 +1,4 @@
-"""Schedules the gate: between two swaps on the policy's servers, or concurrently on the gate's own server."""
+"""Schedules the gate's evaluations: between two swaps on the policy's servers, or concurrently on the gate's own server."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _POLL_S = 0.05
 
 
 class VersionServer:
-    """A server of the policy that serves the requested versions only, while the policy's servers continue with newer ones.
+    """A server that serves only the requested versions of the policy, while the policy's servers continue with newer versions.
 
-    The gate has one (`gate.server=own`), and so has a league. Call `start` before `serve`.
+    The gate uses such a server if `gate.server=own`, and a league uses one too. Call `start` before `serve`.
     """
 
     def __init__(
@@ -40,24 +40,27 @@ class VersionServer:
         launcher: Launcher | None = None,
         alert: Callable[[str], None] = log.warning,
     ) -> None:
-        """`name`, `launcher`, `alert`: as for `SupervisedServer`."""
+        """Creates the server without starting it. `name`, `launcher` and `alert` are those of `SupervisedServer`."""
         self._run_dir, self._registry = run_dir, registry
         self._version: PolicyVersion | None = None
         self.policy = SupervisedServer(recipe, run_dir, registry, name=name, newest=self._newest, launcher=launcher, alert=alert)
 
     async def start(self, version: PolicyVersion, *, await_probe: bool = False) -> None:
-        """Starts it with the weights of a version. Raises as `SupervisedServer.start` does."""
+        """Starts the server with the weights of a version. Raises the errors of `SupervisedServer.start`."""
         self._version = version
         await self.policy.start(version, await_probe=await_probe)
 
     async def serve(self, version: PolicyVersion) -> None:
-        """Returns when it serves this version. Raises `SwapError` if it rejects it, and `ServingError` if it does not come back."""
+        """Loads a version and waits until it is served.
+
+        Raises `SwapError` if the server rejects the version, and `ServingError` if the server does not recover.
+        """
         self._version = version
         if (self.policy.version, self.policy.sha256) != (version.number, version.sha256):
             await self.policy.load_with_retries(version)
 
     async def _newest(self) -> PolicyVersion | None:
-        """Returns the version of a restarted server: the latest requested one, or version 0 if that version's weights are gone."""
+        """Returns the version of a restarted server: the last requested version, or version 0 if its weights were deleted."""
         version = self._version
         if version is None or version.number == 0:
             return version
@@ -68,9 +71,9 @@ class VersionServer:
 
 @asynccontextmanager
 async def schedule_gate(gate: Gate | None, progress: Progress) -> AsyncIterator[GateSchedule]:
-    """Yields the gate's schedule in a run. A failing evaluation ends the block.
+    """Yields the gate's schedule in a run. An evaluation that fails ends the block.
 
-    Leaving the block waits for the running evaluation, or cancels it if the run is interrupted; the resumed run repeats it.
+    The exit from the block waits for the running evaluation, or cancels it if the run is interrupted. The resumed run repeats it.
     """
     if gate is None or gate.server is None:
         yield GateSchedule(gate, progress, None)
@@ -84,8 +87,8 @@ async def schedule_gate(gate: Gate | None, progress: Progress) -> AsyncIterator[
 class GateSchedule:
     """Runs one evaluation at a time. Call `evaluate_due` after every change of the served version.
 
-    On the policy's servers, `evaluate_due` returns after the evaluation. On the gate's own server it returns at once, unless the previous
-    version is still being evaluated. Without a gate, it does nothing.
+    On the policy's servers, `evaluate_due` returns after the evaluation. On the gate's own server it returns immediately, unless the
+    previous version is still being evaluated. If there is no gate, it does nothing.
     """
 
     def __init__(self, gate: Gate | None, progress: Progress, evaluations: asyncio.TaskGroup | None) -> None:
@@ -94,14 +97,14 @@ class GateSchedule:
         self._started: set[tuple[int, str]] = set()  # number and sha256 of versions whose evaluation has started
 
     async def evaluate_due(self) -> None:
-        """Evaluates due versions, or starts to."""
+        """Evaluates due versions on the policy's servers, or starts their evaluation on the gate's own server."""
         gate = self._gate
         if gate is None:
             return
         if gate.server is None or self._evaluations is None:
             await self._evaluate_serving(gate)
             return
-        # A retracted version may be published again with the same weights, so versions that are not served yet are forgotten.
+        # A retracted version may be published again with the same weights, so versions that are not served yet are removed from the set.
         self._started = {one for one in self._started if one[0] < gate.served.version}
         while (new := await self._next_due(gate)) is not None:
             await self._wait_idle()
@@ -159,6 +162,6 @@ class GateSchedule:
 
 
 async def _is_wanted(gate: Gate, version: PolicyVersion) -> bool:
-    """Whether the version must still be evaluated. If it was retracted, a new version with its number is evaluated when it serves."""
+    """Whether the version must still be evaluated. If it was retracted, the new version with its number is evaluated once it serves."""
     current = await asyncio.to_thread(gate.registry.get, version.number)
     return current is not None and current.sha256 == version.sha256 and not await asyncio.to_thread(gate.is_rejected, current)

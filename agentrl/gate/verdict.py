@@ -1,4 +1,4 @@
-"""The gate's decisions on versions of a run: `gate/000012/verdict.json`, next to the evaluation that it is based on."""
+"""The gate's decisions on versions of a run. `gate/000012/verdict.json` is next to the evaluation on which it is based."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 FOLDER, FILE = "gate", "verdict.json"
 _MAX_BYTES = 16 << 20
-_CASES_SHOWN = 3  # cases shown if only the suite as a whole got worse
+_CASES_SHOWN = 3  # cases shown if the suite got worse but no single case did
 
 
 class GateOutcome(StrEnum):
@@ -40,7 +40,7 @@ class CaseRegression(Record):
     """A case that regressed, with an episode of each version."""
 
     case: str
-    turn: int | None  # first turn, counted from 1, in which the two episodes differ; None means they do not
+    turn: int | None  # first turn, counted from 1, in which the two episodes differ; None means no difference
     before_episode: str  # passed
     episode: str  # failed
 
@@ -50,14 +50,14 @@ class GateVerdict(Record):
     """The gate's decision on one version."""
 
     version: int
-    sha256: str  # of its weights; the decision does not apply to other weights with this number
+    sha256: str  # hash of its weights; the decision does not apply to different weights with this number
     outcome: GateOutcome
     reason: Text
     at: str  # UTC, ISO 8601
-    reference: int | None = None  # baseline version that it was compared with
+    reference: int | None = None  # baseline version with which it was compared
     judgement: RuleResult | None = None
-    figures: EvaluationFigures | None = None  # of its evaluation
-    regressions: tuple[CaseRegression, ...] = ()  # the cases that block; if only the suite fell, those that fell most
+    figures: EvaluationFigures | None = None  # figures of its evaluation
+    regressions: tuple[CaseRegression, ...] = ()  # the cases that block; if only the suite got worse, the cases that fell most
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
@@ -76,7 +76,7 @@ def evaluation_folder(run_dir: Path, version: int) -> Path:
 
 
 def read_verdict(run_dir: Path, version: int) -> GateVerdict | None:
-    """Returns the verdict on a version, or None without one. Raises `StoreError` if it cannot be read."""
+    """Returns the verdict on a version, or None if there is none. Raises `StoreError` if it cannot be read."""
     path = evaluation_folder(run_dir, version) / FILE
     try:
         verdict = codec.from_json(GateVerdict, read_bytes(path, most=_MAX_BYTES, inside=run_dir))
@@ -90,7 +90,7 @@ def read_verdict(run_dir: Path, version: int) -> GateVerdict | None:
 
 
 def read_verdicts(run_dir: Path) -> tuple[GateVerdict, ...]:
-    """Returns all verdicts of a run, by version. Raises `StoreError` for one that cannot be read."""
+    """Returns all verdicts of a run, by version. Raises `StoreError` if one cannot be read."""
     folder = run_dir / FOLDER
     numbers = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal()) if folder.is_dir() else []
     return tuple(verdict for number in numbers if (verdict := read_verdict(run_dir, number)) is not None)
@@ -99,11 +99,11 @@ def read_verdicts(run_dir: Path) -> tuple[GateVerdict, ...]:
 def case_regressions(
     folder: Path, baseline: SuiteResults, evaluation: SuiteResults, result: RuleResult, attempts: Sequence[SuiteAttempt]
 ) -> tuple[CaseRegression, ...]:
-    """Returns the regressed cases of an evaluation, each with a passing episode of the baseline and a failing one.
+    """Returns the regressed cases of an evaluation, each with a passing episode of the baseline and a failing episode of the version.
 
     Args:
         folder: the run folder, which contains the baseline's episodes.
-        attempts: of the evaluation, with their transcripts.
+        attempts: attempts of the evaluation, with their transcripts.
     """
     path = evaluation_folder(folder, baseline.about.version) / EPISODES
     before = {line["episode"]: line for line in read_json_lines(path)}
@@ -120,7 +120,10 @@ def case_regressions(
 
 
 def first_different_turn(before: dict[str, Any], after: dict[str, Any]) -> int | None:
-    """The first turn, counted from 1, in which two transcripts make different calls, or else contain different text; None if equal."""
+    """Returns the first turn, counted from 1, in which two transcripts differ; None if they are equal.
+
+    It is the first turn with different calls or, if all calls are equal, with different text.
+    """
     one, other = _turns(before), _turns(after)
     for part in ("tool_calls", "content"):
         for turn in range(max(len(one), len(other))):
@@ -134,7 +137,7 @@ def _turns(transcript: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _episode(evaluation: SuiteResults, case: str, *, passed: bool) -> str | None:
-    """Returns an attempt at the case that passed, or that did not."""
+    """Returns the episode of an attempt at the case that passed or, if `passed` is false, that did not; None if there is none."""
     threshold = evaluation.about.pass_threshold(case)
     scored = ((one.episode, one.score) for one in evaluation.attempts if one.case == case and one.score is not None)
     return next((episode for episode, score in scored if attempt_passes(score, threshold) is passed), None)

@@ -1,4 +1,5 @@
-"""Trains any external agent program unchanged: an HTTP server speaks the program's protocol, and records what it samples as exact tokens.
+"""Trains any external agent program unchanged: an HTTP server implements the program's protocol, and records what it samples as exact
+tokens.
 
 `ExternalProgram` is the `agentrl.protocols.Agent` that runs a program in the episode's sandbox. `Gateway` serves sessions; a `Session`
 answers the requests of one program with samples of its episode's policy.

@@ -122,7 +122,7 @@ def _shape(fields: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Returns the JSON schema of the answer, if one is requested."""
     config = known_fields(value_or(fields.get("output_config"), {}), ("effort", "format"), "output_config")
     check_all(config, {"effort": checks.one_of(*checks.EFFORTS)}, "output_config")
-    where = "output_format" if config.get("format") is None else "output_config.format"  # the former is the older one
+    where = "output_format" if config.get("format") is None else "output_config.format"  # `output_format` is older
     value = value_or(config.get("format"), fields.get("output_format"))
     if value is None:
         return None
@@ -193,7 +193,7 @@ class _Tools:
         self.loaded: dict[str, Mapping[str, Any]] = {}
         self._deferred = {tool["function"]["name"]: tool for tool, later in zip(tools, deferred, strict=True) if later}
         self._known = {tool["function"]["name"]: tool for tool in tools}
-        self._chars = 0  # of definitions in results, which a short reference can repeat
+        self._chars = 0  # of definitions in results, which short references can repeat
 
     def definition(self, reference: Any, where: str) -> str:
         """Returns the definition of the tool that a result refers to, as a line. Raises `RequestError`."""
@@ -210,7 +210,7 @@ class _Tools:
 
 
 def _messages(value: Any, where: str, tools: _Tools) -> list[RequestMessage]:
-    """Returns the messages of one message. Each tool result becomes a message, before the text next to it."""
+    """Returns the messages into which one message is split. Each tool result becomes a message, before the text next to it."""
     about = mapping(value, where)
     role, content = about.get("role"), about.get("content")
     if role not in ("user", "assistant", "system"):

@@ -11,9 +11,9 @@ from agentrl.records import ToolCall
 from agentrl.records.fields import json_value
 
 MAX_STOPS = (16, 1024)
-"""Stop sequences of a request, and characters of each."""
+"""Maximum number of stop sequences of a request, and of characters in each."""
 MAX_KEY = 200
-"""Characters of an unknown key in an error."""
+"""Maximum characters of an unknown key in an error."""
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 Check = Callable[[Any, str], object]
@@ -120,7 +120,7 @@ def check_all(body: Mapping[str, Any], checks: Mapping[str, Check], where: str =
 
 
 def check_inert(body: Mapping[str, Any], allowed: Mapping[str, Sequence[Any]]) -> None:
-    """Refuses fields that request unsupported behaviour. `allowed`: field -> values without an effect, in addition to null."""
+    """Raises `RequestError` if a field requests unsupported behaviour. `allowed`: field -> values other than null that have no effect."""
     for name, values in allowed.items():
         value = body.get(name)
         if value is not None and not any(type(value) is type(other) and value == other for other in values):

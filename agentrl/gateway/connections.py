@@ -1,8 +1,9 @@
 """Connections to the gateway: bounds on bytes outside the body, pipelined requests and idle time, and corrections of HTTP parsers.
 
-The key of a request is checked only when its head is complete, so any program that reaches the gateway can send bytes before that. uvicorn
-has two parsers: h11, which bounds heads, and httptools, which is installed with vLLM and bounds nothing. Neither answers a client that has
-closed its sending side, and httptools loses the body of a request that offers to change the protocol, as Java's client does.
+The key of a request is checked only when the head is complete, so any program that reaches the gateway can send bytes before the check.
+uvicorn has two parsers: h11, which bounds heads, and httptools, which is installed with vLLM and bounds nothing. Neither parser answers a
+client that has closed its sending side, and httptools loses the body of a request that offers to change the protocol, as Java's client
+does.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ IDLE_S = 30.0
 HEAD_BYTES = 65536
 """Bound on a request line, headers, trailers, and the framing of a chunked body beyond `FRAMING`."""
 FRAMING = 6
-"""Framing bytes per byte of a chunked body. A chunk of one byte has five."""
+"""Maximum framing bytes per byte of a chunked body. A chunk of one byte has five framing bytes."""
 PIPELINED = 16
-"""Requests of a connection that wait for the answer to an earlier one."""
+"""Maximum number of requests of a connection that wait for the answer to an earlier request."""
 PIECE = 4096
-"""Bytes after which the bounds are checked."""
+"""Number of bytes after which the bounds are checked."""
 HALF_CLOSED = "agentrl.half_closed"
 """Key in a request's ASGI scope: the client has closed its sending side. It may be waiting for the answer, or have disconnected."""
 _OFFERS = (b"upgrade", b"http2-settings")
@@ -75,7 +76,7 @@ class _Bounds:
                 if self.cycle is None or self.cycle.response_complete:
                     self.transport.write(TOO_LARGE)
                     self.transport.close()
-                else:  # another answer is in progress
+                else:  # a different answer is in progress
                     self.transport.abort()
             elif len(getattr(self, "pipeline", ())) > PIPELINED:  # h11 reads one request at a time
                 self.transport.abort()

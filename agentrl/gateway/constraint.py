@@ -1,10 +1,11 @@
 """Builds the constraint of an answer for guided decoding: JSON of a schema, tool calls, or either.
 
 The inference server masks the tokens that the grammar does not allow before it samples, and its logprobs are over the remaining tokens.
-Such an answer is sampled with supports (`agentrl.records.sampling`), so the learner scores each token over the set from which it was drawn.
+Such an answer is sampled with supports (`agentrl.records.sampling`), so the learner scores each token over the set from which the token was
+drawn.
 
-The server compiles the schemas and all sessions share it, so a client's schema is rebuilt from known keywords, within bounds. A keyword
-that restricts the value is copied or refused. A keyword that only describes it is dropped.
+The server compiles the schemas, and all sessions share the server. A client's schema is therefore rebuilt from known keywords, within
+bounds. A keyword that restricts the value is copied or rejected. A keyword that only describes the value is dropped.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from agentrl.gateway.tokens import Chat
 
 MAX_DEPTH = 12
 MAX_SCHEMAS = 512
-"""Nested schemas in all schemas of one request."""
+"""Maximum number of nested schemas in all schemas of one request."""
 MAX_CHARS = 1 << 15
-"""Characters of all names and values in these schemas."""
+"""Maximum characters of all names and values in these schemas."""
 MAX_COUNT = 1024
 """Largest value of `minItems`, `maxLength` and similar keywords."""
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
@@ -195,7 +196,7 @@ def _plain(key: str, value: Any, where: str) -> Any:
 
 
 def _same_as(name: str, definitions: Mapping[str, Any]) -> set[str]:
-    """Returns the definitions that a definition reaches through `$ref` and `anyOf`, without a value in between."""
+    """Returns the definitions that a definition reaches through `$ref` and `anyOf`, without an intermediate value."""
     reached: set[str] = set()
     left: list[Any] = [definitions[name]]
     while left:

@@ -1,9 +1,10 @@
-"""The conversations of a session: finds the sampled turn that a request continues, by the sampled text and the structure of the rest.
+"""The conversations of a session: finds the sampled turn that a request continues, by the sampled text and the structure of the other
+messages.
 
-A request finds a turn by a digest of the conversation up to it. The digest ignores what clients change: reasoning, white space, the order
-of JSON keys, call ids, system messages at the head, and the number of messages into which a turn is split. If several turns have the same
-digest, call ids decide. A request that matches no turn starts another context. It belongs to the conversation with the same opening; if
-there is none, its content determines its parent.
+A request is matched to a turn by a digest of the conversation up to that turn. The digest ignores what clients change: reasoning, white
+space, the order of JSON keys, call ids, system messages at the head, and the number of messages into which a turn is split. If several
+turns have the same digest, call ids decide. A request that matches no turn starts a new context. The context belongs to the conversation
+with the same opening; if there is none, its content determines its parent.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from agentrl.protocols import LiveTrajectory
 from agentrl.records import Parent, ToolCall, ToolResult
 
 MAX_CALLING = 16
-"""Turns with running calls, and texts of one call, that are searched for the task of a sub-agent."""
+"""Maximum number of turns with running calls, and of strings of one call, that are searched for the task of a sub-agent."""
 QUOTED = 32
-"""Characters of a completion that another context must quote to belong to it."""
+"""Minimum length of a completion, in characters. A context that quotes such a completion belongs to it."""
 MAX_SEARCHED = (256, 16, 1 << 18)
-"""Bounds of a search: newest turns, texts of the request, and characters of each text."""
+"""Bounds of a search: newest turns, messages of the request, and characters of each message."""
 SAME_SYSTEM = 0.5
 """Share of the longer system message's characters, in common lines, above which two system messages count as the same."""
 
@@ -34,8 +35,8 @@ SAME_SYSTEM = 0.5
 class End:
     """The end of a conversation: a digest of the messages before its last assistant turn, and the content of that turn.
 
-    Clients may send one turn back as several messages, and several turns, after one that was cut, as one message. So the contents of
-    consecutive assistant messages are concatenated.
+    Clients may send one turn back as several messages. If a turn was cut, they may send it and the next turns as one message. So the
+    contents of consecutive assistant messages are concatenated.
     """
 
     __slots__ = ("_before", "_calls", "_text")
@@ -53,7 +54,7 @@ class End:
         return _digest(self._before, b"assistant\0", self._text.digest(), self._calls.digest())
 
     def said(self, content: str, calls: Iterable[tuple[str, Mapping[str, Any]]]) -> End:
-        """Returns the end after another message of the assistant."""
+        """Returns the end after one more message of the assistant."""
         end = End(self._before)
         end._text = blake2b(digest_size=16) if self._text is None else self._text.copy()
         end._calls = blake2b(digest_size=16) if self._calls is None else self._calls.copy()
@@ -66,7 +67,7 @@ class End:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """The start of a context, up to the first assistant turn: length and digest of its text, and whether more follows."""
+    """The start of a context, up to the first assistant turn: length and digest of its text, and whether more messages follow."""
 
     chars: int
     digest: bytes
@@ -74,7 +75,7 @@ class Opening:
     more: bool = False
 
     def begins(self, other: Opening) -> bool:
-        """Returns whether the other opening continues this one, with more messages or with more text."""
+        """Returns whether the other opening continues this opening, with more messages or with more text."""
         if self.chars == other.chars and self.digest == other.digest:
             return other.more
         return 0 < self.chars < other.chars and other.text[self.chars].isspace() and _text_digest(other.text[: self.chars]) == self.digest
@@ -82,7 +83,7 @@ class Opening:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What a context starts with."""
+    """The start of a context: its system messages, tools and opening."""
 
     system: Mapping[bytes, int]  # digest -> length of each line of the system messages
     tools: bytes  # digest
@@ -139,7 +140,7 @@ class SampledTurn:
         return (*results, *(message for message in new if message.message.role != "tool"))
 
     def results(self, new: Sequence[RequestMessage]) -> list[ToolResult]:
-        """Returns the messages after this turn as results: those of its calls, then all others."""
+        """Returns the messages after this turn as results: first the results of its calls, then all other messages."""
         names = dict(zip(self.all_ids, (call.name for call in self.calls), strict=True))
         tools = [message for message in new if message.message.role == "tool"]
         results = [ToolResult(name=names.get(each.call_id, "")[:64], output=each.message.content, ok=each.ok) for each in tools]
@@ -147,7 +148,7 @@ class SampledTurn:
         return [*results, *(ToolResult(name=other.role[:64], output=other.content, ok=True) for other in others)]
 
     def quoted_in(self, text: str) -> bool:
-        """Returns whether a text contains the answer or the id of a call."""
+        """Returns whether a string contains the answer or the id of a call."""
         answer = self.parsed.answer.strip()
         return any(name in text for name in self.call_ids) or (len(answer) >= QUOTED // 2 and answer in text)
 
@@ -157,7 +158,7 @@ class ContextMatch:
     """The context that a request belongs to."""
 
     kind: str  # next, root, sub_agent, or restart: the same agent in a new context
-    before: SampledTurn | None = None  # the turn that the request continues with exact tokens; None: the context is rendered again
+    before: SampledTurn | None = None  # the turn that the request continues with exact tokens; None means to render again
     parent: Parent | None
     new: tuple[RequestMessage, ...]  # the messages after `before`
     end: End  # of the conversation so far
@@ -169,14 +170,14 @@ class ContextMatch:
 
 @dataclass(slots=True)
 class ConversationGraph:
-    """All sampled turns of a session. Stores digests and ids, no messages."""
+    """All sampled turns of a session. Stores digests and ids, but no messages."""
 
     _by_digest: dict[bytes, list[SampledTurn]] = field(default_factory=dict)
     _by_call: dict[str, SampledTurn] = field(default_factory=dict)
     _by_answer: dict[str, SampledTurn] = field(default_factory=dict)
     _last: dict[int, SampledTurn] = field(default_factory=dict)  # by trajectory; the newest are at the end
     _running: dict[SampledTurn, set[int]] = field(default_factory=dict)  # indexes of unanswered calls that no sub-agent belongs to
-    _answered: dict[SampledTurn, set[int]] = field(default_factory=dict)  # the same of answered calls, for the newest turns
+    _answered: dict[SampledTurn, set[int]] = field(default_factory=dict)  # the same for answered calls of the newest turns
 
     def locate(self, request: CompletionRequest) -> ContextMatch:
         """Returns the context that a request belongs to, in time linear in its size."""
@@ -238,7 +239,8 @@ class ConversationGraph:
             self._running[turn] = {at for at, name in enumerate(turn.all_ids) if name not in turn.withheld}
 
     def answered(self, turn: SampledTurn) -> None:
-        """Records that the conversation continues after this turn: its calls have ended, but sub-agents that they started may run."""
+        """Records that the conversation continues after this turn. The calls of the turn have ended, but sub-agents that they started may
+        still run."""
         if free := self._running.pop(turn, None):
             self._answered[turn] = free
             while len(self._answered) > MAX_CALLING:
@@ -276,7 +278,7 @@ class ConversationGraph:
         return next(quoted, None) or next(longer, None)
 
     def _is_argument(self, text: str) -> bool:
-        """Whether a text is exactly an argument of a running call, which passes it to a sub-agent."""
+        """Whether a string is exactly an argument of a running call, which passes it to a sub-agent."""
         running = islice(reversed(self._running.items()), MAX_CALLING)
         return bool(text) and any(text in _strings(turn.calls[at].arguments) for turn, free in running for at in free)
 
@@ -297,16 +299,17 @@ class ConversationGraph:
         return "root", None, False
 
     def _repeats_root(self, request: CompletionRequest, context: Context) -> bool:
-        """Whether this request has already started a context without a parent: its answer was not used, or the program wants several."""
+        """Whether this request has already started a context without a parent: its answer was not used, or the program wants several
+        answers."""
         if any(message.message.role == "assistant" for message in request.messages):
             return False
         newest = islice(reversed(self._last.values()), MAX_SEARCHED[0])
         return any(turn.trajectory.parent is None and turn.context == context for turn in newest)
 
     def _calling(self, texts: Sequence[str] | None) -> Parent | None:
-        """The running call with one of the texts in its arguments; without texts, the first running call. Each starts one sub-agent.
+        """Returns the first running call with an argument in one of `texts`; any call if `texts` is None. Each call starts one sub-agent.
 
-        A text that quotes the turn itself, such as a request for a title, is not a task.
+        A string that quotes the turn itself, such as a request for a title, is not a task.
         """
         for turn, free in islice(reversed(self._running.items()), MAX_CALLING):
             tasks = None if texts is None else [text for text in texts if not turn.quoted_in(text)]
@@ -317,7 +320,7 @@ class ConversationGraph:
         return None
 
     def _started(self, texts: Sequence[str], tools: bool) -> Parent | None:
-        """Returns a call that was answered at once, with only the name of a sub-agent, whose task is a message here.
+        """Returns a call that was answered at once with only a sub-agent's name, if a message of the request is that sub-agent's task.
 
         Programs add reminders before or after the task. Such a message counts only in a request with tools, because a title's prompt quotes
         the task too.
@@ -332,7 +335,7 @@ class ConversationGraph:
         return None
 
     def _quoted(self, texts: Sequence[str]) -> SampledTurn | None:
-        """Of the turns whose text is quoted, the one with the longest context: it was summarized, or is discussed."""
+        """Returns the quoted turn that has the longest context, because its conversation was summarized or is discussed."""
         newest = list(self._last.values())[-MAX_SEARCHED[0] :]
         for turn in sorted(newest, key=lambda turn: turn.tokens, reverse=True):
             answer = turn.parsed.answer.strip()
@@ -344,7 +347,7 @@ class ConversationGraph:
 def conversation_ends(messages: Iterable[RequestMessage], start: End | None = None, call_ids: Sequence[str] = ()) -> tuple[End, ...]:
     """Returns [n + 1] ends of the conversation up to each message, in a form that clients do not change.
 
-    `start` and `call_ids` are those of the turn that the messages follow.
+    `start` and `call_ids` belong to the turn that the messages follow.
     """
     ends = [start or End()]
     calls = {name: at for at, name in enumerate(call_ids)}  # of the last turn
@@ -383,7 +386,7 @@ def _opening(messages: Sequence[RequestMessage]) -> Opening:
 
 
 def _renamed(messages: Sequence[RequestMessage], at: int, turn: SampledTurn) -> tuple[RequestMessage, ...]:
-    """Returns the messages after a sampled turn, with the original ids of its calls if the client uses other ids."""
+    """Returns the messages after a sampled turn, with the original ids of its calls if the client uses different ids."""
     first = next((index for index in range(at, 0, -1) if messages[index - 1].message.role != "assistant"), 0)
     client_ids = tuple(name for message in messages[first:at] for name in message.call_ids)
     ids = turn.call_ids if len(client_ids) == len(turn.call_ids) else client_ids
@@ -410,7 +413,7 @@ def _any_task_in(turn: SampledTurn, texts: Sequence[str]) -> bool:
 
 
 def _task_in(call: ToolCall, texts: Sequence[str]) -> bool:
-    """Whether one of the texts contains a text of the call's arguments, such as the task of a sub-agent."""
+    """Whether one of `texts` contains a string of the call's arguments, such as the task of a sub-agent."""
     tasks = [task for task in _strings(call.arguments) if len(task) >= QUOTED // 2]
     return any(task in text for task in tasks[:MAX_CALLING] for text in texts)
 

@@ -27,7 +27,7 @@ class HttpServer:
         name: names the server in error messages.
         host: an address of this machine.
         port: 0 means any free port.
-        connections: maximum number of connections at a time; further ones get status 503.
+        connections: maximum number of connections at a time; additional connections get status 503.
     """
 
     app: Any

@@ -1,4 +1,4 @@
-"""Runs a user-supplied agent program unchanged in the episode's sandbox, and trains it on the answers that it received.
+"""Runs a user-supplied agent program unchanged in the episode's sandbox, and trains the policy on the answers that the program received.
 
 rollout=RolloutConfig(
     agent=Part(
@@ -32,7 +32,7 @@ MODEL = "policy"
 ANSWERS = ("stdout", "message", "none")
 OUTPUT_BYTES = 1 << 16
 GRACE_S = 5.0
-"""Seconds that a program may run after its session has reached a limit, or the policy is not available any more."""
+"""Seconds that a program may run after its session has reached a limit, or the policy has become unavailable."""
 MAX_FILE = 8 << 20
 _OUTPUT_CHARS = 1500  # maximum characters of a program's output in a failure
 
@@ -43,13 +43,13 @@ class ExternalProgram:
     """An `agentrl.protocols.Agent` that runs a program in the sandbox, with the gateway as its model. One object serves all episodes.
 
     The program gets the task's prompt on standard input, and these environment variables: `OPENAI_BASE_URL`, `OPENAI_API_KEY`,
-    `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY`, `AGENTRL_MODEL` (the name of the model), `AGENTRL_SESSION` (the episode's id). It uses its
-    own tools, not the task's. The episode ends with the program:
+    `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY`, `AGENTRL_MODEL` (the name of the model), `AGENTRL_SESSION` (the episode's id). The program
+    uses its own tools, not the task's tools. The episode ends when the program ends or is stopped:
 
     - with status 0: `answered`;
-    - with another status, or killed, after the policy's first answer: `failed`, and scored, because the policy's answers caused it;
+    - with a different status, or killed, after the policy's first answer: `failed`, and scored, because the policy's answers caused it;
     - before the policy's first answer: a `TaskError`, because nothing was sampled and a retry would not help;
-    - some seconds after the session has reached the task's `turns`: `turn_limit`, or has rejected a thousand requests: `refused`;
+    - some seconds after the session has reached the task's `turns`: `turn_limit`, or after it has rejected a thousand requests: `refused`;
     - at the task's `wall_s`: `wall_limit`, blamed on the policy if the program itself took at least half of that time.
     """
 
@@ -69,7 +69,7 @@ class ExternalProgram:
         port: int = PORT,
         reward_key_file: str = "",
     ) -> None:
-        """In a recipe, these are `rollout.agent.options`, except `chat`.
+        """Sets the options. In a recipe, these are `rollout.agent.options`, except `chat`.
 
         Args:
             command: the program and its arguments. `{prompt}`, `{model}` and `{base_url}` in an argument are replaced.
@@ -77,8 +77,8 @@ class ExternalProgram:
             environment: additional variables of the program. `{model}`, `{base_url}` and `{key}` in a value are replaced.
             answer: the episode's answer: "stdout", the program's output; "message", the policy's last text in the main conversation;
                 "none", for tasks that are scored by files.
-            models: names that the program may request. All are the policy; the program gets the first.
-            host, port: where the gateway listens on this machine. The task's `sandbox.network` must contain it.
+            models: names that the program may request. All of them mean the policy; the program gets the first one.
+            host, port: where the gateway listens on this machine. The task's `sandbox.network` must contain this address.
             reward_key_file: file for the key with which a process on the host posts rewards (`agentrl.gateway.rewards`).
 
         Raises:
@@ -143,7 +143,7 @@ class ExternalProgram:
         return here.setdefault((self._host, self._port), Gateway(host=self._host, port=self._port))
 
     async def _run(self, episode: LiveEpisode, session: Session, sandbox: Sandbox, key: str) -> ExecResult | None:
-        """Runs the program. None means that it was stopped after the end of its session."""
+        """Runs the program. None means that the program was stopped after the end of its session."""
         url = f"http://{self.address}"
         values = {"{model}": self._models[0], "{base_url}": f"{url}/v1", "{key}": key}
         prompt = "\n\n".join(message.content for message in episode.task.prompt)

@@ -10,9 +10,9 @@ from typing import Any
 from agentrl.records import Message, ToolCall
 
 MAX_BODY = 8 << 20
-"""Bytes of one request."""
+"""Maximum bytes of one request."""
 MAX_MESSAGES = 4096
-"""Messages of one request, and items of one message."""
+"""Maximum number of messages of one request, and of items of one message."""
 MAX_TOOLS = 512
 
 STATUS = {
@@ -31,11 +31,11 @@ STATUS = {
     "too_many": 429,
     "failed": 503,
 }
-"""Reason for refusing a request -> HTTP status. SDKs retry 429 and 5xx, and none of the others."""
+"""Reason for rejecting a request -> HTTP status. SDKs retry 429 and 5xx, but no other status."""
 
 
 class RequestError(Exception):
-    """A request is refused. Each protocol writes the error in its own format."""
+    """The gateway rejects a request. Each protocol writes the error in its own format."""
 
     def __init__(self, kind: str, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -107,7 +107,7 @@ class AnswerCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One completion. Token counts are those of the policy."""
+    """One completion. Token counts are in tokens of the policy."""
 
     id: str  # without the protocol's prefix
     model: str
@@ -127,7 +127,7 @@ def said(role: str, content: str, calls: Sequence[ToolCall] = (), **more: Any) -
 
 
 def split_system(messages: Sequence[RequestMessage]) -> tuple[tuple[str, ...], tuple[RequestMessage, ...]]:
-    """Returns the texts of the system messages at the head, and the other messages."""
+    """Returns the contents of the system messages at the head, and the other messages."""
     count = next((at for at, entry in enumerate(messages) if entry.message.role != "system"), len(messages))
     return tuple(entry.message.content for entry in messages[:count]), tuple(messages[count:])
 

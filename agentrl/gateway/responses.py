@@ -38,7 +38,7 @@ INCLUDED = (
 
 _PREFIX = "resp_"
 _SEPARATOR = "__"
-"""Between a namespace and the name of a tool in it, as the policy sees it. It is valid in every chat format."""
+"""Separator between a namespace and the name of a tool in it, as the policy sees them. It is valid in every chat format."""
 
 error = chat_completions.error
 
@@ -170,9 +170,9 @@ def _usage(answer: Answer) -> dict[str, Any]:
 
 
 def _messages(items: Sequence[Any]) -> list[RequestMessage]:
-    """Converts items to messages. Joins the texts and calls of one turn, which are separate items in any order."""
+    """Converts items to messages. Joins the text and the calls of one turn, which are separate items in any order."""
     messages: list[RequestMessage] = []
-    texts: list[str] = []  # texts of the turn that is being joined
+    texts: list[str] = []  # contents of the turn that is being joined
     calls: list[tuple[str, ToolCall]] = []
     in_turn = False
 
@@ -223,7 +223,7 @@ def _content(value: Any, where: str) -> str:
 
 
 def _tools(values: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, tuple[str, str]], frozenset[str]]:
-    """The tools of a request; namespace and name of tools in a namespace, by the name that the policy sees; and the strict tools."""
+    """Returns a request's tools; namespace and name of tools in a namespace, by the name that the policy sees; and the strict tools."""
     tools: list[dict[str, Any]] = []
     spaces: dict[str, tuple[str, str]] = {}
     strict: set[str] = set()

@@ -5,8 +5,8 @@ runs, or within `WAIT_S` seconds of its end:
 
     POST /sessions/ID/reward   {"value": 0.5, "parts": {"speed": 1.0}, "evidence": "won in 12 moves"}
 
-The verifier `agentrl.gateway:posted_reward` returns it as the score of a task. A session's own key cannot post, so no agent can reward
-itself.
+The verifier `agentrl.gateway:posted_reward` returns the reward as the score of a task. The key of a session cannot post rewards, so no
+agent can reward itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from agentrl.gateway.request import RequestError
 from agentrl.records import Episode, Score, Task
 
 WAIT_S = 20.0
-"""How long a session waits for its reward after the program's end. Without a reward it has no score, which is not 0."""
+"""Seconds that a session waits for its reward after the program's end. If there is no reward, the session has no score, which is not 0."""
 MAX_SESSIONS = 4096
 MAX_PARTS = 64
 MAX_EVIDENCE = 10_000
@@ -65,7 +65,7 @@ class PostedRewards:
             raise RequestError("wrong_key", "Incorrect API key provided.")
 
     def post(self, session: str, body: Any) -> None:
-        """Stores the reward of a session. Raises `RequestError` if it is invalid, a second one, or the session is unknown."""
+        """Stores the reward of a session. Raises `RequestError` if the reward is invalid or a second one, or if the session is unknown."""
         fields = known_fields(body, ("value", "parts", "evidence"))
         parts = mapping(fields.get("parts") or {}, "parts")
         if len(parts) > MAX_PARTS:
@@ -84,7 +84,7 @@ class PostedRewards:
         self.store(session, score)
 
     def store(self, session: str, score: Score) -> None:
-        """Stores the reward of an open session that has none."""
+        """Stores the reward of an open session that has none yet."""
         if (reward := self._rewards.get(session)) is not None and not reward.done():
             reward.set_result(score)
 
@@ -93,7 +93,7 @@ class PostedRewards:
         await asyncio.wait({self._rewards[session]}, timeout=WAIT_S)
 
     def of(self, session: str) -> Score:
-        """Returns the reward of a session; no score without one."""
+        """Returns the reward of a session; a score without a value if no reward was posted."""
         reward = self._rewards.get(session)
         if reward is None:
             return Score(value=None, reason="no session of this id accepts rewards: give the agent a reward_key_file")
@@ -105,7 +105,7 @@ POSTED_REWARDS = PostedRewards()
 
 
 async def posted_reward(task: Task, episode: Episode) -> Score:
-    """A verifier: returns the reward that was posted to the episode's session."""
+    """Returns the reward that was posted to the episode's session. This is a verifier."""
     return POSTED_REWARDS.of(episode.id)
 
 

@@ -1,6 +1,6 @@
 """The gateway's HTTP server: keys, bounds, and one route for each call of each protocol. Loopback by default.
 
-Each session has one key. Every request gets an answer in its protocol's format, is counted, and never stops the server.
+Each session has one key. Every request is counted and gets an answer in its protocol's format. No request stops the server.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 MAX_CONNECTIONS = 8192
-"""Connections of all programs. The proxy of a sandbox allows 16."""
+"""Maximum number of connections of all programs. The proxy of a sandbox allows 16."""
 MAX_ENDED = 4096
-"""Keys of ended sessions, whose requests get the error "ended". Older keys are wrong keys."""
+"""Maximum number of keys of ended sessions, whose requests get the error "ended". Older keys count as wrong keys."""
 BODY_S = 30.0
 
 
@@ -63,7 +63,7 @@ ENDPOINTS = tuple(
 
 @dataclass(slots=True, eq=False)
 class Gateway:
-    """Serves sessions on one address while there are any. `counts` are of requests without a session."""
+    """Serves sessions on one address while there are sessions. `counts` has the counts of requests without a session."""
 
     host: str = HOST
     port: int = 0  # 0: any free port
@@ -82,7 +82,7 @@ class Gateway:
 
     @asynccontextmanager
     async def session(self, session: Session) -> AsyncIterator[str]:
-        """Serves a session until the context ends, and yields its key. Raises `InfrastructureError` if it cannot listen."""
+        """Serves a session until the context ends, and yields its key. Raises `InfrastructureError` if the server cannot listen."""
         key = f"sk-agentrl-{secrets.token_urlsafe(32)}"
         async with self._changing:
             if self._server is None:
@@ -142,7 +142,7 @@ class Gateway:
             try:
                 check_source(request.headers)
                 session = self._session(request.headers)
-                loop_lag.count_as(session.stalls)  # not to the episode that started the server
+                loop_lag.count_as(session.stalls)  # not for the episode that started the server
                 return await answer(session, request)
             except RequestError as refused:
                 if session is None:
@@ -225,7 +225,7 @@ class Gateway:
 
 
 def import_server() -> None:
-    """Imports what the gateway needs, so that no episode waits for it. Raises `UserError` if it is not installed."""
+    """Imports the packages that the gateway needs, so that no episode waits for the import. Raises `UserError` if one is not installed."""
     if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
         raise UserError(f"the gateway needs {' and '.join(missing)}", fix=install_command("gateway"))
     import starlette.applications  # noqa: F401

@@ -22,11 +22,11 @@ from agentrl.protocols import LiveEpisode, LiveTrajectory
 from agentrl.records import CUT, Blame, Completion, Failure, Message
 
 MAX_AT_ONCE = 64
-"""Concurrent requests of one session."""
+"""Maximum number of concurrent requests of one session."""
 CHARS_PER_TOKEN = 64
-"""A conversation with more characters than this per available token is refused without tokenizing it."""
+"""A conversation with more characters than this per available token is rejected without tokenizing it."""
 MAX_REFUSED = 1000
-"""Refused requests after which the session ends."""
+"""Number of rejected requests after which the session ends."""
 TIME_UP = "wall_limit"
 """The value of `LiveTrajectory.limit` at the end of an episode's time."""
 MAIN, SUB_AGENT, AUXILIARY = "main", "sub-agent", "auxiliary"
@@ -49,7 +49,7 @@ class _Completion:
 class Session:
     """Answers requests with completions of the episode's policy, and records every sampled token in one turn of the episode's tree.
 
-    `counts` has the number of `answered`, `branch`, `restart`, `sub_agent`, `replayed`, and `refused_...` requests.
+    `counts` contains the number of `answered`, `branch`, `restart`, `sub_agent`, `replayed`, and `refused_...` requests.
     """
 
     episode: LiveEpisode
@@ -76,11 +76,11 @@ class Session:
     async def complete(self, request: CompletionRequest, *, disconnected: asyncio.Event | None = None) -> tuple[Answer, Callable[[], None]]:
         """Returns an answer, and a function to call once the client has received it. Raises `RequestError`.
 
-        A repeated request gets the same answer if no client has received that yet, or if the client declares a retry. Otherwise another
-        answer is sampled.
+        A repeated request gets the same answer if no client has received it yet, or if the client declares a retry. Otherwise a new answer
+        is sampled.
 
         Args:
-            disconnected: set when the client disconnects. Its completion is still recorded.
+            disconnected: set when the client disconnects. The completion is still recorded.
         """
         self._check(request)
         request = self._graph.rejoin(request)
@@ -162,7 +162,7 @@ class Session:
         if limit:
             trajectory.end(limit)
             if not trajectory.turns:
-                trajectory.describe(trajectory.agent, ())  # do not store the prompts of refused conversations
+                trajectory.describe(trajectory.agent, ())  # do not store the prompts of rejected conversations
             raise _too_long()
         self._busy.add(trajectory.index)
         if len(self._busy) == 1:
@@ -238,7 +238,7 @@ class Session:
         self, request: CompletionRequest, match: ContextMatch, trajectory: LiveTrajectory, new_tokens: int, grammar: str
     ) -> Answer:
         try:
-            if limit := trajectory.limit():  # another turn has used up the rest meanwhile
+            if limit := trajectory.limit():  # a different turn has used up the rest meanwhile
                 if limit == TIME_UP:
                     raise self._time_is_up()
                 trajectory.end(limit)
@@ -263,9 +263,9 @@ class Session:
         return self._record(request, match, trajectory, new_tokens, parsed, stop)
 
     def _read(self, trajectory: LiveTrajectory, completion: Completion, request: CompletionRequest) -> tuple[Parsed, str]:
-        """Parses a completion and adds it as a turn. Also returns the stop sequence that ends it.
+        """Parses a completion and adds it as a turn. Returns the parsed completion and the stop sequence that ends it.
 
-        Raises `PolicyFault` if it is unreadable; the turn is added anyway.
+        If the completion is unreadable, adds the turn and raises `PolicyFault`.
         """
         chat, stop = self.tokens.chat, ""
         with user_code.fault_boundary() as fault:  # a tokenizer may raise anything
@@ -283,7 +283,7 @@ class Session:
         return parsed, stop
 
     def _withheld(self, parsed: Parsed, request: CompletionRequest) -> dict[int, str]:
-        """The calls of a completion that the client does not receive: index of the call -> text for the policy in place of a result."""
+        """Returns the calls of a completion that the client does not receive: index -> text for the policy instead of a result."""
         schemas = {tool["function"]["name"]: tool for tool in request.known_tools if tool["function"]["name"] in request.strict}
         withheld: dict[int, str] = {}
         for number, call in enumerate(parsed.message.tool_calls):
@@ -378,7 +378,7 @@ class Session:
         self.fail(fault)
 
     def fail(self, error: BaseException) -> None:
-        """Ends the session with a fault that is not the program's. The first fault counts."""
+        """Ends the session with a fault that the program did not cause. Only the first fault counts."""
         self.fault = self.fault or error
         self.over.set()
 
@@ -401,7 +401,8 @@ class Session:
             )
 
     def _name_auxiliary(self) -> None:
-        """Marks one-turn contexts that no request continues and that are not the main agent's as `auxiliary`, such as titles and summaries.
+        """Marks contexts of one turn, such as titles and summaries, as `auxiliary` if no request continues them and they are not the main
+        agent's.
 
         A context without a parent is auxiliary if its requests declare no tools, or if it quotes the main agent's context.
         """
@@ -420,9 +421,9 @@ class Session:
                     self._describe(each, AUXILIARY)
 
     def _work(self, roots: Sequence[LiveTrajectory], continued: set[int]) -> set[int]:
-        """Returns the contexts without a parent that belong to the main agent: those with tools or more than one turn.
+        """Returns the contexts without a parent that belong to the main agent: the contexts with tools or with more than one turn.
 
-        If there are none, the program requests each turn in a separate context, and the contexts that share a system message are the work.
+        If there are none, the program requests each turn in a separate context, and the contexts that share a system message are returned.
         """
         work = {root.index for root in roots if self._shown[root.index][0] or len(root.turns) > 1 or root.index in continued}
         last = [turn for root in roots if (turn := self._graph.last(root)) is not None]
@@ -439,7 +440,7 @@ class Session:
 
 
 def _too_long() -> RequestError:
-    """Uses the wording of Anthropic's and OpenAI's errors, by which programs decide to shorten their conversation."""
+    """Returns an error with the wording of Anthropic's and OpenAI's errors, by which programs decide to shorten their conversation."""
     text = "prompt is too long: this model's maximum context length is exceeded by the conversation."
     return RequestError("context_length", text, param="messages")
 

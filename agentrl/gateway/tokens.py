@@ -1,4 +1,4 @@
-"""The exact tokens of a conversation with an external program: the opening once, then the tokens between two completions.
+"""The exact tokens of a conversation with an external program: first the opening, then the tokens between each two completions.
 
 `Chat` is the part of the run's chat format (`agentrl.agent.ChatFormat`) that the gateway needs.
 """
@@ -57,7 +57,7 @@ class Frame(Protocol):
 
     @property
     def excludes(self) -> tuple[str, ...]:
-        """Texts that no argument may contain."""
+        """Strings that no argument may contain."""
 
 
 class Chat(Protocol):
@@ -76,7 +76,7 @@ class Chat(Protocol):
         """Whether a completion starts inside a reasoning block."""
 
     def opening(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Returns the ids of a context, up to the start of the completion."""
+        """Returns the token ids of a context, up to the start of the completion."""
 
     def tool_delta(self, outputs: Sequence[str], after: Any = None) -> tuple[int, ...]:
         """Returns the ids between two completions, with tool outputs."""
@@ -105,7 +105,7 @@ class NotAppended(Exception):
 
 
 class ConversationTokens:
-    """Converts messages of a program to tokens. They are hostile: no text becomes a control token."""
+    """Converts messages of a program to tokens. The messages are untrusted: no string in them becomes a control token."""
 
     def __init__(self, chat: Chat) -> None:
         self.chat = chat
@@ -115,18 +115,18 @@ class ConversationTokens:
         self._ends: dict[tuple[object, ...], int] = {}  # roles and numbers of calls -> number of end tokens
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Returns the ids of a context, up to the start of the completion. Raises `RequestError` if the template rejects it."""
+        """Returns the ids of a context, up to the start of the completion. Raises `RequestError` if the template rejects the messages."""
         escaped = [self.chat.escape_message(message) for message in messages]
         ids = self._open(escaped, [self.chat.escape_value(tool) for tool in tools])
         self._check(ids, messages, tools)
         return ids
 
     def delta(self, new: Sequence[RequestMessage], after: Parsed, call_ids: Sequence[str], *, ended: bool) -> tuple[int, ...]:
-        """Returns the ids between a completion and the next one.
+        """Returns the token ids between a completion and the next completion.
 
         Args:
-            after: the completion. The client knows its calls by `call_ids`.
-            ended: whether its last token ends a turn; otherwise such a token comes first.
+            after: the completion. The client identifies its calls by `call_ids`.
+            ended: whether its last token ends a turn. If it does not, the returned ids start with such a token.
 
         Raises:
             NotAppended: the context must be rendered again.
@@ -137,7 +137,7 @@ class ConversationTokens:
         answers = {entry.call_id: entry.message.content for entry in new if entry.message.role == "tool"}
         if ended and call_ids and len(answers) == len(new) and set(answers) == set(call_ids):
             return self.chat.tool_delta([answers[name] for name in call_ids], after)
-        if answers and any(after.call_ids):  # next to a user message, results would have other ids than the model's
+        if answers and any(after.call_ids):  # next to a user message, results would have ids that differ from the model's
             raise NotAppended
         calls = after.message.tool_calls if answers else ()
         turn = [*self._user, Message(role="assistant", content="-", tool_calls=calls)]
@@ -166,7 +166,7 @@ class ConversationTokens:
         return count, until(self.chat.text(ids[:count]), stops)[1]
 
     def _open(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Changes later system messages to user messages if the template rejects them."""
+        """Returns the token ids of a context. Changes later system messages to user messages if the template rejects them."""
         head = next((at for at, message in enumerate(messages) if message.role != "system"), len(messages))
         late = {at for at, message in enumerate(messages) if message.role == "system" and at > head}
         try:
@@ -178,7 +178,7 @@ class ConversationTokens:
             raise RequestError("invalid", f"The policy's chat template rejects these messages: {error.message[:300]}") from None
 
     def _check(self, ids: tuple[int, ...], messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
-        """Rejects messages with characters that the tokenizer normalizes to additional ends of turns."""
+        """Raises `RequestError` if the tokenizer normalizes characters of the messages to additional ends of turns."""
         roles = (*((message.role, len(message.tool_calls)) for message in messages), "tools" if tools else "")
         if roles not in self._ends:
             call = ToolCall(name="a", arguments={})
@@ -195,7 +195,7 @@ class ConversationTokens:
 
 
 def until(text: str, stops: Sequence[str]) -> tuple[str, str]:
-    """Returns the text before the stop sequence that ends first, and that sequence; the full text and an empty text if there is none."""
+    """Returns the text before the stop sequence that ends first, and that sequence; the full text and "" if there is none."""
     matches = [(text.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in text]
     if not matches:
         return text, ""

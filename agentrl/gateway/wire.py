@@ -56,8 +56,8 @@ class Identified:
 def check_source(headers: Mapping[str, str]) -> None:
     """Raises `RequestError` if the Host or Origin of a request is a public internet name.
 
-    A web page can make its own name resolve to this machine (DNS rebinding). Clients reach the gateway by an address, a name of one label
-    or a private name.
+    A web page can make its own name resolve to this machine (DNS rebinding). Clients must use an address, a name of one label or a private
+    name to reach the gateway.
     """
     for header in ("host", "origin"):
         value = headers.get(header)
@@ -84,19 +84,19 @@ def key_of(headers: Mapping[str, str]) -> str:
 
 
 def is_key(received: str, key: str) -> bool:
-    """Returns whether a request's key is right, in a time that does not depend on how much of it is."""
+    """Returns whether a request's key is correct. The time does not depend on how many of its characters are correct."""
     return hmac.compare_digest(*(sha256(text.encode("utf-8", "replace")).digest() for text in (received, key)))
 
 
 class RequestSlots:
-    """Bounds the requests that a server works on, including those that wait."""
+    """Bounds the requests that a server works on, including waiting requests."""
 
     def __init__(self) -> None:
         self._used = 0
 
     @asynccontextmanager
     async def use(self, *, most: int, within_s: float) -> AsyncIterator[None]:
-        """Takes a slot for the block. Raises `RequestError` if `most` are taken, and `TimeoutError` after `within_s`."""
+        """Takes a slot for the block. Raises `RequestError` if `most` slots are taken, and `TimeoutError` in the block after `within_s`."""
         if self._used >= most:
             raise RequestError("too_many", "The server is busy: try again in a few seconds.")
         self._used += 1
@@ -108,18 +108,18 @@ class RequestSlots:
 
 
 def is_retry(headers: Mapping[str, str]) -> bool:
-    """Returns whether an SDK of OpenAI or Anthropic retries a request. It counts its attempts in a header."""
+    """Returns whether an SDK of OpenAI or Anthropic retries a request. Such an SDK counts its attempts in a header."""
     count = headers.get("x-stainless-retry-count", "")
     return count.isascii() and count.isdigit() and count.strip("0") != ""
 
 
 async def body_of(request: Request, within_s: float) -> Any:
-    """Returns the JSON of a request. Raises `RequestError` for a body that is too long, arrives too slowly, or is not JSON."""
+    """Returns the JSON of a request. Raises `RequestError` if the body is too long, arrives too slowly, or is not JSON."""
     return read_json(await bytes_of(request, within_s))
 
 
 async def bytes_of(request: Request, within_s: float, *, most: int = MAX_BODY) -> bytes:
-    """Returns the decompressed body of a request. Raises `RequestError` if it is too long or arrives too slowly."""
+    """Returns the decompressed body of a request. Raises `RequestError` if the body is too long or arrives too slowly."""
     from starlette.requests import ClientDisconnect
 
     pieces, size = [], 0

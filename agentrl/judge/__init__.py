@@ -1,6 +1,6 @@
-"""Judges: verifiers that ask a language model, or several. What cannot be judged is unscored, never 0.
+"""Judges: verifiers that query one or several language models. An episode that cannot be judged is unscored, never 0.
 
-They are verifiers (`agentrl.protocols.Verifier`) that a recipe or a task names by reference, like any other.
+A recipe or a task refers to a judge in the same way as to any other verifier (`agentrl.protocols.Verifier`).
 """
 
 from agentrl.base.backoff import Clock, SystemClock

@@ -1,4 +1,4 @@
-"""Statistics of agreement between two raters, with 95% intervals that are valid for few answers and for perfect agreement."""
+"""Computes agreement between two raters, with 95% intervals that are valid for few answers and for perfect agreement."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agentrl.errors import UserError
 from agentrl.judge.calibration import Calibration, IntervalEstimate
 
 _Z = NormalDist().inv_cdf(0.975)
-_DRAWS = 4000  # from a posterior; the error of its quantiles is about a hundredth of the interval's width
+_DRAWS = 4000  # draws from a posterior; the error of its quantiles is about a hundredth of the interval's width
 _TAIL = 0.025
 
 
@@ -30,7 +30,7 @@ class AgreementTable:
 
     @classmethod
     def from_pairs(cls, pairs: Sequence[tuple[bool, bool]]) -> AgreementTable:
-        """Counts pairs of ratings; True means right."""
+        """Counts pairs of ratings; True means "right"."""
         counts = Counter(pairs)
         return cls(
             right_right=counts[True, True],
@@ -46,18 +46,21 @@ class AgreementTable:
 
     @property
     def rights(self) -> int:
-        """Number of answers that the first rating calls right."""
+        """Number of answers whose first rating is "right"."""
         return self.right_right + self.right_wrong
 
     @property
     def wrongs(self) -> int:
-        """Number of answers that the first rating calls wrong."""
+        """Number of answers whose first rating is "wrong"."""
         return self.wrong_right + self.wrong_wrong
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DesignEffects:
-    """Design effects (Kish 1965): answers per effective answer, 1 or more, because answers to one task are correlated."""
+    """Design effects (Kish 1965): the number of answers per effective answer.
+
+    It is 1 or more, because answers to one task are correlated.
+    """
 
     agreement: float = 1.0
     sensitivity: float = 1.0
@@ -66,11 +69,11 @@ class DesignEffects:
 
     @classmethod
     def from_pairs(cls, tasks: Sequence[str], pairs: Sequence[tuple[bool, bool]]) -> DesignEffects:
-        """Design effects of pairs of ratings (see `AgreementTable.of`), each on an answer to the task in `tasks`."""
+        """Returns the design effects of pairs of ratings (see `AgreementTable.from_pairs`). `tasks` contains the task of each pair."""
         rated = [(task, first, float(first == second)) for task, (first, second) in zip(tasks, pairs, strict=True)]
         groups = [[(task, same) for task, first, same in rated if first is label] for label in (True, False)]
         rates = [statistics.fmean(same for _, same in group) if group else 0.0 for group in groups]
-        # Each answer's contribution to sensitivity + specificity, to first order.
+        # The first-order contribution of each answer to sensitivity + specificity.
         parts = [(task, (same - rate) / len(group)) for group, rate in zip(groups, rates, strict=True) for task, same in group]
         alone = sum(rate * (1 - rate) / len(group) for group, rate in zip(groups, rates, strict=True) if group)
         sensitivity, specificity = (design_effect(group) for group in groups)
@@ -83,7 +86,7 @@ class DesignEffects:
 
 
 def design_effect(of: Sequence[tuple[str, float]]) -> float:
-    """Returns the design effect of a share. `of` has the task of each answer, and 1 or 0."""
+    """Returns the design effect of a share. `of` contains the task of each answer, and 1 or 0."""
     rate = statistics.fmean(value for _, value in of) if of else 0.0
     return _effect([(task, value - rate) for task, value in of], rate * (1 - rate) * len(of))
 
@@ -91,8 +94,9 @@ def design_effect(of: Sequence[tuple[str, float]]) -> float:
 def _effect(parts: Sequence[tuple[str, float]], alone: float) -> float:
     """Returns the variance of a sum of terms with mean 0, divided by `alone`, the variance if all terms were independent.
 
-    The variance between tasks is that of the linearised sum (Kish 1965). Its uncertainty for few tasks raises the effect by (t / z)^2
-    (Korn and Graubard 1998). If no two answers differ, the effect cannot be observed, and the answers to one task count once.
+    The variance between tasks is the variance of the linearised sum (Kish 1965). Because it is uncertain if there are few tasks, the effect
+    is multiplied by (t / z)^2 (Korn and Graubard 1998). If no two answers differ, the effect cannot be observed, and all answers to one
+    task count as one.
     """
     sums: dict[str, float] = {}
     for task, part in parts:
@@ -107,7 +111,7 @@ def _effect(parts: Sequence[tuple[str, float]], alone: float) -> float:
 
 
 def share(part: int, of: int, *, effect: float = 1.0) -> IntervalEstimate:
-    """Returns a share with Wilson's interval. `effect`: design effect."""
+    """Returns a share with Wilson's interval. `effect` is the design effect."""
     low, high = wilson_interval(part / of, of / effect)
     return IntervalEstimate(value=part / of, low=low, high=high, n=of)
 
@@ -118,11 +122,11 @@ def agreement(table: AgreementTable, *, effect: float = 1.0) -> IntervalEstimate
 
 
 def kappa(table: AgreementTable, *, effect: float = 1.0) -> IntervalEstimate:
-    """Cohen's kappa (Cohen 1960): agreement beyond chance, at most 1; 0 is chance.
+    """Returns Cohen's kappa (Cohen 1960): agreement beyond chance, at most 1; 0 is chance.
 
     The interval is the central 95% of the posterior, from 4,000 seeded draws of the four shares from a Dirichlet distribution with
-    Jeffreys' prior of 1/2. Unlike the interval of the delta method, it has a width for perfect agreement. Counts are divided by `effect`,
-    the design effect of agreement.
+    Jeffreys' prior of 1/2. Unlike the interval of the delta method, its width is not 0 for perfect agreement. Counts are divided by
+    `effect`, the design effect of agreement.
 
     Raises `ValueError` if both raters give the same rating to every answer.
     """
@@ -142,9 +146,9 @@ def kappa(table: AgreementTable, *, effect: float = 1.0) -> IntervalEstimate:
 
 
 def informedness(table: AgreementTable, *, effect: float = 1.0) -> IntervalEstimate:
-    """Sensitivity + specificity - 1 (Youden 1950): 0 for a judge that ignores the answer.
+    """Returns sensitivity + specificity - 1 (Youden 1950). It is 0 for a judge that ignores the answer.
 
-    The interval combines those of the two shares (Newcombe 1998, hybrid score method).
+    The interval combines the intervals of the two shares (Newcombe 1998, hybrid score method).
     """
     sensitivity = share(table.right_right, table.rights, effect=effect)
     specificity = share(table.wrong_wrong, table.wrongs, effect=effect)
@@ -157,15 +161,15 @@ def informedness(table: AgreementTable, *, effect: float = 1.0) -> IntervalEstim
 def corrected_rate(passed: int, total: int, calibration: Calibration) -> IntervalEstimate:
     """Returns the true success rate behind a judge's rate (Rogan and Gladen 1978): (rate + specificity - 1) / informedness.
 
-    The interval is that of Lang and Reiczigel (2014, Preventive Veterinary Medicine 113), the delta method on adjusted counts; it
-    includes the uncertainty of rate, sensitivity and specificity. It is valid if the judge errs on these answers as on the labelled ones,
-    so labels of another family or of a much weaker policy say little.
+    The interval is that of Lang and Reiczigel (2014, Preventive Veterinary Medicine 113), the delta method on adjusted counts. It includes
+    the uncertainty of rate, sensitivity and specificity. It is valid if the judge's error rates on these answers and on the labelled
+    answers are equal. So labels of a different family or of a much weaker policy are of little use.
 
     Args:
-        passed: answers that the judge calls right, of `total` with a verdict.
+        passed: number of answers that the judge calls right, of `total` answers with a verdict.
 
     Raises:
-        UserError: the judge may be no better than chance, so nothing can be inferred.
+        UserError: the judge may not be better than chance, so nothing can be inferred.
     """
     if not 0 <= passed <= total or total == 0:
         raise UserError(f"{passed} of {total} is not a rate", fix="give the number of passed answers and the number of judged answers")
@@ -188,7 +192,7 @@ def corrected_rate(passed: int, total: int, calibration: Calibration) -> Interva
 
 
 def partial_correlation(xs: Sequence[float], ys: Sequence[float], groups: Sequence[bool]) -> IntervalEstimate | None:
-    """Pearson's correlation within the groups, with Fisher's interval; None for fewer than 10 points or without any spread."""
+    """Returns Pearson's correlation within the groups, with Fisher's interval; None if there are fewer than 10 points or no spread."""
     centred: list[tuple[float, float]] = []
     for group in (True, False):
         inside = [(x, y) for x, y, label in zip(xs, ys, groups, strict=True) if label is group]
@@ -199,20 +203,20 @@ def partial_correlation(xs: Sequence[float], ys: Sequence[float], groups: Sequen
     if len(centred) < 10 or spread < 1e-12:
         return None
     value = max(-0.999999, min(0.999999, math.fsum(x * y for x, y in centred) / spread))
-    half = _Z / math.sqrt(len(centred) - 4)  # one more than for a plain correlation, for the groups' means
+    half = _Z / math.sqrt(len(centred) - 4)  # not n - 3 as for a plain correlation, because there are two group means
     return IntervalEstimate(value=value, low=math.tanh(math.atanh(value) - half), high=math.tanh(math.atanh(value) + half), n=len(centred))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bin:
-    """Answers with similar scores: their mean score, and the share that is right."""
+    """Answers with similar scores: their mean score, and the share of correct answers."""
 
     score: float
     right: IntervalEstimate
 
 
 def reliability(scores: Sequence[float], labels: Sequence[bool], *, most: int = 10) -> tuple[Bin, ...]:
-    """Returns the reliability curve: one bin for each score if there are at most `most` different ones, else bins of equal width."""
+    """Returns the reliability curve: one bin for each score if at most `most` scores are different, otherwise bins of equal width."""
     different = sorted(set(scores))
     low, high = different[0], different[-1]
 
@@ -229,7 +233,10 @@ def reliability(scores: Sequence[float], labels: Sequence[bool], *, most: int = 
 
 
 def calibration_error(bins: Sequence[Bin]) -> float:
-    """Returns the mean distance between score and share of right answers, over all answers (Naeini et al. 2015), for scores from 0 to 1."""
+    """Returns the mean distance between score and share of correct answers, over all answers, for scores from 0 to 1 (Naeini et al.
+
+    2015).
+    """
     return sum(bucket.right.n * abs(bucket.score - bucket.right.value) for bucket in bins) / sum(bucket.right.n for bucket in bins)
 
 
@@ -242,7 +249,7 @@ def _kappa(cells: Sequence[float]) -> float | None:
 
 
 def _added(calibration: Calibration) -> tuple[float, float, float, float]:
-    """Sensitivity and specificity with one success and one failure added, and the adjusted numbers of right and wrong answers."""
+    """Returns sensitivity and specificity with one success and one failure added, and the adjusted numbers of correct and wrong answers."""
     worth = 1 / calibration.design_effect
     rights = (calibration.right_right + calibration.right_wrong) * worth + 2
     wrongs = (calibration.wrong_right + calibration.wrong_wrong) * worth + 2

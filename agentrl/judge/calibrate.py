@@ -25,19 +25,19 @@ from agentrl.judge.calibration import Calibration, IntervalEstimate
 from agentrl.judge.labels import AnswerItem, LabelledAnswer, merge_duplicates
 from agentrl.records import Score
 
-_TIMEOUT_S = 60.0  # for a verifier without a deadline
-_PAIRS = 4  # maximum number of pairs of a right and a wrong answer for each task
+_TIMEOUT_S = 60.0  # deadline of a verifier that declares none
+_PAIRS = 4  # maximum number of pairs of a correct and a wrong answer for each task
 _REASONS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelledVerdict:
-    """A judge's verdict on one labelled answer, or on a pair of them."""
+    """A judge's verdict on one labelled answer, or on a pair of answers."""
 
     label: bool
-    score: float | None  # None: unscored
+    score: float | None  # None means unscored
     reason: str = ""
-    chars: int = 0  # length of the answer; for a pair, the difference between the first and the second
+    chars: int = 0  # length of the answer; for a pair, the length of the first minus that of the second
     task_id: str = ""
     sides: tuple[str, ...] = ()  # for a pair: the verdict in each order
 
@@ -47,12 +47,12 @@ class CalibrationReport:
     """The measurements of a judge."""
 
     calibration: Calibration
-    pairs: bool  # measured on pairs of a right and a wrong answer; "right" means that the first one is right
+    pairs: bool  # measured on pairs of a correct and a wrong answer; "right" means that the first answer is correct
     disputed: int  # answers on which the labellers are tied
-    copies: int  # labelled answers that repeat another one to the same question; they count once
-    length_bias: IntervalEstimate | None  # correlation of score and log length (for pairs, its difference) within the labels
-    position_bias: IntervalEstimate | None  # for pairs: share of verdicts for A among those for A or B; 0.5 is no bias
-    inconsistent: IntervalEstimate | None  # for pairs: share with contradicting verdicts in the two orders
+    copies: int  # labelled answers that repeat a different answer to the same question; they count once
+    length_bias: IntervalEstimate | None  # correlation of score and log length (for pairs, its difference) within each label
+    position_bias: IntervalEstimate | None  # for pairs: share of verdicts for A among verdicts for A or B; 0.5 means no bias
+    inconsistent: IntervalEstimate | None  # for pairs: share of pairs whose verdicts in the two orders contradict each other
     bins: tuple[Bin, ...]
     calibration_error: float | None  # for scores from 0 to 1
     reasons: Mapping[str, int] = field(default_factory=dict)  # reason for a missing verdict -> number of answers
@@ -72,17 +72,19 @@ async def calibrate(
     ledger: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> CalibrationReport:
-    """Measures a judge, or any verifier, on labelled answers. A judge that compares is measured on pairs of a right and a wrong answer.
+    """Measures a judge, or any verifier, on labelled answers.
+
+    A judge that compares answers is measured on pairs of a correct and a wrong answer.
 
     Args:
         reference: plug-in reference of the judge.
         threshold: a score of at least this means "right".
-        parallel: number of concurrent answers.
-        ledger: file of cached answers and counters, relative to `root`, for a judge without one; a second measurement then costs nothing.
-        progress: called with the numbers of finished and of all answers.
+        parallel: number of answers that are judged concurrently.
+        ledger: file of cached answers and counters, relative to `root`, for a judge that has none. It makes a second measurement free.
+        progress: called with the number of finished answers and the number of all answers.
 
     Raises:
-        UserError: the labels are insufficient, or the judge gave no verdict on the right or on the wrong answers.
+        UserError: the labels are insufficient, or the judge returned no verdict on any correct answer or on any wrong answer.
     """
     distinct = merge_duplicates(labelled)
     answers = [answer for answer in distinct if answer.right is not None]
@@ -169,7 +171,7 @@ async def _score(judge: Any, answer: LabelledAnswer) -> LabelledVerdict:
 
 
 def _reference_keys(judge: Any) -> set[str]:
-    """Returns the keys of a task's data in which a judge, or the members of an ensemble, look for the reference answer."""
+    """Returns the keys of a task's data that contain the reference answer for a judge, or for the members of an ensemble."""
     members = getattr(judge, "judges", None)
     if isinstance(members, Mapping):
         return {key for member in members.values() for key in _reference_keys(member)}
@@ -201,7 +203,7 @@ async def _call(judge: Any, code: Callable[[], Any]) -> Any:
 
 
 def _pairs(answers: Sequence[LabelledAnswer]) -> list[tuple[AnswerItem, AnswerItem, bool]]:
-    """Pairs of a right and a wrong answer to one task, and whether the right answer comes first. The order is random but reproducible."""
+    """Returns pairs of a correct and a wrong answer to one task, and whether the correct one comes first. The order is seeded."""
     tasks: dict[tuple[str, str], list[LabelledAnswer]] = {}
     for answer in answers:
         tasks.setdefault((answer.item.task_id, answer.item.question), []).append(answer)
@@ -245,7 +247,7 @@ def _calibration(judge: Any, verdicts: Sequence[LabelledVerdict], *, reference: 
 
 
 def _reasons(verdicts: Sequence[LabelledVerdict]) -> dict[str, int]:
-    """Reasons for missing verdicts, the most frequent first."""
+    """Returns the reasons for missing verdicts and their counts, the most frequent first."""
     counts = Counter(user_code.printable(verdict.reason, 200) for verdict in verdicts if verdict.score is None)
     return dict(counts.most_common(_REASONS))
 

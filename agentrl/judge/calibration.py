@@ -1,4 +1,4 @@
-"""Calibration files: how well a judge agrees with human labels. `agentrl judge calibrate` writes them, and a judge may require one."""
+"""Calibration files record how well a judge agrees with human labels. `agentrl judge calibrate` writes them. A judge may require one."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class IntervalEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """How well a judge agrees with human labels, over the answers that it gave a verdict on."""
+    """How well a judge agrees with human labels, over the answers on which it returned a verdict."""
 
-    identity: str  # hash of the judge's model, parameters and prompt; empty for a verifier without one
+    identity: str  # hash of the judge's model, parameters and prompt; empty if a verifier has none
     judge: str  # plug-in reference of the judge
     labels_sha256: str
     threshold: float  # a score of at least this means "right"
@@ -46,15 +46,15 @@ class Calibration:
     wrong_right: int
     wrong_wrong: int
     abstained: int  # answers without a verdict, for any reason
-    tasks: int  # number of tasks that the answers belong to
+    tasks: int  # number of tasks to which the answers belong
     agreement: IntervalEstimate
     kappa: IntervalEstimate
-    sensitivity: IntervalEstimate  # share of right answers that are judged right
+    sensitivity: IntervalEstimate  # share of correct answers that are judged right
     specificity: IntervalEstimate  # share of wrong answers that are judged wrong
     informedness: IntervalEstimate  # sensitivity + specificity - 1 (Youden 1950): 0 is chance
     measured_at: str  # UTC
     coverage: IntervalEstimate | None = None  # share of answers with a verdict; None in files of older versions
-    design_effect: float = 1.0  # of informedness: answers per effective answer, since answers to one task are correlated
+    design_effect: float = 1.0  # design effect of informedness: answers per effective answer; answers to one task are correlated
     format: int = FORMAT
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class Calibration:
 
     @property
     def may_be_chance(self) -> bool:
-        """Whether the judge may be no better than chance: the interval of its informedness includes 0 or less."""
+        """Whether the judge may not be better than chance: the interval of its informedness includes 0 or less."""
         return self.informedness.low <= 0
 
 
@@ -75,7 +75,7 @@ _ADAPTER = TypeAdapter(Calibration)
 
 
 def save_calibration(path: Path, calibration: Calibration, more: dict[str, Any] | None = None) -> None:
-    """Writes the calibration file. `more` is added as a report for people and programs."""
+    """Writes the calibration file. `more` is added to it as a report for people and programs."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps({**asdict(calibration), **({"more": more} if more else {})}, indent=1) + "\n", durable=True)
 
@@ -96,7 +96,7 @@ def load_calibration(path: Path) -> Calibration:
 
 
 def validate_requirements(calibration: str | None, *, min_agreement: float, min_coverage: float) -> None:
-    """Raises `UserError` for requirements that no calibration can meet, or that have no calibration to check."""
+    """Raises `UserError` if no calibration can meet the requirements, or if there are requirements but no calibration."""
     for key, demanded in (("min_agreement", min_agreement), ("min_coverage", min_coverage)):
         if not 0.0 <= demanded < 1.0:
             raise UserError(f"{key} must be at least 0 and below 1, got {demanded}", fix="use a value such as 0.8")
@@ -108,7 +108,7 @@ def require_calibration(path: Path, *, identity: str, name: str, min_agreement: 
     """Raises `UserError` unless the calibration in `path` belongs to this judge, is better than chance, and meets the requirements.
 
     The lower ends of the intervals of agreement and coverage must be at least `min_agreement` and `min_coverage`, so a few labels are not
-    enough. A judge that abstains on hard answers would otherwise agree with people on the rest.
+    enough. Coverage is required because a judge that abstains on hard answers could have a high agreement on the other answers.
     """
     calibration, fix = load_calibration(path), f"agentrl judge calibrate JUDGE LABELS --out {path}"
     if calibration.identity != identity:

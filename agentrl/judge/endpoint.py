@@ -1,4 +1,4 @@
-"""Client of an OpenAI-compatible chat endpoint: one query, one bounded answer. A busy server is retried within `patience_s`."""
+"""Client of an OpenAI-compatible chat endpoint. A query returns one bounded answer. A busy server is retried within `patience_s`."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _EXCERPT = 300  # characters of an error response that messages quote
 _LONGEST_KEY = 8192
 _SHORTEST_HIDDEN = 16  # shorter header values may be ordinary text and are not redacted in answers
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-CHARS_PER_TOKEN = 3  # estimate if the server does not count; rather too many tokens than too few
-_MOST_TOKENS = 1 << 31  # larger counts of an answer are not credible
-_OWN_S = 1.0  # wait for a server of this run that is starting
+CHARS_PER_TOKEN = 3  # estimate if the server does not count; it is low, so that tokens are overestimated
+_MOST_TOKENS = 1 << 31  # a larger count in an answer is not credible
+_OWN_S = 1.0  # seconds between requests to a server of this run that is starting
 _SCHEMA_REFUSED = (400, 404, 415, 422, 501)
 _PROMPT_REFUSED = (400, 413, 422)
 _HEADER = re.compile(r"[A-Za-z0-9-]{1,64}")
@@ -61,13 +61,13 @@ class Prices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """An endpoint's answer and its cost. `problem` says why `text` cannot be a verdict; empty means that it may be one."""
+    """An endpoint's answer and its cost. `problem` is the reason why `text` cannot be a verdict; empty means that it may be one."""
 
     text: str
     problem: str = ""
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    counted: bool = True  # False: the tokens are estimated from the number of characters
+    counted: bool = True  # False means that the tokens are estimated from the number of characters
     tries: int = 1
     separate_reasoning: bool = False  # whether the server returned the model's reasoning separately
 
@@ -80,7 +80,7 @@ class _Wire:
     slots: asyncio.Semaphore
     resume_at: float = 0.0  # end of the pause, in the clock's monotonic time
     refused: int = 0  # number of consecutive rejected rounds of requests
-    probe: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by the only query that may call a server that is down
+    probe: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by the query that probes a server that is down
 
     @property
     def down(self) -> bool:
@@ -95,19 +95,19 @@ class Endpoint:
     Judges that share an endpoint share its connections and its pauses.
     """
 
-    url: str | Callable[[], str]  # without /chat/completions; a function, for a server of the run, is called before each request
+    url: str | Callable[[], str]  # without /chat/completions; a function (for a server of the run) is called before each request
     model: str
-    key_env: str = ""  # environment variable with the API key, read before each request; empty: no key
+    key_env: str = ""  # environment variable with the API key, read before each request; empty means no key
     revision: str = ""  # distinguishes weights with the same model name; part of the judge's identity
-    temperature: float | None = 0.0  # None: the server's default
+    temperature: float | None = 0.0  # None means the server's default
     max_tokens: int = 1024
     tokens_name: str = "max_tokens"  # key of the request; some servers call it max_completion_tokens
     seed: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)  # additional keys of the request, such as {"reasoning_effort": "low"}
     headers: Mapping[str, str] = field(default_factory=dict)  # additional headers, each by reference: {"api-key": "env:THEIR_KEY"}
-    structured: Literal["auto", "always", "never"] = "auto"  # whether to send a JSON schema; auto: until the server rejects it
-    timeout_s: float = 120.0  # for one request
-    patience_s: float = 1800.0  # for one query, including waits and all requests
+    structured: Literal["auto", "always", "never"] = "auto"  # whether to send a JSON schema; auto sends it until the server rejects it
+    timeout_s: float = 120.0  # deadline of one request
+    patience_s: float = 1800.0  # deadline of one query, including waits and all requests
     max_bytes: int = 1 << 20  # maximum size of one answer
     concurrency: int = 16
     prices: Prices = field(default_factory=Prices)
@@ -136,7 +136,7 @@ class Endpoint:
         object.__setattr__(self, "_live", AnswerLiveness(self._where(), fix=fix, first_s=self.timeout_s, clock=self.clock.monotonic))
 
     def identity(self) -> dict[str, Any]:
-        """The settings that determine its answers: not the server's address, nor timeouts. Includes the weights of a server of this run."""
+        """The settings that determine the answers, and the weights of a server of this run. Excludes the address and the timeouts."""
         weights = {"weights": self.url.weights} if isinstance(self.url, ServedUrl) else {}
         names = ("model", "revision", "temperature", "max_tokens", "seed", "structured")
         return weights | {name: getattr(self, name) for name in names} | {"options": dict(self.options)}
@@ -144,14 +144,14 @@ class Endpoint:
     async def ask(
         self, messages: Sequence[Mapping[str, Any]], *, schema: Mapping[str, Any] | None = None, more: Mapping[str, Any] | None = None
     ) -> Reply:
-        """Returns the model's answer, readable or not. `more`: additional keys of this request; they take precedence over `options`.
+        """Returns the model's answer, readable or not. `more` contains additional keys of this request; they override `options`.
 
-        Failed requests are retried after the wait that the server requests: 408, 425, 429, 5xx, such an error in a 200, a failed
-        connection, a timeout, a truncated response. All queries of an endpoint wait together, and then one of them probes the server. A
-        requested wait that exceeds `patience_s` fails the query that received it; the others wait at most `PROBE_S`.
+        These failures are retried after the wait that the server requests: 408, 425, 429, 5xx, such an error in the body of a 200, a failed
+        connection, a timeout, a truncated response. All queries of an endpoint wait together, and then one of them probes the server. If a
+        requested wait exceeds `patience_s`, the query that received it fails, and the other queries wait at most `PROBE_S`.
 
         Raises:
-            JudgeError: there was no answer within `patience_s`, or the server rejects such requests.
+            JudgeError: there was no answer within `patience_s`, or the server rejects requests of this kind.
         """
         with nullcontext() if isinstance(self.url, ServedUrl) else self._live.question():  # servers of the run are monitored elsewhere
             schema = None if self.structured == "never" or self._takes_no_schema else schema
@@ -172,7 +172,7 @@ class Endpoint:
                 reply = await self._try(wire, query)
             elif await _acquired(wire.probe, left):
                 try:
-                    # no other query has probed meanwhile
+                    # no other query has probed the server in the meantime
                     if wire.down and query.until > self.clock.monotonic() >= wire.resume_at:
                         reply = await self._try(wire, query, probing=True)
                 finally:
@@ -181,7 +181,10 @@ class Endpoint:
                 return reply
 
     async def _try(self, wire: _Wire, query: _PendingQuery, *, probing: bool = False) -> Reply | None:
-        """Sends one request, or with `probing` one to a server that is down. Returns None for a retry. Raises `JudgeError` as `ask`."""
+        """Sends one request. Returns None if it must be retried. Raises `JudgeError` as `ask` does.
+
+        If `probing` is true, the request is sent although the server is down.
+        """
         left = query.until - self.clock.monotonic()
         async with wire.slots:
             if wire.down and not probing:  # the server went down while this query waited for its slot
@@ -211,13 +214,13 @@ class Endpoint:
         return JudgeError(f"{self._where()} did not answer within {self.patience_s:g} s{query.why and ': ' + query.why}")
 
     async def close(self) -> None:
-        """Closes the connections of this event loop; the next query opens new ones."""
+        """Closes the connections of this event loop. The next query opens new connections."""
         wire = self._wires.pop(asyncio.get_running_loop(), None)
         if wire is not None:
             await wire.http.aclose()
 
     def _pause(self, wire: _Wire, tries: int, later: _Later, *, first: bool) -> None:
-        """Delays all queries. `first`: whether this is the first rejection among the concurrent requests."""
+        """Delays all queries. `first` is whether this is the first rejection among the concurrent requests."""
         was_down = wire.down
         wire.refused += first
         seconds = backoff_s(tries, later.wait_s, refused=wire.refused if later.from_server else 1)
@@ -228,7 +231,7 @@ class Endpoint:
             log.warning("%s: %s; next request in %.1f s", self._where(), later.why, seconds)
 
     def _wire(self) -> _Wire:
-        import httpx  # takes half a second, which loading a recipe avoids
+        import httpx  # the import takes half a second, so it is not done when a recipe is loaded
 
         loop = asyncio.get_running_loop()
         for other in [known for known in self._wires if known.is_closed()]:
@@ -267,7 +270,7 @@ class Endpoint:
             return _Later(why=_without(key, describe_error(failure)))
 
     def _read(self, content: bytes, messages: Sequence[Mapping[str, Any]]) -> Reply:
-        """Returns the answer in the body of a 200."""
+        """Returns the answer in the body of a response with status 200."""
         return parse_completion(content, self.max_bytes, messages)
 
     def _refusal(self, status: int, headers: Mapping[str, str], text: str, schema: Mapping[str, Any] | None) -> _Later:
@@ -318,19 +321,19 @@ class Endpoint:
         return secrets.register(key)
 
     def _where(self) -> str:
-        """Model and host for messages, without anything that may be secret."""
+        """Returns model and host for messages, without anything that may be secret."""
         host = urlsplit(self.url).netloc if isinstance(self.url, str) else "a server of the run"
         return f"judge {printable(self.model, 80)} at {host}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Later:
-    """A retry may succeed, after `wait_s` if the server (`from_server`) or the process that starts it requests a wait."""
+    """Means that a retry may succeed, after `wait_s` if the server (`from_server`) or the process that starts it requests a wait."""
 
     why: str
     wait_s: float | None = None
     from_server: bool = True
-    without_schema: bool = False  # the server rejects the schema: retry at once without it
+    without_schema: bool = False  # the server rejects the schema, so retry immediately without it
 
 
 @dataclass(slots=True, kw_only=True)
@@ -356,7 +359,7 @@ async def _acquired(lock: asyncio.Lock, within_s: float) -> bool:
 
 
 def error_in(content: bytes) -> tuple[int, str] | None:
-    """Status and text of an error in the body of a 200, as some proxies send it; None if there is no such error.
+    """Returns status and text of an error in the body of a 200, as some proxies send it; None if there is no such error.
 
     An error without a status counts as 503 if its text reports an overload or a server fault. Any other body is read as an answer.
     """
@@ -379,7 +382,7 @@ def error_in(content: bytes) -> tuple[int, str] | None:
 
 
 def parse_completion(content: bytes, most: int, messages: Sequence[Mapping[str, Any]]) -> Reply:
-    """Parses the answer in the body of a 200. Unreadable content is kept as text, with the problem."""
+    """Parses the answer in the body of a 200. Unreadable content is returned as text, with the problem."""
     prompt_tokens = sum(len(message["content"]) for message in messages) // CHARS_PER_TOKEN
     text = content[:most].decode(errors="replace")
     guess: dict[str, Any] = {"prompt_tokens": prompt_tokens, "completion_tokens": len(text) // CHARS_PER_TOKEN, "counted": False}
@@ -401,7 +404,7 @@ def parse_completion(content: bytes, most: int, messages: Sequence[Mapping[str, 
 
 
 def token_usage(reported: Any, prompt_tokens: int, answer: Any) -> dict[str, Any]:
-    """Token counts of the server if they are credible, else an estimate."""
+    """Returns the token counts of the server if they are credible, otherwise an estimate."""
     counts = [reported.get(name) for name in ("prompt_tokens", "completion_tokens")] if isinstance(reported, dict) else []
     if counts and all(type(count) is int and 0 <= count < _MOST_TOKENS for count in counts):
         return {"prompt_tokens": counts[0], "completion_tokens": counts[1]}
@@ -410,5 +413,5 @@ def token_usage(reported: Any, prompt_tokens: int, answer: Any) -> dict[str, Any
 
 
 def _without(key: str, text: str) -> str:
-    """Removes the key from a text, because a server may quote the key that it rejects."""
+    """Removes the key from a server's text, because a server may quote the key that it rejects."""
     return secrets.redact(text.replace(key, "[key]") if key else text)

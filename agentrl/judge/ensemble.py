@@ -1,4 +1,4 @@
-"""Combines several judges of one answer. There is no verdict if they disagree too much."""
+"""Combines the scores of several judges. There is no score if the judges disagree too much."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from agentrl.records import Blame, Episode, Score, Task
 from agentrl.reward.combine import named_parts
 from agentrl.reward.verifier_call import call_verifier, needs_sandboxes, prepare_verifier, timeout_of
 
-_TIMEOUT_S = 30.0  # for a member without a deadline
+_TIMEOUT_S = 30.0  # deadline of a member that declares none
 _OTHER_PARTS = ("", "disagreement", "judges")
 _MAX_EVIDENCE = 2000  # maximum length of each member's evidence, in characters
 
@@ -36,20 +36,21 @@ class _State:
 class Ensemble:
     """A verifier that combines others: `Ensemble(judges={"a": one, "b": other, "c": third}, aggregate="median", max_disagreement=0.5)`.
 
-    Members may be judges with different models and prompts, or any verifiers that need no sandboxes. The parts are the members' scores and
+    Members may be judges with different models and prompts, or any verifiers that need no sandboxes. The parts of the score are the scores
+    of the members, and
 
         disagreement   the mean absolute difference over all pairs of members
         judges         the number of members with a score
 
-    The episode is unscored, never 0, if fewer than `quorum` members gave a score, the disagreement exceeds `max_disagreement`, or a
-    majority vote is tied. A missing quorum is blamed on the infrastructure if the members that were down would have completed it, or on
-    the policy if the members that failed on the episode's text would have.
+    The episode is unscored, never 0, if fewer than `quorum` members returned a score, if the disagreement exceeds `max_disagreement`, or if
+    a majority vote is tied. A missing quorum is blamed on the infrastructure if the scores of members that were down could have completed
+    it. Otherwise it is blamed on the policy if the scores of members that failed on the episode's text could have.
     """
 
     judges: dict[str, Verifier]
-    aggregate: Literal["median", "mean", "majority"] = "median"  # majority: a score of at least `threshold` is a yes; the value is 1 or 0
+    aggregate: Literal["median", "mean", "majority"] = "median"  # majority: a score of at least `threshold` is a vote for 1, others for 0
     threshold: float = 0.5
-    quorum: int | None = None  # None: more than half of the members
+    quorum: int | None = None  # None means more than half of the members
     max_disagreement: float = 0.5
     name: str = "ensemble"
     calibration: str | None = None  # calibration of the ensemble, not of a member; see `ModelJudge.calibration`
@@ -74,7 +75,7 @@ class Ensemble:
 
     @property
     def identity(self) -> str:
-        """A hash of the members' identities and of the settings; empty if a member has no identity."""
+        """Hash of the members' identities and of the settings; empty if a member has no identity."""
         members = {name: getattr(judge, "identity", "") for name, judge in self.judges.items()}
         settings: dict[str, Any] = {"aggregate": self.aggregate, "threshold": self.threshold, "quorum": self._needed}
         settings |= {"max_disagreement": self.max_disagreement, "members": members}
@@ -105,7 +106,7 @@ class Ensemble:
         return replace(self, judges=members, calibration=None, min_agreement=0.0, min_coverage=0.0)
 
     def spent(self) -> JudgeUsage:
-        """Returns the usage of all members together."""
+        """Returns the total usage of all members."""
         total = JudgeUsage()
         for judge in self.judges.values():
             if (spent := getattr(judge, "spent", None)) is not None:
@@ -128,7 +129,7 @@ class Ensemble:
         evidence = "\n".join(f"{name}: {(score.reason or score.evidence)[:_MAX_EVIDENCE]}" for name, score in scores.items())
         if len(values) < self._needed:
             down = sum(score.blame is Blame.INFRASTRUCTURE for score in scores.values())
-            provoked = sum(score.blame is Blame.POLICY for score in scores.values())  # `TaskScorer` checks it
+            provoked = sum(score.blame is Blame.POLICY for score in scores.values())  # `TaskScorer` checks the blame
             blame = Blame.INFRASTRUCTURE if len(values) + down >= self._needed else None
             if blame is None and len(values) + down + provoked >= self._needed:
                 blame = Blame.POLICY
@@ -160,7 +161,7 @@ class Ensemble:
         return None if 2 * yes == len(values) else float(2 * yes > len(values))
 
     async def _member_score(self, name: str, task: Task, episode: Episode) -> Score:
-        """Returns a member's score; if it fails, the others still count."""
+        """Returns a member's score. If a member fails, its score has no value, and the other members still count."""
         judge = self.judges[name]
         try:
             return await call_verifier(judge, f"judge {name}", task, episode, None, timeout_s=timeout_of(judge, _TIMEOUT_S))

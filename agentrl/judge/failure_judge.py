@@ -1,4 +1,4 @@
-"""A judge for failures that no rule can classify: which failure came first, at which turn, and with which confidence.
+"""A judge that classifies failures that no rule can classify. It names the first failure, its turn and a confidence.
 
 # triage/reader.py
 from agentrl.judge import Endpoint
@@ -30,10 +30,10 @@ _MOST_TURN = 100_000
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FailureJudge(JudgeBase):
-    """An `agentrl.failure.triage.TriageJudge` that asks a model.
+    """An `agentrl.failure.triage.TriageJudge` that queries a model.
 
-    Answers are cached by content and counted in judges.sqlite of the run folder; `budget` limits them. Unreadable verdicts and verdicts
-    with less than `least` confidence are abstentions. The author of its tags is judge:NAME.
+    Answers are cached by content and counted in judges.sqlite of the run folder. `budget` limits them. Unreadable verdicts and verdicts
+    with a confidence below `least` count as abstentions. The author of the judge's tags is judge:NAME.
     """
 
     classes: Mapping[str, str] = field(default_factory=dict)  # additional classes -> description; see `TAXONOMY`
@@ -55,11 +55,14 @@ class FailureJudge(JudgeBase):
         return digest({**kind, "instructions": self._instructions(), "least": self.least})
 
     def prepare(self, folder: Path) -> None:
-        """Called before the first trace, with the run folder."""
+        """Opens the ledger of the run folder. Call it before the first trace."""
         self._state.ledger = JudgeLedger(folder / FILE)
 
     async def __call__(self, text: str) -> Tag | None:
-        """The tag of a rendered trace; None if the judge abstains. Raises `JudgeError` if there is no answer or the budget is exhausted."""
+        """Returns the tag of a rendered trace; None if the judge abstains.
+
+        Raises `JudgeError` if there is no answer or the budget is exhausted.
+        """
         query = ChatQuery(instructions=self._instructions(), data={"trace": truncate_middle(text, MAX_TRACE)}, schema=self._schema())
         answer = await self._client().ask(query, self._read)
         if answer.unavailable:
@@ -95,7 +98,7 @@ class FailureJudge(JudgeBase):
 
 
 def load_failure_judge(reference: str) -> FailureJudge:
-    """Loads a `FailureJudge` by reference. Raises `PluginError` for anything else."""
+    """Loads a `FailureJudge` by reference. Raises `PluginError` if the reference resolves to anything else."""
     judge = resolve(reference)
     if not isinstance(judge, FailureJudge):
         raise PluginError(f"{reference!r} is not a FailureJudge", fix="refer to an object such as FailureJudge(endpoint=Endpoint(...))")

@@ -1,9 +1,8 @@
-"""Labelled answers as JSON lines. The lines are self-contained, so a file of labels outlives its run.
+"""Labelled answers as JSON lines. The lines are self-contained, so a file of labels remains usable without its run.
 
     {"id": "1f0c...", "label": "right", "by": "anna", "question": "...", "answer": "...", "reference": "...", "messages": [...]}
 
-Only `question`, `answer` and `label` are required. If a labeller labelled an answer more than once, the last line
-counts.
+Only `question`, `answer` and `label` are required. If a labeller labels an answer more than once, only the last line counts.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _MOST_MESSAGES = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextPreference:
-    """The inputs of a reward model for a right and a wrong answer to one task."""
+    """The inputs of a reward model for a correct and a wrong answer to one task."""
 
     chosen: str
     rejected: str
@@ -51,7 +50,7 @@ class AnswerItem:
     data: Mapping[str, Any] = field(default_factory=dict)  # additional task data for verifiers that need it
 
     def task(self, *, reference_keys: Iterable[str] = ("answer",)) -> Task:
-        """Returns a task for a verifier: the question and the truth, without tools or a sandbox."""
+        """Returns a task for a verifier. It contains the question and the truth, and no tools or sandbox."""
         truth = {} if self.reference is None else dict.fromkeys(reference_keys, self.reference)
         return Task(
             id=self.task_id,
@@ -65,7 +64,7 @@ class AnswerItem:
         )
 
     def episode(self) -> Episode:
-        """Returns an episode with the conversation in `messages`, without tokens, that submitted `answer`."""
+        """Returns an episode that submitted `answer`. It contains the conversation in `messages` and no tokens."""
         task = self.task()
         turns = tuple(_turns(self.messages))
         trajectories = (Trajectory(agent="main", turns=turns),) if turns else ()
@@ -82,17 +81,17 @@ class LabelledAnswer:
     """An answer and its labels."""
 
     item: AnswerItem
-    votes: Mapping[str, bool]  # labeller -> whether the answer is right
+    votes: Mapping[str, bool]  # labeller -> whether the answer is labelled right
 
     @property
     def right(self) -> bool | None:
-        """The majority's label; None for a tie."""
+        """The majority's label; None means a tie."""
         yes = sum(self.votes.values())
         return None if 2 * yes == len(self.votes) else 2 * yes > len(self.votes)
 
 
 def read_labels(paths: Sequence[Path]) -> list[LabelledAnswer]:
-    """Returns the labelled answers of some files, in order. Raises `UserError` with file, line and problem."""
+    """Returns the labelled answers of files, in order. Raises a `UserError` that contains file, line and problem."""
     items: dict[str, AnswerItem] = {}
     votes: dict[str, dict[str, bool]] = {}
     for path in paths:
@@ -106,7 +105,7 @@ def read_labels(paths: Sequence[Path]) -> list[LabelledAnswer]:
 
 
 def merge_duplicates(labelled: Sequence[LabelledAnswer]) -> list[LabelledAnswer]:
-    """Merges copies of an answer and their votes. A judge answers copies alike, so they add no evidence."""
+    """Merges copies of an answer and their votes. A judge returns the same verdict on copies, so they add no evidence."""
     merged: dict[str, tuple[AnswerItem, dict[str, bool]]] = {}
     for answer in labelled:
         item = answer.item
@@ -117,7 +116,7 @@ def merge_duplicates(labelled: Sequence[LabelledAnswer]) -> list[LabelledAnswer]
 
 
 def preference_pairs(labelled: Sequence[LabelledAnswer], shows: Sequence[PromptField], *, per_task: int) -> list[TextPreference]:
-    """Pairs of a right and a wrong answer to one question, as a reward model reads them. No answer is in two pairs.
+    """Returns pairs of a correct and a wrong answer to one question, as a reward model reads them. No answer is in two pairs.
 
     Args:
         shows: see `agentrl.judge.reward_model.RewardRecord`.
@@ -134,7 +133,7 @@ def preference_pairs(labelled: Sequence[LabelledAnswer], shows: Sequence[PromptF
 
 
 def current_labels(path: Path) -> dict[str, str]:
-    """Returns the current label of each answer in a labeller's file; answers with a withdrawn label are missing."""
+    """Returns the current label of each answer in a labeller's file. Answers whose label was withdrawn are excluded."""
     labels: dict[str, str] = {}
     for item, label, _ in _labels(path):
         labels.pop(item.id, None)
@@ -144,7 +143,7 @@ def current_labels(path: Path) -> dict[str, str]:
 
 
 def parse_item(line: Mapping[str, Any]) -> AnswerItem:
-    """Parses the answer of a line. Raises `ValueError`."""
+    """Parses the answer of a line. Raises `ValueError` if the line is invalid."""
     question, answer = _text(line, "question"), _text(line, "answer")
     reference = line.get("reference", line.get("truth"))
     messages = line.get("messages") or []
@@ -159,12 +158,12 @@ def parse_item(line: Mapping[str, Any]) -> AnswerItem:
         messages=tuple(map(json_object, messages)),
         data=json_object(line.get("data") or {}),
     )
-    item.episode()  # raises for invalid messages
+    item.episode()  # raises an error if the messages are invalid
     return item
 
 
 def _labels(path: Path) -> Iterator[tuple[AnswerItem, str, str]]:
-    """Answer, label and labeller of each line. Raises `UserError`."""
+    """Yields answer, label and labeller of each line. Raises `UserError` if a line is invalid."""
     try:
         lines = complete_lines(path)
     except OSError as error:
@@ -196,7 +195,7 @@ def _labels(path: Path) -> Iterator[tuple[AnswerItem, str, str]]:
 
 
 def _turns(messages: Sequence[Mapping[str, Any]]) -> Iterator[Turn]:
-    """Yields the agent's messages, each with its tool results. Messages before the first one of the agent are skipped."""
+    """Yields the agent's messages, each with its tool results. Messages before the agent's first message are skipped."""
     turns: list[tuple[Message, list[ToolResult]]] = []
     for message in messages:
         content = text(message.get("content") or "")

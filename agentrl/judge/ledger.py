@@ -1,7 +1,7 @@
 """Cache and usage counters of judges, in one SQLite file that several processes may share.
 
-The cache is keyed by content: the same query to the same model returns the stored answer at no cost. Only readable answers are stored.
-Usage is counted per judge, and a judge's budget limits it.
+The key of the cache is a hash of the content: the same query to the same model returns the stored answer at no cost. Only readable answers
+are stored. Usage is counted for each judge, and the judge's budget limits it.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _SCHEMA = (
 class Budget:
     """Limits of a judge's usage in one ledger, that is in one run: `Budget(calls=10_000, money=5.0)`. None means no limit.
 
-    A query starts only while every limit holds. The limit of calls is exact. Tokens and money are known only after an answer, so the
-    queries in flight at that moment (at most `Endpoint.concurrency`) may exceed their limits.
+    A query starts only if no limit is reached. The limit of calls is exact. Tokens and money are known only after an answer, so the queries
+    in flight at that time (at most `Endpoint.concurrency`) may exceed their limits.
     """
 
     calls: int | None = None
-    tokens: int | None = None  # prompts and answers together
+    tokens: int | None = None  # total of prompts and answers
     money: float | None = None  # in the currency of `Endpoint.prices`
 
     def __post_init__(self) -> None:
@@ -68,7 +68,7 @@ class JudgeUsage:
 
     @classmethod
     def from_figures(cls, figures: Mapping[str, float]) -> JudgeUsage:
-        """From figures by name, as a run's summary stores them."""
+        """Creates the usage from figures by name, as a run's summary stores them."""
         counts = {name: int(figures.get(name, 0)) for name in _NAMES if name != "money"}
         return cls(**counts, money=figures.get("money", 0.0))
 
@@ -94,7 +94,7 @@ _NAMES = tuple(figure.name for figure in fields(JudgeUsage))
 def usage_in(folder: Path) -> JudgeUsage | None:
     """Returns the usage of all judges of a run, from the ledger in its folder; None if no judge was called.
 
-    Raises `StoreError` for a ledger that cannot be read.
+    Raises `StoreError` if the ledger cannot be read.
     """
     if not (folder / FILE).is_file():
         return None
@@ -107,9 +107,9 @@ def usage_in(folder: Path) -> JudgeUsage | None:
 
 
 class JudgeLedger:
-    """A cache with usage counters, opened at the first use; thread-safe. A `path` of None keeps them in memory.
+    """A thread-safe cache with usage counters, opened at the first use. If `path` is None, it is in memory.
 
-    Methods block, and raise `StoreError` if the file cannot be used.
+    Methods block. They raise `StoreError` if the file cannot be used.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -128,7 +128,7 @@ class JudgeLedger:
             raise JudgeError(f"the judge's budget is exhausted ({texts}); raise it and resume the run")
 
     def count(self, judge: str, **figures: float) -> None:
-        """Adds to the counters of a judge."""
+        """Adds `figures` to the counters of a judge."""
         columns, marks = ", ".join(("judge", *figures)), ", ".join("?" * (1 + len(figures)))
         sums = ", ".join(f"{name} = {name} + excluded.{name}" for name in figures)
         then = f"DO UPDATE SET {sums}" if sums else "DO NOTHING"
@@ -140,7 +140,7 @@ class JudgeLedger:
         return str(row[0]) if row else None
 
     def cache_answer(self, key: str, text: str) -> None:
-        """Stores an answer; the first one of a key stays."""
+        """Stores an answer. If the key already has an answer, that answer stays."""
         self._do("INSERT OR IGNORE INTO answers (key, text) VALUES (?, ?)", (key, text))
 
     def spent(self, judge: str) -> JudgeUsage:
@@ -148,11 +148,11 @@ class JudgeLedger:
         return self._usage(self._do(f"SELECT {', '.join(_NAMES)} FROM spent WHERE judge = ?", (judge,)))
 
     def total(self) -> JudgeUsage:
-        """Returns the usage of all judges together."""
+        """Returns the total usage of all judges."""
         return self._usage(self._do(f"SELECT {', '.join(f'sum({name})' for name in _NAMES)} FROM spent", ()))
 
     def _usage(self, row: Sequence[object] | None) -> JudgeUsage:
-        """Raises `StoreError` for values of other types, because SQLite stores any type."""
+        """Returns the usage in a row. Raises `StoreError` if a value has the wrong type, because SQLite stores values of any type."""
         values = [0 if value is None else value for value in row or [0] * len(_NAMES)]
         figures: dict[str, Any] = dict(zip(_NAMES, values, strict=True))
         for name, value in figures.items():

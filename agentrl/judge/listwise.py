@@ -18,16 +18,17 @@ from agentrl.protocols.reward import GroupJudge as GroupJudge
 from agentrl.records import Episode, Score, Task
 
 MOST = 16  # maximum number of different answers that are ranked together
-_MAX_ANSWERS = 40_000  # maximum length of all answers together, in characters
+_MAX_ANSWERS = 40_000  # maximum total length of all answers, in characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Listwise(ModelJudge):
     """A `GroupJudge` that ranks the answers of a group several times, in shuffled orders.
 
-    The value of an answer is its mean rank, scaled from 0 (last) to 1 (first). Answers with the same text share a rank, and a single
-    distinct answer has 0.5. The part `rank_disagreement` of every score is 1 - W, where W is Kendall's coefficient of concordance of the
-    rankings (0: all agree); above `max_disagreement` the group is unscored. Values are comparable only within a group.
+    The value of an answer is its mean rank, scaled from 0 (last) to 1 (first). Answers with the same text share a rank. If there is only
+    one distinct answer, its value is 0.5. The part `disagreement` of every score is 1 - W. W is Kendall's coefficient of concordance of the
+    rankings, so 0 means that all rankings agree. If the part is above `max_disagreement`, the group is unscored. Values are comparable only
+    within a group.
     """
 
     orders: int = 2
@@ -40,13 +41,13 @@ class Listwise(ModelJudge):
             raise UserError("Listwise: orders is from 2 to 16, max_disagreement from 0 to 1", fix="use orders=2, max_disagreement=0.5")
 
     async def __call__(self, task: Task, episodes: Sequence[Episode]) -> tuple[Score, ...]:
-        """One score for each episode, in their order."""
+        """Returns one score for each episode, in the order of the episodes."""
         problem = question_text(task)
         reasons = [self._non_answer(task, episode) for episode in episodes]
         texts = list(dict.fromkeys(answer_text(episode) for episode, reason in zip(episodes, reasons, strict=True) if not reason))
         if len(texts) > MOST:
             return self._all_unscored(episodes, JudgeAnswer(reason=f"{len(texts)} different answers, more than {MOST}"))
-        if len(texts) < 2 and not any(reasons):  # equal answers: no advantage
+        if len(texts) < 2 and not any(reasons):  # all answers are equal, so there is no advantage
             equal = Score(value=0.5, parts={"disagreement": 0.0}, evidence=f"{self.name}: the answers are all the same")
             return (equal,) * len(episodes)
         rankings, answer = await self._rank(problem, texts)
@@ -70,7 +71,7 @@ class Listwise(ModelJudge):
         return (self._unscored(answer),) * len(episodes)
 
     async def _rank(self, problem: str, texts: Sequence[str]) -> tuple[list[list[int]] | None, JudgeAnswer]:
-        """Returns the rank of each text in each ranking, 0 being the best; None and the failure if a ranking is missing."""
+        """Returns the rank of each answer in each ranking; 0 is the best. Returns None and the failure if a ranking is missing."""
         count = len(texts)
         if count < 2:
             return [[0] * count] * self.orders, JudgeAnswer()
@@ -107,10 +108,10 @@ class Listwise(ModelJudge):
 
 
 def rank_disagreement(rankings: Sequence[Sequence[int]]) -> float:
-    """1 - W, where W is Kendall's coefficient of concordance (Kendall and Babington Smith 1939): 0 if all rankings are the same.
+    """Returns 1 - W, where W is Kendall's coefficient of concordance (Kendall and Babington Smith 1939). It is 0 if all rankings are equal.
 
     Args:
-        rankings: [rankings][answers] ranks without ties. The result for fewer than two answers is 0.
+        rankings: [rankings][answers] ranks without ties. If there are fewer than two answers, the result is 0.
     """
     count, orders = len(rankings[0]), len(rankings)
     if count < 2:
@@ -122,7 +123,7 @@ def rank_disagreement(rankings: Sequence[Sequence[int]]) -> float:
 
 
 def _shuffles(count: int, orders: int, *, seed: str) -> list[list[int]]:
-    """Orders in which the answers are shown: an order is followed by its reverse, which cancels position bias."""
+    """Returns the orders in which the answers are shown. Each order is followed by its reverse, which cancels position bias."""
     rng = random.Random(seed)
     shuffles: list[list[int]] = []
     for number in range(orders):
@@ -131,5 +132,5 @@ def _shuffles(count: int, orders: int, *, seed: str) -> list[list[int]]:
 
 
 def _mean_rank(index: int, rankings: Sequence[Sequence[int]], count: int) -> float:
-    """From 0, ranked last every time, to 1, ranked first every time."""
+    """Returns the scaled mean rank: 0 if the answer is always ranked last, 1 if it is always ranked first."""
     return 1.0 - sum(ranks[index] for ranks in rankings) / (len(rankings) * (count - 1)) if count > 1 else 1.0

@@ -1,4 +1,4 @@
-"""Base of judges that ask one model: endpoint, ledger, budget and required calibration."""
+"""Base classes of judges that query one model, with endpoint, ledger, budget and required calibration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentrl.judge.rendering import reference_text, user_text
 from agentrl.judge.servers import ServedUrl
 from agentrl.records import Blame, Episode, Score, Task
 
-_CLOSING_S = 60.0  # added to the endpoint's patience
+_CLOSING_S = 60.0  # seconds of the deadline in addition to the endpoint's patience
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class _State:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class JudgeBase(ABC):
-    """Base class of verifiers and group judges that query a judge model: endpoint, budget and ledger."""
+    """Base class of verifiers and group judges that query a judge model. It holds endpoint, budget and ledger."""
 
     endpoint: Endpoint
     name: str = "judge"
@@ -37,19 +37,19 @@ class JudgeBase(ABC):
     @property
     @abstractmethod
     def identity(self) -> str:
-        """A hash of everything that determines its verdicts: model, parameters, prompt; not its name, url or budget."""
+        """Hash of everything that determines the verdicts: model, parameters and prompt, but not name, url or budget."""
 
     @property
     def timeout_s(self) -> float:
-        """Deadline of a verdict in seconds. It covers the wait for a server that is down."""
+        """Deadline of a verdict in seconds. It includes the wait for a server that is down."""
         return self.endpoint.patience_s + _CLOSING_S
 
     def spent(self) -> JudgeUsage:
-        """Its usage according to its ledger."""
+        """Returns the judge's usage from its ledger."""
         return self._ledger().spent(self.identity)
 
     async def close(self) -> None:
-        """Closes its connections and its ledger."""
+        """Closes the judge's connections and its ledger."""
         await self.endpoint.close()
         if self._state.ledger is not None:
             self._state.ledger.close()
@@ -65,16 +65,16 @@ class JudgeBase(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelJudge(JudgeBase):
-    """Base class of judges of episodes that ask one model."""
+    """Base class of judges that query one model about an episode."""
 
     bounds: ClassVar[tuple[float, float]] = (0.0, 1.0)
     asks_reward_model: ClassVar[bool] = False
 
     reference: str = "answer"  # key of `Task.data` that holds the reference answer
-    ledger: str | None = None  # file of cache and counters, relative to the project; None: judges.sqlite of the run folder
+    ledger: str | None = None  # file of cache and counters, relative to the project; None means judges.sqlite of the run folder
     calibration: str | None = None  # required file of `agentrl judge calibrate`, relative to the project
-    min_agreement: float = 0.0  # minimum for the lower end of the interval in the calibration
-    min_coverage: float = 0.0  # the same for the share of answers with a verdict
+    min_agreement: float = 0.0  # minimum for the lower end of the interval of agreement in the calibration
+    min_coverage: float = 0.0  # minimum for the lower end of the interval of coverage, the share of answers with a verdict
 
     def __post_init__(self) -> None:
         validate_requirements(self.calibration, min_agreement=self.min_agreement, min_coverage=self.min_coverage)
@@ -85,7 +85,9 @@ class ModelJudge(JudgeBase):
         return digest({"kind": type(self).__name__, "wording": WORDING, "endpoint": self.endpoint.identity(), "asks": self._asks()})
 
     def prepare(self, *, root: Path, folder: Path | None) -> None:
-        """Called once before the first verdict. Raises `UserError` if the required calibration is missing, stale or not good enough.
+        """Prepares the judge. Call it once before the first verdict.
+
+        Raises `UserError` if the required calibration is missing, stale or not good enough.
 
         Args:
             root: the project.
@@ -103,12 +105,12 @@ class ModelJudge(JudgeBase):
         self._state.ready = True
 
     def without_calibration(self, *, ledger: str | None = None) -> Self:
-        """Returns a copy with the same identity that requires no calibration: for measuring it."""
+        """Returns a copy with the same identity that requires no calibration, for measuring the judge."""
         return replace(self, calibration=None, min_agreement=0.0, min_coverage=0.0, ledger=ledger or self.ledger)
 
     @abstractmethod
     def _asks(self) -> dict[str, Any]:
-        """What determines its prompts."""
+        """Returns the settings that determine the judge's prompts."""
 
     def _client(self) -> JudgeClient:
         if not self._state.ready:
@@ -121,7 +123,7 @@ class ModelJudge(JudgeBase):
         return JudgeBase._ledger(self)
 
     def _non_answer(self, task: Task, episode: Episode) -> str:
-        """Returns why the answer is wrong without a query; empty if it has to be judged."""
+        """Returns why the answer is wrong without a query; empty if the model must judge it."""
         return non_answer_reason(episode.answer, question=user_text(task), reference=reference_text(task, self.reference))
 
     def _unscored(self, answer: JudgeAnswer) -> Score:

@@ -1,5 +1,6 @@
-"""Recognises answers without content. They score 0 without calling a judge, because judges have given full marks for a colon or for "Let's
-solve this step by step." (Zhao et al. 2025, "One Token to Fool LLM-as-a-Judge").
+"""Recognises answers without content. They score 0, and no judge is called.
+
+Judges have given full marks for a colon or for "Let's solve this step by step." (Zhao et al. 2025, "One Token to Fool LLM-as-a-Judge").
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ _OPENINGS = (
 )
 _OPENING = re.compile("|".join(f"(?:{one})" for one in _OPENINGS))
 _SAYING = frozenset(("Lu", "Ll", "Lt", "Lm", "Lo", "Nd", "Nl", "No", "Sm", "Sc", "So"))  # letters, digits, symbols with a meaning
-_BLANK = frozenset("\u115f\u1160\u2800\u3164\uffa0\ufffc\ufffd")  # invisible or replacement characters among them
+_BLANK = frozenset("\u115f\u1160\u2800\u3164\uffa0\ufffc\ufffd")  # characters of these categories that are invisible or replacements
 _WORDLESS = re.compile(r"[^\w' -]+|_+")
 _MARKS = "?!.,:;\"'`*_>\u201c\u201d\u2018\u2019"
-_AROUND = re.compile(rf"(?<![{_MARKS}])[{_MARKS}]++(?=\s|$)|(?<!\S)[{_MARKS}]++")  # around words; linear time on long "..."
+_AROUND = re.compile(rf"(?<![{_MARKS}])[{_MARKS}]++(?=\s|$)|(?<!\S)[{_MARKS}]++")  # matches marks around words; linear time on long "..."
 
 
 def non_answer_reason(answer: str | None, *, question: str = "", reference: str | None = None) -> str:
-    """Returns why an answer cannot be right for any question; empty if it has to be judged.
+    """Returns why an answer cannot be correct for any question; empty if a judge must judge it.
 
-    The reference is always judged, as is an answer with a letter, a digit or a symbol that is not a known opening phrase.
+    An answer that equals the reference is always judged. Any other answer is judged if it contains a letter, digit or symbol, unless it is
+    a known opening phrase or repeats the question.
     """
     if answer is None:
         return "no answer was submitted"
@@ -49,7 +51,7 @@ def non_answer_reason(answer: str | None, *, question: str = "", reference: str 
 
 
 def _echoes(answer: str, question: str) -> bool:
-    """Whether an answer is the question, once or repeated, ignoring case and punctuation."""
+    """Whether an answer consists of the question, once or repeated, ignoring case and punctuation."""
     plain_answer, plain_question = (" ".join(_AROUND.sub("", text[:_LONGEST_ECHO].casefold()).split()) for text in (answer, question))
     if not plain_question:
         return question.strip() != "" and answer.strip() == question.strip()

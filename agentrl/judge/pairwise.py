@@ -32,9 +32,10 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pairwise(ModelJudge):
-    """Compares two answers. As a verifier, it compares the agent's answer with the reference: 1 better, 0.5 equal, 0 worse.
+    """Compares two answers. As a verifier, it compares the agent's answer with the reference: 1 is better, 0.5 equal, 0 worse.
 
-    Each comparison is two queries with the answers swapped. If a judge with position bias contradicts itself, the episode is unscored.
+    Each comparison consists of two queries, in which the answers are swapped. If the two verdicts contradict each other, because of
+    position bias for example, the episode is unscored.
     """
 
     criteria: str = "Prefer the answer that is right and does what the question asks; length and tone do not count."
@@ -52,7 +53,7 @@ class Pairwise(ModelJudge):
         return Score(value=_VALUES[comparison.better], evidence=f"{self.name}: {comparison.better}; {comparison.reasons}")
 
     async def compare(self, problem: str, first: str, second: str) -> Comparison:
-        """Says which of two answers to a question is better."""
+        """Compares two answers to a question. The result contains the better answer."""
         client = self._client()
         queries = self._query(problem, first, second), self._query(problem, second, first)
         answers = await asyncio.gather(*(client.ask(query, _read) for query in queries))

@@ -1,4 +1,4 @@
-"""A model behind an endpoint as a player of `rollout.agent=players`."""
+"""A player of `rollout.agent=players` that is a model behind an endpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentrl.judge.endpoint import Endpoint
 class EndpointPlayer:
     """Plays roles of games: `rival = EndpointPlayer(endpoint=Endpoint(url=..., model=...))`, in a recipe `opponent="mine:rival"`.
 
-    The model sees all observations of its role, and must name exactly one of the allowed actions.
+    The model sees all observations of its role. Its answer must name exactly one of the allowed actions.
     """
 
     endpoint: Endpoint

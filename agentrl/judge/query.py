@@ -1,4 +1,4 @@
-"""Queries to a judge model: our instructions, untrusted data, and the cache, budget and parsing around one query."""
+"""Queries to a judge model: trusted instructions, untrusted data, and the cache, budget and parsing of one query."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 WORDING = 1
 """Version of the prompt text below. It is part of a judge's identity, so a new version needs a new calibration."""
 
-SHORTER = 8  # if a prompt is rejected, each of its texts is shortened to this fraction, but not below `LEAST` characters
+SHORTER = 8  # divisor of the length of each untrusted string if a prompt is rejected; strings stay at least `LEAST` long
 LEAST = 400
 TIMES_SHORTER = 2
 
@@ -32,7 +32,7 @@ class ChatQuery:
     """A query to a chat model: `ChatQuery(instructions="...", data={"answer": episode.answer}, schema=...)`."""
 
     instructions: str  # trusted
-    data: Mapping[str, str]  # untrusted texts, by the names that the instructions use
+    data: Mapping[str, str]  # untrusted strings, by the names that the instructions use
     schema: Mapping[str, Any]  # JSON schema of the verdict
 
     def messages(self, nonce: str) -> list[dict[str, Any]]:
@@ -51,19 +51,19 @@ class ChatQuery:
         return [{"role": "system", "content": rules}, {"role": "user", "content": f"{data}\n\n{last}"}]
 
     def shorter(self) -> ChatQuery | None:
-        """Returns the query with each text shortened in the middle; None if all are already short."""
+        """Returns the query with each untrusted string shortened in the middle; None if all are already short."""
         data = {name: truncate_middle(text, max(len(text) // SHORTER, LEAST)) for name, text in self.data.items()}
         return replace(self, data=data) if sum(map(len, data.values())) < sum(map(len, self.data.values())) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeAnswer:
-    """The result of a query: `verdict`, or None with the reason and the text of the answer."""
+    """The result of a query: the `verdict`, or None with the reason and the text of the answer."""
 
     verdict: Any = None
     reason: str = ""
     text: str = ""
-    unavailable: bool = False  # no answer: an infrastructure fault, or an exhausted budget
+    unavailable: bool = False  # there is no answer because of an infrastructure fault or an exhausted budget
     abstained: bool = False
 
 
@@ -74,14 +74,14 @@ class JudgeClient:
     endpoint: Endpoint
     ledger: JudgeLedger
     budget: Budget = field(default_factory=Budget)
-    judge: str  # the judge's identity, under which the ledger counts
+    judge: str  # the judge's identity, which is the key of its counters in the ledger
 
     async def ask(self, query: ChatQuery, read: Callable[[dict[str, Any]], T], *, draw: int = 0) -> JudgeAnswer:
-        """Returns the verdict that `read` parses from the answer. Never raises for failures of the server or the model.
+        """Returns the verdict that `read` parses from the answer. Failures of the server or the model never raise an error.
 
         Args:
-            read: raises `Unreadable` or `Abstained`.
-            draw: distinguishes intentionally repeated queries, which the cache would answer otherwise.
+            read: parses the answer; it raises `Unreadable` or `Abstained` if there is no verdict.
+            draw: number of an intentionally repeated query. Queries with different numbers do not share a cached answer.
         """
         key = self._key(query, draw)
         if (text := await asyncio.to_thread(self.ledger.cached_answer, key)) is not None:
@@ -128,18 +128,18 @@ class JudgeClient:
         raise AssertionError("unreachable")
 
     def _key(self, query: ChatQuery, draw: int) -> str:
-        """Cache key: hash of model, parameters and the full prompt with a placeholder for the nonce."""
+        """Returns the cache key, a hash of model, parameters and the full prompt with a placeholder for the nonce."""
         messages = query.messages(NONCE_PLACEHOLDER)
         return digest({"endpoint": self.endpoint.identity(), "messages": messages, "schema": query.schema, "draw": draw})
 
 
 def digest(value: Any) -> str:
-    """sha256 (hex) of a JSON value."""
+    """Returns the sha256 (hex) of a JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def parse_answer(reply: Reply, read: Callable[[dict[str, Any]], T]) -> JudgeAnswer:
-    """Returns the verdict that `read` parses from a reply, or the reason for a missing verdict."""
+    """Returns the verdict that `read` parses from a reply, or the reason why there is none."""
     text = reply.text[:MAX_KEPT]
     if reply.problem:
         return JudgeAnswer(reason=f"unreadable verdict: {reply.problem}", text=text)

@@ -1,4 +1,4 @@
-"""Renders the measurements of a judge as text, JSON data and a picture."""
+"""Renders the measurements of a judge as text, JSON data and SVG."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ _STYLE = (
 
 
 def render_svg(report: CalibrationReport) -> str:
-    """Returns an SVG: the reliability curve, and the measurements with their intervals."""
+    """Returns an SVG with the reliability curve, and the measurements with their intervals."""
     calibration = report.calibration
     width, height = _EDGE + _SIDE + 60 + _BARS + 20, _SIDE + 2 * _EDGE + 10
     parts = [

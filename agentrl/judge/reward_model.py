@@ -1,10 +1,10 @@
-"""A reward model as a judge: one number for an episode, scaled to 0 to 1. vLLM serves it at `/classify`.
+"""A judge that is a reward model. It returns one number for an episode, scaled to 0 to 1. vLLM serves it at `/classify`.
 
 mine = RewardModel(endpoint=ScoreEndpoint(url=served("mine"), model="mine"))     # judge_servers={"mine": {"model": "models/reward"}}
 
-The record of a reward model: its input and the scale of its output, in the file `reward_model.json` next to its weights.
+The record of a reward model is the file `reward_model.json` next to its weights. It contains the model's input and the scale of its output.
 
-`agentrl tune reward` writes it and the judge `RewardModel` reads it, so training and judging show the model the same text.
+`agentrl tune reward` writes the record, and the judge `RewardModel` reads it. So the model gets the same text in training and judging.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _ANSWERS = ("answer", "transcript", "outputs")
 class RewardRecord:
     """The input of a reward model, and the scale that turns its number into a value: 1 / (1 + exp(-(number - offset) / scale))."""
 
-    shows: tuple[PromptField, ...]  # in this order, each with a heading; empty: the episode's tokens
+    shows: tuple[PromptField, ...]  # in this order, each with a heading; empty means the episode's tokens
     offset: float  # number that corresponds to a value of 0.5
     scale: float
-    max_tokens: int  # longer texts are truncated at the start
+    max_tokens: int  # longer input is truncated at the start
     weights: str  # sha256 of model.safetensors
     format: int = FORMAT
 
@@ -55,7 +55,7 @@ class RewardRecord:
             raise ValueError("offset must be finite, scale and max_tokens must be above 0")
 
     def value(self, number: float) -> float:
-        """Returns the value from 0 to 1 of a number."""
+        """Scales a number to a value from 0 to 1."""
         steps = (number - self.offset) / self.scale
         return 1 / (1 + math.exp(-steps)) if steps >= 0 else math.exp(max(steps, -700.0)) / (1 + math.exp(max(steps, -700.0)))
 
@@ -64,7 +64,7 @@ _ADAPTER = TypeAdapter(RewardRecord)
 
 
 def validate_shows(names: tuple[str, ...]) -> tuple[PromptField, ...]:
-    """Returns the names as `PromptField`. Raises `UserError` for unknown or repeated names, or if no name shows the agent's work."""
+    """Returns the names as `PromptField`. Raises `UserError` if a name is unknown or repeated, or if no name shows the agent's work."""
     known = get_args(PromptField)
     unknown = [name for name in names if name not in known]
     if unknown or len(set(names)) < len(names) or not {*_ANSWERS} & {*names}:
@@ -119,14 +119,14 @@ def load_record(folder: Path) -> RewardRecord:
 
 
 _ROUTE = "classify"
-_MOST = 1e30  # larger numbers are invalid
+_MOST = 1e30  # a larger number is invalid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoreEndpoint(Endpoint):
-    """The address of a reward model: the route `/classify` of a vLLM server; `url` is given with or without `/v1`.
+    """The address of a reward model: the route `/classify` of a vLLM server. `url` may end in `/v1` or not.
 
-    Timeouts, back-off, connections and limits work as in `Endpoint`. Sampling settings are rejected, since they would have no effect.
+    Timeouts, back-off, connections and limits work as in `Endpoint`. Sampling settings are rejected, because they would have no effect.
     """
 
     temperature: float | None = None
@@ -142,8 +142,8 @@ class ScoreEndpoint(Endpoint):
         return f"{self._base().removesuffix('/v1')}/{_ROUTE}"
 
     def _body(self, messages: Sequence[Mapping[str, Any]], schema: Mapping[str, Any] | None, more: Mapping[str, Any]) -> dict[str, Any]:
-        # The raw number, without the default sigmoid. A text that is too long is truncated: if it were rejected, an agent that writes
-        # enough would not be judged.
+        # Requests the raw number, without the default sigmoid. Input that is too long is truncated. If it were rejected, an agent that
+        # writes too much would not be judged.
         fixed = {"use_activation": False, "truncate_prompt_tokens": -1, "truncation_side": "left"}
         return {"model": self.model, "input": messages[0]["content"], **self.options, **more, **fixed}
 
@@ -152,11 +152,11 @@ class ScoreEndpoint(Endpoint):
 
 
 def parse_classification(content: bytes, most: int, *, query_tokens: int) -> Reply:
-    """Parses the body of a 200 of `/classify` into the JSON object `{"number": ...}`. Unreadable content is kept as text, with the problem.
+    """Parses the body of a 200 of `/classify` into the JSON object `{"number": ...}`. Unreadable content is returned, with the problem.
 
     Args:
         most: maximum size in bytes.
-        query_tokens: tokens of the query, as an estimate.
+        query_tokens: estimated number of tokens of the query.
     """
     text = content[:most].decode(errors="replace")
     nothing: dict[str, Any] = {"prompt_tokens": query_tokens, "completion_tokens": 0, "counted": False}
@@ -177,7 +177,7 @@ def parse_classification(content: bytes, most: int, *, query_tokens: int) -> Rep
 
 
 def parse_reward(fields: Mapping[str, Any]) -> float:
-    """Returns the number of a reply. Raises `Unreadable`."""
+    """Returns the number of a reply. Raises `Unreadable` if there is none."""
     number = fields.get("number")
     if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
         raise Unreadable("has no number")
@@ -186,7 +186,7 @@ def parse_reward(fields: Mapping[str, Any]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RewardQuery(ChatQuery):
-    """The model's input without instructions: a text, or token ids."""
+    """The model's input without instructions: text, or token ids."""
 
     instructions: str = ""
     data: Mapping[str, str] = field(default_factory=dict)
@@ -194,26 +194,26 @@ class _RewardQuery(ChatQuery):
     content: str | list[int]
 
     def messages(self, nonce: str) -> list[dict[str, Any]]:
-        """Returns the input as one message. Without instructions, data needs no delimiters."""
+        """Returns the input as one message. There are no instructions, so the data needs no delimiters."""
         return [{"role": "user", "content": self.content}]
 
     def shorter(self) -> None:
-        """None, because the number must be for the full answer."""
+        """Returns None, because the number must be for the full answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RewardModel(ModelJudge):
-    """A verifier that asks a reward model of `agentrl tune reward`. The value is from 0 to 1; the part `number` is the model's output.
+    """A verifier that queries a reward model of `agentrl tune reward`. The value is from 0 to 1; the part `number` is the model's output.
 
-    The model sees what it was trained on, according to the record next to its weights. A model that reads tokens scores only episodes
-    with tokens of the policy that it was built from. Answers without content are 0 without calling the model.
+    The record next to the model's weights determines its input, so it is the same as in training. A model that reads tokens scores only
+    episodes with tokens of the policy from which it was built. Answers without content score 0, and the model is not called.
     """
 
     asks_reward_model: ClassVar[bool] = True
 
     endpoint: ScoreEndpoint
-    folder: str | None = None  # model folder relative to the project; None: the model of the run's server in `endpoint.url`
-    needs_answer: bool = True  # False: an episode without an answer is scored too
+    folder: str | None = None  # model folder relative to the project; None means the model of the run's server in `endpoint.url`
+    needs_answer: bool = True  # False means that an episode without an answer is scored too
     _record: list[RewardRecord] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:

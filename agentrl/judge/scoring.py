@@ -1,6 +1,6 @@
-"""A judge that fills in a form: whole numbers for a few weighted criteria.
+"""A judge that fills in a form of whole numbers for a few weighted criteria, and ready-made forms.
 
-Ready-made forms for judges. A judge with a changed form needs a new calibration.
+If the form of a judge changes, the judge needs a new calibration.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Criterion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """A judge's instructions and criteria, and what it is shown."""
+    """A judge's instructions and criteria, and the fields that it sees."""
 
     instructions: str
     criteria: tuple[Criterion, ...]
@@ -50,14 +50,14 @@ class Form:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """JSON schema of a verdict."""
+        """Returns the JSON schema of a verdict."""
         numbers = {criterion.name: {"type": "integer", "minimum": 0, "maximum": criterion.high} for criterion in self.criteria}
         scores = {"type": "object", "properties": numbers, "required": list(numbers), "additionalProperties": False}
         return verdict.schema({"scores": scores})
 
     @property
     def text(self) -> str:
-        """The instructions with the criteria."""
+        """Returns the instructions with the criteria."""
         criteria = "\n".join(
             f"- {criterion.name}, from 0 (worst) to {criterion.high} (best): {criterion.asks}" for criterion in self.criteria
         )
@@ -66,14 +66,15 @@ class Form:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Judge(ModelJudge):
-    """A verifier that asks a model to fill in a form: `Judge(endpoint=Endpoint(...), form=forms.CORRECT)`.
+    """A verifier in which a model fills in a form: `Judge(endpoint=Endpoint(...), form=forms.CORRECT)`.
 
-    The value is the weighted mean of the criteria, each scaled to 0 to 1; the criteria are its parts. Unreadable verdicts, abstentions,
-    servers that stay down and exhausted budgets leave the episode unscored. Answers without content are 0 without calling the model.
+    The value is the weighted mean of the criteria, each scaled to 0 to 1. The criteria are the parts of the score. The episode is unscored
+    if the verdict is unreadable, the judge abstains, the server stays down or the budget is exhausted. Answers without content score 0, and
+    the model is not called.
     """
 
     form: Form = field(kw_only=True)
-    needs_answer: bool = True  # False: an episode without an answer is judged by its transcript or files
+    needs_answer: bool = True  # False means that an episode without an answer is judged by its transcript or files
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
         """Scores the episode."""
@@ -113,7 +114,7 @@ CORRECT = Form(
     criteria=(Criterion(name="correct", asks="1 if the answer says what the reference says, else 0."),),
     shows=("question", "reference", "answer"),
 )
-"""Right or wrong, for free-text answers to tasks whose `data` holds a reference."""
+"""Correct or wrong, for free-text answers to tasks whose `data` contains a reference answer."""
 
 HELPFUL = Form(
     instructions=(
@@ -145,4 +146,4 @@ INSTRUCTIONS = Form(
     instructions="You check whether an answer obeys what was asked of its form: length, language, format, what to include and to avoid.",
     criteria=(Criterion(name="obeyed", asks="What part of the instructions does it obey? 4 is all of them.", high=4),),
 )
-"""For instructions that can be checked by reading. Use a program for what a program can check."""
+"""For instructions that can be checked by reading. Use a program if a program can check them."""

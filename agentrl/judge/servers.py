@@ -2,7 +2,8 @@
 
     Endpoint(url=served("small"), model="small")
 
-A server is registered before it starts. A judge looks up its address before each request, so it follows a restart.
+A server is registered before it starts. A judge looks up the server's address before each request, so the server may restart at a new
+address.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ class JudgeServer:
     reward_model: bool  # returns numbers, not text
     url: str = ""  # http://HOST:PORT while it answers
     key: str = field(default="", repr=False)  # API key of its requests
-    refused: str = ""  # why it will not answer again
+    refused: str = ""  # reason why it will not answer again
 
 
 class ServerStarting(Exception):
-    """The server does not answer at the moment, but will again."""
+    """The server does not answer at the moment, but it is starting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class ServedUrl:
     name: str
 
     def __call__(self) -> str:
-        """Raises `ServerStarting` while the server is starting, and `JudgeError` if no process starts it."""
+        """Returns the server's address. Raises `ServerStarting` while the server is starting, and `JudgeError` if no process starts it."""
         server = _registered.get(self.name)
         if server is None:
             raise JudgeError(f"there is no judge server {self.name!r}: the recipe has no judge_servers.{self.name}")
@@ -49,7 +50,7 @@ class ServedUrl:
 
     @property
     def key(self) -> str:
-        """The key of the running server; empty if there is none."""
+        """The API key of the running server; empty if there is none."""
         return _registered[self.name].key if self.name in _registered else ""
 
     @property
@@ -58,7 +59,7 @@ class ServedUrl:
         return _registered[self.name].weights if self.name in _registered else ""
 
     def server(self, *, reward_model: bool) -> JudgeServer:
-        """Returns the registered server. Raises `UserError` if the recipe starts no such server, or one of the other kind."""
+        """Returns the registered server. Raises `UserError` if the recipe starts no server with this name, or one of the other kind."""
         server = _registered.get(self.name)
         if server is None:
             others = f"; it has {', '.join(_registered)}" if _registered else ""
@@ -85,7 +86,7 @@ def served(name: str) -> ServedUrl:
 
 
 def register_servers(servers: Mapping[str, JudgeServer]) -> None:
-    """Registers the servers of this process; replaces earlier ones."""
+    """Registers the servers of this process, replacing all earlier servers."""
     _registered.clear()
     _registered.update(servers)
 
@@ -96,5 +97,5 @@ def registered_servers() -> Mapping[str, JudgeServer]:
 
 
 def unused_servers() -> list[str]:
-    """Registered servers that no judge uses so far."""
+    """Returns the registered servers that no judge has used so far."""
     return sorted(set(_registered) - _used)

@@ -1,5 +1,6 @@
-"""Untrusted text as data in a judge's prompt: between random delimiters, without anything that looks like a delimiter or like a control
-token of a chat template.
+"""Puts untrusted text into a judge's prompt as data.
+
+The text is between random delimiters and contains nothing that looks like a delimiter or like a control token of a chat template.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import secrets
 import unicodedata
 from collections.abc import Mapping
 
-NONCE_PLACEHOLDER = "-"  # replaces the nonce of a delimiter in a prompt that is only compared, as in a cache key
+NONCE_PLACEHOLDER = "-"  # replaces the nonce of a delimiter in a prompt that is only compared, such as in a cache key
 
 _SPECIAL = (
     "s|bos|eos|pad|unk|mask|cls|sep|sys|system|user|human|assistant|im_start|im_end|endoftext|eot|start_of_turn|end_of_turn|turn"
@@ -32,7 +33,7 @@ _JOINERS = frozenset("\u200c\u200d")  # part of Persian words and of emoji
 
 
 def neutralize(text: str) -> str:
-    """Neutralises structure in a text, in linear time.
+    """Neutralises structure in text, in linear time.
 
     Control tokens and delimiters are broken up by a middle dot. Control characters, bidirectional overrides and invisible tags become
     U+FFFD.
@@ -43,7 +44,7 @@ def neutralize(text: str) -> str:
 
 
 def truncate_middle(text: str, most: int) -> str:
-    """Shortens a text to about `most` characters: keeps head and tail, and marks the omission."""
+    """Shortens text to about `most` characters. Keeps head and tail, and marks the omission."""
     if len(text) <= most:
         return text
     head = (most + 1) // 2
@@ -51,7 +52,7 @@ def truncate_middle(text: str, most: int) -> str:
 
 
 def new_nonce(texts: Mapping[str, str]) -> str:
-    """Returns a nonce for the delimiters of one call: 128 random bits that do not occur in the texts."""
+    """Returns a nonce for the delimiters of one call: 128 random bits that occur in none of the strings."""
     while True:
         nonce = secrets.token_hex(16)
         if not any(nonce in text for text in texts.values()):
@@ -59,7 +60,7 @@ def new_nonce(texts: Mapping[str, str]) -> str:
 
 
 def delimited(name: str, text: str, *, nonce: str) -> str:
-    """Returns a text between named delimiters."""
+    """Returns text between named delimiters."""
     return f"{begin_marker(name, nonce)}\n{neutralize(text)}\n{end_marker(name, nonce)}"
 
 

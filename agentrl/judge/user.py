@@ -1,4 +1,4 @@
-"""A model behind an endpoint as the simulated user of `agentrl.environment.dialogue`."""
+"""A simulated user for `agentrl.environment.dialogue` that is a model behind an endpoint."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _TRIES = 3
 class EndpointUser:
     """Plays the user: `customer = EndpointUser(endpoint=Endpoint(url=..., model=...))`, with the option `user="mine:customer"`.
 
-    The model sees its brief as the system message, the agent's texts as messages of its user, and its own as its answers. Use a
-    temperature above 0 for users that differ.
+    In the model's prompt, the brief is the system message, the agent's messages are user messages, and the model's own messages are
+    assistant messages. Use a temperature above 0 so that users differ.
     """
 
     endpoint: Endpoint
     instructions: str = INSTRUCTIONS
 
     async def __call__(self, brief: str, dialogue: Said) -> str:
-        """Returns the next text. Raises `JudgeError` if the endpoint fails, or returns no text three times."""
+        """Returns the user's next message. Raises `JudgeError` if the endpoint fails, or if it returns no text three times."""
         messages = [{"role": role, "content": text} for role, text in user_messages(brief, dialogue, self.instructions)]
         for _ in range(_TRIES):
             reply = await self.endpoint.ask(messages)

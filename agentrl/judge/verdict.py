@@ -1,4 +1,4 @@
-"""Parses the answers of judges. A verdict is exactly one JSON object with the requested numbers; anything else is unreadable."""
+"""Parses the answers of judges. A verdict is exactly one JSON object with the requested numbers. Any other answer is unreadable."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _MARKS = {"<think>": re.compile(r"(<think>)|</think>"), "[THINK]": re.compile(r"
 _LINE = 2000  # characters searched for the start of a quotation
 _CLOSES = re.compile(r"</think>|\[/THINK\]")
 _QUOTES = re.compile(r"(?:[\"'`:(\[{<>=\u201c\u2018\u00ab]|[^\s.!?\u2026)][ \t]+)\Z|\n[ \t]*>[^\n]*\Z")
-"""The end of a text that quotes what follows, such as `It says "` or `The answer contains `. Reasoning ends with a line or a sentence."""
+"""Matches text after which a quotation follows, such as `It says "` or `The answer contains `. Reasoning ends with a line or a sentence."""
 
 
 class Unreadable(ValueError):
-    """A judge's answer is not a verdict; the message says why."""
+    """A judge's answer is not a verdict; the message contains the reason."""
 
 
 class Abstained(ValueError):
@@ -28,14 +28,15 @@ class Abstained(ValueError):
 
 
 def json_object(text: str, *, thought_apart: bool = False) -> dict[str, Any]:
-    """Parses a text that consists of one JSON object, plain or as its only fenced block. Skips reasoning before it, even if the prompt
-    opened the reasoning block.
+    """Parses text that consists of one JSON object, plain or as its only fenced block.
+
+    Skips reasoning before the object, even if the prompt opened the reasoning block.
 
     Args:
-        thought_apart: whether the server returned the reasoning separately, so `text` has none.
+        thought_apart: whether the server returned the reasoning separately, so that `text` contains none.
 
-    Raises `Unreadable` for anything else: text around an object, two objects, a repeated key, NaN, an object after a reasoning block that
-    the text only quotes.
+    Raises `Unreadable` for any other text, such as text around an object, two objects, a repeated key, NaN, or an object after a reasoning
+    block that the text only quotes.
     """
     text = strip_code_fence((text if thought_apart else _after_thought(text)).strip(), "json")
     if not text:
@@ -75,7 +76,7 @@ def _after_thought(text: str) -> str:
 
 
 def whole_number(value: Any, *, low: int, high: int, name: str) -> int:
-    """Returns a whole number within its range; strings, booleans and fractions are invalid. Raises `Unreadable`."""
+    """Returns a whole number within its range. Raises `Unreadable` for any other value, including strings, booleans and fractions."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise Unreadable(f"has no number for {name}")
     if not low <= value <= high:
@@ -86,10 +87,10 @@ def whole_number(value: Any, *, low: int, high: int, name: str) -> int:
 
 
 def numbers(verdict: Mapping[str, Any], wanted: Mapping[str, tuple[int, int]]) -> dict[str, int]:
-    """Returns the number of each criterion, by name. Raises `Abstained` or `Unreadable`.
+    """Returns the number of each criterion, by name. Raises `Abstained` or `Unreadable` if there is no valid verdict.
 
     Args:
-        wanted: lowest and highest number of each.
+        wanted: criterion -> (lowest, highest) number.
     """
     _may_abstain(verdict)
     scores = verdict.get("scores")
@@ -99,7 +100,7 @@ def numbers(verdict: Mapping[str, Any], wanted: Mapping[str, tuple[int, int]]) -
 
 
 def choice(verdict: Mapping[str, Any], key: str, among: Sequence[str]) -> str:
-    """Returns the value of `key`, one of `among`. Raises `Abstained` or `Unreadable`."""
+    """Returns the value of `key`, one of `among`. Raises `Abstained` or `Unreadable` if there is no valid verdict."""
     _may_abstain(verdict)
     if verdict.get(key) not in among or not isinstance(verdict[key], str):
         raise Unreadable(f"has none of {', '.join(among)} for {key}")
@@ -107,7 +108,7 @@ def choice(verdict: Mapping[str, Any], key: str, among: Sequence[str]) -> str:
 
 
 def ranking(verdict: Mapping[str, Any], count: int) -> tuple[int, ...]:
-    """Returns the numbers 1 to `count`, each once, best first. Raises `Abstained` or `Unreadable`."""
+    """Returns the numbers 1 to `count`, each once, the best first. Raises `Abstained` or `Unreadable` if there is no valid verdict."""
     _may_abstain(verdict)
     order = verdict.get("ranking")
     if not isinstance(order, list) or len(order) != count:
@@ -125,7 +126,7 @@ def reasoning(verdict: Mapping[str, Any]) -> str:
 
 
 def schema(properties: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the JSON schema of a verdict. The reasoning comes first, so that it is written before the numbers; abstaining comes last."""
+    """Returns the JSON schema of a verdict. The reasoning is first, so that it is written before the numbers. Abstaining is last."""
     fields = {"reasoning": {"type": "string"}, **properties, "abstain": {"type": "boolean"}}
     return {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
 

@@ -1,4 +1,7 @@
-"""The DeepSpeed learner: turns batches into new policy versions. Import the modules that use torch directly; this package is light."""
+"""The DeepSpeed learner: turns batches into new policy versions.
+
+Importing this package does not import torch. Import the modules that need torch by their full names.
+"""
 
 from agentrl.learner.process import LearnerProcess
 

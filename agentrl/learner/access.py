@@ -1,7 +1,8 @@
-"""A learner's access to its run: where it reads and writes the ledger, the registry, checkpoints, versions and its records.
+"""A learner's access to its run: how it reads and writes the ledger, the registry, checkpoints, versions and records.
 
-`FolderAccess` is the run folder. `agentrl.learner.remote_access.RemoteAccess` is a mirror of it and the driver, for a learner whose host
-does not share the driver's disk. A step is complete once `checkpoint_written` has returned: the next learner then finds its checkpoint.
+`FolderAccess` uses the run folder. `agentrl.learner.remote_access.RemoteAccess` uses a mirror of the run folder and calls the driver, for a
+learner whose host does not share the driver's disk. A step is complete once `checkpoint_written` has returned, because the next learner
+then finds its checkpoint.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from agentrl.version import rollback
 from agentrl.version.rollback import RollbackRequest
 
 Spare = Callable[[], Collection[int]]
-"""Returns the checkpoints that must not be deleted, as of now."""
+"""Returns the checkpoints that must not be deleted at the time of the call."""
 
 
 class Collective(Protocol):
-    """The members of `agentrl.learner.ranks.Ranks` that an access uses. That class needs torch."""
+    """The members of `agentrl.learner.ranks.Ranks` that an access uses. Unlike `Ranks`, this class does not need torch."""
 
     @property
     def is_first(self) -> bool:
@@ -127,10 +128,10 @@ class LearnerAccess(Protocol):
 
     @property
     def poll_s(self) -> float:
-        """Seconds between two looks at the ledger."""
+        """Seconds between two checks of the ledger."""
 
     def prepare(self, alert: Callable[[str], None], ranks: Collective) -> None:
-        """Makes the newest intact checkpoint available in `folder`. Calls `alert` for a damaged newer one. All ranks call it."""
+        """Makes the newest intact checkpoint available in `folder`. Calls `alert` if a newer one is damaged. All ranks call it."""
 
     def need_checkpoint(self, number: int, ranks: Collective) -> None:
         """Makes a checkpoint available in `folder`, if the run has it. All ranks call it."""
@@ -141,10 +142,10 @@ class LearnerAccess(Protocol):
 
     def checkpoint_written(self, folder: Path, spare: Spare, ranks: Collective) -> None:
         """Returns when a checkpoint that is complete in `folder` is durable for the next learner. If the ranks run on several hosts with
-        their own disks, `folder` has the files of this host, and all ranks call it; otherwise rank 0 does."""
+        their own disks, `folder` has the files of this host, and all ranks call it; otherwise only rank 0 calls it."""
 
     def prune_checkpoints(self, keep: int, spare: Spare) -> None:
-        """Deletes all but the newest `keep` checkpoints and `spare` that the next learner would find."""
+        """Deletes checkpoints that the next learner would find, except the newest `keep` and those in `spare`."""
 
     def version_written(self, folder: Path) -> None:
         """Returns when the servers can get a version that is complete in `folder`."""
@@ -153,11 +154,14 @@ class LearnerAccess(Protocol):
         """Returns when the driver has the probe of version 0."""
 
     def tokens_recorded(self, step: int, rank: int) -> None:
-        """Gives readers of the run the tokens that a rank recorded in a step (`agentrl.experience.token_records`), if it did. A fault is
-        logged and ends nothing. Each rank that records calls it, after the version is published."""
+        """Makes the tokens that a rank recorded in a step available to readers of the run (`agentrl.experience.token_records`).
+
+        Does nothing if the rank recorded no tokens. An error is logged and does not stop the run. Each rank that records tokens calls it
+        after the version is published.
+        """
 
     def record_uses(self, uses: StepUses) -> None:
-        """Records durably how the next step used its groups; its checkpoint is written next."""
+        """Records durably how the next step used its groups. The checkpoint of that step is written next."""
 
     def reconcile(self, steps: int, sha256: str) -> None:
         """Sets ledger and recorded uses to those of a checkpoint after `steps` steps. Raises `StoreError` if they do not belong to it.
@@ -167,16 +171,16 @@ class LearnerAccess(Protocol):
         """
 
     def record_setbacks(self, setbacks: tuple[UpdateFailure, ...]) -> None:
-        """Appends setbacks to the run's log of them."""
+        """Appends setbacks to the run's log of setbacks."""
 
     def forget_setbacks(self, step: int) -> None:
         """Removes the setbacks from `step` on."""
 
     def pending_rollback(self) -> RollbackRequest | None:
-        """Returns the rollback that the gate or a user requests, if any."""
+        """Returns the rollback that the gate or a user requests; None if there is no request."""
 
     def find_server(self) -> ServerAddress | None:
-        """Returns the server to which weights are sent over NCCL, if one runs."""
+        """Returns the server to which weights are sent over NCCL; None if no server runs."""
 
     def close(self) -> None:
         """Closes store and registry."""
@@ -193,7 +197,7 @@ class FolderAccess:
         self._setbacks = UpdateFailureLog(folder)
 
     def prepare(self, alert: Callable[[str], None], ranks: Collective) -> None:
-        """Does nothing: all checkpoints are here."""
+        """Does nothing, because all checkpoints are in the run folder."""
 
     def need_checkpoint(self, number: int, ranks: Collective) -> None:
         """Does nothing."""
@@ -202,7 +206,7 @@ class FolderAccess:
         """Does nothing."""
 
     def prune_checkpoints(self, keep: int, spare: Spare) -> None:
-        """Does nothing: `agentrl.learner.checkpoint.save` has deleted them."""
+        """Does nothing, because `agentrl.learner.checkpoint.save` deleted them."""
 
     def version_written(self, folder: Path) -> None:
         """Does nothing."""
@@ -222,7 +226,7 @@ class FolderAccess:
         """See `LearnerAccess.reconcile`."""
         uses = step_uses.recorded_steps(self.checkpoints, steps, sha256, self.store.entries())
         try:
-            step_uses.rewrite_steps(self.checkpoints, uses)  # without those that will be repeated
+            step_uses.rewrite_steps(self.checkpoints, uses)  # without the steps that will be repeated
         except OSError as error:
             raise StoreError(f"{self.checkpoints / step_uses.CONSUMED_FILE} cannot be written: {error.strerror or error}") from error
         self.store.reconcile(dict(enumerate(uses)))

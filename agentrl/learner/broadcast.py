@@ -1,9 +1,10 @@
 """Sends published weights to the server over NCCL.
 
-Rank 0 listens for the server's workers at the address of its host from which it reaches the server, so the two may be on different nodes.
-Every collective has a deadline, after which the communicator is aborted, because its members wait for ever for one that is lost. A server
-that was replaced gets a new communicator. A broken one cannot be repaired in place, because other ranks may be in a collective: the learner
-ends with an error, restarts from its checkpoint, connects again and updates the server first.
+Rank 0 listens for the server's workers at the address of its host from which it reaches the server, so learner and server may be on
+different nodes. Every collective has a deadline, because its members would wait forever for a lost member. After the deadline, the
+communicator is aborted. A server that was replaced gets a new communicator. A broken communicator cannot be repaired in place, because
+other ranks may be in a collective. Instead, the learner ends with an error, restarts from its checkpoint, connects again and updates the
+server first.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from agentrl.serving.access import ServerAddress, auth_headers
 log = logging.getLogger("agentrl.learner")
 _POLL_S = 0.1
 _ASK_S = 30.0
-_ABORT_S = 15.0  # for a collective to return after the abort of its communicator
+_ABORT_S = 15.0  # seconds for a collective to return after the abort of its communicator
 
 
 class Channel(Protocol):
@@ -39,7 +40,7 @@ class Channel(Protocol):
         """Sends all weights. A collective."""
 
     def shutdown(self) -> None:
-        """Aborts the communicator: a collective that waits in another thread returns."""
+        """Aborts the communicator, so that a collective that waits in a different thread returns."""
 
 
 FindServer = Callable[[], ServerAddress | None]
@@ -47,10 +48,10 @@ Connect = Callable[[PolicyEngine, ServerAddress, float], tuple[Any, Channel]]  #
 
 
 class Broadcaster:
-    """Sends versions from all ranks; every method is a collective. Only rank 0 talks to the server."""
+    """Sends versions from all ranks; every method is a collective. Only rank 0 communicates with the server."""
 
     def __init__(self, find_server: FindServer, recipe: Recipe, engine: PolicyEngine, *, connect: Connect | None = None) -> None:
-        """`find_server`: returns the server that runs now, if one does. `connect`: opens the channel to it."""
+        """`find_server`: returns the running server, or None. `connect`: opens the channel to it."""
         self._find_server = find_server
         self._serving = recipe.serving
         self._engine = engine
@@ -126,7 +127,7 @@ def _connect(engine: PolicyEngine, server: ServerAddress, timeout_s: float) -> t
 
 
 def rendezvous(server: ServerAddress) -> tuple[str, int]:
-    """Returns the address of this host from which it reaches the server, and a free port there. Raises `OSError` without a route."""
+    """Returns the address of this host from which it reaches the server, and a free port there. Raises `OSError` if there is no route."""
     address = address_towards(urlsplit(server.url).hostname or "")
     with socket.socket() as probe:
         probe.bind((address, 0))
@@ -135,9 +136,9 @@ def rendezvous(server: ServerAddress) -> tuple[str, int]:
 
 @contextmanager
 def deadline(what: str, seconds: float, *, abort: Callable[[], None], grace_s: float = _ABORT_S) -> Iterator[None]:
-    """Context for a collective, which nothing in its thread can end. Raises `LearnerError` if the block takes longer than `seconds`.
+    """Context for a collective, which cannot be ended from its thread. Raises `LearnerError` if the block takes longer than `seconds`.
 
-    Then `abort` is called in another thread. If the block has not ended `grace_s` later, the process ends with exit code 1.
+    After that time, `abort` is called in a different thread. If the block has not ended `grace_s` later, the process ends with exit code 1.
     """
     expired, ended = threading.Event(), threading.Event()
     message = f"{what} did not end within {seconds:g} s: the server or its node is lost, or the network between them"
@@ -147,7 +148,7 @@ def deadline(what: str, seconds: float, *, abort: Callable[[], None], grace_s: f
             return
         expired.set()
         log.error("%s", message)
-        threading.Thread(target=abort, daemon=True, name="abort of a collective").start()  # it may raise, or hang as the collective does
+        threading.Thread(target=abort, daemon=True, name="abort of a collective").start()  # may raise, or hang as the collective does
         if not ended.wait(grace_s):
             log.error("the collective cannot be ended, so this process ends")
             os._exit(1)

@@ -22,11 +22,11 @@ from agentrl.learner.token_scorer import TokenScorer, ValuedScorer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOLERANCE = {torch.bfloat16: 0.15, torch.float32: 1e-3}
-"""Largest accepted change of a logprob, in nats: the kernels round in a different order."""
+"""Largest accepted change of a logprob, in nats. The kernels round in a different order."""
 
 
 def load_model(folder: Path, recipe: Recipe, device: torch.device) -> Any:
-    """Loads the Hugging Face model of `folder` in the recipe's dtype for training: no dropout, gradient checkpointing per recipe."""
+    """Loads the Hugging Face model of `folder` for training, with the recipe's dtype and gradient checkpointing, and without dropout."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     attention: str | dict[str, str] = forest_attention.register()
@@ -61,10 +61,10 @@ def make_scorer(lm: Any, recipe: Recipe) -> TokenScorer:
 
 
 def use_liger_kernels(lm: Any) -> None:
-    """Replaces a Hugging Face model's layers by Liger's kernels, in place, and checks that its logprobs stay the same.
+    """Replaces a Hugging Face model's layers with Liger's kernels, in place, and checks that its logprobs stay the same.
 
-    Some replacements affect every model of this type in the process. Raises `UserError` without a GPU or the package, for a model type that
-    Liger does not support, and if logprobs differ by more than `TOLERANCE`.
+    Some replacements affect every model of this type in the process. Raises `UserError` if there is no GPU, if the package is missing, if
+    Liger does not support the model type, or if logprobs differ by more than `TOLERANCE`.
     """
     if lm.device.type != "cuda":
         raise UserError("learner.kernels=liger needs a GPU", fix="learner.kernels=torch")
@@ -89,7 +89,7 @@ def _replace(lm: Any) -> None:
 
 @torch.no_grad()
 def _logprobs(lm: Any) -> Tensor:
-    """[T-1] float32 logprobs of a fixed text."""
+    """Returns the float32 logprobs [T-1] of a fixed text."""
     vocabulary = lm.config.get_text_config().vocab_size
     ids = (torch.arange(64, device=lm.device) * 7919 % vocabulary)[None]
     logprobs: Tensor = lm(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)

@@ -44,7 +44,7 @@ _META, _STATE, _CRITIC = "meta.json", "state", "critic"
 class CheckpointMeta(Record):
     """The contents of a checkpoint except its tensors."""
 
-    step: int  # number of updates made; index of the next one
+    step: int  # number of completed updates; index of the next one
     ranks: int
     zero_stage: int
     parent: int  # version that these weights were trained from: the previous one, except after a rollback
@@ -75,11 +75,11 @@ def save(
     written: Callable[[Path], None] = lambda folder: None,
     spread: bool = False,
 ) -> Path:
-    """Writes `root/000012` durably, then deletes all but the newest `keep` and those numbered `spare`. Returns the folder.
+    """Writes `root/000012` durably, then deletes all checkpoints except the newest `keep` and those in `spare`. Returns the folder.
 
     All ranks call it. Rank 0 calls `written` with the complete folder, and then `spare` directly before it deletes, because a user may pin
-    a version while a checkpoint is written. With `spread`, the ranks' hosts share no disk: each has the files of its ranks in its folder,
-    and every rank calls `written`.
+    a version while a checkpoint is written. If `spread` is True, the ranks' hosts share no disk: each host has the files of its ranks in
+    its folder, and every rank calls `written`.
     Raises `DiskFull` or `LearnerError` on a write error; earlier checkpoints stay.
     """
     ranks = engine.ranks
@@ -113,7 +113,7 @@ def save(
 
 
 def _manifest(part: Path, ranks: Ranks) -> dict[str, str]:
-    """Returns the manifest of a checkpoint whose files are on several hosts. Of a file that several hosts have, the first host's counts."""
+    """Returns the manifest of a checkpoint whose files are on several hosts. If several hosts have a file, the first host's counts."""
     own = folder_manifest(part) if ranks.is_first_on_host else {}
     whole: dict[str, str] = {}
     for data in reversed(ranks.gather_bytes(json.dumps(own).encode())):
@@ -144,7 +144,8 @@ def numbered(root: Path, number: int) -> Checkpoint | None:
 def restore(checkpoint: Checkpoint, engine: PolicyEngine, *, critic: Critic | None = None) -> None:
     """Loads weights, optimizer and random state. All ranks call it.
 
-    With the ranks and ZeRO stage that wrote the checkpoint, the next update is bitwise identical; otherwise it is equal up to rounding.
+    If the number of ranks and the ZeRO stage are those that wrote the checkpoint, the next update is bitwise identical; otherwise it is
+    equal up to rounding.
     The random state is loaded only if the number of ranks is the same. Raises `LearnerError` if the checkpoint does not fit the recipe's
     model and critic, or contains anything but tensors and plain values.
     """
@@ -189,7 +190,7 @@ def _prune(root: Path, keep: int, spare: Collection[int]) -> None:
 
 
 def _make_room(root: Path, spare: Callable[[], Collection[int]]) -> None:
-    """Deletes all checkpoints but the newest and those numbered `spare`, if the disk has no space for another of the same size."""
+    """Deletes all checkpoints but the newest and those numbered `spare`, if the disk has no space for one more of the same size."""
     folders = _folders(root)
     if len(folders) < 2:
         return

@@ -1,4 +1,4 @@
-"""The critic of PPO estimates the expected return from each sampled token on."""
+"""The critic of PPO, which estimates the expected return from each sampled token on."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Critic:
         return loss.detach().double()
 
     def step(self, number: int) -> tuple[bool, float]:
-        """Applies the accumulated gradient; returns as `PolicyEngine.step` does."""
+        """Applies the accumulated gradient. Returns what `PolicyEngine.step` returns."""
         return apply_gradient(self.deepspeed, self.optimizer, learning_rate(self._learner, self._steps, number))
 
 
@@ -77,7 +77,7 @@ class SharedCritic:
     """A value head on the policy's trunk, inside the policy's engine (`critic.trunk=shared` or `detached`). Every method is a collective.
 
     The policy's optimizer steps train the head too. `learn` and `step` are for its warm-up, during which the trunk is frozen: its weights
-    do not change by a bit, and its optimizer state stays that of a policy without a step.
+    stay bitwise the same, and its optimizer state stays that of a policy that has taken no step.
     """
 
     def __init__(self, engine: PolicyEngine) -> None:
@@ -98,7 +98,7 @@ class SharedCritic:
         return expanded
 
     def learn(self, batch: MicroBatch, returns: Tensor, old: Tensor, *, denominator: float) -> Tensor:
-        """Does what `Critic.learn` does, for the head only."""
+        """Does what `Critic.learn` does, but only for the head."""
         loss = value_loss(self.values(batch), old, returns).sum() / denominator
         self.engine.backward(loss)
         return loss.detach().double()
@@ -107,7 +107,7 @@ class SharedCritic:
         """Applies only the head's accumulated gradient. Returns what `PolicyEngine.step` returns."""
         result = self.engine.step(number, head_alone=True)
         for state in self.engine.optimizer.state.values():
-            if not state["exp_avg"].any():  # it has had no gradient, so its bias correction must not count this step
+            if not state["exp_avg"].any():  # it got no gradient yet, so its bias correction must not count this step
                 state["step"] = state["step"] * 0
         return result
 
@@ -142,7 +142,7 @@ def critic_metrics(pairs: Sequence[tuple[Tensor | None, Tensor | None]], ranks: 
 
 
 def _moments(tensors: Sequence[Tensor], ranks: Ranks) -> tuple[float, float, float]:
-    """Number, mean and variance (divided by n) of all elements on all ranks."""
+    """Returns number, mean and variance (divided by n) of all elements on all ranks."""
     sums = torch.zeros(3, dtype=torch.float64)
     for tensor in tensors:
         values = tensor.detach().double().cpu()

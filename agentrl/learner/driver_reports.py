@@ -4,7 +4,8 @@ Both are on the learner's host (`agentrl.protocols.cluster`).
 Rank 0 reports progress for all ranks: it waits for the others in collectives, so one stuck rank stops its reports. The exit reason
 arrives even if the disk is full.
 
-`failures/updates.jsonl` in the run folder (groups and optimizer steps excluded from training), and the learner's disk errors.
+This module also contains the log `failures/updates.jsonl` of the run folder (groups and optimizer steps excluded from training), and
+converts the learner's disk errors.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from agentrl.errors import AgentRLError, DiskFull, LearnerError, LearnerHalted, 
 from agentrl.learner.update_guard import UpdateFailure
 from agentrl.records import codec
 
-_LONGEST = 1 << 14  # characters of a line
+_LONGEST = 1 << 14  # maximum characters of a line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,7 @@ class ExitReason:
 
     @classmethod
     def from_error(cls, error: BaseException) -> ExitReason:
-        """Classifies an error."""
+        """Returns the exit reason for an error."""
         if (full := disk_full_error(error)) is not None:
             return cls(kind="disk", message=str(error) if isinstance(error, AgentRLError) else one_line_error(full))
         if isinstance(error, LearnerHalted):
@@ -65,7 +66,7 @@ class ExitReason:
 
 
 def best_reason(lines: bytes) -> ExitReason | None:
-    """Returns the most informative reason, if any: when one rank fails, the others only report that it is missing."""
+    """Returns the most informative reason, or None. If one rank fails, the others report only that it is missing."""
     reasons = list(_reasons(lines))
     for kinds in (("user", "halted", "disk"), ("failed",)):
         for reason in reasons:
@@ -99,13 +100,15 @@ _ALERT_CHARACTERS = 400
 
 
 class ProgressReporter:
-    """The learner's end: `report("computing a micro-batch", tokens)`. `address` is that of a pipe
-    (`agentrl.protocols.cluster.PROGRESS`); None disables reports."""
+    """The learner's end of the reports: `report("computing a micro-batch", tokens)`.
+
+    `address` is the address of a pipe (`agentrl.protocols.cluster.PROGRESS`); None disables reports.
+    """
 
     def __init__(self, address: str | None = None) -> None:
         self._pipe: int | None = None
         if address is not None:
-            with contextlib.suppress(OSError):  # the driver has ended, so this process ends soon
+            with contextlib.suppress(OSError):  # the driver ended, so this process ends soon
                 self._pipe = os.open(address, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def __call__(self, work: str, size: float = 1.0) -> None:
@@ -125,7 +128,7 @@ SILENT = ProgressReporter()
 
 
 class ProgressLines:
-    """The driver's end: the lines of one learner, which arrive in pieces."""
+    """The driver's end of the reports: the lines of one learner, which arrive in pieces."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -134,7 +137,7 @@ class ProgressLines:
         """Forwards the reports in `data` to `liveness`, and alerts to `alert`. Malformed lines are ignored.
 
         Args:
-            offset_s: added to the times of the reports, which are those of the learner's machine.
+            offset_s: added to the times of the reports, which come from the clock of the learner's machine.
         """
         *lines, rest = (self._rest + data).split(b"\n")
         self._rest = rest[:_LONGEST]
@@ -181,7 +184,7 @@ class UpdateFailureLog:
                 append_lines(self.path, map(_line, setbacks), durable=True)
 
     def remove_from(self, step: int) -> None:
-        """Removes the entries from `step` on: after a crash or halt these steps run and are logged again."""
+        """Removes the entries from `step` on, because these steps run and are logged again after a crash or halt."""
         setbacks = self.read()
         if any(setback.step >= step for setback in setbacks):
             with disk_errors_raised(str(self.path)):

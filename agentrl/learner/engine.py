@@ -64,7 +64,7 @@ class PolicyEngine:
 
     @property
     def image_token(self) -> int | None:
-        """The id that stands for a part of an image; None if the model reads only text."""
+        """The token id that represents a part of an image; None if the model reads only text."""
         return None if self.scorer.images is None else self.scorer.images.token
 
     def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -72,7 +72,7 @@ class PolicyEngine:
         return score_tokens(self.deepspeed, batch, self.temperature)
 
     def probe(self, rows: tuple[tuple[int, ...], ...]) -> Probe:
-        """Computes the current weights' logprobs of some token rows, and those of the most likely next tokens."""
+        """Returns the current weights' logprobs of token rows, and those of the most likely next tokens."""
         logprobs, next_logprobs, next_ids = zip(*map(self._row, rows), strict=True)
         return Probe(token_ids=rows, logprobs=logprobs, next_ids=next_ids, next_logprobs=next_logprobs, temperature=self.temperature)
 
@@ -84,13 +84,16 @@ class PolicyEngine:
         """Clips and applies the accumulated gradient with the learning rate of step `number`, then clears it.
 
         Returns whether it was applied, and its global norm before clipping. A gradient whose norm is not finite or exceeds `refuse_above`
-        is not applied: weights and optimizer state stay unchanged. With `head_alone` only the value head is trained.
+        is not applied: weights and optimizer state stay unchanged. If `head_alone` is True, only the value head is trained.
         """
         rate = learning_rate(self.recipe.learner, self.recipe.step_limit, number)
         return apply_gradient(self.deepspeed, self.optimizer, rate, head_alone=head_alone, refuse_above=refuse_above)
 
     def parameters(self) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
-        """Yields name, local tensor and full shape of every trained parameter, in model order; tied ones once, under their first name."""
+        """Yields name, local tensor and full shape of every trained parameter, in model order.
+
+        Tied parameters appear once, under their first name.
+        """
         for name, parameter in self.lm.named_parameters():
             if parameter.requires_grad:
                 yield name, parameter, tuple(getattr(parameter, "ds_shape", parameter.shape))
@@ -107,7 +110,10 @@ class PolicyEngine:
             yield parameter.detach()
 
     def _row(self, row: tuple[int, ...]) -> tuple[tuple[float, ...], tuple[float, ...], tuple[int, ...]]:
-        """Logprobs of token t+1 given tokens <= t at temperature 1; logprobs and ids of likely next tokens at the rollouts' temperature."""
+        """Returns the logprobs of a row's tokens, and the logprobs and ids of likely next tokens.
+
+        The logprobs of token t+1 given tokens <= t are at temperature 1, those of the next tokens at the rollouts' temperature.
+        """
         ids, layout = single_sequence(row, self.ranks.device)
         targets = torch.cat((ids[0, 1:], ids[0, :1])) & (
             FIRST - 1
@@ -144,9 +150,9 @@ def apply_gradient(
 
 
 def _deepspeed() -> Any:
-    """Imports DeepSpeed a second faster.
+    """Imports DeepSpeed without its optimizer Muon, which saves a second.
 
-    At ZeRO stages above 0 it imports Muon, an optimizer that is not used here and whose import sets up a compiler for its kernel.
+    At ZeRO stages above 0 DeepSpeed imports Muon, which is not used here. Its import sets up a compiler for its kernel.
     """
     import deepspeed
     from deepspeed.runtime import compiler
@@ -160,7 +166,7 @@ def _deepspeed() -> Any:
 
 
 def make_optimizer(parameters: list[Tensor], recipe: Recipe, *, head: Sequence[Tensor] = ()) -> torch.optim.AdamW:
-    """Returns an AdamW that never applies a non-finite gradient; from ZeRO stage 1 on, DeepSpeed ensures this.
+    """Returns an AdamW optimizer that never applies a non-finite gradient. From ZeRO stage 1 on, DeepSpeed ensures this.
 
     `head`: parameters of a value head, which form a group with the critic's learning rate and without weight decay.
     """
@@ -176,7 +182,10 @@ def make_optimizer(parameters: list[Tensor], recipe: Recipe, *, head: Sequence[T
 
 
 def _zero_stage(recipe: Recipe) -> int:
-    """bfloat16 needs float32 master weights, which DeepSpeed keeps from stage 1 on; on one rank stage 1 equals stage 0."""
+    """Returns the ZeRO stage of a recipe.
+
+    bfloat16 needs float32 master weights, which DeepSpeed keeps from stage 1 on. On one rank, stage 1 equals stage 0.
+    """
     stage: int = recipe.learner.zero_stage
     return max(stage, 1) if recipe.policy.dtype == "bfloat16" else stage
 
@@ -208,7 +217,7 @@ def deepspeed_config(recipe: Recipe, ranks: Ranks, size: int) -> dict[str, Any]:
 
 
 class KLReferenceModel:
-    """Version 0 (`folder`), unsharded on every rank, without optimizer. Needs the memory of the weights; a collective only in teams."""
+    """Version 0 (`folder`), unsharded on every rank, without optimizer. Needs the memory of the weights. A collective only in teams."""
 
     def __init__(self, folder: Path, recipe: Recipe, ranks: Ranks) -> None:
         self._temperature = recipe.rollout.sampling.temperature
@@ -221,7 +230,7 @@ class KLReferenceModel:
 
 
 class AdapterFreePolicy:
-    """Version 0 if adapters are trained: the policy's base weights, without extra memory. A collective under ZeRO-3."""
+    """Version 0 if adapters are trained. Uses the policy's base weights and no extra memory. A collective under ZeRO-3."""
 
     def __init__(self, engine: PolicyEngine) -> None:
         self._engine = engine

@@ -1,8 +1,8 @@
 """Attention over a forest of prefixes: each token attends to itself and its ancestors.
 
-Registered with transformers, so any model that uses its attention interface can train on forests. Two kernels compute the same
-numbers. On CPU each branch is a row of a batched scaled dot product: its new tokens are the queries, its whole path the keys. On CUDA
-one FlexAttention call skips the blocks without an ancestor and descendant pair.
+The attention is registered with transformers, so any model that uses its attention interface can train on forests. Two kernels compute the
+same numbers. On CPU each branch is a row of a batched scaled dot product: its new tokens are the queries, its complete path the keys. On
+CUDA one FlexAttention call skips the blocks without an ancestor and descendant pair.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _BLOCK = 128  # FlexAttention's tile
 
 
 class ForestLayout:
-    """The data that attention needs about one forest on one device; built once, used by every layer."""
+    """The data about one forest on one device that attention needs. It is built once and used by every layer."""
 
     def __init__(self, forest: Forest, device: torch.device, stretch: TokenShard | None = None) -> None:
-        """With a `stretch` this rank holds only those tokens, and `positions` are theirs."""
+        """`stretch`: the part of the tokens that this rank holds and that `positions` covers; None means all tokens."""
         self.device = device
         self.shard = stretch
         self.length = len(forest.token_ids)
@@ -81,7 +81,9 @@ class _Batch:
         self._masks: dict[tuple[int, int | None, torch.dtype], Tensor] = {}
 
     def mask(self, heads: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """[B, 1, heads * L, K] to add to the scores: 0 if the query sees the key, else -inf. Padded queries see the keys of real ones.
+        """Returns [B, 1, heads * L, K] to add to the scores: 0 if the query sees the key, else -inf.
+
+        Padded queries see the keys of real ones.
 
         A mask above `_FLOAT_MASK` elements is boolean, and the kernel converts it in every layer, forward and backward.
         """
@@ -140,7 +142,7 @@ def forest_attention(
 ) -> tuple[Tensor, None]:
     """Implements transformers' attention interface: query [1, Hq, T, D], key and value [1, Hkv, T, D] to [1, T, Hq, D].
 
-    Without a `forest` the tokens are plain causal sequences.
+    If `forest` is None, the tokens are plain causal sequences.
     """
     if forest is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -176,7 +178,7 @@ def _by_branch(query: Tensor, key: Tensor, value: Tensor, forest: ForestLayout, 
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """[1, H, T, D] to [T, H * D]."""
+    """Reshapes [1, H, T, D] to [T, H * D]."""
     return tensor[0].transpose(0, 1).flatten(1)
 
 

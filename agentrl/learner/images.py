@@ -1,8 +1,8 @@
-"""The images in token sequences, as the inputs of a vision-language model.
+"""Converts the images in token sequences to inputs of a vision-language model.
 
-One call of the model's processor gives the pixels of a forest's images and their token ids. The ids must be the recorded ones, which are
-those that the server expanded, so both compute with the same pixels. The features of the vision tower replace the embeddings of exactly
-the recorded image tokens: an image token that the policy sampled stays a token.
+One call of the model's processor gives the pixels of a forest's images and their token ids. The ids must equal the recorded ids,
+which the server expanded. So server and learner compute with the same pixels. The features of the vision tower replace the embeddings of
+exactly the recorded image tokens: an image token that the policy sampled stays a token.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ImageInputs:
         return embedded.masked_scatter(mask[..., None], features)
 
     def _features(self, trunk: Any, names: list[str], recorded: list[int], device: torch.device) -> Tensor:
-        """Returns the features [N, H] of images; those of a blank one without names."""
+        """Returns the features [N, H] of images; those of a blank image if there are no names."""
         from PIL import Image
 
         images = [self._own.get(name) or open_png(self._media.read(name)) for name in names] or [Image.new("RGB", _SIZE, "white")]
@@ -77,7 +77,7 @@ class ImageInputs:
 
     @torch.no_grad()
     def largest_gap(self, lm: Any) -> float:
-        """Returns the largest difference of a logprob from the model's own forward pass, over a text with an image."""
+        """Returns the largest difference between a logprob and that of the model's own forward pass, for a text with an image."""
         from PIL import Image
 
         image = Image.effect_noise(_SIZE, 80.0).convert("RGB")

@@ -1,14 +1,15 @@
 """`python -m agentrl.learner.launch PARENT_PID RANKS MODULE ARGS...` starts the ranks. It dies with its parent, and each rank dies with it.
 
-On each of several hosts, `RANKS` is `RANKS/NODE/NODES@HOST:PORT`: the ranks of this host, its number, the number of hosts, and the
-address of host 0, which listens there.
+If there are several hosts, `RANKS` is `RANKS/NODE/NODES@HOST:PORT` on each: the ranks of this host, its number, the number of hosts, and
+the address of host 0, which listens there.
 
 torchrun starts several ranks. A single rank needs neither torchrun nor a store: without their imports, this process starts a second of
 CPU time earlier and takes 40 MB of memory instead of 220.
 
 Several ranks find each other through a store that torchrun hosts. By default it listens on every network interface, and the dynamic
-rendezvous unpickles its contents, so anyone who can reach the port could run a program. Here the store listens on one address, the loopback
-address if there is one host, and the rendezvous is static, which unpickles nothing. The network between several hosts must be private.
+rendezvous unpickles its contents, so any process that can reach the port could run a program. Here the store listens on one address, the
+loopback address if there is one host, and the rendezvous is static, which unpickles nothing. The network between several hosts must be
+private.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def listen_at(host: str, port: int = 0) -> int:
 
 
 def main() -> None:
-    """Runs the ranks that this process's arguments describe. Exits with code 1 if one fails."""
+    """Runs the ranks that this process's arguments describe. Exits with code 1 if a rank fails."""
     parent, placed, *worker = sys.argv[1:]
     die_with_parent(int(parent))
     worker += ["--parent", str(os.getpid())]
@@ -108,7 +109,7 @@ def _run_torchrun(placement: Placement, worker: list[str]) -> None:
 
 
 def address_towards(host: str) -> str:
-    """Returns the address of this host from which packets to another one are sent. Raises `OSError` if there is no route."""
+    """Returns the address of this host from which packets to `host` are sent. Raises `OSError` if there is no route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing
         return str(probe.getsockname()[0])

@@ -1,11 +1,12 @@
-"""The driver's HTTP routes for a learner that does not share its disk: ledger, registry and records (`agentrl.learner.remote_access`).
+"""The driver's HTTP routes for a learner that does not share the driver's disk: ledger, registry and records
+(`agentrl.learner.remote_access`).
 
-    POST /learner/METHOD    {"id": ..., ...}: a call; repeated with the same id, it is not executed again
+    POST /learner/METHOD    {"id": ..., ...}: a call, which is executed only once for each id
     POST /learner/group     {"index": ...}: one group of the ledger
     PUT  /updates/STEP/RANK     the tokens that a rank recorded (`agentrl.experience.token_records`), for readers
 
-Calls are executed one at a time, in the order of their arrival. The key is checked again when a call's turn comes, so no call of a learner
-that the driver has replaced follows one of its successor.
+Calls are executed one at a time, in the order of their arrival. The key is checked again when a call's turn comes, so after a
+call of a new learner, no call of the learner that it replaced is executed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_CALL = 512 << 20
-"""Bytes of a call; the largest are the uses of a step and the setbacks of an update."""
+"""Maximum bytes of a call. The largest calls contain the uses of a step or the setbacks of an update."""
 _BODY_S = 120.0
 _READS = frozenset(
     {"entries", "get", "latest", "verify", "pinned", "pending_rollback", "find_server"}
@@ -46,7 +47,7 @@ class LearnerApi:
     """The routes for one run.
 
     Args:
-        store: the driver's store; calls that use it run on its thread.
+        store: the driver's store. Calls that use it run on its thread.
         registry: used from threads.
     """
 
@@ -189,12 +190,12 @@ class LearnerApi:
         return await asyncio.to_thread(self._registry.prune, max(1, int(data["keep"])))
 
     async def _access(self, function: Callable[[FolderAccess], T]) -> T:
-        """Returns what `function` returns for the run folder; it runs on the store's thread."""
+        """Calls `function` with the access to the run folder, on the store's thread, and returns its result."""
         return await self._store.call(lambda store: function(FolderAccess(self._folder, store, self._registry)))
 
 
 class LearnerSessions:
-    """Keys of the learners of a run on other hosts, one valid at a time."""
+    """Keys of a run's learners on other hosts. One key is valid at a time."""
 
     def __init__(self, service: RunService, files: FileService) -> None:
         self._service, self._files = service, files
@@ -205,7 +206,7 @@ class LearnerSessions:
         return self._service.url
 
     async def start(self) -> str:
-        """Returns the key of the learner that starts now. Requests of earlier learners are refused from now on, with status 409."""
+        """Returns a new key, for the learner that starts now. From now on, requests of earlier learners get status 409."""
         self._service.revoke(LEARNER)
         await self._files.stop_arrivals()
         return self._service.new_key(LEARNER)

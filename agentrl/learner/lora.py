@@ -25,7 +25,7 @@ _PREFIX = "base_model.model."  # prefix of tensor names in an adapter's file, fo
 
 
 def attach(lm: Any, config: LoraConfig, *, seed: int) -> None:
-    """Adds an adapter to a Hugging Face model; then only its matrices are trained. The same seed gives the same matrices.
+    """Adds an adapter to a Hugging Face model. After that, only its matrices are trained. The same seed gives the same matrices.
 
     All linear layers except the output head are adapted: Schulman et al. 2025, "LoRA Without Regret", thinkingmachines.ai/blog/lora. Raises
     `UserError` for a layer whose update cannot be merged.
@@ -55,7 +55,10 @@ def disabled(lm: Any) -> Iterator[None]:
 
 
 def exclude_frozen_weights(module: nn.Module) -> None:
-    """Limits the module's state dict to trained parameters. Loading one leaves frozen parameters unchanged; a missing trained one fails."""
+    """Limits the module's state dict to trained parameters.
+
+    Loading such a state dict leaves frozen parameters unchanged, and fails if a trained parameter is missing.
+    """
 
     def saved(owner: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
         for name in _frozen(owner):
@@ -72,7 +75,7 @@ def exclude_frozen_weights(module: nn.Module) -> None:
 def save(folder: Path, weights: Mapping[str, Tensor], config: LoraConfig, *, base: str) -> None:
     """Writes an adapter in the format of peft and vLLM: the trained matrices by their names in the model, and the name of the `base` model.
 
-    The weight file, whose hash is recorded, holds everything that merging needs.
+    The weight file, whose hash is recorded, contains everything that merging needs.
     """
     from safetensors.torch import save_file
 
@@ -100,5 +103,5 @@ def _adapted(lm: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _frozen(module: nn.Module) -> set[str]:
-    """Returns all names of the parameters that are not trained; tied ones have several."""
+    """Returns all names of the parameters that are not trained. A tied parameter has several names."""
     return {name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad}

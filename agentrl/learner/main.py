@@ -21,7 +21,7 @@ from agentrl.learner.driver_reports import ExitReason, send_exit_reason
 
 
 def main() -> int:
-    """Returns 0 when all steps are done or a stop was requested, 1 on an error; the log and the driver get the reason."""
+    """Returns 0 when all steps are done or a stop was requested, 1 on an error. The log and the driver get the reason."""
     parser = argparse.ArgumentParser(description="One rank of a run's learner; agentrl.learner.launch starts it.")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--root", type=Path, help="the project's root, for user-supplied parts in the recipe")

@@ -23,7 +23,8 @@ _POLL_S = 0.005
 
 
 class PausedServerClient(HTTPVLLMWeightSyncClient):  # type: ignore[misc]  # vLLM's types are not followed
-    """vLLM's client with the server's key. It starts an update only while the server is paused, and sets the version at its end.
+    """vLLM's client with the server's key. It starts an update only while the server is paused, and sets the version at the end of the
+    update.
 
     Pass it to `NCCLTrainerWeightTransferEngine` and set `version` before each `send_weights()`.
     """
@@ -102,7 +103,7 @@ def connect(
 
 
 def _aliases(engine: PolicyEngine) -> dict[str, str]:
-    """First name -> second name of tied parameters."""
+    """Returns first name -> second name of tied parameters."""
     first: dict[int, str] = {}
     second: dict[str, str] = {}
     for name, parameter in engine.lm.named_parameters(remove_duplicate=False):

@@ -1,4 +1,4 @@
-"""Optimizer steps that skip non-finite or too large gradients, and the learning rate's schedule.
+"""Optimizer steps that skip gradients that are not finite or too large, and the schedule of the learning rate.
 
 DeepSpeed computes the norm and applies the gradient in one call. At every ZeRO stage it discards a gradient cleanly if the norm is not
 finite, so `skip_steps_above` reports the norm of a gradient to skip as infinite.
@@ -24,8 +24,8 @@ RATE_SCALE = "rate_scale"  # key of a parameter group whose learning rate is thi
 class GuardedAdamW(torch.optim.AdamW):
     """AdamW with global-norm clipping, for plain data parallelism (ZeRO stage 0), where DeepSpeed does not check gradients.
 
-    Gradients are equal on all ranks when `step` is called, so all ranks decide alike without communication. A step with a non-finite
-    gradient norm changes neither weights nor moments: clipping would spread one NaN over all weights.
+    Gradients are equal on all ranks when `step` is called, so all ranks make the same decision without communication. A step with a
+    non-finite gradient norm changes neither weights nor moments: clipping would spread one NaN over all weights.
     """
 
     def __init__(self, params: Iterable[Any], *, lr: float, max_norm: float, fused: bool | None = None) -> None:
@@ -35,7 +35,7 @@ class GuardedAdamW(torch.optim.AdamW):
         self.skip_above = math.inf
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Clips and applies the gradients, unless their norm is not finite or above `refuse_above`."""
+        """Clips and applies the gradients, unless their norm is not finite or above `skip_above`."""
         gradients = [parameter.grad for group in self.param_groups for parameter in group["params"] if parameter.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]))
         self.grad_norm = norm.item()
@@ -73,7 +73,7 @@ def learning_rate(learner: LearnerConfig, steps: float, step: int) -> float:
 
 @contextmanager
 def skip_steps_above(optimizer: Any, *, above: float) -> Iterator[list[float]]:
-    """Inside the context this ZeRO optimizer (stage 1, 2 or 3) skips a step whose gradient norm exceeds `above`.
+    """Context in which a ZeRO optimizer (stage 1, 2 or 3) skips a step whose gradient norm exceeds `above`.
 
     Yields a list that receives the norm before clipping, over all ranks; NaN if it is not finite.
     """
@@ -103,7 +103,7 @@ def _infinite(like: Any) -> Any:
 def _combined(measured: Any) -> float:
     """Returns the model's norm.
 
-    Stage 3 reports one norm per group, the others a single one; a negative norm means that it is not finite.
+    Stage 3 reports one norm per group, the other stages a single norm. A negative norm means that it is not finite.
     """
     values = [float(value) for value in (measured if isinstance(measured, list) else [measured])]
     return math.hypot(*values) if all(math.isfinite(value) and value >= 0 for value in values) else math.nan

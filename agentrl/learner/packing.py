@@ -24,7 +24,7 @@ Rows = tuple[Sample, ...]
 
 
 def split_minibatches(batch: Batch, count: int) -> list[Batch]:
-    """Deals a batch's groups out to at most `count` batches with their own denominators; empty ones are dropped."""
+    """Distributes a batch's groups over at most `count` batches, each with its own denominator. Empty batches are dropped."""
     part_of = {index: number % count for number, index in enumerate(batch.group_indices)}
     parts: list[Batch] = []
     for part in range(count):
@@ -37,11 +37,11 @@ def split_minibatches(batch: Batch, count: int) -> list[Batch]:
 
 
 def plan_micro_batches(samples: Sequence[Sample], *, rank: int, ranks: int, max_tokens: int) -> list[Rows]:
-    """Returns the micro-batches of one rank: at most `max_tokens` tokens each, shared ones counted once.
+    """Returns the micro-batches of one rank: at most `max_tokens` tokens each. Shared tokens count once.
 
     Samples in lexicographic order share the longest prefixes with their neighbours, so consecutive runs become micro-batches. All ranks get
-    the same number, as ZeRO's collectives require (a rank's last may be empty), and the runs are as even as that allows. A sample longer
-    than `max_tokens` gets its own micro-batch.
+    the same number of micro-batches, as ZeRO's collectives require (a rank's last may be empty). The runs are as even as that allows. A
+    sample longer than `max_tokens` gets its own micro-batch.
     """
     if not samples:
         return []
@@ -59,7 +59,7 @@ def plan_micro_batches(samples: Sequence[Sample], *, rank: int, ranks: int, max_
 
 
 def _cut(lengths: Sequence[int], shared: Sequence[int], budget: int) -> list[tuple[int, int]]:
-    """Bounds of consecutive runs that each hold at most `budget` tokens, or one sample."""
+    """Returns the bounds of consecutive runs that each contain at most `budget` tokens, or one sample."""
     bounds: list[tuple[int, int]] = []
     start, size = 0, lengths[0]
     for at in range(1, len(lengths)):
@@ -83,7 +83,7 @@ class MicroBatch:
     layout: ForestLayout
     positions: Tensor  # [U] index into [T] of the token before each predicted one
     targets: Tensor  # [U] ids of the predicted tokens
-    supports: Tensor | None  # [U, K] ids that each was drawn from, padded with -1; None or a row of -1 means the vocabulary
+    supports: Tensor | None  # [U, K] ids that each token was drawn from, padded with -1; None or a row of -1 means the vocabulary
     expand: Tensor  # [N] index into [U]
     behaviour: Tensor  # [N] float32
     advantages: Tensor  # [N] float32, NaN if a sample has rewards and no critic has computed its advantages yet
@@ -94,7 +94,9 @@ class MicroBatch:
 
 
 def build_micro_batch(rows: Rows, device: torch.device, numbers: Sequence[int] | None = None, *, team: Team | None = None) -> MicroBatch:
-    """Returns the tensors of some samples. Without samples they have two untrained tokens, so that the rank still joins collectives.
+    """Returns the tensors of some samples.
+
+    If there are no samples, the tensors contain two untrained tokens, so that the rank still joins collectives.
 
     `numbers` are the samples' indices within the optimizer step; None counts from 0. All ranks of a `team` pass the same samples.
     """
@@ -152,14 +154,14 @@ def single_sequence(row: Sequence[int], device: torch.device) -> tuple[Tensor, F
 
 
 def _predictions(rows: Rows, forest: Forest) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Positions, targets and supports of the distinct predictions, and the index of each trained token's prediction.
+    """Returns positions, targets and supports of the distinct predictions, and the index of each trained token's prediction.
 
     Samples that agree up to a token share its prediction only if it has the same support in both: two attempts may sample the same tokens
     from different weights.
     """
     known: dict[bytes, int] = {b"": 0}  # number of each distinct support; 0 is the whole vocabulary
     triples = [np.empty((0, 3), np.int64)]
-    for row, path in zip(rows, forest.paths, strict=False):  # without rows the forest has one path of padding
+    for row, path in zip(rows, forest.paths, strict=False):  # if there are no rows, the forest has one path of padding
         trained = np.flatnonzero(row.loss_mask)
         numbers = _numbers(row.supports, trained, known)
         triples.append(np.stack((path[trained - 1], np.asarray(row.token_ids)[trained], numbers), axis=1))
@@ -181,7 +183,7 @@ def _numbers(supports: Supports | None, trained: Ints, known: dict[bytes, int]) 
 
 
 def _table(known: Mapping[bytes, int]) -> Ints:
-    """[S, K] the ids of every known support, padded with -1."""
+    """Returns the ids [S, K] of every known support, padded with -1."""
     table = np.full((len(known), max(map(len, known)) // 4), -1, np.int64)
     for body, number in known.items():
         table[number, : len(body) // 4] = np.frombuffer(body, "<u4")

@@ -1,4 +1,4 @@
-"""The learner as a part of the run: its start, its progress and its end."""
+"""Starts the learner of a run, watches its progress, and stops it."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ log = logging.getLogger(__name__)
 
 _TAIL_BYTES = 1 << 18
 _FIRST_S = 1800.0
-"""Deadline for the learner's first work of a kind: loading the model, compiling for the first batch, writing the first checkpoint."""
+"""Deadline for the first work of each kind, such as loading the model, compiling for the first batch, writing the first checkpoint."""
 _POLL_S = 0.5
 
 
 class LearnerProcess:
     """`recipe.learner.ranks` workers (`agentrl.learner.main`) and the process that starts them.
 
-    Its progress has a deadline (`liveness`): a learner without progress is killed and counts as failed. Output is appended to
+    Its progress has a deadline (`liveness`): a learner that makes no progress is killed and counts as failed. Output is appended to
     `run_dir/logs/learner.log`. The processes die with the driver, even if it is killed. Call `start` from a thread that lives as long as
     the learner should, because the parent death signal follows the thread.
     """
@@ -93,7 +93,7 @@ class LearnerProcess:
             raise LearnerError(f"the learner does not start: {error}") from error
 
     async def _start_hosts(self, hosts: int) -> PartHandle:
-        """Starts the ranks on their hosts. Each has the same number. Raises `LaunchError`."""
+        """Starts the ranks on their hosts. Each host has the same number of ranks. Raises `LaunchError`."""
         ranks, environment = self.recipe.learner.ranks // hosts, self._environment()
         if self._sessions is not None:
             environment[KEY_VARIABLE] = await self._sessions.start()
@@ -118,7 +118,7 @@ class LearnerProcess:
         """Waits until the learner ends, and kills it if it makes no progress.
 
         Raises `LearnerHalted` if it stopped at a limit, `UserError` if it rejects the model or the recipe, `DiskFull` if the disk is full,
-        `LearnerError` with the cause for another failure, and `TimeoutError` if it still runs after `timeout_s`.
+        `LearnerError` with the cause for any other failure, and `TimeoutError` if it still runs after `timeout_s`.
         """
         if self._process is None:
             raise LearnerError("the learner was never started")
@@ -138,7 +138,7 @@ class LearnerProcess:
         self.liveness.pause()
 
     def check(self) -> None:
-        """Raises as `wait` does if the learner has failed."""
+        """Raises as `wait` does if the learner failed."""
         process, code = self._process, self.returncode
         if process is None or code in (None, 0):
             return
@@ -153,7 +153,7 @@ class LearnerProcess:
         )
 
     async def stop(self, *, grace_s: float = 60.0) -> None:
-        """Asks the workers to finish the current step, waits `grace_s`, then kills all processes. Idempotent."""
+        """Signals the workers to finish the current step, waits `grace_s` seconds, then kills all processes. Idempotent."""
         if self._process is None:
             return
         if self.alive:

@@ -1,7 +1,7 @@
 """Publishes a policy version: a Hugging Face folder that servers and `from_pretrained` load, with a probe to verify it.
 
 `versions/000012/` contains model.safetensors and config.json, the tokenizer and chat template of version 0, `update.json` (metrics of
-the update) and `probe.json` (an `agentrl.records.Probe`: the learner's logprobs of a few token rows). With LoRA it holds
+the update) and `probe.json` (an `agentrl.records.Probe`: the learner's logprobs of a few token rows). With LoRA it contains
 adapter_model.safetensors and adapter_config.json instead; the base weights are in version 0.
 """
 
@@ -27,8 +27,8 @@ from agentrl.records.images import without_cut_image
 from agentrl.version import deltas
 
 log = logging.getLogger("agentrl.learner")
-_LARGEST_DELTA = 0.5  # maximum size relative to the complete file, which is cheaper for the server above it
-FULL_EVERY = 8  # versions; a server that restarts applies fewer deltas than this, and seven of eight versions are small
+_LARGEST_DELTA = 0.5  # maximum size relative to the complete file; above it, the complete file is cheaper for the server
+FULL_EVERY = 8  # one version in this many is complete, so a server that restarts applies fewer deltas than this
 PROBE_ROWS = 4
 _BASE_ROWS, _BASE_TOKENS = 2, 12  # of version 0's probe
 _PROBE_TOKENS = 128  # tokens per row; a wrong tensor changes the logprob of any token
@@ -47,8 +47,9 @@ def select_probe_rows(
 ) -> tuple[tuple[int, ...], ...]:
     """Returns the ends of up to `PROBE_ROWS` contexts from different groups; a fixed row if the groups hold no tokens.
 
-    The ends, because contexts of one family often start alike. A row is shorter than the model's context, because a server must sample one
-    more token to return its logprobs. Servers reject one in which the policy sampled the `image_token`.
+    Only ends are used, because contexts of one family often start alike. A row is shorter than the model's context, because a server must
+    sample one more token to return its logprobs. A row in which the policy sampled the `image_token` is excluded, because servers reject
+    it.
     """
     longest = min(_PROBE_TOKENS if image_token is None else _IMAGE_PROBE_TOKENS, max_model_len - 1)
     rows: list[tuple[int, ...]] = []
@@ -95,8 +96,9 @@ def publish_version(
 ) -> None:
     """Exports the engine's weights as version `number`, registers it, and deletes old versions' weights. All ranks call it.
 
-    The same engine state gives the same bytes. With `as_delta` a version is a delta of its parent if that is smaller, except every
-    `FULL_EVERY`th. Raises `DiskFull` or `LearnerError` on a write error, and `StoreError` if the number is registered with other weights.
+    The same engine state gives the same bytes. If `as_delta` is True, a version is written as a delta of its parent if the delta is
+    smaller, except every `FULL_EVERY`th version. Raises `DiskFull` or `LearnerError` on a write error, and `StoreError` if the number is
+    registered with different weights.
     """
     weights = gather_weights(engine)
     probe = engine.probe(rows)
@@ -149,9 +151,10 @@ def _export(
 
 
 def _shrink(part: Path, version: PolicyVersion, parent: PolicyVersion | None, *, whole: bool) -> None:
-    """Replaces the weights by a delta if that is smaller, and keeps a copy of them for the next version's delta.
+    """Replaces the weights with a delta if the delta is smaller, and keeps a copy of them for the next version's delta.
 
-    The copy may be another version's, or torn by a power cut, so a delta is used only if its base has the parent's checksum.
+    The copy may belong to a different version, or be incomplete after a power failure, so a delta is used only if its base has the parent's
+    checksum.
     """
     newest = part.with_name(deltas.NEWEST_WEIGHTS)
     if not whole and parent is not None and newest.exists():

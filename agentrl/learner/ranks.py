@@ -107,7 +107,7 @@ def resolve_device(device: Literal["auto", "cpu", "cuda"]) -> Literal["cpu", "cu
 
 
 def join(device: Literal["auto", "cpu", "cuda"]) -> Ranks:
-    """Joins the processes that the launcher started. It sets RANK, WORLD_SIZE, LOCAL_RANK and, for several, the rendezvous address."""
+    """Joins the processes of the launcher, which sets RANK, WORLD_SIZE, LOCAL_RANK and, for several ranks, the rendezvous address."""
     kind = resolve_device(device)
     # Otherwise DeepSpeed guesses its accelerator on import.
     os.environ["DS_ACCELERATOR"] = kind

@@ -1,8 +1,8 @@
 """A `LearnerAccess` of a learner that does not share the driver's disk: a mirror of the run folder, and calls to the driver.
 
-Ledger, registry, and the newest checkpoints and versions are at the driver. The learner writes into its mirror and sends what is complete,
-in the order of a learner on the driver's disk: checkpoint, commit, version, registration. A local checkpoint that the driver does not have
-is deleted at the next start: its step is repeated, with the same result.
+The driver has the ledger, the registry, and the newest checkpoints and versions. The learner writes into its mirror and sends what is
+complete, in the order of a learner on the driver's disk: checkpoint, commit, version, registration. A local checkpoint that the driver does
+not have is deleted at the next start. Its step is repeated, with the same result.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from agentrl.version.rollback import RollbackRequest
 log = logging.getLogger("agentrl.learner")
 
 CALL_S = 300.0
-"""Deadline of a call, in which it is repeated while the driver does not answer."""
+"""Deadline of a call. Until then, the call is repeated while the driver does not answer."""
 _GROUPS = 4  # groups read at a time
 _TOKENS_S = 20.0  # to send the recorded tokens of a step
 
@@ -47,7 +47,7 @@ class Calls:
         self.link = link
 
     def __call__(self, method: str, **arguments: Any) -> Any:
-        """Returns the answer as JSON data. Raises as `Link.call`."""
+        """Returns the answer as JSON data. Raises as `Link.call` does."""
         data = {"id": secrets.token_hex(12), **arguments}
         return self.link.json("POST", f"/learner/{method}", data, timeout_s=CALL_S)
 
@@ -59,11 +59,11 @@ class RemoteStore:
         self._calls, self._media = calls, media
 
     def entries(self, *, first: int | None = None, step: int | None = None) -> tuple[LedgerEntry, ...]:
-        """Returns the ledger's entries, see `ExperienceStore.entries`."""
+        """Returns the ledger's entries; see `ExperienceStore.entries`."""
         return tuple(codec.from_json(LedgerEntry, json.dumps(one)) for one in self._calls("entries", first=first, step=step))
 
     def groups(self, indices: Iterable[int]) -> tuple[Group, ...]:
-        """Returns groups in the given order, some at a time."""
+        """Returns groups in the given order. Reads a few at a time."""
         with ThreadPoolExecutor(_GROUPS, thread_name_prefix="groups") as pool:
             return tuple(pool.map(self._group, indices))
 
@@ -76,13 +76,13 @@ class RemoteStore:
         self._calls("commit", step=step, uses=_uses(uses), checkpoint=checkpoint)
 
     def close(self) -> None:
-        """Closes nothing: connections belong to the link."""
+        """Closes nothing, because the connections belong to the link."""
 
     def _group(self, index: int) -> Group:
         body = json.dumps({"index": index}).encode()
         group = codec.from_json(Group, self._calls.link.call("POST", "/learner/group", body, timeout_s=CALL_S))
         for name in images_of(line for scored in group.episodes for line in scored.episode.trajectories):
-            self._media.read(name)  # a copy in the mirror
+            self._media.read(name)  # stores a copy in the mirror
         return group
 
 
@@ -134,7 +134,7 @@ class RemoteAccess:
     """A `LearnerAccess` in a mirror.
 
     Args:
-        mirror: has the recipe; `fetch_base` adds version 0.
+        mirror: contains the recipe; `fetch_base` adds version 0.
     """
 
     poll_s, own_disk = 0.25, True
@@ -148,7 +148,7 @@ class RemoteAccess:
 
     @classmethod
     def open(cls, folder: Path, url: str, key: str) -> RemoteAccess:
-        """Returns the access of a learner with a mirror in `folder`, which gets the recipe."""
+        """Returns the access of a learner whose mirror is in `folder`. Fetches the recipe."""
         mirror = Mirror(folder, Link(url, key))
         mirror.fetch("recipe.json")
         return cls(mirror)
@@ -179,7 +179,7 @@ class RemoteAccess:
         _once_per_host(ranks, fetch)
 
     def checkpoint_written(self, folder: Path, spare: Spare, ranks: Collective) -> None:
-        """Sends a checkpoint. If the driver's disk is nearly full, older ones are deleted there first. Each host sends its files."""
+        """Sends a checkpoint. If the driver's disk is nearly full, older checkpoints are deleted there first. Each host sends its files."""
         name = f"checkpoints/{folder.name}"
         if ranks.hosts > 1:
             self._send_parts(name, folder, spare, ranks)
@@ -193,7 +193,7 @@ class RemoteAccess:
     def _send_parts(self, name: str, folder: Path, spare: Spare, ranks: Collective) -> None:
         own = self._mirror.index.list_folder(folder) if ranks.is_first_on_host else FolderListing(files=())
         by_name: dict[str, FileChunks] = {}
-        for data in reversed(ranks.gather_bytes(codec.to_json(own))):  # of a file that several hosts have, the first host's counts
+        for data in reversed(ranks.gather_bytes(codec.to_json(own))):  # if several hosts have a file, the first host's counts
             by_name |= {one.name: one for one in codec.from_json(FolderListing, data).files}
         whole = FolderListing(files=tuple(by_name[file] for file in sorted(by_name)))
         missing: list[str] = []
@@ -224,7 +224,7 @@ class RemoteAccess:
         self._mirror.link.call("PUT", "/base_probe", (self.folder / BASE_PROBE).read_bytes())
 
     def tokens_recorded(self, step: int, rank: int) -> None:
-        """Sends the tokens that a rank recorded, within some seconds. The first fault is logged."""
+        """Sends the tokens that a rank recorded, within `_TOKENS_S` seconds. The first fault is logged."""
         try:
             content = token_records.load_file(self.folder, step, rank)
             self._mirror.link.call("PUT", f"/updates/{step}/{rank}", content, timeout_s=_TOKENS_S)
@@ -258,7 +258,7 @@ class RemoteAccess:
         return None if data is None else codec.from_json(RollbackRequest, json.dumps(data))
 
     def find_server(self) -> ServerAddress | None:
-        """Returns the server that the driver has announced."""
+        """Returns the server that the driver announced."""
         data = self._calls("find_server")
         return None if data is None else ServerAddress(url=str(data["url"]), key=str(data["key"]), start=int(data["start"]))
 
@@ -268,7 +268,7 @@ class RemoteAccess:
 
 
 def _once_per_host(ranks: Collective, work: Callable[[], object]) -> None:
-    """Calls `work` on the first rank of each host, and returns on all ranks when it is done: it reads and hashes gigabytes."""
+    """Calls `work` on the first rank of each host, and returns on all ranks when it is done. `work` hashes gigabytes."""
     if ranks.is_first_on_host:
         work()
     ranks.barrier()

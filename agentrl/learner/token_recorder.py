@@ -18,9 +18,9 @@ log = logging.getLogger("agentrl.learner")
 
 
 class TokenRecorder:
-    """Collects the tokens of this rank's micro-batches during a step, and writes them at its end.
+    """Collects the tokens of this rank's micro-batches during a step, and writes them at the end of the step.
 
-    The tensors stay on their device until then, 13 bytes per trained token, so that recording adds no synchronization to a micro-batch.
+    The tensors stay on their device until then, 13 bytes per trained token, so recording adds no synchronization to a micro-batch.
     """
 
     def __init__(self, run_dir: Path, rank: int) -> None:
@@ -32,7 +32,7 @@ class TokenRecorder:
         """Adds the tokens of a micro-batch.
 
         Args:
-            samples: those that `sequence` counts.
+            samples: the samples that the indices in `sequence` refer to.
             sequence: [N] index of each token's sample.
             logprobs: [N] of the trained policy, like `entropy`.
         """
@@ -41,7 +41,7 @@ class TokenRecorder:
         self._parts.append((samples, sequence, torch.stack([column.detach().float() for column in columns])))
 
     def save(self, step: int) -> None:
-        """Writes the step's tokens, and forgets them. An error is logged once and does not stop the run.
+        """Writes the step's tokens, and discards them. An error is logged once and does not stop the run.
 
         Args:
             step: number of the version that the step produces.
@@ -56,7 +56,7 @@ class TokenRecorder:
 
 
 def _records(samples: Sequence[Sample], sequence: Tensor, columns: Tensor) -> list[TokenRecord]:
-    if not len(sequence):  # a micro-batch without samples, for collectives
+    if not len(sequence):  # a micro-batch without samples, which exists only for collectives
         return []
     seen, places = Counter[tuple[int, str]](), []
     for sample in samples:

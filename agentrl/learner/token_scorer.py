@@ -1,4 +1,4 @@
-"""Logprobs and entropies of selected tokens, without the logits of a whole batch in memory; values, if there is a value head."""
+"""Computes logprobs and entropies of selected tokens, and values if there is a value head, in bounded memory for logits."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from agentrl.records.sampling import MAX_SUPPORT
 LOGITS_AT_ONCE = 2**25  # float32 logits in memory at a time: 128 MiB, and a few times that in the backward pass
 
 LIKELIEST = MAX_SUPPORT + 8
-"""Number of most likely tokens in a probe: the largest support, plus some that rounding may exchange with its last."""
+"""Number of most likely tokens in a probe: the largest support, plus some tokens that rounding may exchange with its last ones."""
 
 
 class TokenScorer(nn.Module):
     """A causal language model that returns logprobs of selected tokens instead of all logits.
 
-    Only the requested positions pass the output head, in chunks; with more than one chunk the logits are recomputed in the backward pass.
-    DeepSpeed wraps this module instead of the model, so ZeRO-3 gathers the head's weight once, however many chunks each rank needs.
+    Only the requested positions pass through the output head, in chunks. If there are several chunks, the backward pass recomputes the
+    logits. DeepSpeed wraps this module instead of the model, so ZeRO-3 gathers the head's weight once, however many chunks each rank needs.
     """
 
     def __init__(self, lm: Any, *, logits_at_once: int = LOGITS_AT_ONCE) -> None:
@@ -52,8 +52,8 @@ class TokenScorer(nn.Module):
             positions: [N] index into [T] of the predicting token.
             targets: [N] ids of the predicted tokens.
             supports: [N, K] tokens that each softmax is over; see `LogprobHead.forward`.
-            ahead: also return logprobs [1, M] and ids [1, M] of the most likely tokens after the last of `positions`, at this temperature
-                and over the whole vocabulary.
+            ahead: temperature at which to also return logprobs [1, M] and ids [1, M] of the most likely tokens after the last of
+                `positions`, over the whole vocabulary.
         """
         hidden = self.hidden(input_ids, layout, positions)
         scored: tuple[Tensor, ...] = self.head(hidden, targets, temperature, supports)
@@ -75,7 +75,9 @@ class LogprobHead(nn.Module):
         self.rows = max(1, logits_at_once // linear.weight.shape[0])
 
     def forward(self, hidden: Tensor, targets: Tensor | None, temperature: float, supports: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns logprobs [N] of `targets` and entropies [N], with gradient; without targets, logprobs and ids of the most likely tokens.
+        """Returns logprobs [N] of `targets` and entropies [N], with gradient.
+
+        If `targets` is None, returns logprobs and ids of the most likely tokens.
 
         `supports` [N, K]: ids of the tokens that a target was drawn from, including the target, padded with -1. None or a row of -1 means
         the whole vocabulary. The softmax is then over these tokens only, and only K rows of the head are computed.
@@ -170,7 +172,7 @@ class _Chunked(torch.autograd.Function):
 def _push_back(
     slope: Tensor, hidden: Tensor, weight: Tensor, supports: Tensor | None, to_weight: Tensor | None, to_bias: Tensor | None
 ) -> Tensor:
-    """Returns the gradient of the hidden states from that of logits [n, V] or [n, K]; adds to the gradients of weight and bias."""
+    """Returns the gradient of the hidden states from that of logits [n, V] or [n, K]. Adds to the gradients of weight and bias."""
     if supports is not None:
         inside = supports >= 0
         rows, ids, slope = inside.nonzero()[:, 0], supports[inside], slope[inside]
@@ -191,14 +193,14 @@ def _push_back(
 
 
 def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, supports: Tensor | None) -> Tensor:
-    """[N, V], or [N, K] over supports padded with minus infinity; float32, or float64 for a float64 model."""
+    """Returns [N, V], or [N, K] over supports padded with minus infinity; float32, or float64 for a float64 model."""
     logits = F.linear(hidden, weight, bias) if supports is None else _logits_inside(hidden, weight, bias, supports)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return (logits if temperature == 1.0 else logits / temperature).log_softmax(-1)
 
 
 def _logits_inside(hidden: Tensor, weight: Tensor, bias: Tensor | None, supports: Tensor) -> Tensor:
-    """[N, K], padded with minus infinity: one product for each token of a support."""
+    """Returns [N, K], padded with minus infinity: one product for each token of a support."""
     inside = supports >= 0
     rows, ids = inside.nonzero()[:, 0], supports[inside]
     logits = torch.bmm(hidden[rows][:, None, :], F.embedding(ids, weight)[:, :, None]).flatten()
@@ -207,7 +209,7 @@ def _logits_inside(hidden: Tensor, weight: Tensor, bias: Tensor | None, supports
 
 
 def _columns(targets: Tensor, supports: Tensor | None) -> Tensor:
-    """[N, 1] column of each target's logprob: its id, or its index in its support."""
+    """Returns the column [N, 1] of each target's logprob: its id, or its index in its support."""
     return targets[:, None] if supports is None else (supports == targets[:, None]).int().argmax(-1, keepdim=True)
 
 
@@ -223,8 +225,8 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 def check_scorer(scorer: TokenScorer, *, tolerance: float) -> None:
     """Checks that the scorer agrees with the model's forward pass over plain sequences.
 
-    Raises `UserError` for a model whose logits are not its output embedding times the last hidden state, or whose layers mix tokens by
-    anything but attention: samples are laid out without padding, shared prefixes once.
+    Raises `UserError` if the model's logits are not its output embedding times the last hidden state, or if its layers mix tokens by
+    anything but attention, because samples are laid out without padding and with shared prefixes stored once.
     """
     config = scorer.lm.config
     device = scorer.head.weight.device
@@ -288,7 +290,7 @@ class ValuedScorer(TokenScorer):
     ) -> tuple[Tensor, ...]:
         """Returns logprobs, entropies and values [U] of the states before the predicted tokens; see `TokenScorer.forward`.
 
-        Without `targets` it returns only the values, with gradient for the head only. With `ahead` it returns no values.
+        If `targets` is None, returns only the values, with gradient for the head only. If `ahead` is set, returns no values.
         """
         if targets is not None and ahead is not None:
             return super().forward(input_ids, layout, positions, targets, temperature, supports, ahead)

@@ -1,8 +1,8 @@
 """Sequence parallelism after Ulysses (https://arxiv.org/abs/2309.14509): a team of ranks shares every forest of sequences.
 
-Each rank embeds, projects and transforms a stretch of the tokens. DeepSpeed's all-to-all before attention gives it all tokens for some
-of the heads, and another one after attention reverses this. The team's logprobs are gathered, and each rank computes the same loss. Its
-gradient reaches only its own stretch, so the sum over all ranks is the gradient, as without teams.
+Each rank embeds, projects and transforms a stretch of the tokens. DeepSpeed's all-to-all before attention gives each rank all tokens
+for some of the heads, and a second all-to-all after attention reverses this. The team's logprobs are gathered, and each rank computes the
+same loss. The gradient on a rank covers only its own stretch, so the sum over all ranks is the complete gradient, as without teams.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ class TokenShard:
         return cls(team=team, length=length, width=width, start=start, predictions=len(positions), own=slice(first, last))
 
     def part(self, tokens: Tensor) -> Tensor:
-        """Returns this rank's [S] of the tokens [T], padded with zeros."""
+        """Returns this rank's part [S] of the tokens [T], padded with zeros."""
         own = tokens[self.start : self.start + self.width]
         return F.pad(own, (0, self.width - len(own)))
 
     def gather(self, own: Tensor) -> Tensor:
-        """Gathers the ranks' results for their predictions, [K, own], to [K, U] on every rank of the team."""
+        """Returns the results [K, U] of all predictions on every rank of the team, gathered from the ranks' results [K, own]."""
         whole: Tensor = _Gathered.apply(own, self)  # type: ignore[no-untyped-call]
         return whole
 
@@ -93,7 +93,10 @@ def sharded_attention(
 
 
 class _Gathered(torch.autograd.Function):
-    """Gathers forward. Backward returns each rank's shard: all ranks compute the same loss, so a sum would count it repeatedly."""
+    """Gathers in the forward pass. The backward pass returns each rank's shard.
+
+    It does not sum over ranks, because all ranks compute the same loss, so a sum would count it repeatedly.
+    """
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, stretch: TokenShard) -> Tensor:

@@ -1,4 +1,4 @@
-"""Loads a checkpoint that another number of ranks or another ZeRO stage wrote.
+"""Loads a checkpoint that a different number of ranks or a different ZeRO stage wrote.
 
 It uses DeepSpeed's universal format: a folder per parameter with its unsharded float32 weights, two moments and step count. DeepSpeed
 converts stages 1 to 3 to it and reads it in engines of those stages; this module splits and joins the single file of stage 0. It
@@ -31,7 +31,7 @@ _FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # read by torch at each load; it overr
 def tensors_only(what: str) -> Iterator[None]:
     """Within the block, every `torch.load` of this process and its children accepts only tensors and plain values.
 
-    Raises `LearnerError`, which includes `what`, for a file with anything else.
+    Raises `LearnerError`, which includes `what`, if a file contains anything else.
     """
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -84,7 +84,7 @@ def layout_of(folder: Path) -> str:
 def load_converted(engine: Any, folder: Path, tag: str, ranks: Ranks) -> None:
     """Loads `folder/tag` into a DeepSpeed engine of any stage, through a temporary copy. Use inside `tensors_only`.
 
-    Raises `LearnerError` if the checkpoint cannot be converted or has other parameters.
+    Raises `LearnerError` if the checkpoint cannot be converted or has different parameters.
     """
     whole = folder.with_name(f".{folder.name}.whole")
     problem: str | None = None

@@ -1,4 +1,4 @@
-"""One learner step: turns a batch of samples into optimizer steps and metrics."""
+"""Performs one learner step: turns a batch of samples into optimizer steps and metrics."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PreparedMicroBatch:
     """A micro-batch with its tokens' logprobs [N] under the objective's other policies, and the critic's results."""
 
     batch: MicroBatch
-    samples: tuple[Sample, ...]  # those that `batch.sequence` counts
+    samples: tuple[Sample, ...]  # the samples that the indices in `batch.sequence` refer to
     critic_step: int  # index of the critic's optimizer step that it belongs to
     critic_tokens: int  # trained tokens of that step, on all ranks
     proximal: Tensor | None
@@ -50,7 +50,7 @@ class PreparedMicroBatch:
         return replace(self, batch=replace(self.batch, advantages=advantages), returns=returns)
 
     def whitened(self, mean: float, scale: float) -> PreparedMicroBatch:
-        """Returns it with advantages of mean 0 and deviation 1 over the batch."""
+        """Returns a copy whose advantages have mean 0 and deviation 1 over the batch."""
         return replace(self, batch=replace(self.batch, advantages=(self.batch.advantages - mean) / scale))
 
     def value_loss(self, values: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ Plan = list[tuple[Batch, list[PreparedMicroBatch]]]  # the micro-batches of each
 
 
 class Updater:
-    """Applies batches to an engine. Its `guard` checks each optimizer step and records the skipped ones.
+    """Applies batches to an engine. Its `guard` checks each optimizer step and records skipped steps.
 
     `recorder` records the tokens of each step; None records nothing.
     """
@@ -82,10 +82,10 @@ class Updater:
     def update(self, batch: Batch) -> dict[str, float]:
         """Trains on `batch` and returns its metrics. All ranks call it with the same batch and get the same result.
 
-        A minibatch with a non-finite loss, gradient or advantage, or beyond one of `learner.limits`, is skipped: the weights stay, and
-        `updates_left_out` counts it. If a limit demands a rollback, `guard.rolling_back` is True afterwards, and the weights must not be
-        used. Raises `LearnerHalted` if a limit demands it or too many steps in a row were skipped. A batch without
-        samples changes nothing.
+        A minibatch is skipped if its loss, its gradient or an advantage is not finite, or if it exceeds one of `learner.limits`. The
+        weights then stay the same, and `updates_left_out` counts the minibatch. If a limit demands a rollback, `guard.rolling_back` is True
+        afterwards, and the weights must not be used. Raises `LearnerHalted` if a limit demands it or too many steps in a row were skipped.
+        A batch without samples changes nothing.
         """
         start = time.perf_counter()
         self.guard.begin_step()
@@ -135,7 +135,7 @@ class Updater:
         return dict(penalties)
 
     def _schedule_step(self, step: int) -> int:
-        """Returns the step number in the schedules of learning rate and entropy weight, which a rollback sets back too."""
+        """Returns the step number in the schedules of learning rate and entropy weight. A rollback also sets this number back."""
         return step - self.guard.counts.undone
 
     def _progress(self, step: int) -> float:
@@ -143,7 +143,7 @@ class Updater:
         return self._schedule_step(step) / max(1.0, self.engine.recipe.step_limit - 1)
 
     def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
-        """This rank's micro-batches; their tokens carry the index of their sample in `samples`."""
+        """Returns this rank's micro-batches. Each of their tokens has the index of its sample in `samples`."""
         ranks = self.engine.ranks
         check_vocabulary(samples, self.engine.lm.config.get_text_config().vocab_size)
         numbers = {id(sample): number for number, sample in enumerate(samples)}
@@ -152,7 +152,7 @@ class Updater:
         return [build_micro_batch(rows, ranks.device, [numbers[id(row)] for row in rows], team=ranks.team) for rows in planned]
 
     def _prepare(self, parts: list[Batch]) -> Plan:
-        """The micro-batches of each optimizer step, in the order of the critic's smaller steps, with results from before the first step."""
+        """Returns each optimizer step's micro-batches, in the order of the critic's smaller steps, with results from before the step."""
         recomputes = self._objective.off_policy.recomputes(len(parts))
         critic_steps = 1 if self.critic is None else self.critic.config.minibatches
         return [
@@ -217,7 +217,7 @@ class Updater:
     def _estimated_together(
         self, micros: list[PreparedMicroBatch], samples: Sequence[Sample], critic: Critic | SharedCritic
     ) -> list[PreparedMicroBatch]:
-        """Returns the micro-batches of one critic step with the advantages of whole episodes, whose samples may be on several ranks."""
+        """Returns the micro-batches of one critic step with the advantages of complete episodes, whose samples may be on several ranks."""
         ranks, lengths = self.engine.ranks, [sum(sample.loss_mask) for sample in samples]
         starts = [0, *accumulate(lengths)]
         values = torch.zeros(starts[-1])
@@ -273,7 +273,7 @@ class Updater:
         return second_moment_reach(torch.cat(ratios) if ratios else torch.empty(0), self.engine.ranks.sum)
 
     def _optimize(self, minibatch: Batch, micro_batches: list[PreparedMicroBatch], *, changed: bool, reach: float) -> dict[str, float]:
-        """Takes one optimizer step. `changed`: whether the weights have changed since the start of the batch. `reach`: `_mask_reach`."""
+        """Takes one optimizer step. `changed`: whether the weights changed since the start of the batch. `reach`: `_mask_reach`."""
         ranks = self.engine.ranks
         sums = torch.zeros(len(SUM_NAMES) + 3, dtype=torch.float64, device=ranks.device)  # plus 2 losses, 1 count
         maxima = torch.zeros(len(MAX_NAMES), dtype=torch.float64, device=ranks.device)
@@ -350,14 +350,14 @@ def _batch_metrics(batch: Batch) -> dict[str, float]:
 
 
 def index_of_tokens(sequence: Tensor, starts: Tensor) -> Tensor:
-    """Returns the index of each token among those of all samples, which start at `starts`. A sample's tokens are adjacent."""
+    """Returns the index of each token among the tokens of all samples, which start at `starts`. A sample's tokens are adjacent."""
     _, counts = torch.unique_consecutive(sequence, return_counts=True)
     begins = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
     return starts[sequence] + torch.arange(len(sequence)) - begins
 
 
 def state_sample(sample: Sample) -> Sample:
-    """Returns a sample whose only trained token follows the last state of another, so that the critic computes that state's value."""
+    """Returns a sample whose only trained token follows the last state of `sample`, so that the critic computes that state's value."""
     count = len(sample.last_state)
     return Sample(
         episode_id=sample.episode_id,

@@ -1,6 +1,6 @@
 """Checks each optimizer step against the limits of the recipe, and skips, rolls back or halts.
 
-All ranks check the same metrics (already summed over ranks), so they decide alike without communication.
+All ranks check the same metrics (already summed over ranks), so they make the same decision without communication.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from agentrl.version.rollback import BUDGET_STEPS, recent_steps
 
 SKIP, ROLLBACK, HALT = "skip", "rollback", "halt"
 _SEVERITY = (SKIP, ROLLBACK, HALT)
-MAX_BAD_UPDATES = 3  # optimizer steps skipped in a row: one may be bad luck, three are damaged weights or experience
-MAX_ROLLBACKS = 2  # within `BUDGET_STEPS`: a third would repeat what failed twice; the step halts instead
-MAX_BAD_GROUPS = 16  # excluded within `BUDGET_STEPS`: finite scores and logprobs are the rule, so more are a fault of verifier or server
-REFUSE_ALL = -1.0  # as the largest accepted gradient norm
+MAX_BAD_UPDATES = 3  # optimizer steps skipped in a row: one may be bad luck, three mean damaged weights or experience
+MAX_ROLLBACKS = 2  # within `BUDGET_STEPS`: a third would repeat what failed twice, so the step halts instead
+MAX_BAD_GROUPS = 16  # excluded within `BUDGET_STEPS`: finite numbers are the rule, so more mean a fault of verifier or server
+REFUSE_ALL = -1.0  # largest accepted gradient norm that rejects every gradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class UpdateFailure(Record):
 
     step: int
     action: str  # skip, rollback or halt
-    what: str  # group, critic or policy: the group, or whose optimizer step; gate or user: who requested the rollback
+    what: str  # group; critic or policy for its optimizer step; gate or user for the rollback that it requested
     reasons: tuple[Text, ...]
     groups: tuple[int, ...]
     episodes: tuple[str, ...]
@@ -98,7 +98,7 @@ class UpdateGuard:
         return len(bad)
 
     def largest_norm(self, metrics: Mapping[str, float]) -> float:
-        """Returns the largest gradient norm that may be applied, given the other metrics; negative if no gradient may be."""
+        """Returns the largest gradient norm that may be applied, given the other metrics; negative if no gradient may be applied."""
         if self._violations(metrics):
             return REFUSE_ALL
         limit = self._limits.get("grad_norm")
@@ -153,7 +153,7 @@ class UpdateGuard:
             )
 
     def _violations(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-        """Reason and action for each metric that is not finite or beyond its limit; missing metrics are not checked.
+        """Returns reason and action for each metric that is not finite or beyond its limit. Missing metrics are not checked.
 
         NaN violates every limit on its metric.
         """

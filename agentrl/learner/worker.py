@@ -1,8 +1,8 @@
 """One rank of a run's learner process.
 
 A step selects its groups in the store, builds the batch, updates, checkpoints, commits the consumption and publishes the new version.
-The rename of the checkpoint completes the step; if the process dies later, the rest is repaired from the checkpoint. If the driver's
-gate or a person has rejected a version, the next step is a rollback instead of an update.
+The rename of the checkpoint completes the step. If the process dies later, the rest is repaired from the checkpoint. If the driver's
+gate or a user rejected a version, the next step is a rollback instead of an update.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ class Worker:
         return folder.name
 
     def _spared_checkpoints(self) -> set[int]:
-        """Checkpoints to which the run may return, now."""
+        """Returns the checkpoints to which the run may now return."""
         spared = {self.good} if self.recipe.learner.rolls_back else set()
         if (request := self.access.pending_rollback()) is not None:
             spared.add(request.to)
@@ -296,7 +296,7 @@ class Worker:
         self._mark_rolled_back()
 
     def _mark_rolled_back(self) -> None:
-        """Marks the undone versions. Called when their successor is published: until then a bad version is better than none."""
+        """Marks the undone versions. Called when their successor is published, because until then a bad version is better than none."""
         if self.ranks.is_first:
             for number in self.rolled_back:
                 version = self.registry.get(number)
@@ -304,7 +304,7 @@ class Worker:
                     self.registry.set_state(number, VersionState.ROLLED_BACK)
 
     def _rejected(self, step: int) -> bool:
-        """Whether the gate or a person requests a rollback before this step. Rank 0 decides for all ranks."""
+        """Whether the gate or a user requests a rollback before this step. Rank 0 decides for all ranks."""
         return bool(self.ranks.from_first(int(self.ranks.is_first and self._rollback_requested(step))))
 
     def _rollback_requested(self, step: int) -> bool:
@@ -317,7 +317,7 @@ class Worker:
         return True
 
     def _gate_checkpoints(self) -> set[int]:
-        """Checkpoints that the gate may request: of the last promoted version, and of later ones that it has yet to decide on."""
+        """Returns the checkpoints that the gate may request: of the last promoted version, and of later versions that it must decide on."""
         gate = self.recipe.gate
         if gate is None or not gate.rolls_back:
             return set()
@@ -338,7 +338,7 @@ class Worker:
         return True
 
     def _wait_for_groups(self, step: int) -> tuple[Group, ...] | None:
-        """Waits for the step's groups; None if a stop was requested. Rank 0 decides for all ranks."""
+        """Waits for the step's groups and returns them; None if a stop was requested. Rank 0 decides for all ranks."""
         while True:
             decision = self.ranks.from_first(self._look(step) if self.ranks.is_first else _WAIT)
             self.ranks.report_progress("waiting for groups")
@@ -351,7 +351,7 @@ class Worker:
                 return self.store.groups(indices)
 
     def _look(self, step: int) -> int:
-        """Assigns groups to the step if there are enough."""
+        """Assigns groups to the step if there are enough. Returns `_GO`, `_WAIT` or `_STOP`."""
         if self.stopping:
             return _STOP
         entries = self.store.entries(first=self.order.block(self._open_block).start)
@@ -367,7 +367,7 @@ class Worker:
 def group_uses(
     groups: Sequence[Group], assembled: AssembledBatch, failures: Sequence[UpdateFailure], *, updated: bool = True
 ) -> dict[int, GroupUse]:
-    """Returns how an update used its groups: the tokens that it trained, or why it trained none.
+    """Returns how an update used each group: the tokens that it trained, or the reason why it trained none.
 
     Args:
         updated: whether the step had optimizer steps of the policy; a critic may warm up first.
@@ -385,7 +385,7 @@ def group_uses(
 
 
 def _new_and_replayed(batch: Batch, replayed: frozenset[int]) -> dict[str, float]:
-    """Returns the counts of a batch's groups and trained tokens, without residuals and replayed groups, and the counts of the latter."""
+    """Returns the counts of a batch's groups and trained tokens, without residuals and replays, and the counts of replayed groups."""
     tokens, groups = Counter[int](), {sample.group_index for sample in batch.samples}
     for sample in batch.samples:
         tokens[sample.group_index] += sum(sample.loss_mask)
@@ -417,8 +417,8 @@ def run_worker(run_dir: Path, *, root: Path | None = None, progress: str | None 
         progress: path of the pipe for `ProgressReporter`; None disables reports.
         driver: address and key of the driver, if `run_dir` is a mirror of the run folder.
 
-    Raises `PluginError` for a user-supplied part that does not resolve or fulfil its protocol, `RecipeError` for an invalid recipe, and
-    `LearnerError` or `StoreError` if the learner cannot continue.
+    Raises `PluginError` if a user-supplied part cannot be resolved or does not implement its protocol, `RecipeError` for an invalid recipe,
+    and `LearnerError` or `StoreError` if the learner cannot continue.
     """
     start = time.perf_counter()
     transformers.utils.logging.disable_progress_bar()

@@ -18,7 +18,7 @@ NOTE_CHARS = 400  # maximum length of a note: a few sentences, so that five of t
 
 
 def scope_of(task: Task, by: str) -> str:
-    """Returns the scope of a task's notes. Raises `TaskError` if scopes are projects and the task has none."""
+    """Returns the scope of a task's notes. Raises `TaskError` if scopes are projects and the task has no project."""
     if by == "family":
         return f"family:{task.family}"
     project = task.data.get("project")
@@ -31,7 +31,7 @@ def scope_of(task: Task, by: str) -> str:
 
 
 class SearchableNotes(Protocol):
-    """The notes of a run: a `NoteStore`, or the driver's from another host."""
+    """The notes of a run: a `NoteStore`, or the driver's store accessed from a different host."""
 
     @property
     def config(self) -> MemoryConfig:
@@ -53,7 +53,7 @@ class StoreView:
 
     @classmethod
     def of(cls, store: SearchableNotes, task: Task, version: int) -> StoreView:
-        """Returns the view of a task. Version 0 is empty. Raises `TaskError` as `scope_of`."""
+        """Returns the view of a task. Version 0 is empty. Raises `TaskError` like `scope_of`."""
         return cls(store=store, scope=scope_of(task, store.config.scope), version=version, task_key=task.key)
 
     def begin(self, memo: Memo | None = None) -> EpisodeNotes:
@@ -108,7 +108,7 @@ class EpisodeNotes:
 
 
 def printable_note(text: str) -> str:
-    """Returns the text, stripped, with replacement characters for what cannot be printed."""
+    """Returns the text, stripped, with replacement characters for unprintable characters."""
     printable = "".join(
         char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text.replace("\r\n", "\n")
     )
@@ -116,7 +116,7 @@ def printable_note(text: str) -> str:
 
 
 def format_notes(notes: Sequence[str]) -> str:
-    """Returns the notes, numbered. All lines of a note but the first are indented, so a line cannot look like another note."""
+    """Returns the notes, numbered. All lines of a note except the first are indented, so a line cannot look like a different note."""
     if not notes:
         return NO_NOTES
     return "\n".join(f"{number}. " + "\n   ".join(note.split("\n")) for number, note in enumerate(notes, 1))

@@ -1,7 +1,7 @@
-"""Audits a run's memory from the records of its episodes: which notes each episode read, and whether it was allowed to.
+"""Audits a run's memory from the records of its episodes: which notes each episode read, and whether it was allowed to read them.
 
-The audit does not rely on the note store. For every training episode it looks up the authors of the notes that were read, and for every
-evaluation episode their ids.
+The audit does not rely on the note store. For training episodes it looks up the authors of the notes that were read; for evaluation
+episodes it uses the authors' ids.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agentrl.memory.run_memory import ANSWERS_FILE, NOTES_FILE
 from agentrl.plugins.parts import STORE
 from agentrl.records import Group
 
-SHOWN = 20  # maximum number of wrong reads in the report; all are counted
+SHOWN = 20  # maximum number of wrong reads that the report lists; all are counted
 
 _TRANSCRIPT: Mapping[str, type] = {"phase": str, "split": str, "task_id": str}
 _ANSWER: Mapping[str, type] = {"episode": str, "task": str, "how": list}
@@ -29,7 +29,7 @@ _ANSWER: Mapping[str, type] = {"episode": str, "task": str, "how": list}
 
 @dataclass(frozen=True, slots=True)
 class _Author:
-    """An episode whose notes count, and the keys of the tasks that it may know something about."""
+    """An episode whose notes count, and the keys of the tasks that it may know about."""
 
     step: int | None
     knows: frozenset[str]
@@ -48,11 +48,11 @@ class MemoryReport:
     evaluated_readers: int
     wrong: int
     examples: tuple[str, ...]
-    answers: tuple[Mapping[str, Any], ...]  # episodes that read a note with an answer to their task
+    answers: tuple[Mapping[str, Any], ...]  # episodes that read a note with the answer to their task
 
     @property
     def ok(self) -> bool:
-        """Whether no read was wrong."""
+        """Whether all reads were allowed."""
         return not self.wrong
 
     def to_data(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class MemoryReport:
 def audit_memory(run: Path, *, on_progress: Callable[[int, int], None] = lambda done, total: None) -> MemoryReport:
     """Examines every episode of a run with a memory. `on_progress` is called with the numbers of finished and of all groups.
 
-    Raises `UserError` for a folder without such a run, and `StoreError`.
+    Raises `UserError` if the folder contains no run with a memory, and `StoreError`.
     """
     if not run.is_dir():
         raise UserError(f"no run folder {run}", fix="use the folder of a run, such as runs/archive")
@@ -131,7 +131,7 @@ class _Reads:
                 self._authors[episode.id] = _Author(step, knows)
 
     def _why(self, name: str, author: _Author | None, task_key: str, version: int) -> str:
-        """Returns why an attempt at a task must not read a note of this author; empty if it may."""
+        """Returns why an attempt at a task must not read a note of this author; empty if it may read it."""
         if author is None:
             return f"read a note of {name}, which is not an earlier training episode that counts"
         if author.step is None or author.step >= version:
@@ -152,7 +152,7 @@ class _Reads:
 
 
 def _lines(paths: Iterable[Path], required: Mapping[str, type]) -> Iterator[dict[str, Any]]:
-    """Yields the JSON objects of files, one per line. Raises `UserError` for a line without the required fields."""
+    """Yields the JSON objects of files, one per line. Raises `UserError` if a line lacks a required field."""
     for path in paths:
         try:
             lines = complete_lines(path)

@@ -1,4 +1,4 @@
-"""The memory of a run: the version that each group reads, the notes of evaluations, and leaked answers.
+"""The memory of a run: which version each group reads, the notes of evaluations, and leaked answers.
 
 Version `v` of the memory contains the notes of all steps before step `v`, from which version `v` of the policy was trained. A group reads
 the notes of the version that its block starts from (`agentrl.experience.BlockStarts`). All of them are stored by then. So the notes that
@@ -44,12 +44,12 @@ class RunMemory:
         self._nothing = NoteStore(None, config)
         self._store: NoteStore | None = None  # opened by the first step; evaluations do not use it
         self._version = 0  # version of the store
-        self._open_block = 0  # first block with groups that are not stored
+        self._open_block = 0  # first block that has groups that are not stored
         self._reaching = asyncio.Lock()
 
     async def prepare_block(self, block: int) -> None:
-        """Commits the notes that the groups of a block read. Call it when the block may start: the store then has the episodes that wrote
-        the notes."""
+        """Commits the notes that the groups of a block read. Call it when the block may start, because the store then has the episodes
+        that wrote the notes."""
         async with self._reaching:
             wanted = self._starts.version_of(block)
             if self._store is None:
@@ -70,7 +70,7 @@ class RunMemory:
         return self._starts.version_of(self._order.block_of(group))
 
     def view(self, task: Task, group: int | None) -> StoreView:
-        """Returns the memory of a group's attempts; empty and read-only outside of groups. Raises `TaskError` for a task without a
+        """Returns the memory of a group's attempts; empty and read-only outside of groups. Raises `TaskError` if the task has no
         scope."""
         if group is None:
             return StoreView(store=self._nothing, scope="none", version=0, task_key=task.key)
@@ -80,7 +80,7 @@ class RunMemory:
         return StoreView.of(self._store, task, version)
 
     def search(self, query: str, *, scope: str, version: int, task_key: str) -> tuple[NoteMatch, ...]:
-        """Returns matching notes for a rollout worker on another host. Raises `StoreError` for a version that does not exist yet."""
+        """Returns matching notes for a rollout worker on a different host. Raises `StoreError` if the version does not exist yet."""
         if self._store is None or version > self._version:
             raise StoreError(f"version {version} of the memory does not exist yet")
         return self._store.search(query, scope=scope, version=version, task_key=task_key)
@@ -92,7 +92,7 @@ class RunMemory:
             self._store.close()
 
     async def _written(self, step: int) -> list[WrittenNotes]:
-        """Returns the notes that a step's episodes wrote and that count."""
+        """Returns the notes that count and were written by a step's episodes."""
         entries = [entry for entry in await self._experience.entries(step=step) if not entry.is_residual]
         if not entries:
             raise StoreError(f"the notes of step {step} are missing: the ledger has no groups of this step")
@@ -101,14 +101,14 @@ class RunMemory:
         return notes_to_commit(episodes)
 
     async def _oldest_read(self) -> int:
-        """Returns the oldest version that a group may still read. A late group reads an older one than the groups of the next block."""
+        """Returns the oldest version that a group may still read. A late group reads an older version than the groups of the next block."""
         entries = await self._experience.entries(first=self._order.block(self._open_block).start)
         self._open_block = self._order.first_incomplete_block(entries, start=self._open_block)
         return self._starts.oldest_version(self._open_block)
 
 
 class EvaluationNotes:
-    """The notes of one evaluation of one split: empty at first, then the notes of earlier rounds. Deleted at its end."""
+    """The notes of one evaluation of one split: empty at first, then the notes of earlier rounds. Deleted when the evaluation ends."""
 
     def __init__(self, config: MemoryConfig) -> None:
         self._config = config
@@ -135,11 +135,11 @@ class EvaluationNotes:
 
 
 class ReplayedMemory:
-    """The memory of a replayed episode: each call gets its recorded answer, and nothing is written. Implements `MemoryView` too.
+    """The memory of a replayed episode: each call gets its recorded answer, and nothing is written. Also implements `MemoryView`.
 
     Args:
         memo: notes of the recorded episode.
-        turns: the recorded turns, whose calls will be repeated.
+        turns: the recorded turns, whose calls are repeated.
     """
 
     def __init__(self, memo: Memo, turns: Sequence[Turn]) -> None:
@@ -148,7 +148,7 @@ class ReplayedMemory:
         self._left = [(call, result) for call, result in pairs if call.name in (NOTE, RECALL)]
 
     def begin(self, memo: Memo | None = None) -> ReplayedMemory:
-        """Returns itself."""
+        """Returns this object."""
         return self
 
     def note(self, text: str) -> tuple[bool, str]:
@@ -160,7 +160,7 @@ class ReplayedMemory:
         return self._answer(RECALL, "query", query)
 
     def _answer(self, name: str, key: str, value: str) -> tuple[bool, str]:
-        """Returns the recorded answer of the first matching call that was not replayed yet; an error if there is none."""
+        """Returns the recorded answer of the first matching call that was not replayed yet; an error if there is no such call."""
         for number, (call, result) in enumerate(self._left):
             if call.name == name and call.arguments.get(key, "") == value:
                 del self._left[number]
@@ -169,19 +169,19 @@ class ReplayedMemory:
 
 
 def open_memory(recipe: Recipe, folder: Path, experience: DriverStore, order: GroupOrder, starts: BlockStarts) -> RunMemory | None:
-    """Opens the memory of a run; None if the recipe has none."""
+    """Opens and returns the memory of a run; None if the recipe has no memory."""
     if recipe.memory is None:
         return None
     return RunMemory(recipe.memory, folder, experience, order, starts)
 
 
 def placeholder_memory(recipe: Recipe) -> EpisodeMemory | None:
-    """Returns a memory without notes, whose tools are the recipe's, for checks without an episode; None if the recipe has no memory."""
+    """Returns an empty memory with the recipe's tools, for checks that have no episode; None if the recipe has no memory."""
     return None if recipe.memory is None else EmptyMemory(Memo(scope="-"))
 
 
 def memory_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Returns the memory metrics of a step's counted episodes; empty without memory."""
+    """Returns the memory metrics of a step's counted episodes; empty if there is no memory."""
     memos = [one.episode.memory for group in groups for one in group.scored if one.episode.memory is not None]
     if not memos:
         return {}
@@ -192,7 +192,7 @@ def memory_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def answer_leaks(task: Task, scored: ScoredEpisode) -> list[str]:
-    """Returns how other episodes' notes showed an episode the answer to its own task, as far as text matching finds it."""
+    """Returns how notes of other episodes showed an episode the answer to its own task. Finds only what text matching finds."""
     memo = scored.episode.memory
     if memo is None or not memo.read:
         return []

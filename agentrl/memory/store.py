@@ -1,8 +1,8 @@
-"""Notes by scope and version, in one SQLite file. Each version adds all notes of a step's episodes in one transaction.
+"""Stores notes by scope and version in one SQLite file. Each version adds all notes of a step's episodes in one transaction.
 
 A search result is a pure function of version, scope, task and query: later notes and notes of other scopes change neither the result nor
-its order. Attempts at a task never see notes of other attempts at it, nor notes written after reading such notes.
-So an answer cannot return through the memory, even indirectly.
+its order. Attempts at a task never see notes of other attempts at the task, or notes that were written after reading such notes.
+So an answer cannot reach a different attempt through the memory, even indirectly.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from agentrl.records import ScoredEpisode
 from agentrl.records.episode import Memo
 
 KEEP = 1000  # newest notes kept per scope; older ones are deleted
-RESULTS = 5  # maximum notes per search: five full notes take 2,000 characters of the reader's context
+RESULTS = 5  # maximum number of notes per search: five full notes take 2,000 characters of the reader's context
 QUERY_CHARS = 200  # maximum length of a query, in characters
-QUERY_WORDS = 16  # number of words of a query that are searched; further words are ignored
+QUERY_WORDS = 16  # number of words of a query that are searched; additional words are ignored
 
 _QUERY_S = 60.0
 _LONGEST = 1 << 28  # maximum size of a value in bytes
-_CACHED_TASKS = 256  # task keys in the cache, more than there are groups in flight
+_CACHED_TASKS = 256  # maximum task keys in the cache, more than there are groups in flight
 _APPLICATION_ID = 0x41474D4D  # "AGMM"
 _SCHEMA_VERSION = 1
 _SCHEMA = (
@@ -66,14 +66,14 @@ class WrittenNotes:
 
 @dataclass(frozen=True, slots=True)
 class NoteMatch:
-    """A matching note, and the id of the episode that wrote it."""
+    """A matching note and the id of the episode that wrote it."""
 
     text: str
     episode: str
 
 
 def notes_to_commit(episodes: Iterable[ScoredEpisode]) -> list[WrittenNotes]:
-    """Returns the notes of those episodes that are scored and not excluded, in order."""
+    """Returns the notes of the episodes that are scored and not excluded, in order."""
     return [
         WrittenNotes(episode=scored.episode.id, task_key=scored.episode.task_key, memo=scored.episode.memory)
         for scored in episodes
@@ -83,20 +83,21 @@ def notes_to_commit(episodes: Iterable[ScoredEpisode]) -> list[WrittenNotes]:
 
 
 class NoteStore:
-    """The notes of a run. Thread-safe; only one process may write, and any may read meanwhile.
+    """The notes of a run. Thread-safe. Only one process may write; other processes may read at the same time.
 
-    Every method raises `StoreError` if the file is damaged, full or of another version. The notes can be rebuilt from the run's groups.
+    Every method raises `StoreError` if the file is damaged or full, or has a different version. The notes can be rebuilt from the run's
+    groups.
 
     Args:
-        path: the database file; created with its folder if missing. None: in memory.
+        path: the database file, which is created with its folder if missing. None means in memory.
     """
 
     def __init__(self, path: Path | None, config: MemoryConfig) -> None:
         self.config = config
         self.path = path
         self._informed: dict[str, set[int]] = {}  # task key -> writers whose notes are hidden from its attempts
-        self._informed_at = 0  # version of the store that this cache is of
-        self._lock = threading.Lock()  # one connection, used by one thread at a time
+        self._informed_at = 0  # version of the store that this cache belongs to
+        self._lock = threading.Lock()  # the connection may be used by only one thread at a time
         with self._translate_errors():
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,12 +116,13 @@ class NoteStore:
             return _version(self._db)
 
     def commit(self, step: int, episodes: Iterable[WrittenNotes], *, oldest_read: int | None = None) -> bool:
-        """Stores the notes of a step's episodes in one transaction and creates version `step + 1`. Returns False if it exists already.
+        """Stores the notes of a step's episodes in one transaction and creates version `step + 1`. Returns False if that exists already.
 
         Args:
-            oldest_read: oldest version that may still be read; None means the new one. Notes that no version from it on shows are deleted.
+            oldest_read: oldest version that may still be read; None means the new one. Deletes notes that neither this version nor a
+                later one shows.
 
-        Raises `StoreError` for a step that does not follow the last one.
+        Raises `StoreError` if the step does not follow the last one.
         """
         with self._lock, self._access(), transaction(self._db) as db:
             next_step = _version(db)
@@ -157,7 +159,7 @@ class NoteStore:
             return tuple(NoteMatch(*_text_values(self._db.execute(_NOTE, (note_id,)).fetchone())) for note_id in best)
 
     def counts(self) -> Mapping[str, tuple[int, int]]:
-        """Scope -> number of stored notes, and of episodes that wrote them."""
+        """Returns scope -> (number of stored notes, number of episodes that wrote them)."""
         rows = self._rows("SELECT scope, COUNT(*), COUNT(DISTINCT writer) FROM notes GROUP BY scope ORDER BY scope")
         return {str(scope): (notes, writers) for scope, notes, writers in rows}
 
@@ -167,9 +169,9 @@ class NoteStore:
             self._db.close()
 
     def _hidden(self, task_key: str) -> set[int]:
-        """Returns the writers who may know the answer to a task: its attempts, and all who read a note of such a writer.
+        """Returns the writers that may know the answer to a task: its attempts, and all writers that read a note of such a writer.
 
-        Cached until the next commit, which may be another process's.
+        Cached until the next commit, which a different process may do.
         """
         if (version := _version(self._db)) != self._informed_at:
             self._informed.clear()
@@ -181,7 +183,7 @@ class NoteStore:
         return self._informed[task_key]
 
     def _notes_with(self, term: str, where: str, values: Sequence[Any], hidden: set[int]) -> list[int]:
-        """Ids of the visible notes that contain a word.
+        """Returns the ids of the visible notes that contain a word.
 
         The cross join makes SQLite look the word up once instead of once for each note of the scope.
         """
@@ -230,7 +232,7 @@ def _version(db: sqlite3.Connection) -> int:
 
 
 def _add(db: sqlite3.Connection, step: int, written: WrittenNotes) -> None:
-    """Stores the sources and the notes of one episode. Notes that the scope has already are skipped."""
+    """Stores the sources and the notes of one episode. Skips notes that the scope already has."""
     writer = db.execute("INSERT INTO writers (episode, task_key) VALUES (?, ?)", (written.episode, written.task_key)).lastrowid
     sources = [db.execute("SELECT id FROM writers WHERE episode = ?", (episode,)).fetchone() for episode in written.memo.read]
     if None in sources:
@@ -252,7 +254,7 @@ def _delete_old(db: sqlite3.Connection, *, version: int) -> None:
 
 
 def _oldest_shown(db: sqlite3.Connection, scope: str, version: int) -> int:
-    """Id of the oldest note of a scope that a version shows: it shows the `KEEP` newest ones."""
+    """Returns the id of the oldest note of a scope that a version shows. A version shows the `KEEP` newest notes."""
     query = "SELECT id FROM notes WHERE scope = ? AND step < ? ORDER BY id DESC LIMIT 1 OFFSET ?"
     row = db.execute(query, (scope, version, KEEP - 1)).fetchone()
     return 0 if row is None else int(row[0])
@@ -267,7 +269,7 @@ def _ranked(by_term: Mapping[str, Sequence[int]], total: int) -> list[int]:
 
 
 def _text_values(row: Sequence[object] | None) -> tuple[str, ...]:
-    """Returns the values of a row, which must be texts. Raises `ForeignDatabase` otherwise, because SQLite stores values of any type."""
+    """Returns the values of a row. Raises `ForeignDatabase` if a value is not a string, because SQLite stores values of any type."""
     values = tuple(value for value in row or () if isinstance(value, str))
     if row is None or len(values) < len(row):
         raise ForeignDatabase("a note is not a text, or has no writer")

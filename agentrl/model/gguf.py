@@ -28,7 +28,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _AGAIN = "download or copy it again"
 
 Value = str | int | float | bool
-"""A metadata value; for an array its length."""
+"""A metadata value. An array is represented by its length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +62,13 @@ class GgufHeader:
         return sum(tensor.values for tensor in self.tensors)
 
     def text(self, key: str) -> str:
-        """Returns a text of the metadata; empty if there is none."""
+        """Returns a string of the metadata; empty if there is none."""
         value = self.metadata.get(key)
         return value if isinstance(value, str) else ""
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Reads and checks a header. Raises `UserError` for a file that is not GGUF, truncated, damaged, or not a model."""
+    """Reads and checks a header. Raises `UserError` if the file is not GGUF, is truncated or damaged, or is not a model."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(24)

@@ -72,8 +72,8 @@ def import_model(
         force: whether to replace an existing model folder.
         on_stage: called with the name of each stage.
 
-    Raises `UserError` if the model cannot be served or trained exactly, a package is missing, the disk is too small, a folder is in the
-    way, or another import is writing it.
+    Raises `UserError` if the model cannot be served or trained exactly, a package is missing, the disk is too small, `target` may not be
+    replaced, or another import is writing it.
     """
     try:
         return _import(source, target, chat_template, dtype, force, root or Path.cwd(), on_stage)
@@ -105,7 +105,7 @@ def _import(
             record = _make(origin, part, text, chat_template, dtype, on_stage) | {"asked": request}
             record["files"] = files.folder_manifest(part)
             files.write_atomically(part / RECORD, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
-            _check_target(target, origin, force=force)  # minutes have passed
+            _check_target(target, origin, force=force)  # again, because the import took minutes
             files.commit_folder(part, target)
         finally:
             shutil.rmtree(part, ignore_errors=True)
@@ -114,14 +114,14 @@ def _import(
 
 @contextlib.contextmanager
 def _alone(target: Path) -> Iterator[None]:
-    """Allows one process at a time to build a folder. Raises `UserError`."""
+    """Allows one process at a time to build a folder. Raises `UserError` if another process is building it."""
     path = target.with_name(f".{target.name}.lock")
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             there = path.stat()
-        except (BlockingIOError, FileNotFoundError):  # the second: its holder has just ended, and removed it
+        except (BlockingIOError, FileNotFoundError):  # not found: the holder just ended and removed it
             there = None
         if there is None or there.st_ino != os.fstat(handle).st_ino:
             raise UserError(f"another import is writing {target}", fix="wait until it ends, or choose another folder")
@@ -134,7 +134,7 @@ def _alone(target: Path) -> Iterator[None]:
 
 
 def _same(target: Path, request: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the record of a folder that already contains the requested import, undamaged; else None."""
+    """Returns the record of a folder that already contains the requested import and is undamaged; otherwise None."""
     try:
         record = json.loads((target / RECORD).read_text(encoding="utf-8"))
         if record["format"] != _FORMAT or record["asked"] != request:
@@ -178,7 +178,7 @@ def _check_installed(source: Source) -> None:
 
 
 def _make(source: Source, part: Path, text: str | None, named: str | None, dtype: Dtype, on_stage: Callable[[str], None]) -> dict[str, Any]:
-    """Fills `part`; returns the record of it."""
+    """Fills the folder `part` and returns its record."""
     if text is not None and source.is_gguf:
         probe_template(text)
     with tempfile.TemporaryDirectory(prefix="agentrl-import-") as work:
@@ -189,7 +189,7 @@ def _make(source: Source, part: Path, text: str | None, named: str | None, dtype
             kinds = check_data(header)
             _check_header(header)
             values = header.values
-            folder = Path(work)  # without the other files next to it
+            folder = Path(work)  # contains no other file of the source's folder
             (folder / source.path.name).symlink_to(source.path.resolve())
         else:
             check_model_files(folder, chat_template=False)
@@ -225,7 +225,7 @@ def _make(source: Source, part: Path, text: str | None, named: str | None, dtype
 
 
 def _plain(text: str) -> str:
-    """Third-party text as one short printable line."""
+    """Returns third-party text as one short printable line."""
     return "".join(one for one in " ".join(text[:1000].split()) if one.isprintable())[:100]
 
 
@@ -263,7 +263,7 @@ def _check_disk(part: Path, weights: int) -> None:
 
 
 def _save_tokenizer(folder: Path, header: GgufHeader | None, part: Path, text: str | None, config: Any) -> dict[str, Any]:
-    """Writes the tokenizer with its chat template; returns the record of it. Raises `UserError` if they do not fit together."""
+    """Writes the tokenizer with its chat template and returns its record. Raises `UserError` if they do not fit together."""
     from transformers import AutoTokenizer
 
     from agentrl.agent.chat import ChatFormat
@@ -279,7 +279,7 @@ def _save_tokenizer(folder: Path, header: GgufHeader | None, part: Path, text: s
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except UserError:
         raise
-    except Exception as error:  # its parsers raise many kinds
+    except Exception as error:  # its parsers raise many kinds of exceptions
         raise UserError(f"the tokenizer cannot be read: {one_line_error(error)}", fix="import the model's Hugging Face folder") from error
     template = text or select_template(tokenizer.chat_template)
     if not template:

@@ -1,7 +1,7 @@
 """Loads a source into memory and writes it to a folder, with a check at each step that nothing is lost.
 
 Every number in the source's files must be in the model, and every parameter of the model in the files; the learner must score tokens as
-the model does; and the written folder must hold the same bits.
+the model does; and the written folder must contain the same bits.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ def _check_all_read(header: GgufHeader, config: Any) -> None:
 
 
 def check_size(config: Any, *, values: int, exact: bool) -> int:
-    """Returns the number of parameters of a configuration's model, tied ones once, without allocating them.
+    """Returns the number of parameters of a configuration's model without allocating them. Tied parameters count once.
 
-    Raises `UserError` if the files hold fewer numbers, or with `exact` more.
+    Raises `UserError` if the files hold fewer numbers, or, if `exact` is set, more numbers.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -121,7 +121,7 @@ def load_model(folder: Path, config: Any, dtype: str, *, file: str | None = None
 
 
 def save_model(model: Any, config: Any, folder: Path) -> dict[str, str]:
-    """Writes the weights as one file, with configuration; returns the fingerprints for `check_saved`. Consumes `model`.
+    """Writes the weights as one file, and the configuration. Returns the fingerprints for `check_saved`. Consumes `model`.
 
     A model from a GGUF file cannot be saved directly, so its tensors move into a new model without the GGUF's attributes.
     """
@@ -154,7 +154,7 @@ def check_saved(folder: Path, dtype: str, prints: Mapping[str, str]) -> None:
 
     from agentrl.learner.token_scorer import TOLERANCE, TokenScorer, check_scorer
 
-    gc.collect()  # the model that was saved
+    gc.collect()  # frees the model that was saved
     model = load_model(folder, AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False), dtype)
     again = fingerprints(model)
     if changed := sorted(name for name in {*prints, *again} if prints.get(name) != again.get(name)):

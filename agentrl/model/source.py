@@ -34,12 +34,12 @@ class Source:
 
     @property
     def is_gguf(self) -> bool:
-        """Whether it is a GGUF file."""
+        """Whether the source is a GGUF file."""
         return self.path.suffix == ".gguf"
 
 
 def find_source(text: str) -> Source:
-    """Finds the source that the user names. Raises `UserError`."""
+    """Returns the source that `text` describes. Raises `UserError` if there is none."""
     if text.startswith(PACKAGE):
         return _in_package(text.removeprefix(PACKAGE))
     path = Path(text)
@@ -79,7 +79,7 @@ def _folder(path: Path) -> Source:
 
 
 def _is_inside(file: Path, folder: Path) -> bool:
-    """Whether a file to copy is in this folder, or in the hub's cache; a link may point to any file."""
+    """Whether a file to copy is in this folder or in the hub's cache. A link could point to any file."""
     real, root = file.resolve(), folder.resolve()
     return real.is_relative_to(root) or (root.parent.name == "snapshots" and real.is_relative_to(root.parents[1] / "blobs"))
 
@@ -148,7 +148,7 @@ def _distribution(name: str) -> Distribution:
 
 
 def _inside(package: Distribution, path: str) -> Path:
-    """Returns the path of a package's file. Raises `UserError` for one outside the package's folder."""
+    """Returns the path of a package's file. Raises `UserError` if the file is outside the package's folder."""
     root = Path(str(package.locate_file(""))).resolve()
     file = Path(str(package.locate_file(path)))
     if PurePosixPath(path).is_absolute() or not file.resolve().is_relative_to(root):

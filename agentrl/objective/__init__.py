@@ -1,6 +1,6 @@
-"""Advantages and losses as pure functions. No other package knows an algorithm's name.
+"""Advantages and losses as pure functions. No other package contains an algorithm's name.
 
-Import the modules that use torch directly; this package is light.
+Importing this package does not import torch. Import the modules that need torch by their full names.
 """
 
 from agentrl.objective.advantages import GroupAdvantages, batch_advantages

@@ -26,7 +26,7 @@ STD_EPS = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupAdvantages:
-    """Advantages of one group, aligned with `Group.episodes`. Either all counted episodes have one, or none."""
+    """The advantages of one group, aligned with `Group.episodes`. Either every counted episode has an advantage, or none has."""
 
     values: tuple[float | None, ...]  # [E] None if the episode is excluded or unscored
     drop_reason: str = ""  # why the group has no learning signal; empty if it has one
@@ -40,18 +40,19 @@ def grpo(groups: Groups, *, normalize_std: bool = True) -> list[list[float]]:
 
         A_i = (s_i - mean(s)) / (std(s) + 1e-4),   std with n - 1 in the denominator
 
-    GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1.2. Without `normalize_std` A_i = s_i - mean(s): Dr. GRPO, Liu et al. 2025,
-    arXiv:2503.20783, eq. 4. A single score gives 0.
+    GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1.2. If `normalize_std` is False, A_i = s_i - mean(s): Dr. GRPO, Liu et al. 2025,
+    arXiv:2503.20783, eq. 4. The advantage of a single score is 0.
     """
     return [_centred(scores, normalize_std) for scores in groups]
 
 
 def rloo(groups: Groups, *, normalize_std: bool = False) -> list[list[float]]:
-    """Compares each score with the mean of the others in its group, so the baseline is independent of the sample.
+    """Compares each score with the mean of the other scores in its group, so the baseline is independent of the sample.
 
         A_i = s_i - sum_{j != i} s_j / (n - 1)
 
-    RLOO, Ahmadian et al. 2024, arXiv:2402.14740, eq. 8; divided by std(s) + 1e-4 with `normalize_std`. A single score gives 0.
+    RLOO, Ahmadian et al. 2024, arXiv:2402.14740, eq. 8. If `normalize_std` is True, A_i is divided by std(s) + 1e-4. The advantage of a
+    single score is 0.
     """
     return [_without_itself(scores, normalize_std) for scores in groups]
 
@@ -68,9 +69,9 @@ def reinforce_plus_plus(groups: Groups, *, normalize_std: bool = True) -> list[l
 
 
 def reinforce_plus_plus_baseline(groups: Groups, *, normalize_std: bool = True) -> list[list[float]]:
-    """Applies `reinforce_plus_plus` to scores minus their group's mean: the paper's REINFORCE++-baseline.
+    """Applies `reinforce_plus_plus` to the scores minus the mean of their group: the paper's REINFORCE++-baseline.
 
-    The mean of centred scores is rounding noise and must not give a preference to a group without one.
+    The mean of the centred scores is rounding noise, so a group whose centred scores are all zero gets zeros.
     """
     centred = grpo(groups, normalize_std=False)
     scaled = reinforce_plus_plus(centred, normalize_std=normalize_std)
@@ -78,7 +79,7 @@ def reinforce_plus_plus_baseline(groups: Groups, *, normalize_std: bool = True) 
 
 
 def rewards_for_a_critic(groups: Groups, *, normalize_std: bool = True) -> list[list[float]]:
-    """Returns the scores: a critic supplies the baseline for each token, and the whitening (`agentrl.learner.critic`)."""
+    """Returns the scores unchanged: a critic supplies the baseline for each token and the whitening (`agentrl.learner.critic`)."""
     return [list(scores) for scores in groups]
 
 
@@ -95,7 +96,7 @@ def batch_advantages(
     episodes count, if a score is infinite, or if all its advantages would be zero up to rounding (`agentrl.base.numbers`).
 
     Args:
-        penalties: subtracted from the score of the episode with that id (the KL term of the reward).
+        penalties: episode id -> penalty (the KL term of the reward), which is subtracted from the episode's score.
 
     Raises:
         PluginError: a user-supplied estimator raised or returned a wrong shape.
@@ -115,7 +116,7 @@ def batch_advantages(
 
 
 def _counted(group: Group, penalties: Mapping[str, float]) -> dict[int, float]:
-    """Index in the group -> score, for the counted episodes."""
+    """Returns the score of each counted episode after its penalty, by its index in the group."""
     return {
         index: scored.score.value - penalties.get(scored.episode.id, 0.0)
         for index, scored in enumerate(group.episodes)
@@ -132,7 +133,7 @@ def _drop_reason(scores: Mapping[int, float], min_group_size: int) -> str:
 
 
 def load_estimator(objective: ObjectiveConfig) -> AdvantageEstimator:
-    """Returns the estimator in a recipe. Raises `PluginError` if it does not resolve or fulfil the protocol."""
+    """Returns the estimator in a recipe. Raises `PluginError` if it cannot be resolved or does not implement the protocol."""
     function = parts.load_part(parts.ADVANTAGE, objective.advantage)
     shipped = objective.advantage.ref in parts.ADVANTAGE.shipped
     estimator: AdvantageEstimator = partial(function, normalize_std=objective.divides_by_std) if shipped else function
@@ -172,11 +173,11 @@ def _estimate(function: AdvantageEstimator, scores: list[list[float]], name: str
 
 
 def _centred(scores: Sequence[float], normalize_std: bool) -> list[float]:
-    """Scores minus their mean; NaN for each if the arithmetic overflows, so that `assemble` excludes the group."""
+    """Returns the scores minus their mean; NaN for each if the arithmetic overflows, so that `assemble` excludes the group."""
     try:
         mean = fmean(scores)
         return _scaled([score - mean for score in scores], scores, normalize_std)
-    except (OverflowError, ValueError):  # of math.fsum, and of the square in a variance
+    except (OverflowError, ValueError):  # raised by math.fsum, and by the square in a variance
         return [math.nan] * len(scores)
 
 
@@ -192,7 +193,7 @@ def _without_itself(scores: Sequence[float], normalize_std: bool) -> list[float]
 
 
 def _scaled(centred: list[float], scores: Sequence[float], normalize_std: bool) -> list[float]:
-    """Divides by the sample standard deviation of the scores. Scores that are equal up to rounding give exact zeros."""
+    """Returns `centred` divided by the sample standard deviation of the scores; exact zeros if the scores are equal up to rounding."""
     if all_equal(scores):
         return [0.0] * len(scores)
     scale = sample_std(scores) + STD_EPS if normalize_std else 1.0

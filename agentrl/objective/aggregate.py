@@ -37,7 +37,7 @@ class Segments:
 
     @classmethod
     def of(cls, sequence: Tensor) -> Segments:
-        """Builds it from any numbering [N] of sequences."""
+        """Returns the segments for any numbering [N] of sequences."""
         _, index, tokens = torch.unique(sequence, return_inverse=True, return_counts=True)
         return cls(index=index, tokens=tokens)
 
@@ -72,7 +72,7 @@ def token_weights(aggregation: Aggregation, segments: Segments, dtype: torch.dty
 def loss_denominator(samples: Sequence[Sample], aggregation: Aggregation, *, length: int) -> float:
     """Returns D over all ranks and micro-batches of an optimizer step. `length` is the constant of `constant`, in tokens.
 
-    It is 0.0 for a batch without a trained token, for which no step is taken.
+    It is 0.0 if the batch has no trained token; no optimizer step is taken for such a batch.
     """
     if aggregation == "token_mean":
         return float(sum(sum(sample.loss_mask) for sample in samples))

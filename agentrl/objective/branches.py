@@ -1,8 +1,8 @@
 """Decides which episode trains the turns that several episodes share, and with what advantage.
 
-Episodes that branched from one state start with the same turns, sampled once. If each episode trained them, a turn would weigh more the
-earlier the branching. So they are trained in the first counted episode, with the mean of the advantages of their episodes, and are
-context in the others.
+Episodes that branched from one state start with the same turns, sampled once. If each episode trained them, a shared
+turn would be counted once per episode. Therefore only the first counted episode trains a shared turn, with the mean advantage of the
+episodes that share it. In the other episodes the turn is context.
 
 Why the mean: let s be the shared turns and b = 1..B the counted continuations, with advantages A_b. Given s, continuations are
 exchangeable, so for a surrogate that is linear in the advantage
@@ -11,8 +11,8 @@ exchangeable, so for a surrogate that is linear in the advantage
 
 Both are unbiased, but A_1 has the variance of one continuation, while the mean averages out what happened after s. With a group baseline
 this matters: if all N episodes come from one state, nothing shows whether s was good. The mean is then 0, as it should be, but A_1 is
-noise. With several stems the mean is the stem's mean score minus the group's: a GRPO group whose attempts are stems. In GRPO a
-stem is part of its own baseline, which multiplies its advantage by 1 - 1/stems (with RLOO by (N - B)/(N - 1)).
+noise. If there are several stems, the mean is the stem's mean score minus the group's: a GRPO group whose attempts are stems. In
+GRPO a stem is part of its own baseline, which multiplies its advantage by 1 - 1/stems (with RLOO by (N - B)/(N - 1)).
 
 The tokens after the branching are unaffected: given s, the siblings' scores do not depend on them, so a baseline may include siblings.
 
@@ -42,11 +42,13 @@ class CreditedTrajectory:
 
 
 def assign_shared_turns(lines: Sequence[CreditedTrajectory], *, mean: bool) -> list[CreditedTrajectory]:
-    """Returns the lines with `trains` set: the first line with a sampled turn trains it. Trajectories that train no turn are dropped.
+    """Returns the trajectories with `trains` set: the first trajectory with a sampled turn trains that turn.
+
+    Trajectories that train no turn are dropped.
 
     Args:
-        lines: all counted lines of one group, in the group's order.
-        mean: whether a shared turn gets the mean of its lines' credit instead of the first line's.
+        lines: all counted trajectories of one group, in the group's order.
+        mean: whether a shared turn gets the mean credit of its trajectories instead of the credit of the first.
     """
     if not any(line.trajectory.inherited for line in lines):
         return list(lines)
@@ -67,7 +69,9 @@ def assign_shared_turns(lines: Sequence[CreditedTrajectory], *, mean: bool) -> l
 
 
 def captured_tokens(groups: Sequence[Group], dropped: Collection[int]) -> int:
-    """Returns the sampled tokens of the counted episodes of groups that are not `dropped` (indices). A shared turn counts once.
+    """Returns the number of sampled tokens in the counted episodes of all groups whose index is not in `dropped`.
+
+    A turn that several episodes share counts once.
 
     The learner counts the tokens that it packed (`tokens_delivered`); the two are equal if every sampled token is trained once.
     """

@@ -1,7 +1,7 @@
 """Credit of each turn of each trajectory of an episode (`objective.credit`).
 
 Notation, in one group: rollout i = 1..N has score s_i (after penalties) and advantage A_i, and trajectories b = 1..B_i with sampled
-tokens, each by an agent with a role (`Trajectory.agent`: main, worker, summary). sigma is 1 without `objective.normalize_std`. Every
+tokens, each by an agent with a role (`Trajectory.agent`: main, worker, summary). sigma is 1 if `objective.normalize_std` is False. Every
 mean and deviation counts a rollout once, however many trajectories it has.
 
 | credit | advantage of trajectory b of rollout i |
@@ -14,8 +14,9 @@ mean and deviation counts a rollout once, however many trajectories it has.
 | siblings | (mean of s over D - mean of s over P) / sigma, turn by turn |
 
 roles, verifier: with S_ib the score of a trajectory (s_i or v_ib), u_i is the mean of S_ib over the trajectories of the role in rollout i,
-n the number of rollouts that have one, and m the mean of u. b_i is m with grpo, and the mean of the others' u with rloo; u_i if n is 1.
-sigma^2 = sum_i mean_b (S_ib - m)^2 / max(n - 1, 1), and 1e-4 is added to sigma: with one trajectory per rollout this is GRPO, or RLOO.
+n the number of rollouts with such a trajectory, and m the mean of u. b_i is m with grpo, and the mean of the others' u with rloo; u_i if n
+is 1. sigma^2 = sum_i mean_b (S_ib - m)^2 / max(n - 1, 1), and 1e-4 is added to sigma: with one trajectory per rollout this is GRPO, or
+RLOO.
 
 counterfactual: difference rewards (Wolpert and Tumer 2002, Optimal payoff functions for members of collectives), as advantages in
 Foerster et al. 2018, arXiv:1705.08926. sigma is the deviation of s over the group (n - 1) plus 1e-4, and 1 if all scores are equal.
@@ -72,12 +73,12 @@ def branch_credit(rollouts: Sequence[CountedEpisode], objective: ObjectiveConfig
             return _spread(rollouts, _counterfactual(rollouts, objective))
         shares = [max(1, sum(map(_sampled, rollout.trajectories))) if objective.credit == "branches" else 1 for rollout in rollouts]
         return _spread(rollouts, [[r.advantage / share] * len(r.trajectories) for r, share in zip(rollouts, shares, strict=True)])
-    except OverflowError:  # in math.fsum or a square
+    except OverflowError:  # raised by math.fsum or a square
         return _spread(rollouts, [[math.nan] * len(rollout.trajectories) for rollout in rollouts])
 
 
 def _spread(rollouts: Sequence[CountedEpisode], values: Sequence[Sequence[float]]) -> Credit:
-    """Gives each turn the value of its trajectory."""
+    """Returns credit in which each turn has the value of its trajectory."""
     return {
         rollout.scored.episode.id: [[value] * len(trajectory.turns) for trajectory, value in zip(rollout.trajectories, own, strict=True)]
         for rollout, own in zip(rollouts, values, strict=True)
@@ -107,7 +108,7 @@ def _by_role(rollouts: Sequence[CountedEpisode], objective: ObjectiveConfig) -> 
 
 
 def _against_role(scores: Mapping[int, list[float]], objective: ObjectiveConfig) -> dict[int, list[float]]:
-    """Advantages of the trajectories of one role, by rollout."""
+    """Returns the advantages of the trajectories of one role, by rollout."""
     if all_equal([score for own in scores.values() for score in own]):
         return {number: [0.0] * len(own) for number, own in scores.items()}
     means = {number: fmean(own) for number, own in scores.items()}
@@ -129,7 +130,7 @@ def _counterfactual(rollouts: Sequence[CountedEpisode], objective: ObjectiveConf
 
 
 def _per_trajectory(rollout: CountedEpisode, values: Sequence[float | None], name: str) -> Sequence[float | None]:
-    """Returns the score's value for each trajectory. An episode with a single trajectory needs none."""
+    """Returns the score's value for each trajectory. Raises `RecipeError` if an episode with several trajectories has no values."""
     if not values and sum(map(_sampled, rollout.trajectories)) > 1:
         raise RecipeError(
             f"objective.credit: the score of episode {rollout.scored.episode.id}, which has several trajectories, has no {name}",
@@ -139,7 +140,7 @@ def _per_trajectory(rollout: CountedEpisode, values: Sequence[float | None], nam
 
 
 def _siblings(rollouts: Sequence[CountedEpisode], objective: ObjectiveConfig) -> Credit:
-    """Compares the rollouts that share a turn with those at its branch point."""
+    """Returns credit that compares the rollouts that share a turn with the rollouts at its branch point."""
     keys_of = [_keys(rollout) for rollout in rollouts]
     sharing: dict[TurnKey, set[int]] = {}
     for number, keys in enumerate(keys_of):
@@ -164,7 +165,7 @@ def _siblings(rollouts: Sequence[CountedEpisode], objective: ObjectiveConfig) ->
 
 
 def _keys(rollout: CountedEpisode) -> dict[tuple[int, int], TurnKey]:
-    """(trajectory, turn) -> identity of the turn across the rollouts that share it."""
+    """Returns (trajectory, turn) -> identity of the turn across the rollouts that share it."""
     episode_id, trajectories = rollout.scored.episode.id, rollout.trajectories
     return {
         (i, turn): turn_key(episode_id, i, trajectory, turn)
@@ -183,12 +184,12 @@ def _before(rollout: CountedEpisode, turn: tuple[int, int]) -> tuple[int, int] |
 
 
 def _difference(score: float, other: float) -> float:
-    """Exactly zero if two scores are equal up to rounding."""
+    """Returns the difference of two scores: exactly zero if they are equal up to rounding."""
     return 0.0 if all_equal((score, other)) else score - other
 
 
 def _deviation(rollouts: Sequence[CountedEpisode], objective: ObjectiveConfig) -> float:
-    """sigma of the rollouts' scores."""
+    """Returns sigma of the rollouts' scores."""
     scores = [rollout.score for rollout in rollouts]
     return 1.0 if not objective.divides_by_std or all_equal(scores) else sample_std(scores) + STD_EPS
 
@@ -203,7 +204,7 @@ TurnRewards = Sequence[Sequence[float]]  # [trajectory][turn]
 
 
 def continuations(trajectories: Sequence[Trajectory]) -> list[int | None]:
-    """Returns the index of the trajectory that continues each one from the last observation of its environment; None if none does."""
+    """Returns, for each trajectory, the index of the trajectory that continues it from its environment's last observation, or None."""
     following: list[int | None] = [None] * len(trajectories)
     for index, trajectory in enumerate(trajectories):
         parent = trajectory.parent
@@ -219,14 +220,14 @@ def turn_advantages(
 
         A_{i,k} = sum_{l >= k} (r_{i,l} - mean(R)) / (std(R) + 1e-4),    R = all turn rewards of the group
 
-    Process supervision with GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1.3; added to the advantage of the outcome as in turn-level
-    credit assignment, Zeng et al. 2025, arXiv:2505.11821. Each trajectory of an episode has its own returns, plus those of its
+    Process supervision with GRPO, Shao et al. 2024, arXiv:2402.03300, section 4.1.3. It is added to the advantage of the outcome, as in
+    turn-level credit assignment, Zeng et al. 2025, arXiv:2505.11821. Each trajectory of an episode has its own returns, plus those of its
     continuation. Equal rewards give zeros.
 
     Args:
         rewards: [episode][trajectory][turn].
         normalize_std: whether to divide by the standard deviation (n - 1) of R.
-        following: [episode][trajectory] the trajectory that continues it (`continuations`); None means that none is continued.
+        following: [episode][trajectory] index of the trajectory that continues it (`continuations`); None means that none is continued.
     """
     flat = [reward for episode in rewards for trajectory in episode for reward in trajectory]
     if all_equal(flat):
@@ -234,7 +235,7 @@ def turn_advantages(
     mean = sum(flat) / len(flat)
     try:
         scale = sample_std(flat) + STD_EPS if normalize_std else 1.0
-    except OverflowError:  # in the variance; the group is dropped
+    except OverflowError:  # raised by the variance; the group is dropped
         scale = math.nan
     chains = [[None] * len(episode) for episode in rewards] if following is None else following
     return [

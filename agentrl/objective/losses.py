@@ -106,7 +106,7 @@ def sequence_ratio(log_ratio: Tensor, segments: Segments, cap: float) -> Tensor:
 
 
 def clip(ratio: Tensor, advantages: Tensor, *, low: float, high: float) -> Surrogate:
-    """min(r A, clip(r, 1 - low, 1 + high) A).
+    """Returns min(r A, clip(r, 1 - low, 1 + high) A).
 
     PPO, Schulman et al. 2017, arXiv:1707.06347, eq. 7; the asymmetric range is DAPO's clip-higher, Yu et al. 2025, arXiv:2503.14476.
     With `sequence_ratio` this is GSPO.
@@ -117,7 +117,7 @@ def clip(ratio: Tensor, advantages: Tensor, *, low: float, high: float) -> Surro
 
 
 def dual_clip(ratio: Tensor, advantages: Tensor, *, low: float, high: float, bound: float) -> Surrogate:
-    """`clip`, bounded from below by bound * A for A < 0: max(min(r A, clip(r) A), bound A); `bound` above 1.
+    """Returns `clip`, bounded from below by bound * A for A < 0: max(min(r A, clip(r) A), bound A). `bound` is above 1.
 
     A token with negative advantage that has become far more likely since it was sampled stops contributing. Ye et al. 2019,
     arXiv:1912.09729, eq. 5.
@@ -129,9 +129,9 @@ def dual_clip(ratio: Tensor, advantages: Tensor, *, low: float, high: float, bou
 
 
 def clipped_weight(log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, *, low: float, high: float) -> Surrogate:
-    """sg(clip(r, 1 - low, 1 + high)) A log pi: the weight is clipped, and no token loses its gradient.
+    """Returns sg(clip(r, 1 - low, 1 + high)) A log pi: the weight is clipped, and no token loses its gradient.
 
-    CISPO, MiniMax 2025, arXiv:2506.13585, eq. 4 and 5; there without a lower bound (`low` = 1). The mask shows clipped weights.
+    CISPO, MiniMax 2025, arXiv:2506.13585, eq. 4 and 5, which have no lower bound (`low` = 1). The mask marks clipped weights.
     """
     ratio = log_ratio.detach().exp()
     weight = ratio.clamp(1.0 - low, 1.0 + high)
@@ -142,17 +142,17 @@ Estimator = Literal["k1", "k2", "k3"]
 
 
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """d: unbiased, of either sign. As a loss its expected gradient on pi's own tokens is zero, so it belongs in the reward."""
+    """Returns d: unbiased, of either sign. As a loss its expected gradient on pi's own tokens is zero, so it belongs in the reward."""
     return logprobs - reference
 
 
 def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """d^2 / 2: biased, never negative; its expected gradient on pi's own tokens is that of KL(pi || pi_ref)."""
+    """Returns d^2 / 2: biased, never negative; its expected gradient on pi's own tokens is that of KL(pi || pi_ref)."""
     return 0.5 * (logprobs - reference).square()
 
 
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """exp(-d) - 1 + d: unbiased and never negative, the term of GRPO (Shao et al. 2024, arXiv:2402.03300, eq. 4).
+    """Returns exp(-d) - 1 + d: unbiased and never negative, the term of GRPO (Shao et al. 2024, arXiv:2402.03300, eq. 4).
 
     Its expected gradient on pi's own tokens is that of the reverse divergence, KL(pi_ref || pi).
     """
@@ -182,10 +182,10 @@ SECOND_MOMENT = 0.04
 
 
 def second_moment_reach(log_ratio: Tensor, add: Callable[[Tensor], Tensor], *, at_most: float = SECOND_MOMENT) -> float:
-    """Returns the largest |log rho| that `second_moment` keeps: masking the largest first, the mean square of the rest is `at_most`.
+    """Returns the largest |log rho| that `second_moment` keeps. The largest are masked until the rest has a mean square of `at_most`.
 
-    Infinite if no token has to be masked. Tokens of equal size are masked together, so the result does not depend on their order.
-    `log_ratio`: this rank's tokens [N]. `add`: sums a tensor over all ranks; every rank calls it equally often.
+    The result is infinite if no token has to be masked. Tokens of equal size are masked together, so the result does not depend on their
+    order. `log_ratio`: this rank's tokens [N]. `add`: sums a tensor over all ranks; every rank calls it the same number of times.
     """
     sizes, _ = log_ratio.detach().double().abs().sort()
     squares = sizes.square().cumsum(0)
@@ -224,9 +224,9 @@ def importance_weights(log_ratio: Tensor, segments: Segments, correction: Correc
         none:      w = 1                                     no correction
 
     Truncated: Ionides 2008; Espeholt et al. 2018, arXiv:1802.01561. Masked token by token: IcePop, Ling Team 2025, arXiv:2510.18855.
-    TRL calls both, at both levels, its vLLM importance sampling correction. Second moment: M2PO, Zheng et al. 2025, arXiv:2510.01161,
-    with `reach` from `second_moment_reach` over the batch. Like AReaL it masks every token; the authors' code, only those on the side of 1
-    where PPO clips. `log_ratio`: [N] log pi_prox - log mu.
+    In TRL, both are called the vLLM importance sampling correction, at both levels. Second moment: M2PO, Zheng et al. 2025,
+    arXiv:2510.01161, with `reach` from `second_moment_reach` over the batch. As in AReaL, it masks tokens on both sides of 1; the authors'
+    code masks only tokens on the side where PPO clips. `log_ratio`: [N] log pi_prox - log mu.
     """
     if correction.weights == "none":
         return torch.ones_like(log_ratio), torch.zeros_like(log_ratio, dtype=torch.bool)

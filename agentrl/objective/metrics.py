@@ -34,7 +34,7 @@ def token_statistics(
         log_ratio: log pi - log mu.
         clipped: tokens where the surrogate's bound is active; `high`: where the ratio is above 1.
         cut: tokens whose importance weight was truncated or masked.
-        weight: importance weight of each token, the correction's times the ratio, before the clip.
+        weight: importance weight of each token: the correction's weight times the ratio, before the clip.
         same: [N] float64, k3 of KL(mu || pi) of the tokens that pi's weights sampled, NaN for others; None means unknown for all.
     """
     log_ratio = log_ratio.detach().double()
@@ -69,10 +69,10 @@ def summarize(sums: Tensor, maxima: Tensor, *, with_reference: bool = False) -> 
 
     Over the n trained tokens of an optimizer step on all ranks, with mu the behaviour policy, r = pi / mu, and logs in nats:
 
-        kl_behaviour            mean of r - 1 - log r, which is k3 of KL(mu || pi) kl_reference            mean of k3 of KL(pi || pi_ref),
-        if there is a KL reference model mismatch_kl             mean of r - 1 - log r over the tokens that these weights sampled: server
-        against learner. Absent without such
-                                tokens, and after the batch's first step if there is no proximal policy
+        kl_behaviour            mean of r - 1 - log r, which is k3 of KL(mu || pi)
+        kl_reference            mean of k3 of KL(pi || pi_ref), if there is a KL reference model
+        mismatch_kl             mean of r - 1 - log r over the tokens that these weights sampled: server against learner. Absent if there
+                                are no such tokens, and after the batch's first step if there is no proximal policy
         mismatch_tokens         share of the tokens that mismatch_kl is computed over
         mismatch_mean, _max     |log r|
         ratio_mean, _min, _max  r

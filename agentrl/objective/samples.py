@@ -1,7 +1,7 @@
 """Turns scored groups into the token sequences of one learner step.
 
 Every sampled token of a counted episode is trained exactly once, with the id and logprob that it was sampled with, and no other token is
-trained. Turns that branched episodes share are trained in one of them (`agentrl.objective.branches`).
+trained. Turns that branched episodes share are trained in one of these episodes (`agentrl.objective.branches`).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class AssembledBatch:
 def assemble(step: int, groups: Sequence[Group], recipe: Recipe, *, penalties: Mapping[str, float] | None = None) -> AssembledBatch:
     """Returns one sample per trajectory of every counted episode, and the reason for each group without samples.
 
-    A group with a non-finite score or logprob, or with a trajectory that starts without a prompt or exceeds the policy's context, is
-    dropped before any mean is taken: half a group would shift its baseline. A group whose advantages are not finite in float32 is too.
-    `Batch.group_indices` has all groups, because the step consumes them.
+    A group is dropped if it has a non-finite score or logprob, or a trajectory that starts without a prompt or exceeds the policy's
+    context. It is dropped completely, before any mean is taken, because dropping single episodes would shift its baseline. A group is also
+    dropped if its advantages are not finite in float32. `Batch.group_indices` contains all groups, because the step consumes them.
 
     Args:
-        penalties: subtracted from the score of the episode with that id; see `counted_samples`.
+        penalties: episode id -> penalty, which is subtracted from the episode's score; see `counted_samples`.
 
     Raises:
         RecipeError: a score lacks what `objective.turn_coef` or `objective.credit` needs.
@@ -66,8 +66,9 @@ def assemble(step: int, groups: Sequence[Group], recipe: Recipe, *, penalties: M
 def scale_beside_residuals(batch: Batch, recipe: Recipe) -> Batch:
     """Returns the batch of one optimizer step with scaled advantages, so that residuals do not dilute the tokens of other groups.
 
-    The loss divides by D, which counts tokens or rollouts of all samples. Those of residuals were counted in the step of their first group
-    already. The scaled loss divides by the larger of the two shares of D instead: that of the residuals, and that of the others.
+    The loss divides by D, which counts tokens or rollouts of all samples. The tokens and rollouts of residuals were already
+    counted in the step of their first group. Therefore the scaled loss divides by the share of the residuals in D or the share of the other
+    samples, whichever is larger.
     """
     samples = batch.samples
     residual = [sample for sample in samples if sample.group_index < 0]
@@ -99,7 +100,7 @@ def counted_samples(groups: Sequence[Group], *, longest: int | None = None) -> t
 
 
 def _unfit(group: Group, longest: int | None) -> str:
-    """Returns why none of the group's tokens can be trained, whatever its scores; empty if they can."""
+    """Returns the reason why no token of the group can be trained, whatever its scores; empty if its tokens can be trained."""
     if group.fault is not None:
         return "broken_task"
     for scored in group.scored:
@@ -122,10 +123,10 @@ def _with_rollout_tokens(samples: Sequence[Sample]) -> list[Sample]:
 def _group_samples(
     group: Group, estimate: GroupAdvantages, objective: ObjectiveConfig, penalties: Mapping[str, float]
 ) -> tuple[list[Sample], str]:
-    """Returns the samples of a group, or the reason for having none.
+    """Returns the samples of a group, and the reason if it has none.
 
-    A group with equal scores has a signal if turns or branches get credit, or if there is an entropy bonus: without that, a policy that
-    has become deterministic in some state would never leave it.
+    A group with equal scores has a signal if turns or branches get credit, or if there is an entropy bonus: without the bonus,
+    a policy that became deterministic in some state would stay deterministic.
     """
     if estimate.drop_reason and estimate.drop_reason != "all_equal":
         return [], estimate.drop_reason
@@ -164,8 +165,9 @@ def _group_samples(
 def _earned_rewards(trajectories: Sequence[Trajectory], score: float, following: Sequence[int | None]) -> list[list[float]]:
     """Returns the reward of each turn [trajectory][turn] if a critic computes the advantages.
 
-    The rewards that an environment gave stay at their turns. The rest of the score, which is all of it without an environment, is the
-    reward of the last turn with a sampled token of each trajectory that no other continues. Sub-agents get the score.
+    The rewards that an environment gave stay at their turns. The rest of the score is the reward of the last turn with a sampled
+    token, in each trajectory that no other trajectory continues. If there is no environment, the rest is the complete score. Sub-agents get
+    the score.
     """
     rewards = [[sum(result.reward or 0.0 for result in turn.tool_results) for turn in line.turns] for line in trajectories]
     rest = score - sum(map(sum, rewards))
@@ -177,7 +179,7 @@ def _earned_rewards(trajectories: Sequence[Trajectory], score: float, following:
 
 
 def _turn_credit(group: Group, objective: ObjectiveConfig) -> dict[str, list[list[float]]]:
-    """Episode id -> turn-level advantages [trajectory][turn]; empty without `objective.turn_coef`."""
+    """Returns episode id -> turn-level advantages [trajectory][turn]; empty if `objective.turn_coef` is 0."""
     if not objective.turn_coef:
         return {}
     for scored in group.scored:
@@ -214,9 +216,10 @@ def _sample(
     trains: Sequence[bool] = (),
     rewards: bool = False,
 ) -> Sample:
-    """Concatenates the turns. `credit` is the advantage of each turn's sampled tokens, or with `rewards` the reward of the last of them.
+    """Returns the sample of a trajectory with its turns concatenated.
 
-    Turns whose `trains` is False are context, like a prompt; empty means that all train.
+    `credit` is the advantage of each turn's sampled tokens, or if `rewards` is True, the reward of the last of them. Turns whose `trains`
+    is False are context, like a prompt. If `trains` is empty, all turns are trained.
     """
     token_ids: list[int] = []
     mask: list[bool] = []

@@ -1,6 +1,6 @@
 """Tries a user-supplied advantage estimator or loss on a tiny step before a run starts, so that errors appear at once.
 
-A loss is tried with torch, which takes seconds to import, so built-in losses are not tried.
+Trying a loss imports torch, which takes seconds, so built-in losses are not tried.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _estimator_error(name: str, groups: Sequence[Sequence[float]], problem: str,
 
 
 def try_loss(objective: ObjectiveConfig) -> None:
-    """Calls the loss on five tokens of two sequences, and on none, and takes the gradient. Imports torch.
+    """Calls the loss on five tokens of two sequences and on no tokens, and computes the gradient. Imports torch.
 
     Raises `PluginError` if it raises, or returns a wrong shape or type, a non-finite term or gradient, or a term that does not depend on
     the policy.

@@ -12,7 +12,7 @@ from agentrl.records import Sample
 
 # Of Ziegler et al. 2019, arXiv:1909.08593 (github.com/openai/lm-human-preferences, `PpoHParams`), and of TRL.
 VALUE_CLIP = 0.2
-"""Change of a value per step beyond which the value loss is clipped."""
+"""The value loss is clipped if a value changes by more than this in a step."""
 VALUE_WEIGHT = 0.1
 """Weight of the value loss, if the critic is a value head on the policy."""
 
@@ -34,7 +34,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float | Tensor,
         gamma, lam: in [0, 1]; numbers, or tensors that broadcast to [B, T] for turn-level discounting.
 
     Returns:
-        advantages and returns [B, T], without gradient, 0 where masked.
+        advantages and returns [B, T], without gradient; 0 where `mask` is False.
     """
     keep = mask.bool()
     with torch.no_grad():
@@ -58,9 +58,9 @@ def gae_of_episodes(
 ) -> tuple[list[list[float]], list[list[float]]]:
     """Returns advantages and returns [sample][trained token] of samples that continue each other or were truncated.
 
-    As `gae`, but t' of a sample's last token is the first token of the sample that continues it. If the environment truncated the episode,
-    V_{t'} is the value of its last state and A_{t'} is 0: no reward is known after it, but the value is not 0 (Pardo et al. 2018, "Time
-    limits in reinforcement learning", arXiv:1712.00378).
+    They are computed as in `gae`, but t' of a sample's last token is the first token of the sample that continues it. If the environment
+    truncated the episode, V_{t'} is the value of its last state and A_{t'} is 0: no reward is known after it, but the value is not 0 (Pardo
+    et al. 2018, "Time limits in reinforcement learning", arXiv:1712.00378).
 
     Args:
         values: [sample][trained token].
@@ -92,8 +92,8 @@ def value_loss(values: Tensor, old: Tensor, returns: Tensor) -> Tensor:
         v_clip = old + clamp(v - old, -VALUE_CLIP, VALUE_CLIP)
         loss = 0.5 max((v - R)^2, (v_clip - R)^2)
 
-    A value gains nothing from moving further than `VALUE_CLIP`. Source: the PPO authors' implementation, described in Huang et al. 2022,
-    "The 37 implementation details of proximal policy optimization", detail 9.
+    Moving a value by more than `VALUE_CLIP` does not reduce its loss. Source: the PPO authors' implementation, described in Huang et al.
+    2022, "The 37 implementation details of proximal policy optimization", detail 9.
     """
     error = (values - returns).square()
     clipped = (old + (values - old).clamp(-VALUE_CLIP, VALUE_CLIP) - returns).square()

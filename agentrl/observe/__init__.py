@@ -1,6 +1,6 @@
 """Live progress, metrics, summary and report of a run.
 
-`Summary.read` and `write_report` need the core installation only; TensorBoard is imported when its tracker is opened.
+`Summary.read` and `write_report` need only the core installation. TensorBoard is imported when its tracker is opened.
 """
 
 from agentrl.observe.report import write_report

@@ -1,4 +1,4 @@
-"""Runs a tracker on a thread of its own, so that a tracker that hangs, raises or is slow neither stops nor slows the run."""
+"""Runs a tracker on a separate thread, so that a tracker that hangs, raises or is slow does not stop or slow down the run."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from agentrl.records import Group, SwapReport
 log = logging.getLogger(__name__)
 
 OPEN_S = 60.0
-"""Seconds that a tracker may take to open."""
+"""Maximum seconds for opening a tracker."""
 CLOSE_S = 10.0
-"""Seconds that it may take at the end of the run to handle the events that wait, and to close."""
+"""Maximum seconds at the end of the run for a tracker to handle the waiting events and to close."""
 MAX_EVENTS = 1024
-"""Events that may wait. Further ones are dropped and counted."""
+"""Maximum number of waiting events. Additional events are dropped and counted."""
 
 MAX_GROUPS = 64
-"""Events that may wait when a group is added, which holds all of its tokens."""
+"""Maximum number of waiting events when a group is added. It is smaller, because a group holds all of its tokens."""
 
 Event = Callable[[Tracker], None]
 
 
 class BackgroundTracker(Tracker):
-    """A tracker whose methods return at once; a daemon thread opens the tracker, passes it the events in order, and closes it.
+    """A tracker whose methods return at once. A daemon thread opens the wrapped tracker, passes it the events in order, and closes it.
 
     Args:
         open_tracker: opens the tracker.
         name: name of the tracker in messages.
 
     Raises:
-        PluginError: the tracker was not open after `open_s`. Exceptions of `open_tracker` are raised unchanged.
+        PluginError: the tracker did not open within `open_s`. Exceptions of `open_tracker` are raised unchanged.
     """
 
     def __init__(self, open_tracker: Callable[[], Tracker], *, name: str, open_s: float = OPEN_S, close_s: float = CLOSE_S) -> None:
@@ -56,40 +56,40 @@ class BackgroundTracker(Tracker):
             raise self._error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Passes the metrics of a finished step on."""
+        """Passes on the metrics of a finished step."""
         copied = dict(metrics)
         self._add(lambda one: one.log(step, copied))
 
     def alert(self, text: str) -> None:
-        """Passes an alert on."""
+        """Passes on an alert."""
         self._add(lambda one: one.alert(text))
 
     def stage(self, name: str, detail: str = "") -> None:
-        """Passes the start of a stage on."""
+        """Passes on the start of a stage."""
         self._add(lambda one: one.stage(name, detail))
 
     def progress(self, index: int, group: Group) -> None:
-        """Passes a finished group on."""
+        """Passes on a finished group."""
         self._add(lambda one: one.progress(index, group), most=MAX_GROUPS)
 
     def evaluating(self, done: int, total: int) -> None:
-        """Passes the progress of an evaluation on."""
+        """Passes on the progress of an evaluation."""
         self._add(lambda one: one.evaluating(done, total))
 
     def evaluated(self, phase: str, rates: Mapping[str, Interval]) -> None:
-        """Passes the rates of an evaluation on."""
+        """Passes on the rates of an evaluation."""
         self._add(lambda one: one.evaluated(phase, rates))
 
     def swapped(self, report: SwapReport) -> None:
-        """Passes a swap on."""
+        """Passes on a swap."""
         self._add(lambda one: one.swapped(report))
 
     def judged(self, version: int, outcome: str, reason: str) -> None:
-        """Passes a decision of the gate on."""
+        """Passes on a decision of the gate."""
         self._add(lambda one: one.judged(version, outcome, reason))
 
     def close(self) -> None:
-        """Waits at most `close_s` until the tracker has handled its events and has closed. Idempotent."""
+        """Waits at most `close_s` until the tracker has handled its events and closed. Idempotent."""
         if self._closed:
             return
         self._closed = True

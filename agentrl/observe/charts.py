@@ -14,20 +14,20 @@ from agentrl.observe.timeline import PARTS, UTILIZATION
 
 Point = tuple[float, float]
 Form = Literal["plain", "count", "whole", "round", "exponent", "rate", "percent"]
-"""How the values of an axis are written; `whole` also keeps its marks at whole numbers."""
+"""The format of the values on an axis. `whole` also places the marks at whole numbers."""
 MAX_POINTS, SMALL_POINTS = 1500, 300
-"""Points of a large and of a small curve."""
+"""Maximum number of points of a large and of a small curve."""
 MAX_SERIES = 4
-"""Lines of a small chart."""
+"""Maximum number of lines of a small chart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """One line, or one set of marks with `line=False`."""
+    """One line, or one set of marks if `line=False`."""
 
     label: str
     points: Sequence[Point]  # in order of x
-    colour: int = 0  # 0: its position in the chart, from 1
+    colour: int = 0  # 0 means its position in the chart, counted from 1
     line: bool = True
     intervals: Sequence[tuple[float, float, float]] = ()  # x, low, high
 
@@ -37,10 +37,10 @@ class Chart:
     """A chart over steps, versions or tokens."""
 
     title: str
-    series: Sequence[Series]  # each with a point
+    series: Sequence[Series]  # each has at least one point
     note: str = ""
     form: Form = "plain"
-    y_range: Point | None = None  # None: from 0, or the smallest value if it is negative, to the largest
+    y_range: Point | None = None  # None means from 0, or from the smallest value if it is negative, to the largest value
     x_name: str = "step"
     height: int = 150
 
@@ -55,7 +55,7 @@ class Chart:
 
     @property
     def ends(self) -> list[str]:
-        """First and last point of each series, for a reader without JavaScript."""
+        """The first and last point of each series, for a reader without JavaScript."""
         ends = [(one.label, one.points[0], one.points[-1]) for one in self.series]
         return [
             f"{label}: {y:.4g} at {self.x_name} {x:g}, {end_y:.4g} at {self.x_name} {end_x:g}" for label, (x, y), (end_x, end_y) in ends
@@ -117,12 +117,12 @@ CHARTS: tuple[_Spec, ...] = (
     ("Episodes excluded", "for task or infrastructure faults", {"episodes_left_out": "episodes"}, "whole"),
     ("Judges' disagreement", "mean over the episodes with several judges", {"judge_disagreement": "disagreement"}, "plain"),
 )
-# Charts whose first metric is 0, or missing, in most runs: then they are not drawn.
+# The first metric of these charts is 0 or missing in most runs. Then the charts are not drawn.
 _RARE = frozenset({"attempts_cancelled", "cancelled_tokens_mean", "excluded_policy_reachable"})
 
 
 def reward_chart(table: MetricsTable, rates: Mapping[str, Sequence[Rate | None]]) -> Chart | None:
-    """Returns the training reward and the success on held-out tasks by step; None without a point.
+    """Returns the training reward and the success on held-out tasks by step; None if there is no point.
 
     Args:
         rates: `heldout` and `heldout_real` -> success before and after training.

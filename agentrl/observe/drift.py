@@ -1,22 +1,22 @@
-"""Drift alerts: metrics of a run which show that the reward no longer measures what it should.
+"""Drift alerts: changes in the metrics of a run that show that the reward no longer measures what it should.
 
-Each rule but the jump, the exclusions and the sample size compares the newest `WINDOW` steps that have its metrics with the `WINDOW` before
-them. A metric has changed if the two means differ by more than `SPREADS` standard errors (of a difference of means: Welch, Biometrika 1947)
-and by at least the rule's least difference. A rule alerts at the first step where its condition holds, and not while it continues to hold.
+Each rule compares the newest `WINDOW` steps that have its metrics with the `WINDOW` steps before them, except the rules for the jump, the
+exclusions and the sample size. A metric has changed if the two means differ by more than `SPREADS` standard errors (of a difference of
+means: Welch, Biometrika 1947) and by at least the rule's minimum difference. A rule alerts at the first step at which its condition holds,
+but not while it continues to hold.
 
     reward-audit        the mean reward rises while the audit falls
-    reward-audit-jump   the same within two steps, by a large amount: a policy that has learned a cheat may need no longer
+    reward-audit-jump   the same within two steps, by a large amount; a policy that learned a cheat may need only two
     length-audit        episodes become a fifth longer while the audit rises by less than `LEAST`
     disagreement        judges disagree more
     exclusions          a larger share of the attempts ends in a fault that the policy can have provoked
     sample-size         few tokens determine the update: the effective sample size (`ess`) is below `LEAST_ESS`
                         (VCPO, arXiv:2602.17616). It misses collapses; see docs/results.md
 
-The rule for exclusions compares the attempts of the newest `WINDOW` steps with all earlier attempts of the newest
-`HISTORY` steps by Fisher's exact test, one
-sided. Test t of a run has the level `EXCLUSION_LEVEL` / (t (t + 1)); the levels add up to `EXCLUSION_LEVEL`, so that a run of any length
-with a constant share alerts with at most that probability (union bound). Attempts count as independent: an outage, which fails many at
-once, alerts too.
+The rule for exclusions compares the attempts of the newest `WINDOW` steps with all earlier attempts of the newest `HISTORY` steps by a
+one-sided Fisher's exact test. Test t of a run has the level `EXCLUSION_LEVEL` / (t (t + 1)); the levels add up to `EXCLUSION_LEVEL`, so
+that a run of any length with a constant share alerts with at most that probability (union bound). Attempts count as independent, so an
+outage, in which many attempts fail at once, also alerts.
 """
 
 from __future__ import annotations
@@ -32,24 +32,25 @@ Steps = Sequence[Mapping[str, float]]
 
 WINDOW = 6
 HISTORY = 128
-"""Newest steps that the rules read, so that a step of a long run costs no more than one of a short run."""
+"""Number of newest steps that the rules read. The bound keeps the cost of a step in a long run as low as in a short run."""
 SPREADS = 4.0
-LEAST = 0.03  # of a score or a share
+LEAST = 0.03  # minimum difference of a score or a share
 JUMP = 2  # steps on either side of a jump
-LEAST_AT_ONCE = 0.25  # of a score; two steps give no estimate of the spread
-LONGER = 0.2  # relative to the length before
-LEAST_ESS = 0.5  # share of the trained tokens
+LEAST_AT_ONCE = 0.25  # minimum difference of a score; two steps give no estimate of the spread
+LONGER = 0.2  # minimum increase relative to the earlier length
+LEAST_ESS = 0.5  # minimum share of the trained tokens
 DISAGREEMENT = "judge_disagreement"
 EXCLUSION_LEVEL = 0.01
 
 
 def drift_alerts(steps: Steps) -> list[str]:
-    """Returns the alerts of the newest step, one sentence each with the rule's name."""
+    """Returns the alerts of the newest step. Each is one sentence with the rule's name."""
     return [f"drift ({name}): {text}" for name, rule in RULES.items() if (text := rule(steps)) and not rule(steps[:-1])]
 
 
 def limit_alerts(steps: Steps, limits: Sequence[Limit]) -> list[str]:
-    """Returns the alerts of the newest step from `learner.limits` with action=alert: one when a metric starts to violate its limit."""
+    """Returns the alerts of the newest step from `learner.limits` with action=alert: one alert when a metric starts to violate its
+    limit."""
 
     def violated(step: Mapping[str, float], limit: Limit) -> bool:
         value = step.get(limit.metric)
@@ -63,7 +64,7 @@ def limit_alerts(steps: Steps, limits: Sequence[Limit]) -> list[str]:
 
 
 def reward_against_audit(steps: Steps) -> str:
-    """Alerts if the mean reward rises while the audit falls."""
+    """Returns an alert if the mean reward rises while the audit falls."""
     reward, audit = _change(steps, "reward_mean"), _change(steps, "audit_mean")
     if reward is None or audit is None or not (reward.rose(LEAST) and audit.fell(LEAST)):
         return ""
@@ -71,7 +72,7 @@ def reward_against_audit(steps: Steps) -> str:
 
 
 def reward_left_audit(steps: Steps) -> str:
-    """Alerts if the mean reward rises and the audit falls by a large amount within a few steps."""
+    """Returns an alert if the mean reward rises and the audit falls by a large amount within a few steps."""
     reward, audit = _change(steps, "reward_mean", JUMP), _change(steps, "audit_mean", JUMP)
     if reward is None or audit is None or reward.by < LEAST_AT_ONCE or -audit.by < LEAST_AT_ONCE:
         return ""
@@ -79,7 +80,7 @@ def reward_left_audit(steps: Steps) -> str:
 
 
 def length_against_audit(steps: Steps) -> str:
-    """Alerts if episodes become longer while the audit hardly rises."""
+    """Returns an alert if episodes become longer while the audit hardly rises."""
     length, audit = _change(steps, "completion_tokens_mean"), _change(steps, "audit_mean")
     if length is None or audit is None or not length.rose(LONGER * abs(length.before)) or audit.by >= LEAST:
         return ""
@@ -87,7 +88,7 @@ def length_against_audit(steps: Steps) -> str:
 
 
 def judges_disagree(steps: Steps) -> str:
-    """Alerts if the judges' disagreement rises."""
+    """Returns an alert if the judges' disagreement rises."""
     change = _change(steps, DISAGREEMENT)
     if change is None or not change.rose(LEAST):
         return ""
@@ -95,7 +96,7 @@ def judges_disagree(steps: Steps) -> str:
 
 
 def few_tokens_act(steps: Steps) -> str:
-    """Alerts if the effective sample size of the newest update is small."""
+    """Returns an alert if the effective sample size of the newest update is small."""
     size = next((step["ess"] for step in reversed(steps) if "ess" in step), None)
     if size is None or size >= LEAST_ESS:
         return ""
@@ -106,7 +107,7 @@ def few_tokens_act(steps: Steps) -> str:
 
 
 def exclusions_rose(steps: Steps) -> str:
-    """Alerts if the share of policy-reachable faults is higher in the newest steps than before."""
+    """Returns an alert if the share of policy-reachable faults is higher in the newest steps than before."""
     known = [
         (step["excluded_policy_reachable"], step["attempts_ended"]) for step in steps if step.get("excluded_policy_reachable") is not None
     ]
@@ -117,7 +118,7 @@ def exclusions_rose(steps: Steps) -> str:
     (faults, attempts), (earlier_faults, earlier) = (
         tuple(map(sum, zip(*part, strict=True))) for part in (counts[newest:], counts[:newest])
     )
-    tests = max(newest, int(steps[-1].get("step", 0)) - WINDOW)  # of the run so far
+    tests = max(newest, int(steps[-1].get("step", 0)) - WINDOW)  # number of tests in the run so far
     if fisher_p_value(faults, attempts, earlier_faults, earlier) > EXCLUSION_LEVEL / (tests * (tests + 1)):
         return ""
     return (
@@ -127,7 +128,8 @@ def exclusions_rose(steps: Steps) -> str:
 
 
 def fisher_p_value(hits: int, n: int, other_hits: int, other_n: int) -> float:
-    """Returns the probability of at least `hits` of `n` if `hits + other_hits` are at random places of `n + other_n` (Fisher 1922)."""
+    """Returns the probability of at least `hits` hits among `n`, if `hits + other_hits` hits are randomly distributed over `n + other_n`
+    (Fisher 1922)."""
     total, everything = hits + other_hits, n + other_n
 
     def log_choose(all_: int, some: int) -> float:
@@ -149,7 +151,7 @@ RULES: Mapping[str, Callable[[Steps], str]] = {
 
 
 class _Change:
-    """The mean of a metric before and now, with the standard error of the difference."""
+    """The earlier and the current mean of a metric, with the standard error of the difference."""
 
     def __init__(self, before: Sequence[float], now: Sequence[float]) -> None:
         self.before, self.now = statistics.fmean(before), statistics.fmean(now)
@@ -170,7 +172,7 @@ class _Change:
 
 
 def _change(steps: Steps, name: str, window: int = WINDOW) -> _Change | None:
-    """Over the newest steps with the metric; None before two windows are complete."""
+    """Returns the change over the newest steps with the metric; None if two windows are not complete yet."""
     known: list[float] = []
     for step in reversed(steps):
         value = step.get(name)

@@ -13,18 +13,18 @@ from agentrl.observe.rundata import Line, as_list, is_finite, read_lines, read_o
 from agentrl.observe.transcripts import ShownEpisode, show_episode
 
 _PAIRS_SHOWN = 8
-_MAX_BYTES = 64 << 20  # of one file
-_MAX_REASON = 600  # characters
+_MAX_BYTES = 64 << 20  # maximum bytes of one file
+_MAX_REASON = 600  # maximum characters of a reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateSection:
-    """The gate's section of the report; without rows if the run has no gate."""
+    """The gate's section of the report. It has no rows if the run has no gate."""
 
     rows: tuple[tuple[str, ...], ...]  # version, verdict, rate, cost, reason
     chart: Chart | None
     regressed: tuple[tuple[str, tuple[ShownEpisode, ...]], ...]  # title, episodes of the baseline version and of the blocked one
-    notes: tuple[str, ...]  # what could not be read
+    notes: tuple[str, ...]  # messages about what could not be read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class HistoryRow:
     """One evaluation of a suite. `tokens`, `turns` and `seconds` are means per attempt."""
 
     of: str  # the run or model, with its version
-    sha256: str  # of its weights, shortened
+    sha256: str  # hash of its weights, shortened
     at: str  # UTC
     version: int
     rate: float | None  # pass@1; None if no attempt was scored
@@ -45,7 +45,7 @@ class HistoryRow:
     seconds: float
     attempts: int
     unscored: int
-    changed: str = ""  # what differs from the previous evaluation: suite, sampling, ...
+    changed: str = ""  # differences from the previous evaluation: suite, sampling, ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class SuiteHistory:
         return numbers == sorted(set(numbers))
 
     def chart(self) -> Chart | None:
-        """pass@1 with its interval, and pass@k if cases have several attempts; None if nothing was scored."""
+        """Returns a chart of pass@1 with its interval, and of pass@k if cases have several attempts; None if no attempt was scored."""
         xs = [float(row.version) if self.by_version else float(number) for number, row in enumerate(self.rows, 1)]
         scored = [(x, row.rate, row) for x, row in zip(xs, self.rows, strict=True) if row.rate is not None]
         several = tuple((x, row.pass_at_k) for x, _, row in scored if row.k > 1 and row.pass_at_k is not None)
@@ -76,13 +76,13 @@ class SuiteHistory:
 
 
 def write_history_page(path: Path, histories: Sequence[SuiteHistory]) -> None:
-    """Writes one self-contained page."""
+    """Writes a self-contained page with the histories."""
     drawn = [(history.suite, history.chart(), history.table()) for history in histories]
     write_atomically(path, render("history.html", histories=drawn))
 
 
 def read_gate_section(run_dir: Path) -> GateSection:
-    """Reads the gate's section from `gate/` of a run folder: `000012/verdict.json` and the episodes that it names."""
+    """Reads the gate's section from `gate/` in a run folder: `000012/verdict.json` and the episodes that the verdict names."""
     notes: list[str] = []
     folder = run_dir / "gate"
     numbers = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal()) if folder.is_dir() else []
@@ -104,7 +104,7 @@ def read_gate_section(run_dir: Path) -> GateSection:
 def _success_chart(
     title: str, rates: Sequence[tuple[float, float, float, float]], pass_at_k: tuple[tuple[float, float], ...], *, x_name: str
 ) -> Chart | None:
-    """`rates`: x, pass@1, and its interval."""
+    """Returns the chart of success. `rates`: x, pass@1, and its interval."""
     if not rates:
         return None
     points, intervals = tuple((x, rate) for x, rate, _, _ in rates), tuple((x, low, high) for x, _, low, high in rates)
@@ -167,7 +167,7 @@ def _episodes(folder: Path, wanted: set[str], notes: list[str]) -> dict[str, Lin
 
 
 def _figures(verdict: Line, *names: str) -> list[float | None]:
-    """Finite numbers among a verdict's figures; None for any other value."""
+    """Returns the finite numbers among a verdict's figures; None for any other value."""
     figures = verdict.get("figures")
     values = [figures.get(name) if isinstance(figures, dict) else None for name in names]
     return [value if is_finite(value) else None for value in values]

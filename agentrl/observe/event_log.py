@@ -26,31 +26,31 @@ from agentrl.observe.events import MAX_LINE, Event, EventsDropped, decode, encod
 log = logging.getLogger(__name__)
 
 FOLDER = "events"
-"""Folder in a run folder."""
+"""Name of the folder in a run folder."""
 _LOCK = ".lock"
 SEGMENT_BYTES = 8 << 20
 SEGMENTS = 32
-"""Newest segments that are kept."""
+"""Number of newest segments that are kept."""
 MAX_WAITING = 16384
-"""Events in memory that are not written. Further ones are dropped and counted."""
+"""Maximum number of events in memory that are not written. Additional events are dropped and counted."""
 MAX_PAGE = 10_000
-"""Largest number of events of one page."""
-_PAGE_BYTES = 4 << 20  # that one call reads
-_BATCH = 128  # events that are encoded at once
+"""Maximum number of events of one page."""
+_PAGE_BYTES = 4 << 20  # maximum bytes that one call reads
+_BATCH = 128  # maximum events that are encoded at once
 _FLUSH_S = 0.2
-_RETRY_S = 5.0  # after a failed write
+_RETRY_S = 5.0  # pause after a failed write
 _CLOSE_S = 10.0
-_MOST_FILES = 4096  # in the folder
+_MOST_FILES = 4096  # maximum files in the folder
 _NAME = re.compile(r"([0-9]{15})\.jsonl\Z")
 
 
 class EventLog:
     """Appends the events of one run. `record` only adds to a queue; a thread encodes and writes at least every 0.2 s.
 
-    A failing disk never fails the run: `on_fault` is called once, from the thread, and events are dropped until writing works again.
+    If the disk fails, the run continues. `on_fault` is called once, from the thread, and events are dropped until writing works again.
 
     Args:
-        run_dir: the run folder. If another process records its events, nothing is written until that one ends.
+        run_dir: the run folder. If a different process records the run's events, nothing is written until that process ends.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class EventLog:
         self._folder, self._on_fault = run_dir / FOLDER, on_fault
         self._segment_bytes, self._segments, self._max_waiting = segment_bytes, segments, max_waiting
         self._waiting = deque[Event]()
-        self._dropped, self._counting = 0, threading.Lock()  # those that no event has reported
+        self._dropped, self._counting = 0, threading.Lock()  # dropped events that no event has reported
         self._file: FileIO | None = None
         self._lock: int | None = None
         self._start = self._size = 0  # offset of the open segment, and its bytes
@@ -76,14 +76,14 @@ class EventLog:
         self._thread.start()
 
     def record(self, event: Event) -> None:
-        """Adds an event. Returns at once and never raises; drops the event if too many wait. Any thread may call it."""
+        """Adds an event, or drops it if too many events wait. Returns at once and never raises. Any thread may call it."""
         if len(self._waiting) >= self._max_waiting or self._closing.is_set():
             self._count_dropped(1)
         else:
             self._waiting.append(event)
 
     def close(self) -> None:
-        """Writes the events that wait, at most 10 s, and closes the file. Idempotent."""
+        """Writes the waiting events, for at most 10 s, and closes the file. Idempotent."""
         self._closing.set()
         self._thread.join(_CLOSE_S)
 
@@ -98,7 +98,7 @@ class EventLog:
             os.close(self._lock)
 
     def _flush(self) -> None:
-        """Writes what waits. Every fault ends here."""
+        """Writes the waiting events. Handles every fault."""
         if time.monotonic() - self._failed_at < _RETRY_S:
             return
         try:
@@ -109,7 +109,7 @@ class EventLog:
                     self._write([EventsDropped(count=dropped)])
                     self._count_dropped(-dropped)
                 batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), _BATCH))]
-                self._count_dropped(len(batch))  # until they are written
+                self._count_dropped(len(batch))  # counted as dropped until they are written
                 self._write(batch)
                 self._count_dropped(-len(batch))
         except Exception as error:  # a full disk, or an event that cannot be encoded
@@ -120,7 +120,7 @@ class EventLog:
             if not self._reported:
                 self._reported = True
                 fix = "check the disk, and that one process drives the run"
-                with suppress(Exception):  # the thread continues, and writes once the disk has room
+                with suppress(Exception):  # the thread continues, and writes when the disk has space
                     self._on_fault(f"{self._folder}: events are not recorded: {one_line_error(error)}\n  fix: {fix}")
 
     def _count_dropped(self, count: int) -> None:
@@ -150,7 +150,7 @@ class EventLog:
         self._size += len(content)
 
     def _open(self) -> None:
-        """Opens the newest segment; a new folder gets the first one."""
+        """Opens the newest segment. In a new folder, creates the first segment."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._start = max((start for start, _ in _segments(self._folder)), default=0)
         path = self._path(self._start)
@@ -160,10 +160,10 @@ class EventLog:
         self._size = self._file.seek(0, os.SEEK_END)
 
     def _lock_folder(self) -> None:
-        """Locks the folder: two writers would overwrite each other's segments. Raises `OSError` if another one writes."""
+        """Locks the folder, because two writers would overwrite each other's segments. Raises `OSError` if a different process writes."""
         if self._lock is not None:
             return
-        lock = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)  # NFS locks no folder
+        lock = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)  # NFS cannot lock a folder
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -191,15 +191,17 @@ class EventPage:
     """Events that follow an offset."""
 
     events: tuple[Event, ...]
-    offset: int  # where the next page starts
-    skipped: int = 0  # lines that are no known event: damaged, too long, or of another version
-    missed: int = 0  # bytes between the requested offset and the first event that are no longer there
+    offset: int  # offset at which the next page starts
+    skipped: int = 0  # lines that are not a known event: damaged, too long, or of a different version
+    missed: int = 0  # deleted bytes between the requested offset and the first event
 
 
 def read_events(run_dir: Path, *, after: int = 0, limit: int = 1000) -> EventPage:
-    """Returns at most `limit` events that follow offset `after`, in order. A last line that is being written is left for the next call.
+    """Returns at most `limit` events that follow offset `after`, in order. If the last line is still being written, the next call returns
+    it.
 
-    An empty page with the same offset means that nothing new has happened. A run without events has an empty page. Reads at most 4 MiB.
+    An empty page with the same offset means that there are no new events. The page is also empty if the run has no events. Reads at most 4
+    MiB.
 
     Raises `OSError` if the folder cannot be read, and `ValueError` if a segment is not a regular file in it.
     """
@@ -225,7 +227,7 @@ def read_events(run_dir: Path, *, after: int = 0, limit: int = 1000) -> EventPag
 
 
 def newest_offset(run_dir: Path, *, back: int = 256 << 10) -> int:
-    """Returns the offset of a line start about `back` bytes before the end of the stream: a reader of the newest events starts there."""
+    """Returns the offset of a line start about `back` bytes before the end of the stream. A reader of the newest events starts there."""
     segments = _segments(run_dir / FOLDER)
     if not segments:
         return 0
@@ -260,8 +262,10 @@ def _end(segments: list[tuple[int, Path]]) -> int:
 
 
 def _lines(run_dir: Path, path: Path, *, seek: int, most: int) -> Iterator[tuple[int, bytes]]:
-    """Yields complete lines with their sizes, `most` bytes in all. The content of one that is too long is empty. A segment that was deleted
-    meanwhile has no lines."""
+    """Yields complete lines with their sizes, `most` bytes in total.
+
+    The content of a line that is too long is empty. A segment that was deleted in the meantime has no lines.
+    """
     try:
         with open_file(path, inside=run_dir) as file:
             file.seek(seek)

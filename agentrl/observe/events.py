@@ -1,13 +1,13 @@
-"""The events of a run: what happened, in order, as typed records in `events/` of the run folder.
+"""The events of a run, in order, as typed records in `events/` of the run folder.
 
-One driver writes, any number of readers follow. The stream is split into segments, `events/000000000000000.jsonl`, whose names are the
-offsets of their first bytes; only the newest segments are kept. An offset is a position in the whole stream, so it stays valid after a
-segment was deleted and after a run is resumed. Texts of agents are hostile and clipped: the complete episode is in the store.
+One driver writes, and any number of readers follow. The stream is split into segments, `events/000000000000000.jsonl`. The name of a
+segment is the offset of its first byte. Only the newest segments are kept. An offset is a position in the whole stream, so it stays valid
+after a segment was deleted and after a run is resumed. Output of agents is untrusted, and is clipped. The complete episode is in the store.
 
     page = read_events(run_dir, after=0)
-    page = read_events(run_dir, after=page.offset)   # what happened since
+    page = read_events(run_dir, after=page.offset)   # the events since then
 
-A run folder may come from a third party, so lines have a bounded length, and what is no known event is counted and skipped.
+A run folder may come from a third party, so lines have a bounded length. A line that is not a known event is counted and skipped.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from pydantic import Field, TypeAdapter
 from pydantic_core import from_json, to_json
 
 MAX_LINE = 16 << 10
-"""Longest line in bytes. Longer ones are skipped."""
+"""Maximum bytes of a line. Longer lines are skipped."""
 NAME_CHARS = 200
-"""Longest name, id or kind in an event, in characters."""
+"""Maximum characters of a name, id or kind in an event."""
 PREVIEW_CHARS = 400
-"""Longest text of an agent or tool in an event, in characters."""
+"""Maximum characters of the output of an agent or tool in an event."""
 TEXT_CHARS = 2000
-"""Longest text of an alert or reason in an event, in characters."""
+"""Maximum characters of an alert or reason in an event."""
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=-(1 << 62), le=1 << 62)]
@@ -43,16 +43,16 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted(Event):
-    """A driver has opened the run. A resumed run has several of these."""
+    """A driver opened the run. A resumed run has several of these events."""
 
-    name: str  # of the run folder
+    name: str  # name of the run folder
     recipe: str
     steps: Count  # learner steps of the recipe; 0 means until it is stopped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageStarted(Event):
-    """The run has entered a stage, such as "train"."""
+    """The run entered a stage, such as "train"."""
 
     stage: str
     detail: str = ""
@@ -60,7 +60,7 @@ class StageStarted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeStarted(Event):
-    """An attempt at a task has started, or continues from its saved state."""
+    """An attempt at a task started, or continues from its saved state."""
 
     episode: str
     task_id: str
@@ -68,20 +68,20 @@ class EpisodeStarted(Event):
     split: str  # train, heldout or heldout_real
     group: Count | None = None  # None outside of training
     attempt: Count = 0  # retries before this one
-    turns: Count = 0  # finished in an earlier process
+    turns: Count = 0  # turns finished in an earlier process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnEnded(Event):
-    """The policy has finished a turn."""
+    """The policy finished a turn."""
 
     episode: str
     trajectory: Count  # index in the episode's tree
     turn: Count  # index in the trajectory
     agent: str
-    prompt_tokens: Count  # new ones
+    prompt_tokens: Count  # new prompt tokens
     sampled_tokens: Count
-    version: Count | None  # newest that sampled a token; None without one
+    version: Count | None  # newest version that sampled a token; None if there is none
     seconds: Number
     finish_reason: str
     text: str = ""  # the start of the message
@@ -90,7 +90,7 @@ class TurnEnded(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolEnded(Event):
-    """A tool call has a result."""
+    """A tool call ended with a result."""
 
     episode: str
     trajectory: Count
@@ -100,12 +100,12 @@ class ToolEnded(Event):
     ok: bool
     seconds: Number
     arguments: str = ""  # the start of their JSON
-    output: str = ""  # its start
+    output: str = ""  # the start of the output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeEnded(Event):
-    """An attempt has ended. It may have failed, and may be retried under another id."""
+    """An attempt ended. It may have failed, and may be retried under a different id."""
 
     episode: str
     stop_reason: str  # "cancelled" if its group did not need it
@@ -118,7 +118,7 @@ class EpisodeEnded(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeScored(Event):
-    """An attempt has a score, is excluded, or waits for late parts of its score."""
+    """An attempt was scored, was excluded, or waits for late parts of its score."""
 
     episode: str
     score: Number | None
@@ -128,37 +128,37 @@ class EpisodeScored(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupStored(Event):
-    """All attempts of a group have ended, and the group is in the store with its scores."""
+    """All attempts of a group ended, and the group is in the store with its scores."""
 
     group: Count
     task_id: str
     kind: str
-    scores: tuple[Number | None, ...]  # by attempt; None for an excluded one
+    scores: tuple[Number | None, ...]  # by attempt; None for an excluded attempt
     tokens: Count  # sampled
-    cancelled: Count = 0  # attempts
+    cancelled: Count = 0  # cancelled attempts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionServed(Event):
-    """The servers have swapped to a version, and the probe agrees."""
+    """The servers swapped to a version, and the probe agrees."""
 
     version: Count
     seconds: Number
-    stall_s: Number  # in which no request made progress
+    stall_s: Number  # time in which no request made progress
     probe_max_abs_diff: Number | None = None  # nats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFinished(Event):
-    """A learner step is recorded."""
+    """A learner step was recorded."""
 
     step: Count  # from 1: the version that it produced
-    metrics: Mapping[str, Number | None]  # at most 256
+    metrics: Mapping[str, Number | None]  # at most 256 entries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationFinished(Event):
-    """An evaluation has ended."""
+    """An evaluation ended."""
 
     phase: str  # before, step8, after
     rates: Mapping[str, tuple[Number, Number, Number, Count]]  # split -> mean, 95% interval, number of tasks
@@ -166,7 +166,7 @@ class EvaluationFinished(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionJudged(Event):
-    """The gate has decided about a version."""
+    """The gate decided about a version."""
 
     version: Count
     outcome: str  # reference, promoted, blocked, rolled back or not judged
@@ -182,7 +182,7 @@ class AlertRaised(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartRestarted(Event):
-    """A part of the run has failed and is restarted."""
+    """A part of the run failed and is being restarted."""
 
     part: str  # "server", "learner", "rollout worker", "judge" or "redis"
     text: str  # the alert
@@ -190,7 +190,7 @@ class PartRestarted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventsDropped(Event):
-    """Events are missing here, because they came faster than they were written, or writing failed."""
+    """Events are missing here, because they arrived faster than they could be written, or because writing failed."""
 
     count: Count
 
@@ -217,7 +217,7 @@ EPISODE_EVENTS = (EpisodeStarted, TurnEnded, ToolEnded, EpisodeEnded, EpisodeSco
 """The events that a rollout worker sends to the driver."""
 _NAMES = {kind: name for name, kind in KINDS.items()}
 _LIMITS = {"text": TEXT_CHARS, "reason": TEXT_CHARS, "detail": TEXT_CHARS, "arguments": PREVIEW_CHARS, "output": PREVIEW_CHARS}
-_MOST = 256  # entries of a list or object
+_MOST = 256  # maximum entries of a list or object
 
 
 def kind_of(event: Event) -> str:
@@ -226,11 +226,11 @@ def kind_of(event: Event) -> str:
 
 
 def encode(event: Event) -> bytes:
-    """Returns an event as one line of JSON, at most `MAX_LINE` bytes. Texts are clipped, and numbers that are not finite become null."""
+    """Returns an event as one line of JSON, at most `MAX_LINE` bytes. Strings are clipped, and numbers that are not finite become null."""
     limits = _LIMITS_OF[kind_of(event)]
     data = {name: _plain(getattr(event, name), most) for name, most in limits.items()}
     line = to_json({"event": kind_of(event), **data}) + b"\n"
-    while len(line) > MAX_LINE:  # texts of many bytes per character, or many entries
+    while len(line) > MAX_LINE:  # strings with many bytes per character, or many entries
         limits = {name: most // 2 for name, most in limits.items()}
         data = {name: _plain(getattr(event, name), most) for name, most in limits.items()}
         line = to_json({"event": kind_of(event), **data}) + b"\n"
@@ -238,7 +238,7 @@ def encode(event: Event) -> bytes:
 
 
 def decode(line: bytes) -> Event | None:
-    """Returns the event of a line; None for an unknown kind. Raises `ValueError` for a line that is no event."""
+    """Returns the event of a line; None if its kind is unknown. Raises `ValueError` if the line is not an event."""
     if len(line) > MAX_LINE:
         raise ValueError(f"the line has {len(line)} bytes; an event has at most {MAX_LINE}")
     data = from_json(line, allow_inf_nan=False, cache_strings="keys")
@@ -255,7 +255,7 @@ def decode(line: bytes) -> Event | None:
 
 
 def _limits(kind: type[Event]) -> dict[str, int]:
-    """Field -> longest text, in characters."""
+    """Returns field -> maximum number of characters."""
     limits = {one.name: _LIMITS.get(one.name, NAME_CHARS) for one in fields(kind)}
     return limits | {"text": PREVIEW_CHARS} if kind is TurnEnded else limits
 

@@ -1,4 +1,4 @@
-"""Why episodes are excluded from all means, and why a run, step or evaluation has no outcome."""
+"""The reasons why episodes are excluded from all means, and why a run, step or evaluation has no outcome."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from agentrl.records import Blame, ScoredEpisode
 
 LONGEST = 240
-"""Characters of one reason."""
+"""Maximum characters of one reason."""
 MOST = 20
-"""Reasons that are counted separately; the rarest beyond them are counted together."""
+"""Maximum number of reasons that are counted separately. The rarest reasons in excess of it are counted together."""
 OTHERS = "other reasons"
 REACHABLE = " (policy-reachable)"
-"""End of a reason that the policy can have provoked (`Failure.policy_reachable`)."""
+"""Suffix of a reason that the policy can have provoked (`Failure.policy_reachable`)."""
 
 # The parts of a reason that differ between episodes: addresses, hashes, and names such as g000012-3-a0 or agentrl-1f3c.
 _NAMES = re.compile(r"0x[0-9a-f]+|\b(?=[0-9a-f]*\d)[0-9a-f]{8,}\b|\b(?=\w{0,63}-)(?=[\w-]{0,63}\d)[\w-]{6,64}\b")
@@ -35,14 +35,14 @@ _NO_SAMPLE = {
 
 
 def printable_text(text: str) -> str:
-    """Returns the text with replacement characters for unprintable ones other than newlines, such as terminal control sequences."""
+    """Returns the string with replacement characters for unprintable characters other than newlines, such as terminal control sequences."""
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def exclusion_reason(scored: ScoredEpisode) -> str:
     """Returns why an episode is excluded, in one normalized line; empty if it counts.
 
-    `REACHABLE` marks what the policy can have provoked.
+    `REACHABLE` marks a reason that the policy can have provoked.
     """
     failure = next((one for one in reversed(scored.episode.failures) if one.blame is not Blame.POLICY), None)
     if failure is not None:
@@ -64,12 +64,12 @@ def normalize_reason(text: str, *, most: int = LONGEST) -> str:
 
 
 def count_exclusions(episodes: Iterable[ScoredEpisode]) -> dict[str, int]:
-    """Reason -> excluded episodes, the most frequent first."""
+    """Returns reason -> number of excluded episodes, the most frequent first."""
     return most_frequent(Counter(reason for scored in episodes if (reason := exclusion_reason(scored))))
 
 
 def most_frequent(counts: Mapping[str, int]) -> dict[str, int]:
-    """At most `MOST` reasons, the most frequent first; the rest are counted as `OTHERS`."""
+    """Returns at most `MOST` reasons, the most frequent first. The other reasons are counted as `OTHERS`."""
     ordered = sorted((item for item in counts.items() if item[0] != OTHERS), key=lambda item: (-item[1], item[0]))
     rest = sum(count for _, count in ordered[MOST:]) + counts.get(OTHERS, 0)
     return dict(ordered[:MOST]) | ({OTHERS: rest} if rest else {})
@@ -91,7 +91,7 @@ def format_counts(counts: Mapping[str, int], *, first: int = 3) -> str:
 
 
 def run_problems(lines: Sequence[Mapping[str, Any]], left_out: Mapping[str, int], phases: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns why a run has no outcome, one sentence each; empty if it scored episodes and learned.
+    """Returns the reasons why a run has no outcome, one sentence each; empty if it scored episodes and learned.
 
     Args:
         lines: the lines of `metrics.jsonl`, one for each finished step.
@@ -111,7 +111,7 @@ def run_problems(lines: Sequence[Mapping[str, Any]], left_out: Mapping[str, int]
 
 
 def why_nothing_learned(lines: Sequence[Mapping[str, Any]], left_out: Mapping[str, int]) -> str:
-    """Returns why steps changed no weights; empty if one of them did, or if there are no steps."""
+    """Returns the reason why no step changed the weights; empty if a step changed them, or if there are no steps."""
     if not lines or any(line.get("weights_changed") for line in lines):
         return ""
     steps = "1 step" if len(lines) == 1 else f"{len(lines)} steps"

@@ -1,7 +1,7 @@
 """Renders the templates of the report (Jinja2). Their charts and styles are the components of `agentrl view`.
 
-Text from sandboxes and models is hostile. Autoescaping prevents tags, attributes and scripts; invisible characters and those that change
-the direction of text are shown as escapes.
+Text from sandboxes and models is untrusted. Autoescaping prevents tags, attributes and scripts. Invisible characters, and characters that
+change the direction of text, are shown as escapes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from agentrl.observe.stats import format_duration, format_interval, format_rate
 _UNCHANGED = frozenset("\n\t")
 COMPONENTS = files("agentrl.observe") / "components"
 """Folder of the JavaScript modules and styles that the view and the report share."""
-_MODULES = ("visible.js", "dom.js", "format.js", "chart.js", "report.js")  # each after those that it imports
+_MODULES = ("visible.js", "dom.js", "format.js", "chart.js", "report.js")  # each module is after those that it imports
 _LINKS = re.compile(r"^(?:import [^\n]*\n|export )", re.MULTILINE)
 
 
 def render(template: str, **values: Any) -> str:
-    """Renders a template of `agentrl/observe/templates`. Raises `jinja2.UndefinedError` for a missing value."""
+    """Renders a template of `agentrl/observe/templates`. Raises `jinja2.UndefinedError` if a value is missing."""
     return environment().get_template(template).render(**values)
 
 
@@ -92,7 +92,7 @@ _VISIBLE = _Visible()
 class Table:
     """A table with a name in each row."""
 
-    title: str  # head of the column of names
+    title: str  # header of the column of names
     columns: tuple[str, ...]
     rows: tuple[tuple[str, tuple[str, ...]], ...]  # name, cells
     more: str = ""  # note on rows that are not shown

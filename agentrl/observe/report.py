@@ -1,4 +1,4 @@
-"""`report.html`: what a run did, in one self-contained file that loads nothing from the network.
+"""Writes `report.html`: the results of a run in one self-contained file that loads nothing from the network.
 
 This module computes the content; `agentrl/observe/templates` lays it out.
 """
@@ -33,12 +33,12 @@ from agentrl.observe.transcripts import ShownEpisode, choose_pairs, show_episode
 
 _EPISODES_SHOWN = 6
 _SETBACKS_SHOWN = 20
-_MAX_WHY = 600  # characters
+_MAX_WHY = 600  # maximum characters of a reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """Success on one held-out split."""
+    """The success on one held-out split."""
 
     title: str
     before: Rate | None
@@ -46,12 +46,12 @@ class Head:
 
     @property
     def gain(self) -> float | None:
-        """Gain in percentage points."""
+        """The gain in percentage points."""
         return 100 * (self.after.value - self.before.value) if self.before and self.after else None
 
     @property
     def gain_interval(self) -> tuple[float, float] | None:
-        """95% interval of `gain`."""
+        """The 95% interval of `gain`."""
         if self.before is None or self.after is None:
             return None
         low, high = rate_difference(self.before, self.after)
@@ -69,7 +69,7 @@ class Head:
 
     @property
     def intervals(self) -> str:
-        """Both intervals with their numbers of episodes."""
+        """Both intervals as text, with their numbers of episodes."""
         rates = (("before ", self.before), (f"{self.now} ".lstrip(), self.after))
         return "; ".join(f"{name}{format_interval(rate)}, n = {rate.n}" for name, rate in rates if rate)
 
@@ -119,7 +119,8 @@ def write_report(run_dir: Path) -> Path:
 
 
 def _timeline(run: RunData) -> list[tuple[str, list[tuple[str, float]], float]]:
-    """Part, its states with their seconds, the busy one first, and the sum of the seconds; empty if no step has a timeline."""
+    """Returns, for each part, its states with their seconds, starting with the busy state, and the sum of the seconds; empty if no step has
+    a timeline."""
     steps = [{key: value for key, value in line.items() if value > 0} for line in run.metrics.rows()]
     rows = []
     for part, spent in time_by_state(steps).items():
@@ -153,7 +154,7 @@ def _status(summary: Summary | None) -> tuple[str, str]:
 
 
 def _sessions(summary: Summary) -> list[tuple[str, ...]]:
-    """Returns the starts of a run: number, time, steps done at the start, and how each ended. Empty if there was only one."""
+    """Returns the starts of a run: number, time, steps done at the start, and how the session ended; empty if there was only one start."""
     rows: list[tuple[str, ...]] = [
         (str(number), one.began, str(one.step), one.ended, printable_text(one.why)[:_MAX_WHY])
         for number, one in enumerate(summary.sessions, 1)
@@ -200,7 +201,7 @@ def _nonzero(count: int, label: str) -> list[tuple[str, str]]:
 
 
 def _judge_tiles(usage: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Returns the usage and cost of judges; empty without judges."""
+    """Returns the usage and cost of judges; empty if there are no judges."""
     if not usage:
         return []
     tokens = usage.get("prompt_tokens", 0) + usage.get("completion_tokens", 0)
@@ -250,7 +251,8 @@ def _kinds(summary: Summary) -> list[tuple[str, Rate | None, Rate | None]]:
 
 
 def _compute(run: RunData) -> list[Chart]:
-    """Success by sampled tokens for each split of the last evaluation: by budget of an attempt, and by bound on thinking."""
+    """Returns charts of the success by sampled tokens for each split of the last evaluation: by the budget of an attempt, and by the bound
+    on thinking."""
     note = "share of tasks solved, by sampled tokens per task"
     return [
         *_compute_cards(run.compute, "Within a budget", note),
@@ -277,14 +279,14 @@ def _drift_note(run: RunData) -> str:
 
 
 def _excluded(run: RunData) -> list[tuple[str, int, str]]:
-    """(where, episodes, reason) of excluded episodes: of training, then of each evaluation."""
+    """Returns (where, episodes, reason) of the excluded episodes, first of training, then of each evaluation."""
     counts = [("training", run.summary.left_out_reasons if run.summary else {})]
     counts += [(f"{phase}, {split}", reasons) for phase, split, reasons in run.left_out]
     return [(where, count, printable_text(reason)) for where, reasons in counts for reason, count in reasons.items()]
 
 
 def _setbacks(run: RunData) -> list[tuple[str, ...]]:
-    """Returns the newest updates and groups that were not trained on, with reasons."""
+    """Returns the newest updates and groups that were not trained, with reasons."""
     return [
         (
             str(line["step"]),

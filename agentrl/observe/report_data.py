@@ -1,4 +1,4 @@
-"""Reads a run folder for the report. A missing or damaged part becomes a note, and the rest is shown."""
+"""Reads a run folder for the report. A missing or damaged part becomes a note, and all other parts are shown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentrl.observe.summary import Summary
 from agentrl.observe.tails import MetricsTable, read_new_lines
 
 Curve = tuple[str, int, tuple[tuple[float, float], ...]]
-"""Split, number of attempts, and points (mean sampled tokens, share of tasks solved)."""
+"""Split, number of attempts, and points (mean sampled tokens, share of solved tasks)."""
 Curves = tuple[Curve, ...]
 
 _EPISODE: Mapping[str, type] = {"task_id": str, "split": str, "messages": list}
@@ -30,14 +30,14 @@ class RunData:
     summary: Summary | None
     metrics: MetricsTable
     episodes: dict[str, tuple[Line, ...]]  # phase -> transcripts
-    setbacks: tuple[Line, ...]  # updates and groups that were not trained on, with reasons
-    left_out: tuple[tuple[str, str, dict[str, int]], ...]  # of evaluations: phase, split, reason -> excluded episodes
-    compute: Curves  # of the last evaluation: success by token budget
+    setbacks: tuple[Line, ...]  # updates and groups that were not trained, with reasons
+    left_out: tuple[tuple[str, str, dict[str, int]], ...]  # exclusions of evaluations: phase, split, reason -> excluded episodes
+    compute: Curves  # success by token budget in the last evaluation
     thinking: Curves  # success by bound on thinking
     evaluated: dict[str, Rate]  # split -> result of `agentrl eval` or `agentrl sample`; empty for a training run
     taught: tuple[Line, ...]  # one line per training group: its task and scores
-    failures: Line  # content of `failures/failures.json`; empty without one
-    notes: tuple[str, ...]  # what could not be read
+    failures: Line  # content of `failures/failures.json`; empty if there is none
+    notes: tuple[str, ...]  # messages about what could not be read
 
 
 def read_run(run_dir: Path) -> RunData:
@@ -75,7 +75,7 @@ def _read_left_out(phases: Line) -> Iterator[tuple[str, str, dict[str, int]]]:
 
 
 def _read_compute(phases: Line) -> Iterator[Curve]:
-    """Success by token budget in the last phase."""
+    """Yields the success by token budget in the last phase."""
     last = _last(phases)
     for phase, split, result in _results(phases):
         for line in as_list(result.get("compute")) if phase == last else ():
@@ -86,7 +86,7 @@ def _read_compute(phases: Line) -> Iterator[Curve]:
 
 
 def _read_thinking(phases: Line) -> Iterator[Curve]:
-    """Success of k attempts with each bound on thinking, and without one, in the last phase."""
+    """Yields the success of k attempts in the last phase, with each bound on thinking and without a bound."""
     last = _last(phases)
     for phase, split, result in _results(phases):
         bounded = [one for one in as_list(result.get("thinking")) if isinstance(one, dict)] if phase == last else []
@@ -119,7 +119,7 @@ def _results(phases: Line) -> Iterator[tuple[str, str, Line]]:
 
 
 def _read_episodes(path: Path, notes: list[str]) -> tuple[Line, ...]:
-    """Transcripts of one phase. A repeated evaluation replaces the earlier one."""
+    """Returns the transcripts of one phase. A repeated evaluation replaces the earlier evaluation."""
     lines = read_lines(path, _EPISODE, notes, inside=path.parent.parent)
     return tuple({(line["split"], line["task_id"], str(line.get("step")) if path.stem == "train" else ""): line for line in lines}.values())
 

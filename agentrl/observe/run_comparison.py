@@ -1,4 +1,4 @@
-"""Compares runs: what differs in their recipes, success before and after training, by kind with intervals, and what they cost."""
+"""Compares runs: the differences of their recipes, their success before and after training, by kind and with intervals, and their costs."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ _TITLES |= {"heldout_real_before": "held-out on real data, before", "heldout_rea
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateRow:
-    """One success rate of each run, and the difference of the last run to the first with its 95% interval."""
+    """One success rate of each run, and the difference between the last and the first run with its 95% interval."""
 
     name: str
     rates: tuple[Rate | None, ...]
 
     @property
     def difference(self) -> tuple[float, float, float] | None:
-        """Difference, low and high; None if one is unknown. The intervals treat the runs as independent."""
+        """The difference and its interval, low and high; None if a rate is unknown. The intervals treat the runs as independent."""
         first, last = self.rates[0], self.rates[-1]
         return None if first is None or last is None else (last.value - first.value, *rate_difference(first, last))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunComparison:
-    """What differs between runs. Every tuple of values has one entry per run, in their order."""
+    """The differences between runs. Every tuple of values has one entry per run, in the order of the runs."""
 
     names: tuple[str, ...]
-    settings: tuple[tuple[str, tuple[Any, ...]], ...]  # dotted key of the recipe, and its values; only those that differ
-    rates: tuple[RateRow, ...]  # on held-out tasks
-    kinds: tuple[RateRow, ...]  # after training, by kind of task
+    settings: tuple[tuple[str, tuple[Any, ...]], ...]  # dotted key of the recipe, and its values; only keys whose values differ
+    rates: tuple[RateRow, ...]  # success on held-out tasks
+    kinds: tuple[RateRow, ...]  # success after training, by kind of task
     costs: tuple[tuple[str, tuple[float | None, ...]], ...]
     notes: tuple[str, ...]
 
@@ -73,7 +73,7 @@ class RunComparison:
 
 
 def compare_folders(folders: Sequence[Path]) -> RunComparison:
-    """Compares run folders. Raises `UserError` for fewer than two, and `StoreError` if one does not exist."""
+    """Compares run folders. Raises `UserError` if there are fewer than two, and `StoreError` if a folder does not exist."""
     if len(folders) < _LEAST_RUNS:
         raise UserError("a comparison needs at least two runs", fix="agentrl compare RUN RUN")
     runs = [_read(folder) for folder in folders]
@@ -91,7 +91,7 @@ def compare_folders(folders: Sequence[Path]) -> RunComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """What is compared of a run."""
+    """The data of a run that is compared."""
 
     name: str
     recipe: Line
@@ -186,7 +186,7 @@ def _shown_difference(row: RateRow) -> str:
 
 
 def _printable(text: str) -> str:
-    """Returns one line without terminal control sequences: names of runs, settings and kinds are third-party text."""
+    """Returns one line without terminal control sequences, because names of runs, settings and kinds may come from a third party."""
     return " ".join("".join(char if char.isprintable() or char == "\n" else "?" for char in text).split())
 
 

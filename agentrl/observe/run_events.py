@@ -1,4 +1,4 @@
-"""Converts what happens in a run to events: a tracker in the driver, and a listener in every process that runs episodes."""
+"""Creates the events of a run: a tracker creates them in the driver, and a listener in every process that runs episodes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class EventTracker(Tracker):
 
 
 class EpisodeEvents(EpisodeListener):
-    """Records the events of episodes. An event that cannot be built is logged once, and never reaches the episode."""
+    """Records the events of episodes. If an event cannot be built, the error is logged once and never reaches the episode."""
 
     def __init__(self, record: Record) -> None:
         self._record = record
@@ -150,7 +150,7 @@ class EpisodeEvents(EpisodeListener):
             )
 
     def cancelled(self, attempt: Cancelled) -> None:
-        """Records the end of an attempt without a record."""
+        """Records the end of an attempt that has no record."""
         with self._boundary():
             turns, tokens, seconds = attempt.turns, attempt.tokens, attempt.wall_s
             self._record(EpisodeEnded(episode=attempt.episode_id, stop_reason="cancelled", turns=turns, tokens=tokens, seconds=seconds))

@@ -1,4 +1,7 @@
-"""Run folders: which folders are runs, whether a run is driven or how it ended, and its newest step. They may come from a third party."""
+"""Reads run folders: whether a folder is a run, whether a run is driven or how it ended, and its newest step.
+
+The folders may come from a third party.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ def is_run(path: Path) -> bool:
 
 
 def run_state(path: Path, locks: frozenset[int] | None = None) -> str:
-    """Returns running, finished, interrupted, failed, killed, or unknown for a folder without sessions.
+    """Returns running, finished, interrupted, failed or killed; unknown if the folder has no sessions.
 
     Args:
         locks: inodes of the locked files of this machine; None reads them.
@@ -39,7 +42,7 @@ def run_state(path: Path, locks: frozenset[int] | None = None) -> str:
 
 
 def held_locks() -> frozenset[int]:
-    """Returns the inodes of files that processes of this machine have locked. Taking a driver's lock to test it could stop a driver."""
+    """Returns the inodes of files that processes of this machine have locked. Testing a driver's lock by taking it could stop a driver."""
     try:
         with open("/proc/locks", encoding="ascii") as file:
             fields = [line.split() for line in file if " FLOCK " in line]
@@ -61,7 +64,7 @@ def last_step(path: Path) -> Line:
 
 
 def changed_at(path: Path) -> float | None:
-    """Returns when a run last changed, in seconds since 1970; None if it has none of the files that change."""
+    """Returns the time at which a run last changed, in seconds since 1970; None if the folder has none of the files that change."""
     times = []
     for name in ("metrics.jsonl", SUMMARY_FILE, "recipe.json", "events"):
         try:

@@ -12,8 +12,8 @@ from typing import Any, TypeGuard
 from agentrl.base.untrusted_files import open_file, read_bytes
 
 Line = dict[str, Any]
-_MAX_DIGITS = 18  # of an integer; longer ones become floats
-_MAX_BYTES = 1 << 30  # of a file
+_MAX_DIGITS = 18  # maximum digits of an integer; longer integers become floats
+_MAX_BYTES = 1 << 30  # maximum bytes of a file
 _MAX_LINE = 64 << 20
 
 
@@ -32,11 +32,12 @@ def read_lines(
 def iter_lines(
     path: Path, required: Mapping[str, type], notes: list[str], *, most: int = _MAX_BYTES, inside: Path | None = None
 ) -> Iterator[Line]:
-    """Yields the lines of a file with the `required` keys and types, with one in memory at a time; none if the file is missing.
+    """Yields the lines of a file that have the `required` keys and types; none if the file is missing. Only one line is in memory at a
+    time.
 
     Args:
-        notes: gets what cannot be read.
-        most: bytes of the file.
+        notes: receives a note on each problem.
+        most: maximum bytes of the file.
         inside: folder that must contain the file after links are followed; None means the file's own folder.
     """
     bad = 0
@@ -68,7 +69,7 @@ def _text(path: Path, notes: list[str], most: int, inside: Path | None) -> str |
 
 
 def note_unreadable(path: Path, error: OSError | ValueError, notes: list[str]) -> None:
-    """Adds why a file cannot be read to `notes`; nothing if it is missing."""
+    """Adds to `notes` the reason why a file cannot be read. Adds nothing if the file is missing."""
     if isinstance(error, ValueError):
         notes.append(f"{path.name} cannot be read, because it {error}")
     elif not isinstance(error, FileNotFoundError):
@@ -95,7 +96,7 @@ def as_list(value: Any) -> list[Any]:
 
 
 def read_object(path: Path, notes: list[str], *, most: int = _MAX_BYTES, inside: Path | None = None) -> Line:
-    """Returns the JSON object in a file; empty if it is missing or something else. `most` and `inside`: see `iter_lines`."""
+    """Returns the JSON object in a file; empty if the file is missing or contains anything else. `most` and `inside`: see `iter_lines`."""
     text = _text(path, notes, most, inside)
     content = {} if text is None else parse_object(text)
     if content is None:

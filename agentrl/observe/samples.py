@@ -11,9 +11,9 @@ from agentrl.base.user_code import printable
 from agentrl.records import Group, Message, ScoredEpisode, Trajectory
 
 MAX_TEXT = 8192
-"""Characters of one message of a sample."""
+"""Maximum characters of one message of a sample."""
 MAX_MESSAGES = 256
-"""Messages of a sample; the first ones and the last one are kept."""
+"""Maximum messages of a sample. The first messages and the last one are kept."""
 Said = dict[str, Any]
 
 
@@ -33,7 +33,7 @@ class Sample:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Everything except the messages, by name."""
+        """All fields except the messages, by name."""
         names = ("episode", "task", "kind", "score", "reason", "stop_reason", "tokens", "seconds")
         return {name: getattr(self, name) for name in names}
 
@@ -47,14 +47,14 @@ class Sample:
 
 
 class Samples:
-    """Collects the first attempt of the first groups after each step: at most `most` episodes, so a slow service gets few."""
+    """Collects the first attempt of the first groups after each step: at most `most` episodes, so that a slow service gets few."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._samples: list[Sample] = []
 
     def add(self, group: Group) -> None:
-        """Adds a sample of a group, if there is room."""
+        """Adds a sample of a group, if there are fewer than `most`."""
         if len(self._samples) < self._most and group.episodes:
             self._samples.append(sample_of(group, group.episodes[0]))
 

@@ -1,4 +1,4 @@
-"""Two sections of the report: failures by tag, and which tasks gave a learning signal. Invalid input is ignored."""
+"""Two sections of the report: failures by tag, and the tasks that gave a learning signal. Invalid input is ignored."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from agentrl.observe.rundata import as_list
 from agentrl.observe.transcripts import ShownEpisode, show_failure
 
 _EXAMPLES = 8
-_COLUMNS = 10  # of phases or versions
-_ROWS = 20  # of tasks or kinds
+_COLUMNS = 10  # maximum columns of phases or versions
+_ROWS = 20  # maximum rows of tasks or kinds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class FailuresSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
-    """Episodes and tags of one step, phase or version."""
+    """The episodes and tags of one step, phase or version."""
 
     name: str
     value: float  # number of the step or version
@@ -70,7 +70,7 @@ def _failures_chart(steps: list[_Entry], names: list[str]) -> Chart | None:
 
 
 def _by_tag(title: str, entries: list[_Entry], names: list[str]) -> Table:
-    """Failures by tag in each entry; evenly spaced entries if there are many."""
+    """Returns a table of the failures by tag in each entry. If there are many entries, evenly spaced entries are shown."""
     if len(entries) > _COLUMNS:
         step = (len(entries) - 1) / (_COLUMNS - 1)
         entries = [entries[round(step * number)] for number in range(_COLUMNS)]
@@ -96,7 +96,7 @@ def _counts(value: Any) -> dict[str, int]:
 
 @dataclass(slots=True)
 class _GroupCount:
-    """Groups of a kind or of a task."""
+    """The number of groups of a kind or of a task."""
 
     groups: int = 0
     differed: int = 0
@@ -111,7 +111,8 @@ class _GroupCount:
 
 
 def learning_tables(lines: Iterable[Mapping[str, Any]]) -> list[Table]:
-    """Groups with and without different scores by kind of task, and the tasks that never gave a learning signal; empty without groups."""
+    """Returns tables of the groups with and without different scores by kind of task, and of the tasks that never gave a learning signal;
+    empty if there are no groups."""
     kinds: dict[str, _GroupCount] = {}
     tasks: dict[str, _GroupCount] = {}
     for line in {line["group"]: line for line in lines}.values():  # a group that a resumed run repeated counts once

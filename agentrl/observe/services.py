@@ -1,8 +1,8 @@
-"""Trackers of other projects, which a recipe selects by name: wandb and trackio, MLflow, and a Prometheus endpoint.
+"""Trackers for third-party services, which a recipe selects by name: wandb and trackio, MLflow, and a Prometheus endpoint.
 
-Each of their packages is imported when a recipe names it. Their options are those of the package's own start, such as `project` and `mode`
-of wandb; environment variables such as WANDB_API_KEY, TRACKIO_DIR and MLFLOW_TRACKING_URI work as usual. A resumed run continues the same
-run of the service: `trackers.json` in the run folder has its id.
+The package of a tracker is imported only if a recipe names the tracker. The options are those of the package, such as `project` and `mode`
+of wandb. Environment variables such as WANDB_API_KEY, TRACKIO_DIR and MLFLOW_TRACKING_URI have their normal effect. A resumed run continues
+the same run of the service, whose id is in `trackers.json` in the run folder.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from agentrl.records import Group
 
 IDS_FILE = "trackers.json"
 MAX_METRICS = 512
-"""Metrics of a step that the Prometheus endpoint shows."""
+"""Maximum number of metrics of a step that the Prometheus endpoint shows."""
 SAMPLES = 4
-"""Episodes per step that wandb and trackio get by default."""
-_MAX_TEXT = 2000  # characters of an alert
+"""Default number of episodes per step that wandb and trackio get."""
+_MAX_TEXT = 2000  # maximum characters of an alert
 _TITLE = "agentrl"
 _LOOPBACK = "127.0.0.1"
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]")
 
 
 Show = Callable[[Sequence[Sample]], Any]
-"""Returns samples as a value that the service's `log` takes."""
+"""Converts samples to a value that the service's `log` accepts."""
 
 
 class ExperimentRun(Tracker):
@@ -54,7 +54,7 @@ class ExperimentRun(Tracker):
         self._run, self._show, self._samples = run, show, Samples(samples)
 
     def progress(self, index: int, group: Group) -> None:
-        """Keeps a sample of a finished group until the next step."""
+        """Stores a sample of a finished group until the next step."""
         self._samples.add(group)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -63,7 +63,7 @@ class ExperimentRun(Tracker):
         self._run.log(dict(metrics) | ({"episodes": self._show(samples)} if samples else {}), step=step)
 
     def alert(self, text: str) -> None:
-        """Sends an alert with the service's own alerts."""
+        """Sends an alert through the alerts of the service."""
         with redirect_stdout(sys.stderr):  # trackio prints it; standard output may be the run's JSON
             self._run.alert(title=_TITLE, text=printable(text, _MAX_TEXT))
 
@@ -74,7 +74,7 @@ class ExperimentRun(Tracker):
 
 
 def open_wandb(run_dir: Path, recipe: Recipe, *, samples: int = SAMPLES, **options: Any) -> ExperimentRun:
-    """Opens the tracker `wandb`: `samples` episodes per step go into a table. `options` are arguments of `wandb.init`.
+    """Opens the tracker `wandb`: `samples` episodes per step are logged in a table. `options` are arguments of `wandb.init`.
 
     Raises `UserError` if wandb is not installed.
     """
@@ -131,7 +131,7 @@ class MlflowRun(Tracker):
 
 
 def open_mlflow(run_dir: Path, recipe: Recipe, *, experiment: str = _TITLE, tracking_uri: str | None = None) -> MlflowRun:
-    """Opens the tracker `mlflow`. `tracking_uri` None uses MLFLOW_TRACKING_URI. Raises `UserError` if MLflow is not installed."""
+    """Opens the tracker `mlflow`. If `tracking_uri` is None, MLFLOW_TRACKING_URI is used. Raises `UserError` if MLflow is not installed."""
     mlflow = import_optional("mlflow", "mlflow", needed_for="the tracker mlflow")
     client = mlflow.MlflowClient(tracking_uri=tracking_uri)
     run_id = _read_ids(run_dir).get("mlflow")
@@ -149,8 +149,8 @@ def open_mlflow(run_dir: Path, recipe: Recipe, *, experiment: str = _TITLE, trac
 class PrometheusEndpoint(Tracker):
     """Serves the metrics of the newest step, and counters of the run, at http://127.0.0.1:PORT/metrics in Prometheus' text format.
 
-    A metric `part/x` of a step is the gauge `agentrl_part_x`. No metric has labels except `agentrl_stage`, which has one series, and
-    `agentrl_success`, which has one for each split. The endpoint has no authentication and only answers on the loopback interface.
+    A metric `part/x` of a step becomes the gauge `agentrl_part_x`. No metric has labels except `agentrl_stage`, which has one series, and
+    `agentrl_success`, which has one for each split. The endpoint has no authentication and answers only on the loopback interface.
     """
 
     def __init__(self, prometheus: Any, port: int) -> None:
@@ -231,7 +231,7 @@ def open_prometheus(run_dir: Path, recipe: Recipe, *, port: int = 9464) -> Prome
 
 
 def _config(recipe: Recipe) -> dict[str, Any]:
-    """Returns the recipe as JSON data; secrets are references in it."""
+    """Returns the recipe as JSON data, in which secrets are references."""
     return recipe.model_dump(mode="json")
 
 
@@ -241,7 +241,7 @@ def _mlflow_name(key: str) -> str:
 
 
 def _read_ids(run_dir: Path) -> dict[str, str]:
-    """Tracker -> id of the service's run; empty if there is none yet, or the file is damaged."""
+    """Returns tracker -> id of the service's run; empty if there is no id yet, or if the file is damaged."""
     try:
         ids = json.loads((run_dir / IDS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Means with their 95% confidence intervals, and figures as text."""
+"""Means with their 95% confidence intervals, and the formatting of figures."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Rate:
 
     @classmethod
     def from_successes(cls, successes: int, n: int) -> Self:
-        """Share of successes with Wilson's score interval (Wilson 1927), which is accurate near 0 and 1 and for small n.
+        """Returns the share of successes with Wilson's score interval (Wilson 1927), which is accurate near 0 and 1 and for small n.
 
-        Raises `ValueError` if n is 0 or successes are not within [0, n].
+        Raises `ValueError` if n is 0 or if successes are not within [0, n].
         """
         if not 0 <= successes <= n or n == 0:
             raise ValueError(f"a rate needs 0 <= successes <= n and n > 0, got {successes} of {n}")
@@ -35,9 +35,9 @@ class Rate:
 
     @classmethod
     def from_scores(cls, scores: Sequence[float]) -> Self:
-        """Mean score with Wilson's interval if every score is 0 or 1, else with Student's t interval.
+        """Returns the mean score with Wilson's interval if every score is 0 or 1, otherwise with Student's t interval.
 
-        The interval of a single graded score is the score. Raises `ValueError` without scores, or if one is not finite.
+        The interval of a single graded score is the score. Raises `ValueError` if there are no scores, or if a score is not finite.
         """
         if not scores or not all(math.isfinite(score) for score in scores):
             raise ValueError(f"a rate needs at least one score, all finite; got {len(scores)} scores")
@@ -49,7 +49,7 @@ class Rate:
 
 
 def rate_difference(before: Rate, after: Rate) -> tuple[float, float]:
-    """95% interval of `after.value - before.value` from both intervals, whatever their n (MOVER, Zou and Donner 2008).
+    """Returns the 95% interval of `after.value - before.value`, computed from both intervals, for any n (MOVER, Zou and Donner 2008).
 
     Treats the two as independent. If both come from the same tasks, the interval is conservative.
     """
@@ -65,14 +65,14 @@ def in_unit_interval(rate: Rate | None) -> bool:
 
 
 def format_rate(value: Rate | None) -> str:
-    """`85.0%`; `1.250` for rates outside [0, 1]; `n/a` for None."""
+    """Returns text such as `85.0%`; `1.250` for rates outside [0, 1]; `n/a` for None."""
     if value is None:
         return "n/a"
     return f"{100 * value.value:.1f}%" if in_unit_interval(value) else f"{value.value:.3f}"
 
 
 def format_interval(value: Rate) -> str:
-    """`80.1-89.2%`; `1.100 to 1.300` for rates outside [0, 1]."""
+    """Returns text such as `80.1-89.2%`; `1.100 to 1.300` for rates outside [0, 1]."""
     if in_unit_interval(value):
         return f"{100 * value.ci_low:.1f}-{100 * value.ci_high:.1f}%"
     return f"{value.ci_low:.3f} to {value.ci_high:.3f}"
@@ -84,7 +84,7 @@ def format_optional(value: float | None, form: Format) -> str:
 
 
 def format_count(value: float) -> str:
-    """`1,234`, `12.3k`, `4.56M`, `7.89B`."""
+    """Returns text such as `1,234`, `12.3k`, `4.56M` or `7.89B`."""
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e4, "k")):
         if value >= size:
             return f"{value / (1e3 if unit == 'k' else size):.3g}{unit}"
@@ -92,7 +92,7 @@ def format_count(value: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """`45 s`, `3 min 20 s`, `2 h 05 min`."""
+    """Returns text such as `45 s`, `3 min 20 s` or `2 h 05 min`."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)

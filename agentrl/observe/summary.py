@@ -1,6 +1,6 @@
-"""The outcome of a run in small files, for people and for programs: `summary.json`, and `sessions.jsonl` with the starts of the run.
+"""The outcome of a run in small files, for users and programs: `summary.json`, and `sessions.jsonl` with the starts of the run.
 
-`sessions.jsonl` has one line for each start of a driver and one for each end. A driver that was killed leaves no line for its end.
+`sessions.jsonl` has one line for each start of a driver and one for each end. If a driver was killed, there is no line for its end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from agentrl.observe.stats import Rate
 
 SUMMARY_FILE, SESSIONS_FILE = "summary.json", "sessions.jsonl"
 _MAX_BYTES, _MAX_SESSIONS = 4 << 20, 16 << 20
-_MAX_WHY = 2000  # characters
+_MAX_WHY = 2000  # maximum characters of a reason
 Ended = Literal["finished", "interrupted", "failed", "killed"]
 
 
@@ -152,7 +152,7 @@ def record_end(folder: Path, how: Ended, *, why: str = "", figures: Mapping[str,
 def read_sessions(folder: Path) -> tuple[Session, ...]:
     """Returns the starts of a run, the oldest first; empty if the file is missing. Invalid lines are ignored.
 
-    Raises `OSError`, and `ValueError` if the file is not a regular file in its folder or is too large.
+    Raises `OSError`. Raises `ValueError` if the file is not a regular file in its folder or is too large.
     """
     sessions: list[Session] = []
     try:

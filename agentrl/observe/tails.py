@@ -1,4 +1,4 @@
-"""Reads growing JSON-lines files of a run piece by piece: each refresh reads what was added since the last one."""
+"""Reads growing JSON-lines files of a run incrementally: each refresh reads the lines that were added since the last refresh."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from agentrl.base.untrusted_files import open_file
 from agentrl.observe.rundata import is_finite, note_unreadable, parse_object
 
 MAX_LINE = 1 << 20
-"""Bytes of a line; longer ones are skipped."""
+"""Maximum bytes of a line. Longer lines are skipped."""
 MAX_CELLS = 4_000_000
-"""Numbers of a run's metrics in memory, 8 bytes each. Later steps of a longer run are not shown."""
+"""Maximum numbers of a run's metrics in memory, 8 bytes each. The later steps of a longer run are not shown."""
 MAX_KEYS = 2000
 MAX_ROWS = 500_000
 MAX_NUMBER = 1e100
-"""Larger numbers are not shown, so that sums and squares of the others are finite."""
+"""Larger numbers are not shown, so that sums and squares of the shown numbers are finite."""
 MAX_BYTES = 1 << 30
-"""Bytes of a file; a larger one is not read."""
+"""Maximum bytes of a file. A larger file is not read."""
 _PIECE = 4 << 20
 
 
@@ -41,7 +41,10 @@ class JsonTail:
         self._skipping = False
 
     def refresh(self) -> bool:
-        """Reads what was added. Returns whether there was anything. Raises `OSError` and `ValueError`; a missing file is empty."""
+        """Reads the lines that were added.
+
+        Returns whether there were any. Raises `OSError` and `ValueError`; a missing file counts as empty.
+        """
         try:
             with open_file(self.path, inside=self.path.parent) as file:
                 status = os.fstat(file.fileno())
@@ -122,7 +125,7 @@ class MetricsTable:
 
     @property
     def cells(self) -> int:
-        """Numbers in memory."""
+        """The number of values in memory."""
         return len(self._rows) * len(self._columns)
 
     def series(self, key: str) -> list[tuple[int, float]]:
@@ -133,7 +136,7 @@ class MetricsTable:
         return [(step, value) for step in self.steps if not math.isnan(value := _at(column, self._rows[step]))]
 
     def curve(self, key: str, most: int) -> list[tuple[int, float]]:
-        """Returns the points of a metric, at most about `most`: a longer curve keeps the extremes of each interval."""
+        """Returns the points of a metric, at most about `most`. A longer curve is reduced to the extremes of each interval."""
         points = self.series(key)
         if len(points) <= most:
             return points
@@ -241,7 +244,7 @@ class TaskTable:
 
 
 def read_new_lines(table: MetricsTable | TaskTable, notes: list[str]) -> None:
-    """Reads the lines that were added to a table's file; `notes` gets what cannot be read."""
+    """Reads the lines that were added to a table's file. Adds a note to `notes` if the file cannot be read."""
     try:
         table.refresh()
     except (OSError, ValueError) as error:

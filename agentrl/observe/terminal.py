@@ -1,4 +1,4 @@
-"""Progress of a run: one line for each stage, step and evaluation, and below them a live panel if the output is a terminal."""
+"""Shows the progress of a run: one line for each stage, step and evaluation, and a live panel below if the output is a terminal."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from agentrl.observe.exclusions import exclusion_reason, printable_text, why_not
 from agentrl.protocols import Interval, Tracker
 from agentrl.records import Group
 
-_REASONS_REPORTED = 5  # reasons for exclusion that are reported when they first occur; the summary counts all
-_SHOWN_STEPS = 256  # newest steps for the curve and the estimated time
+_REASONS_REPORTED = 5  # number of reasons for exclusion that are reported when they first occur; the summary counts all
+_SHOWN_STEPS = 256  # newest steps used for the curve and the estimated time
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SPLITS = {"heldout": "held-out", "heldout_real": "real"}
 
@@ -68,13 +68,13 @@ class Progress:
         return list(counts)[known:_REASONS_REPORTED]
 
     def finished_step(self, step: int, metrics: Mapping[str, float]) -> str:
-        """Records the metrics of a step. Returns why it learned nothing, the first time that happens; else ""."""
+        """Records the metrics of a step. The first time that a step learned nothing, returns the reason; otherwise ""."""
         self.step, self.metrics = step, dict(metrics)
         if self.training:  # otherwise an earlier driver did the step
             self.step_times.append(time.monotonic())
             if not self.first_step:
                 self.first_step = step
-                if step > 1:  # the groups of a resumed run's first step may have been finished before
+                if step > 1:  # the groups of a resumed run's first step may have been finished by an earlier driver
                     self.step_times.popleft()
         self.swaps += "swap_stall_ms" in metrics
         if "reward_mean" in metrics:
@@ -95,7 +95,7 @@ class Progress:
 
     @property
     def left_s(self) -> float | None:
-        """Estimated seconds for the remaining steps, from the mean of the newest; None before the first."""
+        """The estimated seconds for the remaining steps, from the mean time of the newest steps; None before the first step."""
         done = len(self.step_times) - 1
         if done < 1 or not self.steps or self.step >= self.steps:
             return None
@@ -103,7 +103,7 @@ class Progress:
 
 
 class TerminalTracker(Tracker):
-    """Prints a line for each event, and below them a live panel if the output is a terminal.
+    """Prints a line for each event, and shows a live panel below if the output is a terminal.
 
     Args:
         steps: learner steps of the run, for the progress bar and the estimated time; 0 means unknown.
@@ -134,7 +134,7 @@ class TerminalTracker(Tracker):
             parts.append(f"excluded {metrics['episodes_left_out']:.0f}")
         if reachable := metrics.get("excluded_policy_reachable"):
             parts.append(f"policy-reachable faults {reachable:.1%}")
-        if self._live is None and progress.left_s is not None:  # the panel shows it
+        if self._live is None and progress.left_s is not None:  # otherwise the panel shows it
             parts.append(f"about {_clock(progress.left_s)} left")
         self._print(Text("  ".join(parts)))
 
@@ -189,7 +189,7 @@ class TerminalTracker(Tracker):
 
 
 def _figures(metrics: Mapping[str, float]) -> list[str]:
-    """Returns the main metrics of a step, those that exist."""
+    """Returns those main metrics of a step that exist."""
     shown: list[str] = []
     if "reward_mean" in metrics:
         shown.append(f"reward {metrics['reward_mean']:.3f}")
@@ -215,7 +215,7 @@ def _bar(done: int, total: int) -> RenderableType:
 
 
 def sparkline(values: Iterable[float], width: int = 40) -> str:
-    """Returns the newest `width` values as one line of blocks; empty without values. Each value is finite."""
+    """Returns the newest `width` values as one line of blocks; empty if there are no values. All values must be finite."""
     shown = list(values)[-width:]
     if not shown:
         return ""
@@ -224,7 +224,10 @@ def sparkline(values: Iterable[float], width: int = 40) -> str:
 
 
 def level(value: float, low: float, high: float, highest: int, *, flat: int = 0) -> int:
-    """Returns the level of a value between `low` and `high`, from 0 to `highest`; `flat` if the two are equal. All are finite."""
+    """Returns the level of a value between `low` and `high`, from 0 to `highest`; `flat` if `low` and `high` are equal.
+
+    All arguments must be finite.
+    """
     span = high / 2 - low / 2  # halves, so that it is finite
     return round((value / 2 - low / 2) / span * highest) if span > 0 else flat
 

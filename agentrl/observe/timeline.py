@@ -1,4 +1,4 @@
-"""What the parts of a run do, as a timeline: for each part, the seconds of all its states add up to the wall time of the interval."""
+"""A timeline of the states of a run's parts. For each part, the seconds of all its states add up to the wall time of the interval."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentrl.records import ScoredEpisode
 PARTS = ("server", "learner", "sandboxes", "scoring", "rollouts")
 BUSY, DOWN = "busy", "down"
 WAITING_FOR = "waiting for "
-"""Start of every other state."""
+"""Prefix of every other state."""
 LOADING = f"{WAITING_FOR}weights"
 """State of a server that loads a version."""
 PREFIX = "timeline/"
@@ -25,13 +25,13 @@ STEP = "step"
 """Metric `timeline/step/STATE`: seconds by which parts were busy at once; the states of `overlap` add up to the interval too."""
 NOTHING = "nothing"
 Counter = Callable[[], Mapping[str, float]]
-"""Returns counts that only grow, by name."""
+"""Returns counts that never decrease, by name."""
 MAX_COUNTS = 24
-"""Largest counts of one counter in the metrics of an interval."""
+"""Maximum number of counts of one counter in the metrics of an interval. The counts that grew most are used."""
 
 
 class Timeline:
-    """The states of the parts over time. A part is in the state that it was last given; the first state is `DOWN`.
+    """The states of the parts over time. A part stays in a state until `mark` sets a new one. The first state is `DOWN`.
 
     Args:
         clock: seconds of a monotonic clock.
@@ -52,13 +52,13 @@ class Timeline:
         return self._began is not None
 
     def restart(self) -> None:
-        """Starts an interval now, and forgets the one before."""
+        """Starts an interval now, and discards the previous one."""
         self._began = self._newest = self._clock()
         self._spent = {}
         self.take_counts()
 
     def mark(self, states: Mapping[str, str]) -> None:
-        """Sets the states of parts from now on. Raises `KeyError` for an unknown part."""
+        """Sets the states of parts from now on. Raises `KeyError` if a part is unknown."""
         self._advance()
         if unknown := states.keys() - self._states.keys():
             raise KeyError(f"unknown parts: {', '.join(sorted(unknown))}")
@@ -104,8 +104,10 @@ class Timeline:
 
 
 def overlap(states: Mapping[str, str]) -> str:
-    """Returns which parts are busy at once, in a few words: `server and learner`, or the first busy one of server, learner, sandboxes and
-    scoring, or `swap`; else `nothing`."""
+    """Returns a short text on which parts are busy at once.
+
+    The text is `server and learner`, or the first busy part of server, learner, sandboxes and scoring, or `swap`; otherwise `nothing`.
+    """
     busy = [part for part in ("server", "learner", "sandboxes", "scoring") if states.get(part) == BUSY]
     if busy[:2] == ["server", "learner"]:
         return "server and learner"
@@ -127,9 +129,10 @@ def time_by_state(steps: list[dict[str, float]]) -> dict[str, dict[str, float]]:
 
 
 def loop_latency(counted: Sequence[ScoredEpisode], now: float) -> dict[str, float]:
-    """Returns the time from the end of a turn to the version trained on it serving, which is `now`: the mean over tokens, and the largest.
+    """Returns the time from the end of a turn to `now`, when the version that was trained on the turn serves: the mean over tokens, and the
+    maximum.
 
-    Both are absent without a token whose time is known.
+    Both are absent if the time of no token is known.
     """
     turns = [turn for one in counted for line in one.episode.trajectories for turn in line.own_turns if turn.ended_at and turn.sampled]
     if not turns:

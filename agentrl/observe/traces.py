@@ -1,9 +1,10 @@
-"""OpenTelemetry traces of a run: one for each training episode, and one span for each learner step.
+"""OpenTelemetry traces of a run: one trace for each training episode, and one span for each learner step.
 
-They are built from the records of finished groups, on a tracker's thread, so the run does no other work for them, and groups of rollout
-workers have them too. `agentrl.session.traces` opens them. Spans and attributes have the names of the conventions for generative AI.
+The traces are built from the records of finished groups, on a tracker's thread. The run does no other work for them, and groups of rollout
+workers are included. `agentrl.session.traces` opens the tracker. Spans and attributes have the names of the OpenTelemetry conventions for
+generative AI.
 
-Span ids are hashes of what the span shows, so a span can link to a learner step before that step has run, and after a resume.
+Span ids are hashes of the identity of the span, so a span can link to a learner step before that step runs, and after a resume.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ from agentrl.records import Group, GroupUse, ScoredEpisode, ToolCall, Trajectory
 log = logging.getLogger(__name__)
 
 CONTENT = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
-"""Environment variable that adds what agents and tools wrote, if it is `true`."""
+"""Environment variable that, if it is `true`, adds the output of agents and tools."""
 MAX_SPANS = 256
-"""Spans of an episode. Further ones are dropped, and the attribute `agentrl.spans_dropped` has their number."""
+"""Maximum spans of an episode. Additional spans are dropped, and the attribute `agentrl.spans_dropped` has their number."""
 MAX_LINKS = 128
-"""Episodes that the span of a learner step links to."""
+"""Maximum number of episodes to which the span of a learner step links."""
 MAX_TEXT, MAX_CONTENT = 256, 8192
-"""Characters of an attribute, and of one with content."""
+"""Maximum characters of an attribute, and of an attribute with content."""
 RETRY_S = 30.0
-"""Seconds without exports after a failed one. Spans in this time are dropped and counted."""
-_BATCH = 512  # spans of one export
-_EPISODES = 65_536  # groups whose episodes are remembered until their step
+"""Seconds without exports after a failed export. Spans in this time are dropped and counted."""
+_BATCH = 512  # maximum spans of one export
+_EPISODES = 65_536  # maximum groups whose episodes are remembered until their step
 _NS = 1_000_000_000
 
 UsesOfStep = Callable[[int], Mapping[int, GroupUse | None]]
-"""Returns the groups that the step of a version used: group index -> use."""
+"""Returns the groups that the step of a version used, as group index -> use."""
 
 
 class EpisodeTraces(Tracker):
@@ -50,7 +51,7 @@ class EpisodeTraces(Tracker):
         self, provider: Any, exporters: Sequence[Any], *, run_id: str, model: str, uses: UsesOfStep, alert: Callable[[str], None]
     ) -> None:
         self.exported, self.dropped = 0, 0
-        """Spans that a collector took, and spans that were lost because it did not."""
+        """The number of spans that a collector accepted, and of spans that were lost because it did not accept them."""
         self._exporters, self._uses, self._alert = tuple(exporters), uses, alert
         self._spans = _Spans(provider, run_id=run_id, model=model)
         self._episodes: OrderedDict[int, tuple[str, ...]] = OrderedDict()  # group -> its episodes
@@ -65,7 +66,7 @@ class EpisodeTraces(Tracker):
         self._export((span for scored in group.episodes for span in self._spans.episode(index, scored)), count)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Exports the span of a learner step, and for each episode that it used a span with a link to it."""
+        """Exports the span of a learner step, and for each episode that the step used a span with a link to it."""
         uses = self._uses(step)
         used = [(episode, use) for group, use in uses.items() for episode in self._episodes.pop(group, ())]
         self._export(self._spans.step(step, metrics, used), 1 + len(used))
@@ -79,7 +80,7 @@ class EpisodeTraces(Tracker):
             log.warning("traces: %d of %d spans were not exported", self.dropped, self.dropped + self.exported)
 
     def _export(self, spans: Iterator[Any], count: int) -> None:
-        """Exports spans, which are built only if the collector is expected to take them. `count`: about how many there are."""
+        """Exports spans. They are built only if the collector is expected to accept them. `count`: approximate number of spans."""
         if time.monotonic() < self._retry_at or not self._exporters:
             self.dropped += count
             return
@@ -102,7 +103,7 @@ class EpisodeTraces(Tracker):
 
 
 def span_count(scored: ScoredEpisode) -> int:
-    """Returns the number of spans of an episode without a bound: its agents, turns and calls, and its score."""
+    """Returns the number of spans of an episode before the limit is applied: its agents, turns and calls, and its score."""
     lines = scored.episode.trajectories
     return 1 + len(lines) + sum(1 + len(turn.tool_results) for line in lines for turn in line.own_turns)
 
@@ -135,7 +136,7 @@ class _Spans:
             yield self._score(scored, root)
 
     def step(self, step: int, metrics: Mapping[str, float], used: Sequence[tuple[str, GroupUse | None]]) -> Iterator[Any]:
-        """Yields the span of the learner step that produced version `step`, and one in the trace of each episode that it used.
+        """Yields the span of the learner step that produced version `step`, and one span in the trace of each episode that the step used.
 
         Args:
             used: ids of these episodes, and how the step used their groups.
@@ -160,7 +161,7 @@ class _Spans:
     def _agent(self, scored: ScoredEpisode, index: int, line: Trajectory, group: int, wanted: int) -> Iterator[Any]:
         """Yields the spans of a trajectory: its agent, and its turns with their tool calls. `wanted`: spans of the episode."""
         episode, first = scored.episode, len(line.inherited)
-        turns = [turn for turn in line.own_turns if turn.ended_at]  # 0: unknown
+        turns = [turn for turn in line.own_turns if turn.ended_at]  # 0 means unknown
         began = min((turn.ended_at - turn.generate_s for turn in turns), default=time.time())
         ended = max((turn.ended_at + turn.tool_s for turn in turns), default=began)
         attributes: dict[str, Any] = {
@@ -210,7 +211,7 @@ class _Spans:
         spans = [self._make(name, episode, key, began, turn.ended_at, attributes, parent=agent, links=links, client=True)]
         calls_s = sum(result.wall_s for result in turn.tool_results)
         sequential = calls_s <= turn.tool_s
-        at = turn.ended_at + max(0.0, turn.tool_s - calls_s)  # the sandbox opens before the first call
+        at = turn.ended_at + max(0.0, turn.tool_s - calls_s)  # the sandbox was opened before the first call
         for index, result in enumerate(turn.tool_results):
             tool = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": _short(result.name), "gen_ai.tool.type": "function"}
             if self._content:
@@ -259,7 +260,7 @@ class _Spans:
         error: str = "",
         client: bool = False,
     ) -> Any:
-        """Returns a span of the trace `of`. `key` and `parent` identify spans in that trace; `links` are contexts of others."""
+        """Returns a span of the trace `of`. `key` and `parent` identify spans in that trace; `links` are contexts of other spans."""
         kinds, codes = self._api.SpanKind, self._api.StatusCode
         return self._span(
             name=name,
@@ -277,7 +278,7 @@ class _Spans:
 
 
 def _message(turn: Turn) -> str:
-    """Returns a turn's message in the JSON of the conventions, with clipped texts."""
+    """Returns a turn's message in the JSON of the conventions, with clipped strings."""
     calls = [
         {"type": "tool_call", "id": str(number), "name": _short(call.name), "arguments": _arguments(call)}
         for number, call in enumerate(turn.message.tool_calls)
@@ -292,7 +293,7 @@ def _arguments(call: ToolCall) -> str:
 
 
 def _hash(size: int, *parts: str) -> int:
-    """Returns an id of some bytes that differs for different parts. It is never 0, which is invalid."""
+    """Returns an id of `size` bytes that differs for different parts. It is never 0, which is invalid."""
     digest = hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:size], "big") or 1
 

@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 class RunTracker(Tracker):
     """Writes `metrics.jsonl`, then notifies each tracker. Use it from one thread, and close it.
 
-    It also alerts about new reasons for excluding episodes and about a step that changed nothing. A tracker that raises is logged and
-    notified of later events; only an error in writing `metrics.jsonl` ends the run. Each tracker must return at once: those that may wait
-    are wrapped in `agentrl.observe.background.BackgroundTracker`.
+    It also alerts about new reasons for excluding episodes and about a step that changed nothing. If a tracker raises, the error is logged,
+    and the tracker is still notified of later events. Only an error in writing `metrics.jsonl` ends the run. Each tracker must return at
+    once. A tracker that may wait is wrapped in `agentrl.observe.background.BackgroundTracker`.
 
     Args:
         run_dir: the run folder; `metrics.jsonl` is appended to.
@@ -95,7 +95,7 @@ class RunTracker(Tracker):
 
 
 class MetricsFile(Tracker):
-    """`metrics.jsonl`: one line per step, from which summary and report are computed."""
+    """Writes `metrics.jsonl`, which has one line per step. Summary and report are computed from it."""
 
     def __init__(self, run_dir: Path) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ class MetricsFile(Tracker):
 
 
 class TensorBoard(Tracker):
-    """Scalars in a new event file in `logs/tensorboard` of the run folder. If writing fails, it logs that and stops.
+    """Writes scalars to a new event file in `logs/tensorboard` of the run folder. If writing fails, the tracker logs the error and stops.
 
     TensorBoard's own writer is not used, because its thread dies when the disk is full and loses what it buffers.
     """
@@ -157,9 +157,9 @@ class TensorBoard(Tracker):
 
 
 class StageClock(Tracker):
-    """Seconds by stage; a stage that is re-entered adds to its time.
+    """Measures the seconds by stage. A stage that is re-entered adds to its time.
 
-    `began` is the start of the stage `prepare` in monotonic seconds; None means that no stage runs yet.
+    `began` is the start of the stage `prepare` in monotonic seconds; None means that no stage has started.
     """
 
     def __init__(self, *, began: float | None = None) -> None:
@@ -175,7 +175,7 @@ class StageClock(Tracker):
 
     @property
     def wall_s(self) -> dict[str, float]:
-        """Seconds by stage so far, in order of their start."""
+        """The seconds by stage so far, in order of their start."""
         now = time.monotonic()
         return {name: spent + (now - self._began if name == self._running else 0.0) for name, spent in self._wall_s.items()}
 
@@ -198,10 +198,10 @@ def open_tensorboard(run_dir: Path, recipe: Recipe) -> TensorBoard:
 
 
 def open_trackers(run_dir: Path, recipe: Recipe, *, console: bool) -> list[Tracker]:
-    """Opens the trackers of a recipe, all or none. Without `console`, `terminal` prints to standard error. Trackers of other projects and
-    user-supplied ones run in the background.
+    """Opens either all trackers of a recipe or none. If `console` is False, `terminal` prints to standard error. Third-party and
+    user-supplied trackers run in the background.
 
-    Raises `PluginError` for one that cannot be opened.
+    Raises `PluginError` if a tracker cannot be opened.
     """
     opened: list[Tracker] = []
     try:

@@ -1,4 +1,4 @@
-"""Episodes to read, such as the same task before and after training. `templates/episode.html` shows them as chat bubbles."""
+"""Episodes for display, such as the same task before and after training. `templates/episode.html` shows them as chat bubbles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentrl.observe.rundata import as_list
 Transcript = Mapping[str, Any]
 Pair = tuple[Transcript, Transcript]  # before, after
 
-_MAX_CHARS = 8000  # of one message
+_MAX_CHARS = 8000  # maximum characters of one message
 _SPLITS = {"heldout": "held-out task", "heldout_real": "held-out task on real data", "train": "training task"}
 _ROLES = {"system": "instructions", "user": "question", "assistant": "agent", "tool": "sandbox"}
 
@@ -39,7 +39,7 @@ class ShownEpisode:
     kind: str
     versions: str
     bubbles: tuple[Bubble, ...]
-    others: tuple[tuple[str, tuple[Bubble, ...]], ...]  # title and messages of a sub-agent, or of a trajectory after compaction
+    others: tuple[tuple[str, tuple[Bubble, ...]], ...]  # title and messages: of a sub-agent, or of a trajectory after compaction
     outcome: tuple[tuple[str, str], ...]  # name, value
     badge: tuple[str, str]  # score, style
 
@@ -58,7 +58,7 @@ def choose_pairs(before: Sequence[Transcript], after: Sequence[Transcript], want
 
 
 def show_episode(item: Transcript, title: str = "") -> ShownEpisode:
-    """One episode as the report shows it; without a title, it has its phase and step."""
+    """Returns one episode as the report shows it. The default title is its phase and step."""
     split = _text(item, "split")
     kind = (_text(item, "kind").replace("_", " "), _SPLITS.get(split, split))
     answer, truth = item.get("answer"), item.get("truth")
@@ -83,7 +83,7 @@ def show_episode(item: Transcript, title: str = "") -> ShownEpisode:
 
 
 def show_failure(item: Transcript) -> ShownEpisode:
-    """Returns a captured failure, with its tag and the turn where it shows first, counted from 1."""
+    """Returns a captured failure, with its tag and the first turn in which it shows, counted from 1."""
     turn = item.get("turn")
     where = f", turn {turn + 1}" if isinstance(turn, int) else ""
     shown = show_episode(item)
@@ -110,7 +110,7 @@ def _bubble(message: Mapping[str, Any]) -> Bubble:
 def _call(call: Mapping[str, Any]) -> tuple[str, str]:
     arguments = call.get("arguments")
     if isinstance(arguments, dict) and len(arguments) == 1 and isinstance(only := next(iter(arguments.values())), str):
-        shown = only  # code and answers are more readable without JSON
+        shown = only  # code and answers are easier to read without JSON
     else:
         shown = json.dumps(arguments, indent=2, ensure_ascii=False)
     return _cut(str(call.get("name", "?"))), _cut(shown)
@@ -141,7 +141,7 @@ def _key(item: Transcript) -> tuple[str, str]:
 
 
 def _value(item: Transcript) -> float:
-    """Returns the score for sorting; an unscored episode comes below all scores."""
+    """Returns the score for sorting. An unscored episode is ordered below all scores."""
     score = item.get("score")
     return float(score) if isinstance(score, int | float) and not item.get("left_out") else -1.0
 

@@ -1,4 +1,4 @@
-"""The replaceable parts of a run: built-in ones, which a recipe selects by name, and user-supplied ones, by plug-in reference.
+"""The replaceable parts of a run. A recipe selects built-in parts by name, and user-supplied parts by plug-in reference.
 
 The name of a built-in part is an alias of a plug-in reference into agentrl. Every other name is resolved by `agentrl.plugins.references`.
 Before a run starts, each part is checked against the protocol of its kind. See docs/parts.md."""
@@ -30,7 +30,7 @@ from agentrl.plugins.protocol_checks import ProtocolError, promised_class, proto
 class Part:
     """A replaceable part in a recipe: `"clip"`, `"mine.losses:loss"` or `Part("mine.losses:loss", options={"beta": 2})`.
 
-    In data it is text, or `{"ref": ..., "options": {...}}` if it has options.
+    As data, a part is a string, or `{"ref": ..., "options": {...}}` if it has options.
     """
 
     ref: Annotated[str, Field(min_length=1)]
@@ -47,7 +47,7 @@ class Part:
 
     @model_serializer
     def as_data(self) -> str | dict[str, Any]:
-        """Text, or a mapping if there are options."""
+        """Returns the reference as a string, or a mapping if there are options."""
         return {"ref": self.ref, "options": self.options} if self.options else self.ref
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class PartKind:
     shipped: Mapping[str, str]  # name of a built-in part -> plug-in reference
     protocol: str  # plug-in reference
     has_defaults: bool = False  # whether methods inherited from the protocol count
-    arguments: tuple[str, ...] | None = ()  # arguments of its factory, `*` before keyword arguments; None: the part is called directly
+    arguments: tuple[str, ...] | None = ()  # arguments of its factory, `*` before keyword arguments; None means a direct call of the part
     with_options: frozenset[str] = frozenset()  # built-in parts that take options
 
 
@@ -164,7 +164,7 @@ KINDS = (AGENT, BACKEND, CHANNEL, STORE, TRACKER, ADVANTAGE, LOSS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentKind:
-    """Environments that `tasks.family` selects by a prefix: plug-in references of their family, and of what opens them."""
+    """Environments that `tasks.family` selects by a prefix: plug-in references of their family, and of their openers."""
 
     family: str  # callable (reference, seed=, **options)
     pooled: str = ""  # class of those in processes of the pool, called with the rest of the reference
@@ -197,7 +197,7 @@ ENVIRONMENTS = {
         family="agentrl.environment.verifiers_tasks:VerifiersFamily", host="agentrl.environment.verifiers_tasks:host_spec"
     ),
 }
-"""Prefix of `tasks.family` -> its environments. Secrets in the options are resolved when one is opened, because tasks are stored."""
+"""Prefix of `tasks.family` -> its environments. Secrets in the options are resolved when it is opened, because tasks are stored."""
 
 
 def environment_kind(ref: str) -> EnvironmentKind | None:
@@ -206,7 +206,7 @@ def environment_kind(ref: str) -> EnvironmentKind | None:
 
 
 def check_part(kind: PartKind, part: Part) -> Part:
-    """Returns the part. Raises `ValueError` for an unknown name, and for options of a built-in part."""
+    """Returns the part. Raises `ValueError` if the name is unknown, or if there are options for a built-in part that takes none."""
     name = part.ref
     if name in kind.shipped and part.options and name not in kind.with_options:
         raise ValueError(f"options do nothing with {kind.key}={name}: they are for plug-ins; remove them")
@@ -230,8 +230,8 @@ Loss = Annotated[Part, AfterValidator(partial(check_part, LOSS)), LOSS]
 def load_part(kind: PartKind, part: Part) -> Any:
     """Loads the factory of a part, or an estimator or loss, with its options.
 
-    Raises `PluginError` if the name does not resolve or does not conform to the protocol, and `UserError` for an option that refers to a
-    missing secret.
+    Raises `PluginError` if the name does not resolve or does not conform to the protocol, and `UserError` if an option refers to a missing
+    secret.
     """
     shipped = part.ref in kind.shipped
     loaded = references.resolve(kind.shipped[part.ref]) if shipped else _resolve_user_part(kind, part.ref, part.options)
@@ -241,7 +241,7 @@ def load_part(kind: PartKind, part: Part) -> Any:
 def make_part(kind: PartKind, part: Part, *arguments: Any, **named: Any) -> Any:
     """Creates a part with its factory and checks it against its protocol.
 
-    Raises `PluginError` as `load_part` does, and for any foreign exception of a user-supplied factory.
+    Raises `PluginError` as `load_part` does, and if a user-supplied factory raises anything but an `AgentRLError` or an `OSError`.
     """
     factory, name = load_part(kind, part), part.ref
     if name in kind.shipped and name not in kind.with_options:
@@ -292,7 +292,7 @@ def _resolve_user_part(kind: PartKind, name: str, options: Mapping[str, Any]) ->
 
 
 def _call(kind: PartKind) -> tuple[list[None], dict[str, None]]:
-    """Placeholders for the arguments of a factory of this kind."""
+    """Returns placeholders for the arguments of a factory of this kind."""
     names = list(kind.arguments or ())
     at = names.index("*") if "*" in names else len(names)
     return [None] * at, dict.fromkeys(names[at + 1 :])

@@ -1,6 +1,6 @@
 """Checks whether a user-supplied class, object or function conforms to a protocol, without calling it.
 
-The message for a missing method has the signature to write; for a method with a wrong signature it has both signatures.
+The message for a missing method contains the signature to write. For a method with a wrong signature, it contains both signatures.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _is_unbound(candidate: Any, name: str) -> bool:
 
 
 def _misfit(name: str, theirs: Callable[..., Any], wanted: Callable[..., Any], *, unbound: bool, options: Mapping[str, Any]) -> str:
-    """Returns why a method does not match the method of the protocol: other arguments, or only one of them is async."""
+    """Returns why a method does not match the method of the protocol: their arguments differ, or only one of them is async."""
     ours = list(inspect.signature(wanted).parameters.values())[1:]
     arguments = [None] * (len([one for one in ours if one.kind is one.POSITIONAL_OR_KEYWORD]) + unbound)
     fewest = [None] * (len([one for one in ours if one.kind is one.POSITIONAL_OR_KEYWORD and one.default is one.empty]) + unbound)
@@ -121,7 +121,7 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 
 def _promises(function: Callable[..., Any]) -> bool:
-    """Whether the annotation of a plain function says that it returns an awaitable."""
+    """Whether a plain function is annotated as returning an awaitable."""
     annotation = str(inspect.signature(function).return_annotation)
     return any(word in annotation for word in ("Awaitable", "Coroutine", "Future"))
 

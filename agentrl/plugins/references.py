@@ -69,12 +69,12 @@ def add_project_root(root: Path) -> None:
 
 
 def current_project() -> Path:
-    """Returns the root of the project in use; before one was added, that of the current directory."""
+    """Returns the root of the project in use; if none was added, the root of the project that contains the current directory."""
     return _added[0] if _added else project_root(Path.cwd() / "x")
 
 
 def project_root(path: Path) -> Path:
-    """Returns the nearest folder above a path with a pyproject.toml; else the current directory."""
+    """Returns the nearest folder above a path with a pyproject.toml; the current directory if there is none."""
     for folder in path.resolve().parents:
         if (folder / "pyproject.toml").is_file():
             return folder
@@ -82,7 +82,7 @@ def project_root(path: Path) -> Path:
 
 
 def content_root() -> Path:
-    """Returns the folder with the shipped `sandboxes`, `rewards`, `recipes` and `evals`. Raises `UserError` if it is missing."""
+    """Returns the folder with the shipped `sandboxes`, `rewards`, `recipes` and `evals`. Raises `UserError` if the folder is missing."""
     for root in (PACKAGE / "_project", PACKAGE.parent):
         if all((root / part).exists() for part in CONTENT):
             return root

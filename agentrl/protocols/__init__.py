@@ -1,4 +1,4 @@
-"""The protocols of agentrl's parts, one file per package. Other packages implement them; nothing here imports an implementation.
+"""The protocols of agentrl's parts, one file per package. Other packages implement the protocols; nothing here imports an implementation.
 
 Every wait takes a deadline in seconds and raises a typed error (`agentrl.errors`) after it.
 """

@@ -13,15 +13,15 @@ from agentrl.records import EnvironmentSpec, Observation, RoleStep, Step, ToolCa
 class Environment(Protocol):
     """One environment, opened for one episode.
 
-    `actions` says what an action is:
+    `actions` defines what an action is:
 
     - None: any text. The agent's answer is the action.
-    - A sequence of texts, such as `("left", "right")`: one of these. Sampling is constrained to them.
+    - A sequence of strings, such as `("left", "right")`: one of these strings. Sampling is constrained to them.
     - A sequence of function schemas: a call of one of these tools. If the environment also has the attribute `takes_text = True`, an answer
       without a call is an action too.
 
-    Faults: `PolicyFault` for an action that the rules forbid, `TaskError` for a task that cannot be played, and any other exception, or no
-    answer in time, for a broken environment. Only the first is scored.
+    Faults: `PolicyFault` means that the rules forbid an action, and `TaskError` that a task cannot be played. Any other exception, or no
+    answer in time, means that the environment is broken. Only a `PolicyFault` is scored.
     """
 
     instructions: str  # the agent's system message; empty means none
@@ -36,7 +36,7 @@ class Environment(Protocol):
         ...
 
     async def close(self) -> None:
-        """Ends the episode and frees what it holds. Called once, also after a fault."""
+        """Ends the episode and frees its resources. This method is called once, even after a fault."""
 
 
 class ResumableEnvironment(Environment, Protocol):
@@ -47,15 +47,15 @@ class ResumableEnvironment(Environment, Protocol):
         ...
 
     async def restore(self, state: bytes) -> Observation:
-        """Continues from a state, in place of `reset`. Returns the observation that followed it."""
+        """Continues from a state and returns the observation that followed it. Called instead of `reset`."""
         ...
 
 
 class RoleEnvironment(Protocol):
-    """An environment with several agents, one in each role. `actions` and faults are those of `Environment`; actions are texts.
+    """An environment with several agents, one in each role. `actions` and faults are those of `Environment`; actions are strings.
 
-    The roles with an observation act next: one of them in turn, or several at once. An action of one role is never shown to another
-    before it acts, unless the environment does so in an observation.
+    The roles with an observation act next: one of them in turn, or several at once. An action of one role is never shown to a different
+    role before that role acts, unless the environment does so in an observation.
     """
 
     instructions: str
@@ -72,20 +72,20 @@ class RoleEnvironment(Protocol):
         ...
 
     async def close(self) -> None:
-        """Ends the episode and frees what it holds."""
+        """Ends the episode and frees its resources."""
 
 
 class Opponent(Protocol):
-    """A past version of the policy that plays in an episode. Its weights do not change meanwhile."""
+    """A past version of the policy that plays in an episode. The weights of this version do not change during the episode."""
 
     @property
     def number(self) -> int:
-        """Its version number."""
+        """The number of this version."""
         ...
 
     @property
     def policy(self) -> Policy:
-        """The server that samples from it."""
+        """The server that samples from this version."""
         ...
 
 
@@ -93,11 +93,11 @@ class League(Protocol):
     """Past versions of the policy as opponents, and the results of the games against them."""
 
     def opponent(self) -> AbstractAsyncContextManager[Opponent]:
-        """Context with the current opponent. Raises `ServingError` if none can be served in time."""
+        """Returns a context with the current opponent. Raises `ServingError` if no opponent can be served in time."""
         ...
 
     def record(self, opponent: int, gain: float, *, version: int) -> None:
-        """Records a finished game: what the trained policy received more than the opponent, and its version."""
+        """Records a finished game: how much more the trained policy received than the opponent, and the version of the trained policy."""
 
 
 class EnvironmentOpener(Protocol):

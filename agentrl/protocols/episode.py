@@ -1,4 +1,4 @@
-"""An episode in progress as its agent sees it, and the agent."""
+"""The protocols of an agent, and of an episode in progress as the agent sees it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentrl.records.limits import Thinking
 
 
 class LiveTrajectory(Protocol):
-    """A trajectory in progress. The agent decides what comes next; the episode samples, enforces limits and records.
+    """A trajectory in progress. The agent decides the next operation; the episode samples, enforces limits and records turns.
 
     A turn is a call of `sample`, then `add_turn`, then `add_results` if it called tools, then `add_prompt` with the tokens before the next
     completion. Turns that were sampled elsewhere are added without `sample`.
@@ -22,28 +22,28 @@ class LiveTrajectory(Protocol):
 
     @property
     def index(self) -> int:
-        """Its index in `LiveEpisode.trajectories`."""
+        """The index of the trajectory in `LiveEpisode.trajectories`."""
 
     @property
     def agent(self) -> str:
-        """The name of its agent."""
+        """The name of the trajectory's agent."""
 
     @property
     def parent(self) -> Parent | None:
-        """The turn and the call at which it started; None for the first one."""
+        """The turn and the call at which the trajectory started; None for the first trajectory."""
 
     @property
     def turns(self) -> Sequence[Turn]:
-        """Its turns so far."""
+        """The turns of the trajectory so far."""
         ...
 
     @property
     def stop_reason(self) -> str:
-        """Why it ended; empty while it continues."""
+        """Why the trajectory ended; empty while it continues."""
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in its context, including those of `add_prompt`. At most `LiveEpisode.room`."""
+        """Number of tokens in the context of the trajectory, including tokens from `add_prompt`. At most `LiveEpisode.room`."""
 
     def limit(self) -> str:
         """Returns the limit that has been reached: `turn_limit`, `wall_limit` or `token_limit`; empty if another turn may be sampled.
@@ -52,7 +52,7 @@ class LiveTrajectory(Protocol):
         """
 
     def add_prompt(self, token_ids: Sequence[int]) -> None:
-        """Appends tokens to the context before the next completion. They are not trained."""
+        """Appends tokens to the context before the next completion. These tokens are not trained."""
 
     async def sample(
         self,
@@ -69,7 +69,7 @@ class LiveTrajectory(Protocol):
             stop_token_ids: tokens that end the completion.
             max_tokens: its largest length; None means what the limits allow.
             thinking: needed if the task sets `Limits.thinking_tokens`.
-            stop: texts that end it, after the token that completes one.
+            stop: strings that end it, after the token that completes one of them.
             constraint: grammar of the completion; see `SamplingParams.constraint`.
 
         Raises:
@@ -106,7 +106,7 @@ class ToolSource(Protocol):
 class EpisodeMemory(Protocol):
     """One episode's access to the memory of its run. The notes that it can read do not change during the episode.
 
-    All agents of the episode share it. Raises `StoreError` if the memory cannot be read or written.
+    All agents of the episode share this memory. Raises `StoreError` if the memory cannot be read or written.
     """
 
     @property
@@ -117,11 +117,12 @@ class EpisodeMemory(Protocol):
         """Stores a note for later episodes. Returns whether it was stored, and the reply to the agent."""
 
     def recall(self, query: str, own: Sequence[str] = (), most: int | None = None) -> tuple[bool, str]:
-        """Searches notes of earlier episodes; an empty query returns the newest. Returns whether the query is valid, and the reply.
+        """Searches notes of earlier episodes; an empty query returns the newest notes. Returns whether the query is valid, and the reply.
 
         Args:
             own: notes of this episode, which are shown before the others.
-            most: largest number of notes; None means that of the tool `recall`, and 1 the text of one note without a number.
+            most: largest number of notes. None means the default of the tool `recall`. With 1, the reply is the text of one note without
+                its number.
         """
 
 
@@ -142,7 +143,7 @@ class ExternalRequest(Protocol):
 class LiveEpisode(Protocol):
     """An episode in progress, as its agent sees it: the tree of trajectories, the sandbox, and the limits of the task.
 
-    The episode enforces `task.limits` and records what the agent does. Its state can be captured between two turns.
+    The episode enforces `task.limits` and records what the agent does. The state of an episode can be captured between two turns.
     """
 
     id: str
@@ -156,7 +157,7 @@ class LiveEpisode(Protocol):
 
     @property
     def trajectories(self) -> Sequence[LiveTrajectory]:
-        """All trajectories so far, in the order of their start. The first exists from the beginning."""
+        """All trajectories so far, in the order of their start. The first trajectory exists from the start."""
 
     @property
     def turn_count(self) -> int:
@@ -164,23 +165,26 @@ class LiveEpisode(Protocol):
 
     @property
     def agent_state(self) -> Mapping[str, Any]:
-        """The agent's state, if this episode resumes from a captured state; else empty."""
+        """The agent's state if this episode resumes from a captured state; empty otherwise."""
 
     def open(self, agent: str, *, parent: Parent | None = None, prompt: Sequence[Message] = (), policy: str = "") -> LiveTrajectory:
-        """Starts another trajectory.
+        """Starts a new trajectory.
 
         Args:
             agent: name of its agent, such as "search".
-            parent: the turn at which it starts. With `call` it belongs to a sub-agent, otherwise to the same agent in a new context.
-            prompt: messages to the agent, for the record. Its tokens are added with `add_prompt`.
-            policy: what plays it, if it is not trained (`Trajectory.policy`). A new context of the same agent has that of its parent.
+            parent: the turn at which it starts. If it has a `call`, the trajectory belongs to a sub-agent, otherwise to the same agent in a
+                new context.
+            prompt: messages to the agent, for the record. The tokens of the prompt are added with `add_prompt`.
+            policy: the player of the trajectory, if it is not trained (`Trajectory.policy`). A new context of the same agent has the policy
+                of its parent.
 
         Raises:
             ValueError: the turn or the call does not exist.
         """
 
     def external_request(self, at_most: int, *, within_s: float) -> AbstractContextManager[ExternalRequest]:
-        """Context of a request that the agent itself sends to a server of the policy. Its time counts as sampling.
+        """Returns a context for a request that the agent itself sends to a server of the policy. The time of the request counts as
+        sampling.
 
         `ExternalRequest.most` is at most the number of tokens that the server usually returns within `within_s` and the time left, so that
         a model that does not stop is cut off instead of running into a timeout."""
@@ -192,7 +196,7 @@ class LiveEpisode(Protocol):
         ...
 
     async def sandbox(self) -> Sandbox:
-        """Returns the sandbox of the episode, opened by the first call. Raises `SandboxError`, or `TaskError` for an invalid spec."""
+        """Returns the sandbox of the episode, opened by the first call. Raises `SandboxError`, or `TaskError` if its spec is invalid."""
 
     @property
     def sandbox_opened(self) -> bool:
@@ -206,31 +210,32 @@ class LiveEpisode(Protocol):
         """
 
     def sub_episode(self, copy: bytes | None) -> AbstractAsyncContextManager[LiveEpisode]:
-        """Context with a view of this episode for a sub-agent with a separate sandbox, which starts from a `working_copy`.
+        """Returns a context with a view of this episode for a sub-agent with a separate sandbox, which starts from a `working_copy`.
 
         The sandbox has the spec of the task and is closed at the end. Meanwhile the state of the episode cannot be captured.
         """
 
     def running(self, sandbox: Sandbox | None) -> AbstractContextManager[None]:
-        """Returns a context for a program or tool that the agent called. Its time counts as the agent's, and the sandbox is in use."""
+        """Returns a context for a program or tool that the agent called. Its time counts as the agent's time, and the sandbox counts as in
+        use."""
 
     def clip_output(self, output: str) -> str:
         """Cuts tool output so that the episode shows at most `Limits.all_output_chars`, and marks the cut."""
 
     def add_failure(self, failure: Failure) -> None:
-        """Records a failure of a tool. Only the first ones are recorded."""
+        """Records a failure of a tool. Only the first failures are recorded."""
 
     async def boundary(self, agent_state: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
         """Marks a point between two turns, where the state may be captured and branches may start.
 
         Args:
-            agent_state: returns the agent's own state as JSON. Called only for a capture. If it raises `ValueError`, no state is captured
-                and the error is logged.
+            agent_state: returns the agent's own state as JSON. It is called only for a capture. If it raises `ValueError`, no state is
+                captured and the error is logged.
         """
 
 
 class Agent(Protocol):
-    """An agent: a turn loop with tools, one with sub-agents, or a third-party program. One object serves all episodes of a run.
+    """An agent: a turn loop with tools, a turn loop with sub-agents, or a third-party program. One object serves all episodes of a run.
 
     `agentrl.rollout.EpisodeRunner` handles sandboxes, limits, faults, outputs and capture.
 

@@ -10,7 +10,7 @@ from agentrl.records import EpisodeState, Group, GroupUse, LateScore, LedgerEntr
 
 
 class ExperienceStore(Protocol):
-    """Durable storage of scored groups, written by the driver and read by the learner. Safe for concurrent processes.
+    """Durable storage of scored groups, written by the driver and read by the learner. The store is safe for concurrent processes.
 
     A group is ready when it is stored, or parked while parts of its scores are still to come. A ready group is assigned to a learner step,
     and consumed when the step completes. The driver and every learner rank open the store with its factory, which receives the run folder
@@ -18,9 +18,9 @@ class ExperienceStore(Protocol):
     """
 
     def put(self, group: Group) -> bool:
-        """Stores a group, and its residual if `agentrl.experience.residuals.split_group` returns one.
+        """Stores a group, and its residual if `agentrl.experience.residuals.split_group` returns a residual.
 
-        Returns False, and stores nothing, if a group with this index exists.
+        Returns False and stores nothing if a group with this index already exists.
         """
 
     def has(self, index: int) -> bool:
@@ -28,13 +28,13 @@ class ExperienceStore(Protocol):
         ...
 
     def entries(self, *, first: int | None = None, step: int | None = None) -> tuple[LedgerEntry, ...]:
-        """Returns the ledger entries of the stored groups, in ascending order of index. Does not read their episodes.
+        """Returns the ledger entries of the stored groups, in ascending order of index. The episodes of the groups are not read.
 
         An implementation computes the entry of a new group with `agentrl.experience.new_entry`.
 
         Args:
-            first: smallest index; None means all groups. Ignored if `step` is set. Unconsumed groups with late parts, and residuals,
-                are returned whatever their index.
+            first: smallest index; None means all groups. Ignored if `step` is set. Unconsumed groups with late parts, and residuals, are
+                returned regardless of their index.
             step: return only the groups of this learner step; None means all groups.
         """
 
@@ -45,14 +45,14 @@ class ExperienceStore(Protocol):
         """
 
     def assign(self, step: int, indices: Sequence[int]) -> None:
-        """Assigns groups to a learner step. Raises `StoreError` if a group is absent or belongs to another step.
+        """Assigns groups to a learner step. Raises `StoreError` if a group is absent or belongs to a different step.
 
-        An interrupted attempt may have assigned groups to this step and later ones. If those of this step are not `indices`, all of them
-        become ready again.
+        An interrupted attempt may have assigned groups to this step and later steps. If the groups of this step are not `indices`, all of
+        these groups become ready again.
         """
 
     def commit(self, step: int, uses: Mapping[int, GroupUse], checkpoint: str) -> None:
-        """Marks the groups of a step as consumed. Raises `StoreError` if a group is absent or belongs to another step.
+        """Marks the groups of a step as consumed. Raises `StoreError` if a group is absent or belongs to a different step.
 
         Args:
             uses: group index -> how the step used the group.
@@ -62,14 +62,14 @@ class ExperienceStore(Protocol):
     def reconcile(self, consumed: Mapping[int, Mapping[int, GroupUse]]) -> None:
         """Sets the ledger to the state of the checkpoint that the learner starts from.
 
-        Groups of later steps stay assigned to them, so that a repeated step uses the same groups. All others become ready.
+        Groups of later steps stay assigned to them, so that a repeated step uses the same groups. All other groups become ready.
 
         Args:
             consumed: learner step -> group index -> how the step used the group.
         """
 
     def add_score(self, score: LateScore, *, now: float) -> ScoreReceipt:
-        """Stores a late score durably. Any process may call it, also while no run is live. Raises `ScoreRejected`.
+        """Stores a late score durably. Any process may call it, even while no run is live. Raises `ScoreRejected`.
 
         `agentrl.experience.late_parts.LatePart.accept` decides whether a score is stored.
 
@@ -78,19 +78,19 @@ class ExperienceStore(Protocol):
         """
 
     def expire_scores(self, *, now: float) -> tuple[int, ...]:
-        """Closes the parts of every episode that has a part with an expiry of at most `now`.
+        """Closes the pending parts of every episode that has a part whose expiry is at most `now`.
 
         These episodes stay without a score. Returns the indices of their groups.
         """
 
     def pending_scores(self, *, limit: int, after: str = "") -> tuple[PendingScore, ...]:
-        """Returns the parts that are still to come of at most `limit` episodes whose id follows `after`, in ascending order of id."""
+        """Returns the pending parts of at most `limit` episodes whose id follows `after`, in ascending order of id."""
 
     def parked(self) -> tuple[int, ...]:
         """Returns the indices of the groups that wait for late scores, in ascending order."""
 
     def start_block(self, block: int, version: int) -> None:
-        """Records the policy version from which a block of groups starts. The first record of a block stays."""
+        """Records the policy version from which a block of groups starts. Only the first record of a block is kept."""
 
     def block_versions(self) -> dict[int, int]:
         """Returns the recorded versions: block -> policy version."""
@@ -104,7 +104,7 @@ class GroupCommit(Protocol):
     """Optional ability of an `ExperienceStore`: one durable commit for several groups."""
 
     def put_all(self, groups: Sequence[Group]) -> tuple[bool, ...]:
-        """Stores groups, all or none. Returns for each what `put` returns."""
+        """Stores either all of the groups or none of them. Returns the result of `put` for each group."""
         ...
 
 
@@ -134,27 +134,27 @@ class Delivery:
 
 
 class GroupTransport(Protocol):
-    """Carries groups from rollout workers to the driver, each at least once. The experience store keeps one of each index.
+    """Carries groups from rollout workers to the driver, each at least once. The experience store keeps one group of each index.
 
     Every method waits while the transport is unavailable or full, and raises `StoreError` if that lasts too long.
     """
 
     def append(self, groups: Sequence[Group], *, leases: Sequence[str] = ()) -> None:
-        """Adds groups with their leases, all or none. They are durable when it returns."""
+        """Adds either all of the groups, with their leases, or none of them. The groups are durable when the call returns."""
 
     def claim(self, *, limit: int = 16, wait_s: float = 1.0) -> tuple[Delivery, ...]:
-        """Returns up to `limit` groups that were not acknowledged; after `wait_s` seconds none. Excludes damaged entries."""
+        """Returns up to `limit` unacknowledged groups; empty if there are none within `wait_s` seconds. Excludes damaged entries."""
         ...
 
     def acknowledge(self, ids: Collection[str]) -> None:
-        """Removes deliveries whose groups the experience store has."""
+        """Removes deliveries whose groups the experience store contains."""
 
     def close(self) -> None:
         """Closes the connections."""
 
 
 class EpisodeCheckpoints(Protocol):
-    """Saves episodes in progress, so that a crash costs at most one turn of each.
+    """Saves episodes in progress, so that a crash costs at most one turn of each episode.
 
     A state that cannot be saved or loaded is logged and never fails the episode.
     """
@@ -163,7 +163,7 @@ class EpisodeCheckpoints(Protocol):
         """Saves the newest state of an attempt and replaces the previous state. `member` is the attempt's index in its group."""
 
     async def save_scored(self, group: int, member: int, scored: ScoredEpisode) -> None:
-        """Saves the scored episode of an attempt in place of its state, until the group is stored."""
+        """Saves the scored episode of an attempt, which replaces the saved state of the attempt until the group is stored."""
 
     async def load(self, group: int, member: int) -> EpisodeState | ScoredEpisode | None:
-        """Returns the saved state or scored episode of an attempt; None if neither exists or the saved one is damaged."""
+        """Returns the saved state or scored episode of an attempt; None if neither exists or the saved data is damaged."""

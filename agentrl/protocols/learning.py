@@ -17,8 +17,8 @@ class AdvantageEstimator(Protocol):
             attempts, and groups with too few attempts, are not included.
 
     Returns one finite float per score, in the same shape. A group whose advantages are all 0 trains nothing; a group with NaN or infinity
-    is excluded. It runs on every learner rank and must return the same on all of them. `objective.advantage.options` are passed as keyword
-    arguments.
+    is excluded. The function runs on every learner rank and must return the same values on all ranks. `objective.advantage.options` are
+    passed as keyword arguments.
     """
 
     def __call__(self, groups: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]:
@@ -27,7 +27,7 @@ class AdvantageEstimator(Protocol):
 
 
 class LossTokens(Protocol):
-    """The N sampled tokens of a micro-batch of whole sequences. All tensors have the shape [N]."""
+    """The N sampled tokens of a micro-batch of complete sequences. All tensors have the shape [N]."""
 
     @property
     def log_ratio(self) -> Tensor:
@@ -46,7 +46,7 @@ class LossTokens(Protocol):
 
     @property
     def sequence(self) -> Tensor:
-        """int64; tokens with the same number belong to one sequence."""
+        """Sequence number of each token (int64). Tokens with the same number belong to one sequence."""
         ...
 
     @property

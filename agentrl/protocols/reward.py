@@ -1,6 +1,6 @@
-"""Verifiers: what scores an episode.
+"""The protocols of verifiers, which score an episode.
 
-Judges that score all attempts of a group together.
+The protocol of judges, which score all attempts of a group together.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from agentrl.records import Episode, Score, Task
 
 
 class Verifier(Protocol):
-    """Scores a finished episode. Runs on the host, where `task.data` has the truth, and never gets the sandbox of the agent."""
+    """Scores a finished episode. It runs on the host, where `task.data` contains the truth, and never gets the sandbox of the agent."""
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
         """Scores one episode."""
@@ -29,18 +29,18 @@ class PreparedVerifier(Verifier, Protocol):
         """Deadline of one score, in seconds."""
 
     def prepare(self, *, root: Path, folder: Path | None) -> None:
-        """Called once before the first episode. A `UserError` prevents the start of the run.
+        """Prepares the verifier. Called once before the first episode. A `UserError` prevents the start of the run.
 
         Args:
             root: the folder of the project.
-            folder: the run folder, which may not exist yet; None without a run.
+            folder: the run folder, which may not exist yet; None if there is no run.
         """
 
 
 class SandboxVerifier(Protocol):
     """A verifier that runs the agent's work in new sandboxes, opened after the last action of the agent.
 
-    It sees the work only through `episode.outputs`. Errors of the work lower the score. A fault of the sandbox layer raises
+    The verifier sees the work only through `episode.outputs`. Errors of the work lower the score. A fault of the sandbox layer raises
     `InfrastructureError` (retried, then unscored), and a task with broken tests raises `TaskError` (unscored).
     """
 
@@ -52,7 +52,7 @@ class SandboxVerifier(Protocol):
 
 
 AWAITING_GROUP_JUDGE = "waits for the judge of its group"
-"""Reason of a score that is set when the whole group has ended."""
+"""Reason of a score that is set when all attempts of the group have ended."""
 
 
 class GroupJudge(Protocol):
@@ -62,5 +62,5 @@ class GroupJudge(Protocol):
     """
 
     async def __call__(self, task: Task, episodes: Sequence[Episode]) -> tuple[Score, ...]:
-        """One score per episode, in order. An episode that cannot be judged gets a score with a reason and no value."""
+        """Returns one score per episode, in order. An episode that cannot be judged gets a score with a reason and no value."""
         ...

@@ -1,6 +1,6 @@
 """Sandboxes and the backends that open them.
 
-A sandbox that forwards every operation to another one, through one method that subclasses can override.
+`ForwardingSandbox` forwards every operation to another sandbox, through one method that subclasses can override.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import Protocol, TypeVar, runtime_checkable
 from agentrl.records import ExecResult, SandboxSpec
 
 OPEN_TIMEOUT_S = 60.0
-"""Seconds to open a sandbox. It takes milliseconds on an idle host; on one that opens hundreds, seconds."""
+"""Maximum seconds to open a sandbox. Opening takes milliseconds on an idle host, and seconds on a host that opens hundreds."""
 
 
 @runtime_checkable
 class Sandbox(Protocol):
     """An isolated place to run programs. One episode uses it, and then it is destroyed.
 
-    Paths are relative to the working directory. A path that leaves it raises `ValueError`, as does any other invalid argument (a NUL, an
-    unpaired surrogate, an environment name with `=`, no program, an invalid deadline), before anything is run. An argument of a wrong type
-    raises `TypeError`. Callers may therefore pass an agent's text unchecked. Text is converted to bytes as in `os.fsdecode`, so that every
-    file name can be expressed. Faults of the sandbox layer raise `SandboxError` or `SandboxTimeout`; a program that fails or exceeds its
-    time returns an `ExecResult`.
+    Paths are relative to the working directory. A path that leaves this directory raises `ValueError` before anything is run. Any other
+    invalid argument raises it too: a NUL, an unpaired surrogate, an environment name with `=`, no program, an invalid deadline. An argument
+    of a wrong type raises `TypeError`. Callers may therefore pass an agent's text unchecked. Text is converted to bytes as in
+    `os.fsdecode`, so that every file name can be expressed. Faults of the sandbox layer raise `SandboxError` or `SandboxTimeout`; a program
+    that fails or exceeds its time returns an `ExecResult`.
     """
 
     id: str
@@ -41,10 +41,10 @@ class Sandbox(Protocol):
     async def python(self, code: str, *, timeout_s: float, output_bytes: int = 65536, session: str = "") -> ExecResult:
         """Runs code like `exec(["python3", "-I", "-c", code])`, in a process forked from a warm interpreter to save the start-up time.
 
-        With `session`, the code runs in the interpreter of that name, which continues to exist: later calls see the names that earlier
+        If `session` is set, the code runs in the interpreter of that name, which continues to exist: later calls see the names that earlier
         calls defined, and the value of a final expression is printed (its `repr`, unless it is None). `sys.exit`, a timeout, or a kill for
-        memory ends the session, as `ExecResult.session_ended` reports; the next call starts a new one. A sandbox has at most four sessions;
-        `ValueError` for a fifth name or an invalid one. A snapshot does not include sessions."""
+        memory ends the session, as `ExecResult.session_ended` reports; the next call starts a new session. A sandbox has at most four
+        sessions. Raises `ValueError` if the name is a fifth one or invalid. A snapshot does not include sessions."""
 
     async def read(self, path: str, *, max_bytes: int) -> bytes:
         """Reads a regular file; never follows a link. Raises `FileNotFoundError`, or `ValueError` if the file is too large."""
@@ -53,9 +53,10 @@ class Sandbox(Protocol):
         """Writes a file and creates its folders."""
 
     async def snapshot(self) -> bytes:
-        """The working directory as an archive for `SandboxBackend.open(..., snapshot=...)`. Includes files that the agent cannot read.
+        """Returns the working directory as an archive for `SandboxBackend.open(..., snapshot=...)`. The archive includes files that the
+        agent cannot read.
 
-        Raises `ValueError` only if it is too large.
+        Raises `ValueError` only if the archive is too large.
         """
 
     async def pause(self) -> None:

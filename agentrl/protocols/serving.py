@@ -1,4 +1,4 @@
-"""The policy, its server, and the channel that transfers new weights to it."""
+"""The protocols of the policy, its server, and the channel that transfers new weights to the server."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ class Policy(Protocol):
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str, timeout_s: float) -> Completion:
         """Samples one completion from the distribution that `params` describe, with logprobs under that distribution.
 
-        After `timeout_s` it returns the tokens sampled until then, with the finish reason `CUT`. A policy that cannot do so ignores
-        `timeout_s`; it is cancelled at the end of the episode, and the tokens of the request are lost. With `params.supports` the
+        After `timeout_s` it returns the tokens sampled until then, with the finish reason `CUT`. A policy that cannot return early ignores
+        `timeout_s`; it is cancelled at the end of the episode, and the tokens of the request are lost. If `params.supports` is set, the
         completion must include the support of every token. `request_id` is the id of the episode, a hyphen and a number. Raises
         `ServingError` if the server fails.
         """
 
 
 MAX_CACHE_USE = 0.9
-"""Share of the KV cache above which no further episode starts: the rest is for the next turns of those in flight."""
+"""Share of the KV cache above which no additional episode starts. The rest is for the next turns of the episodes in flight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheUse:
     """The use of the KV caches of a policy's servers."""
 
-    reading: int  # number of the reading; it increases with each new one
+    reading: int  # number of the reading; it increases with each new reading
     waiting: float = 0.0  # requests that wait in the servers for a free slot or cache blocks
     shares: tuple[float, ...]  # [servers] share of cache blocks that running requests hold, 0 to 1; cached prefixes count as free
 
@@ -42,19 +42,19 @@ class PolicyServer(Policy, Protocol):
 
     @property
     def version(self) -> int:
-        """Number of the version that answers requests; -1 before the first."""
+        """Number of the version that answers requests; -1 before the first version."""
 
     @property
     def sha256(self) -> str:
-        """Hash of its weights. A learner that returned to a checkpoint reuses version numbers."""
+        """Hash of the weights of that version. A learner that returned to a checkpoint reuses version numbers."""
 
     @property
     def cache_use(self) -> CacheUse | None:
-        """The newest reading, at most a few seconds old. None means that there is none yet."""
+        """The newest reading, at most a few seconds old. None means that there is no reading yet."""
 
     @property
     def accepts_requests(self) -> bool:
-        """Whether requests may pass now, as far as is known."""
+        """Whether requests may pass now, according to the newest known state."""
 
     @property
     def loading(self) -> bool:
@@ -68,22 +68,23 @@ class PolicyServer(Policy, Protocol):
         """Starts serving; returns when `version` answers and the logprob probe agrees. `await_probe`: wait for the probe of version 0."""
 
     def episode(self, episode_id: str, task_key: str) -> AbstractContextManager[object]:
-        """Context of an episode, so that attempts at one task, which share a prompt, can be sent to the same server."""
+        """Returns a context for an episode, so that attempts at one task, which share a prompt, can be sent to the same server."""
 
     def figures(self) -> dict[str, float]:
-        """Metrics of the servers: requests that wait in them, and for several servers the work of each."""
+        """Returns metrics of the servers: requests that wait in them, and the work of each server if there are several."""
 
     async def swap(self, version: PolicyVersion) -> SwapReport:
         """Loads a published version. If the probe disagrees, the previous version keeps serving. Raises `SwapError`, `ServingError`."""
 
     async def fall_back(self, version: PolicyVersion) -> None:
-        """Returns to `version`, published earlier, after the serving one was retracted by the learner or rejected by the gate."""
+        """Returns to `version`, which was published earlier, after the learner retracted or the gate rejected the serving version."""
 
     async def wait_version(self, number: int) -> None:
-        """Waits until version `number` or a newer one answers."""
+        """Waits until version `number` or a newer version answers."""
 
     async def watch(self, *, on_loss: Callable[[], Awaitable[None]]) -> None:
-        """Restarts servers that die, until cancelled or `ServingError`. `on_loss` is called if the learner may be blocked by the loss."""
+        """Restarts servers that die, until it is cancelled or raises `ServingError`. `on_loss` is called if the learner may be blocked by
+        the loss."""
 
     async def close(self) -> None:
         """Stops all servers."""
@@ -97,7 +98,7 @@ class WeightChannel(Protocol):
     """
 
     async def swap(self, version: PolicyVersion, folder: Path, probe: Probe, *, max_abs_diff: float, timeout_s: float) -> SwapReport:
-        """Loads `version` and compares the probe. Raises `SwapError` if they disagree."""
+        """Loads `version` and compares the probe. Raises `SwapError` if the logprobs disagree."""
 
     async def close(self) -> None:
         """Releases the resources of the channel. Does not stop the server."""

@@ -14,7 +14,7 @@ class TaskFamily(Protocol):
     name: str
 
     def size(self, split: Split) -> int | None:
-        """Returns the number of tasks in the split; None if it is endless."""
+        """Returns the number of tasks in the split; None if the split is endless."""
 
     def task(self, split: Split, index: int) -> Task:
         """Returns the task at an index of a split."""
@@ -22,10 +22,10 @@ class TaskFamily(Protocol):
 
 
 class GoldFamily(TaskFamily, Protocol):
-    """A family that knows the right answers, for `agentrl check` and practice."""
+    """A family that knows the correct answers, for `agentrl check` and practice."""
 
     def gold(self, task: Task) -> str:
-        """Python source of the gold solution. Run in the sandbox of the task, it prints the right answer."""
+        """Returns the Python source of the gold solution. If this program runs in the sandbox of the task, it prints the correct answer."""
         ...
 
 
@@ -35,5 +35,6 @@ class VariedFamily(GoldFamily, Protocol):
     def variants(self, task: Task, *, seed: int) -> Iterator[tuple[str, Task]]:
         """Yields training tasks for the same skill, each with its relation to `task`: alike, harder, easier or a label of the family.
 
-        A pure function of the content of the task and the seed; may be endless. `gold` must solve the variants too.
+        The sequence of variants depends only on the content of the task and the seed. It may be endless. `gold` must solve the variants
+        too.
         """

@@ -1,4 +1,4 @@
-"""Receivers of what happens in a run: trackers in the driver, and listeners of episodes in every process that runs them."""
+"""Receivers of the events of a run: trackers in the driver, and listeners of episodes in every process that runs them."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Interval(Protocol):
 
 
 class Tracker(Protocol):
-    """Receives the metrics and events of a run, in the driver, on a thread of its own. Its factory receives the run folder and the recipe.
+    """Receives the metrics and events of a run, in the driver, on a separate thread. Its factory receives the run folder and the recipe.
 
-    A tracker inherits from this class and overrides the methods that it needs; the others do nothing. An exception is logged. A tracker
-    that is slow or hangs does not delay the run: events wait in a queue of 1,024, and further ones are dropped.
+    A tracker inherits from this class and overrides the methods that it needs; the other methods do nothing. An exception in a tracker is
+    logged. A tracker that is slow or hangs does not delay the run: events wait in a queue of 1,024, and additional events are dropped.
     """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -44,7 +44,7 @@ class Tracker(Protocol):
         return None
 
     def alert(self, text: str) -> None:
-        """Called with a warning for the user, such as a skipped update. It may contain text of an agent."""
+        """Called with a warning for the user, such as a skipped update. The warning may contain text of an agent."""
         return None
 
     def stage(self, name: str, detail: str = "") -> None:
@@ -56,15 +56,15 @@ class Tracker(Protocol):
         return None
 
     def evaluating(self, done: int, total: int) -> None:
-        """Progress of an evaluation, in tasks."""
+        """Handles the progress of an evaluation: number of finished tasks and of all tasks."""
         return None
 
     def evaluated(self, phase: str, rates: Mapping[str, Interval]) -> None:
-        """The result of an evaluation ("before", "step8", "after"), by split."""
+        """Handles the result of an evaluation ("before", "step8", "after"), by split."""
         return None
 
     def swapped(self, report: SwapReport) -> None:
-        """Handles that the servers have swapped to a version."""
+        """Handles the swap of the servers to a version."""
         return None
 
     def judged(self, version: int, outcome: str, reason: str) -> None:
@@ -72,19 +72,19 @@ class Tracker(Protocol):
         return None
 
     def close(self) -> None:
-        """The run has ended. Idempotent."""
+        """Handles the end of the run. Idempotent."""
         return None
 
 
 class EpisodeListener(Protocol):
-    """Receives what happens in episodes, also of evaluations, in the process that runs them.
+    """Receives the events of episodes, including episodes of evaluations, in the process that runs them.
 
-    A listener inherits from this class and overrides the methods that it needs; the others do nothing. It is called on the event loop
-    between the steps of an episode, so it must return at once, and it must not raise.
+    A listener inherits from this class and overrides the methods that it needs; the other methods do nothing. A listener is called on the
+    event loop between the steps of an episode, so it must return at once and must not raise.
     """
 
     def started(self, task: Task, episode_id: str, *, group: int | None, attempt: int, turns: int) -> None:
-        """Handles the start of an attempt. `turns`: number of saved turns that it continues. `group` is None outside of groups."""
+        """Handles the start of an attempt. `turns`: number of saved turns that the attempt continues. `group` is None outside of groups."""
         return None
 
     def turn_ended(self, episode_id: str, trajectory: int, number: int, agent: str, turn: Turn) -> None:
@@ -96,7 +96,7 @@ class EpisodeListener(Protocol):
         return None
 
     def ended(self, episode: Episode) -> None:
-        """Handles the end of an attempt, also of a failed one, which may be retried."""
+        """Handles the end of an attempt. A failed attempt may be retried."""
         return None
 
     def cancelled(self, attempt: Cancelled) -> None:
@@ -104,7 +104,7 @@ class EpisodeListener(Protocol):
         return None
 
     def scored(self, scored: ScoredEpisode) -> None:
-        """Handles the score of an attempt, or the reason why it has none. Late parts may still arrive."""
+        """Handles the score of an attempt, or the reason why the attempt has no score. Late parts may still arrive."""
         return None
 
 

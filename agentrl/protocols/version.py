@@ -21,25 +21,25 @@ class VersionRegistry(Protocol):
         """Returns the highest-numbered version in one of `states`; in any state if none is given."""
 
     def set_state(self, number: int, state: VersionState, *, sha256: str | None = None) -> None:
-        """Sets the state of a version. Raises `StoreError` if `sha256` is given and its weights differ."""
+        """Sets the state of a version. Raises `StoreError` if `sha256` is given and the hash of the weights differs."""
 
     def set_evals(self, number: int, evals: Mapping[str, float]) -> None:
         """Records evaluation results of a version."""
 
     def verify(self, version: PolicyVersion) -> None:
-        """Raises `StoreError` if the stored weights differ from the registered ones."""
+        """Raises `StoreError` if the stored weights differ from the registered weights."""
 
     def reconcile(self, newest: int) -> tuple[int, ...]:
-        """After a crash, removes every version newer than the checkpoint of the learner. Returns their numbers."""
+        """Removes the versions that are newer than the checkpoint of the learner, and returns their numbers. Called after a crash."""
 
     def hold(self, number: int) -> None:
-        """Protects the weights of this version from `prune` in any process, until another version is held."""
+        """Protects the weights of this version from `prune` in any process, until a different version is held."""
 
     def pinned(self) -> frozenset[int]:
         """Returns the versions whose weights and checkpoints are kept until they are unpinned."""
 
     def prune(self, keep: int) -> tuple[int, ...]:
-        """Deletes weights of old versions, except needed ones and the `keep` newest. Returns their numbers."""
+        """Deletes weights of old versions, except needed versions and the `keep` newest. Returns their numbers."""
 
     def close(self) -> None:
         """Closes the registry."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from agentrl.records.fields import JsonObject, Record, Text
 
 USER = "user"
-"""`ToolResult.name` of what an environment or a user says after a turn without tool calls. Only one such result follows a turn."""
+"""`ToolResult.name` of the message of an environment or a user after a turn without tool calls. At most one such result follows a turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Message(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult(Record):
-    """What the agent was shown for one tool call. `ok` is the program's own success, not the sandbox's.
+    """What the agent was shown for one tool call. `ok` means that the program succeeded; it does not describe the sandbox.
 
     A result with the name `USER` answers a turn without calls and is shown as a user message.
     """
@@ -44,7 +44,7 @@ class ToolResult(Record):
 
 
 def user_message(message: Message, results: Sequence[ToolResult]) -> str | None:
-    """Returns the user message that answers the turn `message`; None if its results are those of calls."""
+    """Returns the user message that answers the turn `message`; None if the results belong to calls."""
     if message.tool_calls or not results or results[0].name != USER:  # the policy can write a call with this name
         return None
     return results[0].output

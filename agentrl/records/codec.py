@@ -20,7 +20,7 @@ def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
 
 
 def to_json(record: Any) -> bytes:
-    """UTF-8 JSON of a record; bytes become base64. Infinity and NaN are written by name, which `from_json` reads back."""
+    """Returns the UTF-8 JSON of a record; bytes become base64. Infinity and NaN are written by name, which `from_json` reads back."""
     return dump(record, inf_nan_mode="constants", bytes_mode="base64")
 
 

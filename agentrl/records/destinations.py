@@ -1,7 +1,7 @@
 """The network allow-list of a sandbox: parsing `host:port` entries, and which names and addresses they cover.
 
     "pypi.org:443"            one name
-    "*.pythonhosted.org:443"  every name below it, not the name itself
+    "*.pythonhosted.org:443"  every name below it, but not the name itself
     "93.184.215.14:80"        one address; `[2606:2800::1]:80` for IPv6
 
 Only an address entry allows an address that is not public, such as the loopback of the host or a private network. A name that resolves
@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")  # a last label that old resolvers t
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """One entry: a name, all names below one (`below`), or an address; and a port.
+    """One entry: a name, all names below a name (`below`), or an address; and a port.
 
     >>> parse_destination("*.example.org:443")
     Destination(host='example.org', port=443, below=True, address=None)
@@ -61,7 +61,7 @@ def parse_destination(entry: str) -> Destination:
 
 
 def parse_destinations(entries: Iterable[str]) -> tuple[Destination, ...]:
-    """Parses an allow-list. Raises `ValueError` for a wrong entry or more than `MAX_ENTRIES`."""
+    """Parses an allow-list. Raises `ValueError` if an entry is wrong, or if there are more than `MAX_ENTRIES`."""
     destinations = tuple(parse_destination(entry) for entry in entries)
     if len(destinations) > MAX_ENTRIES:
         raise ValueError(f"{len(destinations)} entries; at most {MAX_ENTRIES} are allowed")
@@ -86,7 +86,7 @@ def plain_host(text: str) -> str | None:
 
 
 def address_literal(host: str) -> Address | None:
-    """Returns the address that `host` denotes; None for a name or a zoned address. An IPv4-mapped IPv6 address becomes the IPv4 address."""
+    """Returns the address that `host` denotes; None if it is a name or a zoned address. An IPv4-mapped IPv6 address becomes IPv4."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

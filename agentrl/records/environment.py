@@ -50,7 +50,7 @@ class Observation(Record):
 
     text: Text
     media: tuple[bytes, ...] = ()  # shown after the text: PNG or JPEG files, npy files of pixels (uint8 [H, W, 3 or 4]) or of other numbers
-    actions: tuple[str, ...] = ()  # the texts that are allowed now, if these are fewer than the actions of the environment
+    actions: tuple[str, ...] = ()  # the strings that are allowed now, if these are fewer than the actions of the environment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class RoleStep(Record):
 
     @property
     def done(self) -> bool:
-        """Whether no further step is possible."""
+        """Whether no more steps are possible."""
         return self.terminated or self.truncated
 
 
@@ -73,7 +73,7 @@ class Step(Record):
     """The result of one action.
 
     `terminated` means that the environment reached an end: goal, loss or death. `truncated` means that it was cut off, for example by a
-    limit on steps: not a failure, and a critic estimates the value of what would have followed.
+    limit on steps. This is not a failure, and a critic estimates the value of what would have followed.
     """
 
     observation: Observation
@@ -90,5 +90,5 @@ class Step(Record):
 
     @property
     def done(self) -> bool:
-        """Whether no further step is possible."""
+        """Whether no more steps are possible."""
         return self.terminated or self.truncated

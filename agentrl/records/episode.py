@@ -1,6 +1,6 @@
 """One attempt at a task: its tree of trajectories, and its state between two turns.
 
-The notes that an episode wrote to the memory of its run, and those that it read.
+`Memo` records the notes that an episode wrote to the memory of its run, and the notes that it read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from agentrl.records.trajectory import Trajectory, check_tree
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memo(Record):
-    """The notes of one episode for later episodes, and the authors of the notes that it read. All its agents share it."""
+    """The notes of one episode for later episodes, and the authors of the notes that it read. All agents of the episode share these
+    notes."""
 
     scope: str  # the set of notes that it reads and adds to, such as "family:pages"
     notes: tuple[Text, ...] = ()
@@ -26,7 +27,7 @@ class Memo(Record):
 
 
 NO_NOTES = "no notes"
-"""What an agent is shown of an empty memory."""
+"""Text that an agent sees if the memory is empty."""
 
 
 MAX_AGENT_STATE_CHARS = 1 << 20
@@ -57,7 +58,7 @@ class Episode(Record):
     trajectories: tuple[Trajectory, ...]
     answer: Text | None = None  # what the agent submitted
     failures: tuple[Failure, ...] = ()
-    attempt: int = 0  # infrastructure retries before this one
+    attempt: int = 0  # number of infrastructure retries before this attempt
     wall_s: float = 0.0
     sandbox_s: float = 0.0  # opening, executing and closing the sandbox
     outputs: Mapping[str, bytes] = field(default_factory=dict)  # relative path -> bytes; untrusted input
@@ -101,10 +102,10 @@ class Episode(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeState(Record):
-    """An episode between two turns. It can be resumed from this state, and branched any number of times.
+    """An episode between two turns. An episode can be resumed from this state, and branched any number of times.
 
-    It contains the files of the working directory, the turns with their tool results, and the state of the agent and its tools on the host.
-    It does not contain /tmp, running programs, or the memory of a Python session.
+    The state contains the files of the working directory, the turns with their tool results, and the state of the agent and its tools on
+    the host. The state does not contain /tmp, running programs, or the memory of a Python session.
     """
 
     __pydantic_config__: ClassVar = {"ser_json_bytes": "base64", "val_json_bytes": "base64"}  # a snapshot is not text
@@ -112,12 +113,12 @@ class EpisodeState(Record):
     episode_id: str
     task_key: str
     attempt: int
-    trajectories: tuple[Trajectory, ...]  # those that continue have no stop reason
+    trajectories: tuple[Trajectory, ...]  # trajectories that continue have no stop reason
     prompt_ids: tuple[tuple[int, ...], ...]  # [trajectory] tokens after its last completion, such as tool results
     agent_state: JsonObject = field(default_factory=dict)  # state of the agent and its tools
     snapshot: bytes | None = None  # from `Sandbox.snapshot`; None if no sandbox was opened
     output_chars: int = 0  # characters of tool output so far
-    wall_s: float = 0.0  # seconds so far, as the next four
+    wall_s: float = 0.0  # seconds so far, like the next four fields
     sandbox_s: float = 0.0
     program_s: float = 0.0  # in programs that the agent called
     sampled_s: float = 0.0  # in requests, at the usual pace of the server

@@ -9,7 +9,7 @@ field determines its check:
     JsonObject     JSON with string keys: finite numbers, integers of at most 4,000 digits, at most 64 levels; tuples become lists
     float          any number except NaN
     int            at most 63 bits, as in the store
-    tuple[float]   measured numbers, which may be infinite or NaN: the learner excludes those and reports it
+    tuple[float]   measured numbers, which may be infinite or NaN: the learner excludes these and reports it
 
 A check takes time proportional to the size of the value.
 """
@@ -48,7 +48,7 @@ def text(value: Any) -> str:
 
 
 def name(value: Any) -> str:
-    """Returns the text. Raises `ValueError` for an unpaired surrogate."""
+    """Returns the string. Raises `ValueError` if it has an unpaired surrogate."""
     string = _string(value)
     if not encodable(string):
         raise ValueError(f"{string[:80]!a} contains half of a surrogate pair, which UTF-8 cannot encode")
@@ -78,7 +78,7 @@ def json_value(value: Any, levels: int = MAX_DEPTH) -> Any:
 
 
 def json_object(value: Any) -> dict[str, Any]:
-    """Returns a copy of a JSON object. Raises `ValueError` for anything else."""
+    """Returns a copy of a JSON object. Raises `ValueError` if the value is anything else."""
     if not isinstance(value, Mapping):
         raise ValueError(f"must be an object, got {type(value).__name__}")
     return _json_items(value, MAX_DEPTH)
@@ -112,7 +112,7 @@ JsonObject = Annotated[Mapping[str, Any], _By(json_object)]
 
 
 class Record:
-    """Base class of records, which are dataclasses. Checks and converts each field according to its annotation."""
+    """Base class of records, which are dataclasses. It checks and converts each field according to its annotation."""
 
     __slots__ = ()
 
@@ -138,7 +138,7 @@ def _checks(kind: type[Any]) -> tuple[tuple[str, Check], ...]:
 
 
 def _check_of(hint: Any) -> Check:
-    """Returns the check of an annotation. Raises `TypeError` for one that a record cannot have, such as `Any`."""
+    """Returns the check of an annotation. Raises `TypeError` if a record cannot have this annotation, such as `Any`."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         by: _By = inner[1]
@@ -211,7 +211,7 @@ def _string(value: Any) -> str:
 
 
 def encodable(value: str) -> bool:
-    """Whether UTF-8 can encode the text, that is, it has no unpaired surrogate."""
+    """Whether UTF-8 can encode the string, that is, whether it has no unpaired surrogate."""
     if value.isascii():
         return True
     try:
@@ -232,7 +232,7 @@ def _whole(value: Any) -> int:
 
 
 def _measured(value: Any) -> float:
-    """Returns the value as a float, NaN included. Raises `ValueError` for text."""
+    """Returns the value as a float, including NaN. Raises `ValueError` if the value is not a number."""
     if isinstance(value, str | bytes):
         raise ValueError(f"must be a number, got {type(value).__name__}")
     try:

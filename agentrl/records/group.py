@@ -35,7 +35,7 @@ class ScoredEpisode(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cancelled(Record):
-    """An attempt that was cancelled because its group did not need it. It is not a failure and is not trained."""
+    """An attempt that was cancelled because its group did not need it. A cancelled attempt is not a failure and is not trained."""
 
     episode_id: str
     reason: str  # spare: enough attempts had ended; equal: the first attempts all scored the same
@@ -63,7 +63,7 @@ class Group(Record):
     pass_threshold: float | None = PASS_THRESHOLD  # of the task
 
     def with_task(self, task: Task) -> Group:
-        """Returns the group with what a reader must know about its task."""
+        """Returns the group with the facts that a reader must know about its task."""
         return replace(self, kind=task.kind, split=str(task.split), prompt=task.prompt, pass_threshold=task.pass_threshold)
 
     @property
@@ -78,28 +78,29 @@ class Group(Record):
 
     @property
     def pending(self) -> Iterator[tuple[int, ScoredEpisode, PendingPart]]:
-        """The parts of scores that are still to come, with the attempt's number. Empty if the group is complete."""
+        """The parts of scores that are still to come, with the number of the attempt. Empty if the group is complete."""
         for attempt, scored in enumerate(self.episodes):
             if not scored.episode.left_out:
                 yield from ((attempt, scored, part) for part in scored.score.pending)
 
     def with_parts(self, values: Mapping[tuple[str, str], float | None]) -> Group:
-        """Returns the group after some pending parts arrived or expired: (episode id, part) -> value, None for an expired part."""
+        """Returns the group after some pending parts arrived or expired: `values` maps (episode id, part) to the value, or to None if the
+        part expired."""
         episodes = list(self.episodes)
         for attempt, scored, part in self.pending:
             key, score = (scored.episode.id, part.name), episodes[attempt].score
-            if key in values and score.pending:  # a part that expired has ended the waiting for the others
+            if key in values and score.pending:  # if a part has expired, the score waits for no other part
                 episodes[attempt] = replace(episodes[attempt], score=score.with_part(part.name, values[key]))
         return replace(self, episodes=tuple(episodes))
 
 
 def sampled_index(index: int) -> int:
-    """Returns the index of the group that sampled the attempts: of a residual that of its first group, else the index."""
+    """Returns the index of the group that sampled the attempts: for a residual, the index of its first group, else `index`."""
     return max(index, -1 - index)
 
 
 def sampled_tokens(episodes: Iterable[ScoredEpisode]) -> int:
-    """Returns the number of tokens that the policy sampled for episodes of one group. A turn that several of them share counts once."""
+    """Returns the number of tokens that the policy sampled for episodes of one group. A turn that several episodes share counts once."""
     sampled: dict[TurnKey, int] = {}
     for scored in episodes:
         for index, trajectory in enumerate(scored.episode.trajectories):

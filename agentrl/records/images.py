@@ -3,8 +3,8 @@
 In text an image is `<image sha256:...>`, the hash of a PNG file in the run's folder `media`. Before it is stored there, it is
 `<image base64:...>`, with the bytes of a PNG, JPEG or npy file (`image_text`).
 
-In token ids, each token of an image also carries the image: `token | FIRST | tag << 23`, where `FIRST` is set for the first token only
-and the tag is the first 40 bits of the hash. So contexts are equal exactly if their texts and images are, and records, requests and
+In token ids, each token of an image also carries the image: `token | FIRST | tag << 23`, where `FIRST` is set for the first token only and
+the tag is the first 40 bits of the hash. So contexts are equal exactly if their text and their images are equal, and records, requests and
 shared prefixes need no other field.
 """
 
@@ -25,11 +25,11 @@ NAME_DIGITS = 10
 MARK = "<image "
 """The start of a reference."""
 MAX_IMAGE_BYTES = 4 << 20
-"""Bytes of an image before it is stored."""
+"""Maximum bytes of an image before it is stored."""
 MAX_IMAGES = 8
-"""Images of one observation or tool output."""
+"""Maximum number of images of one observation or tool output."""
 MAX_IN_PROMPT = 64
-"""Images of a context. No turn follows one with more."""
+"""Maximum number of images of a context. No turn follows a context with more images."""
 REFERENCE = re.compile(rf"<image (?:sha256:([0-9a-f]{{64}})|base64:([A-Za-z0-9+/]{{4,{4 * -(-MAX_IMAGE_BYTES // 3)}}}={{0,2}}))>")
 _TAG = 23
 
@@ -46,7 +46,7 @@ def image_ids(token_ids: Sequence[int], sha256: str) -> tuple[int, ...]:
 
 
 def plain_ids(token_ids: Iterable[int]) -> list[int]:
-    """Returns the ids as the model knows them, without tags."""
+    """Returns the token ids as the model knows them, without tags."""
     return [token & (FIRST - 1) for token in token_ids]
 
 
@@ -76,13 +76,13 @@ def images_of(trajectories: Iterable[Trajectory], prompts: Iterable[Sequence[int
 
 
 def without_cut_image(token_ids: Sequence[int]) -> tuple[int, ...]:
-    """Returns the end of a context without the tokens of an image whose first ones are cut off."""
+    """Returns the end of a context without the tokens of an image whose first tokens are cut off."""
     start = next((at for at, token in enumerate(token_ids) if token < FIRST or token & FIRST), len(token_ids))
     return tuple(token_ids[start:])
 
 
 def without_end(token_ids: Sequence[int], most: int) -> tuple[int, ...]:
-    """Returns the first `most` tokens, without the tokens of an image whose last ones are cut off."""
+    """Returns the first `most` tokens, without the tokens of an image whose last tokens are cut off."""
     end = min(most, len(token_ids))
     while 0 < end < len(token_ids) and token_ids[end] >= FIRST and not token_ids[end] & FIRST:
         end -= 1

@@ -14,12 +14,12 @@ LAST_EXPIRY = 253_402_300_000.0
 """Largest Unix time of an expiry, at the end of the year 9999."""
 
 MAX_NAME_CHARS = 200
-"""Largest length of a part's name, an idempotency key, an episode id or the name of who scored."""
+"""Largest length of a part's name, an idempotency key, an episode id or the scorer's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingPart(Record):
-    """A part of a score that is still to come. It adds `weight` times its value to the score."""
+    """A part of a score that is still to come. The part adds `weight` times its value to the score."""
 
     name: str
     low: float = 0.0  # smallest valid value
@@ -39,9 +39,9 @@ class PendingPart(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LateScore(Record):
-    """The value of a pending part. `key` is chosen by the sender: a repeated message has the same key and counts once.
+    """The value of a pending part. The sender chooses `key`: a repeated message has the same key and counts once.
 
-    With `replace` it corrects an earlier value, as long as the group waits for another score.
+    If `replace` is set, the value corrects an earlier value, as long as the group waits for another score.
     """
 
     episode_id: str

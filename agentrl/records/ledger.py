@@ -9,7 +9,7 @@ from agentrl.records.fields import Record, Text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupUse(Record):
-    """How a learner step used a group. The group's sampled tokens that it did not train are excluded."""
+    """How a learner step used a group. The group's sampled tokens that the step did not train are excluded."""
 
     tokens_trained: int = 0
     reason: Text = ""  # why the step trained none of the group's tokens; empty if it trained any
@@ -17,7 +17,7 @@ class GroupUse(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerEntry(Record):
-    """A stored group. It is ready, then assigned to a learner step, then consumed by it (`trained` or `excluded`).
+    """A stored group. The group is ready, then assigned to a learner step, then consumed by that step (`trained` or `excluded`).
 
     A group whose scores are incomplete is parked until the last late part has arrived or expired.
     """
@@ -28,16 +28,16 @@ class LedgerEntry(Record):
     counted: int  # attempts that have a score and are not excluded from the loss
     has_spread: bool  # whether the scores of the counted attempts differ
     oldest_version: int | None  # oldest policy version that sampled any token; None if no token was sampled
-    tokens_sampled: int  # in all attempts, including excluded and cancelled ones; a turn that attempts share counts once
+    tokens_sampled: int  # in all attempts, including excluded and cancelled attempts; a turn that attempts share counts once
     late_parts: int = 0  # parts of scores that were to come when the group was stored
-    pending: int = 0  # those that are still to come
+    pending: int = 0  # late parts that are still to come
     step: int | None = None  # learner step that the group is assigned to; None if it is ready
     use: GroupUse | None = None  # recorded after the checkpoint of that step; None until then
     has_episodes: bool = True  # False: the store has deleted the episodes and keeps the entry
 
     @property
     def is_residual(self) -> bool:
-        """Whether the group has the late parts of another group's scores. Its tokens are counted in the other group."""
+        """Whether the group has the late parts of another group's scores. The tokens of such a group are counted in that other group."""
         return self.index < 0
 
     @property

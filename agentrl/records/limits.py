@@ -9,7 +9,7 @@ from typing import Any
 from agentrl.records.fields import Record
 
 OUTPUT_CALLS = 20
-"""Tool calls whose full output fits into an episode if `Limits.episode_output_chars` is not set."""
+"""Number of tool calls whose full output fits into an episode if `Limits.episode_output_chars` is not set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ OPTIONAL_FIELDS = ("tool_calls", "all_tokens", "thinking_tokens", "environment")
 
 
 def key_fields(record: Any) -> dict[str, object]:
-    """Returns the fields of a task, or of a record in it, that determine the key of the task. Raises `TypeError` for anything but a record.
+    """Returns the fields of a task, or of a record in it, that determine the task's key. Raises `TypeError` if `record` is not a record.
 
     `dataclasses.asdict` would copy all fields first and take several times as long.
     """

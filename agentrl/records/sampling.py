@@ -20,7 +20,7 @@ TIES = 8
 larger than k; it is complete if the returned list extends beyond it."""
 
 CONSTRAINED_TOP_K = 20
-"""The `top_k` of constrained tokens if `Sampling` sets none. A larger value makes ties of the last tokens more likely."""
+"""The `top_k` of constrained tokens if `Sampling` sets no `top_k`. A larger value makes ties of the last tokens more likely."""
 
 MAX_SUPPORT = MAX_TOP_K + TIES
 """Largest number of tokens in one support."""
@@ -31,7 +31,7 @@ class Sampling(Record):
     """The sampling distribution: softmax(logits / temperature), truncated and renormalized.
 
     Truncation keeps, in this order: tokens with at least `min_p` times the probability of the most likely token; the `top_k` most likely of
-    these; the smallest set of the most likely of these whose renormalized probabilities sum to `top_p`.
+    these tokens; the smallest set of the most likely of these whose renormalized probabilities sum to `top_p`.
     """
 
     temperature: float = 1.0  # 0: always the most likely token
@@ -49,7 +49,7 @@ class Sampling(Record):
 
     @property
     def truncated(self) -> bool:
-        """Whether tokens are not drawn from the whole vocabulary."""
+        """Whether tokens are drawn from a part of the vocabulary."""
         return bool(self.top_k or self.top_p < 1 or self.min_p)
 
     def constrained(self) -> Self:
@@ -64,8 +64,9 @@ class Sampling(Record):
 class Supports(Record):
     """The support of the truncated distribution of each of T sampled tokens: the tokens that could have been drawn.
 
-    `Supports.from_rows([(3, 7), ()])` describes a token drawn from two, and one drawn from the whole vocabulary. Supports are recorded and
-    never recomputed: other weights or another rounding would give other supports. They are packed into bytes to save memory.
+    `Supports.from_rows([(3, 7), ()])` describes a token that was drawn from two tokens, and a token that was drawn from the whole
+    vocabulary. Supports are recorded and never recomputed: different weights or a different rounding would give different supports. The ids
+    are packed into bytes to save memory.
     """
 
     __pydantic_config__: ClassVar[Any] = {"ser_json_bytes": "base64", "val_json_bytes": "base64"}  # for agentrl.records.codec
@@ -96,7 +97,7 @@ class Supports(Record):
 
     @classmethod
     def join(cls, parts: Iterable[Supports | int]) -> Self | None:
-        """Concatenates supports. A number n means n tokens from the whole vocabulary. None if all tokens are."""
+        """Concatenates supports. A number n means n tokens from the whole vocabulary. Returns None if all tokens come from it."""
         known = [part if isinstance(part, Supports) else cls(sizes=bytes(2 * part), ids=b"") for part in parts]
         ids = b"".join(part.ids for part in known)
         return cls(sizes=b"".join(part.sizes for part in known), ids=ids) if ids else None
@@ -132,7 +133,7 @@ def check_forced_tokens(where: str, forced: Sequence[int], count: int) -> None:
 
 
 def _unpacked(code: str, data: bytes) -> array[int]:
-    """Little-endian numbers of the array type `code`. Raises `ValueError` for an incomplete number."""
+    """Returns little-endian numbers of the array type `code`. Raises `ValueError` if a number is incomplete."""
     values = array(code)
     values.frombytes(data)
     if sys.byteorder == "big":
@@ -153,5 +154,5 @@ class SamplingParams(Sampling):
 
     max_tokens: int
     stop_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()  # stop texts; the server may sample further, and the caller drops tokens after the first match
+    stop: tuple[str, ...] = ()  # stop strings; the server may sample more, and the caller drops tokens after the first match
     constraint: str = ""  # JSON of a structural tag of vLLM; empty means unconstrained

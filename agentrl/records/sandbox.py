@@ -1,4 +1,4 @@
-"""The specification of a sandbox, and the result of a program that ran in one."""
+"""The specification of a sandbox, and the result of a program that ran in a sandbox."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ MAX_SNAPSHOT_BYTES = 64 << 20
 class SandboxSpec(Record):
     """The image and the resource limits of a sandbox: `SandboxSpec(image="sandboxes/tables")`.
 
-    `image` is a folder with an `image.toml` or a `Dockerfile` (see `agentrl.sandbox.images`), relative to the project root. `network`
-    lists the hosts that programs may reach through a proxy (see `agentrl.sandbox.egress`); by default none.
+    `image` is a folder with an `image.toml` or a `Dockerfile` (see `agentrl.sandbox.images`), relative to the project root. `network` lists
+    the hosts that programs may reach through a proxy (see `agentrl.sandbox.egress`); there are none by default.
     """
 
     image: str
@@ -43,8 +43,8 @@ class SandboxSpec(Record):
 class ExecResult(Record):
     """How a program in a sandbox ended. Its output is decoded with replacement characters; it is untrusted input.
 
-    `exit_code` is None if the program was killed for `reason` ("timeout", "memory", "killed"). For a call in a session it is 0, or 1 after
-    an exception; any other value means that the session ended (`session_ended`).
+    `exit_code` is None if the program was killed for `reason` ("timeout", "memory", "killed"). For a call in a session, the exit code is 0,
+    or 1 after an exception. Any other value means that the session ended (`session_ended`).
     """
 
     exit_code: int | None

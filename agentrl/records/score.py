@@ -13,7 +13,7 @@ from agentrl.records.late_score import MAX_PENDING, PendingPart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score(Record):
-    """The result of a verifier. An episode without a score has `value` None and a reason; it never counts as 0.
+    """The result of a verifier. If an episode has no score, `value` is None and there is a reason. A missing score never counts as 0.
 
     A score with `pending` parts has no value yet. Its value will be `partial` plus the sum of weight times value of these parts.
     """
@@ -47,11 +47,11 @@ class Score(Record):
 
     @property
     def is_absent(self) -> bool:
-        """Whether the episode has no score, and none is to come."""
+        """Whether the episode has no score and no part of its score is pending."""
         return self.value is None and not self.pending
 
     def with_part(self, name: str, value: float | None) -> Score:
-        """Returns the score after a pending part arrived, or expired (None), which leaves the episode without a score."""
+        """Returns the score after a pending part arrived or expired. If it expired (`value` is None), the episode stays without a score."""
         part = next(part for part in self.pending if part.name == name)
         pending = tuple(other for other in self.pending if other is not part)
         if value is None:

@@ -82,7 +82,8 @@ class Task(Record):
 
     @property
     def pass_threshold(self) -> float | None:
-        """The lowest score of a passing attempt; None means no threshold. That of the environment is one of the sum of its rewards."""
+        """The lowest score of a passing attempt; None means no threshold. If the sum of rewards is the score, it is the environment's
+        threshold."""
         return self.environment.pass_threshold if self.environment is not None and self.verifiers == (RETURN,) else PASS_THRESHOLD
 
     def contents(self) -> dict[str, bytes]:

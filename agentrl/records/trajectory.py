@@ -17,14 +17,14 @@ class HasTurns(Protocol):
 
     @property
     def turns(self) -> Sequence[Turn]:
-        """Its turns so far."""
+        """The turns of the trajectory so far."""
         ...
 
 
 CONTINUED = "continued"
 """The stop reason of a trajectory whose episode continues in a new context, from the last observation of its environment."""
 TRUNCATED = "truncated"
-"""The stop reason of an episode that its environment cut off. It is no failure, and a critic estimates what would have followed."""
+"""The stop reason of an episode that its environment cut off. It is not a failure, and a critic estimates what would have followed."""
 
 TurnKey = tuple[str, int, int, bytes, bytes]
 """Identifies a sampled turn of a group."""
@@ -34,14 +34,14 @@ TurnKey = tuple[str, int, int, bytes, bytes]
 class Parent(Record):
     """The turn of another trajectory of the episode at which a trajectory started."""
 
-    trajectory: int  # index in Episode.trajectories, smaller than that of the child
+    trajectory: int  # index in Episode.trajectories, smaller than the index of the child
     turn: int  # index of the turn
     call: int | None = None  # index of the tool call that started a sub-agent; None: the same agent continues in a new context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory(Record):
-    """The turns of one agent in one context. Its index in `Episode.trajectories` identifies it."""
+    """The turns of one agent in one context. The index in `Episode.trajectories` identifies a trajectory."""
 
     agent: str
     turns: tuple[Turn, ...]
@@ -62,15 +62,16 @@ class Trajectory(Record):
 
     @property
     def own_turns(self) -> tuple[Turn, ...]:
-        """The turns that this episode sampled, without those of the episode that it branched from."""
+        """The turns that this episode sampled, without the turns of the episode that it branched from."""
         return self.turns[len(self.inherited) :]
 
 
 def turn_key(episode_id: str, index: int, trajectory: Trajectory, number: int) -> TurnKey:
     """Identifies turn `number` of an episode's trajectory `index` by the episode that sampled it and by its tokens.
 
-    The tokens are needed because an episode id may be started twice. They do not suffice: attempts of a confident policy agree by chance.
-    They are bytes because a third party can choose numbers whose hashes are equal, and because NaN does not equal itself.
+    The tokens are needed because an episode id may be started twice. The tokens do not suffice, because attempts of a confident policy
+    agree by chance. Tokens and logprobs are compared as bytes because a third party can choose numbers whose hashes are equal, and because
+    NaN does not equal itself.
     """
     inherited, turn = trajectory.inherited, trajectory.turns[number]
     sampled_by = inherited[number] if number < len(inherited) else episode_id

@@ -9,7 +9,7 @@ from agentrl.records.fields import Record
 from agentrl.records.sampling import Supports, check_forced_tokens
 
 CUT = "time"
-"""`finish_reason` of a completion that was cut off at a time limit. It has the tokens that were sampled until then."""
+"""`finish_reason` of a completion that was cut off at a time limit. It contains the tokens that were sampled until then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +30,8 @@ class VersionSpan(Record):
 class Turn(Record):
     """One step of an agent (act, observe) in exact tokens. T is the number of completion tokens.
 
-    `prompt_ids` are the tokens between the previous completion and this one. The context of a turn is the concatenation of prompt_ids and
-    completion_ids of all turns before it, followed by its own prompt_ids. No text is tokenized twice.
+    `prompt_ids` are the tokens between the previous completion and this completion. The context of a turn is the concatenation of
+    prompt_ids and completion_ids of all turns before it, followed by its own prompt_ids. No text is tokenized twice.
     """
 
     prompt_ids: tuple[int, ...]

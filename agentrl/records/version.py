@@ -46,13 +46,14 @@ class PolicyVersion(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe(Record):
-    """Token rows with the logprobs that the learner computes for them. P rows; a server with the same weights must agree."""
+    """Token rows with the logprobs that the learner computes for them. There are P rows. A server with the same weights must compute the
+    same logprobs."""
 
     token_ids: tuple[tuple[int, ...], ...]  # [P][T]
     logprobs: tuple[tuple[float, ...], ...]  # [P][T-1], logprob of token t+1 given tokens <= t, temperature 1
     next_ids: tuple[tuple[int, ...], ...] = ()  # [P][M] the M most likely tokens after each row; empty: not compared
     next_logprobs: tuple[tuple[float, ...], ...] = ()  # [P][M] their logprobs, before any truncation
-    temperature: float | None = None  # of `next_logprobs`; None means that of rollouts
+    temperature: float | None = None  # of `next_logprobs`; None means the temperature of rollouts
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)

@@ -1,4 +1,4 @@
-"""Rewards: run the verifiers of a task and combine their scores. A verifier that fails leaves the episode unscored.
+"""Runs the verifiers of a task and combines their scores. If a verifier fails, the episode is unscored.
 
 `rubric` combines verifiers with weights, required criteria and caps. `worker` runs scoring code that may hang in a subprocess.
 `cleanroom` is the verifier of task folders, and `inside/` contains the programs that it runs in sandboxes.

@@ -5,8 +5,8 @@ files and the outputs, and reads the results as data. The tests then run in a se
 program under test. So a program can neither read the expected values nor forge a test report. The other modes run tests and code under
 test in one sandbox; docs/security.md describes the risk.
 
-A test has passed only if it reports so. In mode `harbor` the value is the reward that the tests wrote. If tests break instead of
-reporting, the gold solution is graded in the same way, once for each task: if it breaks too, the task is to blame, else the outputs are.
+A test passes only if its report says so. In mode `harbor` the value is the reward that the tests wrote. If the tests break before they
+report, the gold solution is graded in the same way, once for each task. If it breaks too, the task is to blame, otherwise the outputs are.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ READ_BYTES = 4 << 20  # maximum total size of the files that runs write
 REPORT_BYTES = 1 << 20
 PROVEN_TASKS = 4096
 REWARD_KEY = "reward"
-LATE_RETRIES = 1  # how often a grading that exceeded a time limit is repeated before it counts
+LATE_RETRIES = 1  # how often a grading that exceeded a time limit is repeated before its result counts
 OPEN_S = 300.0
-"""Deadline for opening a sandbox. A sandbox may become free only when an episode closes its own."""
+"""Deadline for opening a sandbox. A sandbox may become free only when an episode closes one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,15 +46,15 @@ class TestOutcome:
 
     __test__ = False  # not a test class of pytest
 
-    reward: float | None = None  # that the tests wrote, if any
+    reward: float | None = None  # the reward that the tests wrote, if any
     errors: Mapping[str, str] = field(default_factory=dict)  # test -> error; "" if it passed
     broken: str = ""  # why there is no complete report
-    untouched: bool = False  # whether it broke before any of the agent's files was read
+    untouched: bool = False  # whether the tests broke before they read any of the agent's files
     late: bool = False  # whether a time limit was exceeded
 
 
 class CleanRoom:
-    """The verifier of task folders: 1 if every test passes, else 0. `parts["tests"]` is the share of tests that pass."""
+    """The verifier of task folders: 1 if every test passes, otherwise 0. `parts["tests"]` is the share of tests that pass."""
 
     needs_sandboxes = True
 
@@ -62,7 +62,7 @@ class CleanRoom:
         self._gold: dict[str, TestOutcome] = {}
 
     async def __call__(self, task: Task, episode: Episode, sandboxes: SandboxBackend) -> Score:
-        """Grades the outputs of the episode. Raises `InfrastructureError`, and `TaskError` if the tests are broken."""
+        """Grades the outputs of the episode. Raises `TaskError` if the tests are broken, and `InfrastructureError` if a sandbox fails."""
         plan = grading_of(task)
         if not episode.outputs and not episode.removed:
             return Score(value=0.0, parts={"tests": 0.0}, evidence="none of the declared outputs exists")
@@ -79,7 +79,7 @@ class CleanRoom:
         return Score(value=float(right), parts={"tests": passed / len(expected)}, evidence=_evidence(errors | missing))
 
     async def _check_gold(self, task: Task, plan: Grading, outcome: TestOutcome, sandboxes: SandboxBackend) -> None:
-        """Raises `TaskError` if the tests break for another reason than the agent's outputs."""
+        """Raises `TaskError` if the agent's outputs are not the reason why the tests break."""
         fix = "run agentrl check on the family"
         if outcome.untouched:
             raise TaskError(f"task {task.id}: its tests do not load: {outcome.broken}", fix=fix)
@@ -103,9 +103,9 @@ grade = CleanRoom()  # tasks refer to this verifier as `agentrl.reward.cleanroom
 async def grade_outputs(
     task: Task, plan: Grading, outputs: Mapping[str, bytes], sandboxes: SandboxBackend, *, removed: Sequence[str] = ()
 ) -> TestOutcome:
-    """Runs a task's tests on outputs in fresh sandboxes. Raises `InfrastructureError`.
+    """Runs a task's tests on outputs in fresh sandboxes. Raises `InfrastructureError` if a sandbox fails.
 
-    If anything exceeds its time limit, all tests are repeated up to `LATE_RETRIES` times, because the machine may have been slow.
+    If a time limit is exceeded, all tests are repeated up to `LATE_RETRIES` times, because the machine may have been slow.
     """
     for attempt in range(LATE_RETRIES + 1):
         try:
@@ -117,7 +117,7 @@ async def grade_outputs(
                 outcome = await _contained(task, plan, outputs, sandboxes)
         except TaskError:
             raise
-        except ValueError as error:  # the sandbox rejected files: too large, or a name too long
+        except ValueError as error:  # the sandbox rejected files because of their size or the length of a name
             outcome = TestOutcome(broken=f"the outputs cannot be placed in a sandbox: {error}"[:500])
         if not outcome.late or attempt == LATE_RETRIES:
             break
@@ -129,7 +129,7 @@ async def _report(
 ) -> tuple[ExecResult, list[dict[str, Any]]]:
     """Runs a grading program in a fresh sandbox. Returns the result, and the objects of its report.
 
-    The report is empty if stdout contains anything but lines with the secret, because only the program writes to this stdout.
+    The report is empty if stdout contains lines without the secret, because only the program should write to this stdout.
     """
     sandbox = await sandboxes.open(sandbox_of(task), files=files, timeout_s=OPEN_S)
     try:
@@ -139,7 +139,7 @@ async def _report(
         await sandbox.close()
     *lines, rest = result.stdout.split("\n")
     marked = [line.partition(" ") for line in lines]
-    if rest or any(mark != secret for mark, _, _ in marked):  # also if stdout was truncated, which a line of it says
+    if rest or any(mark != secret for mark, _, _ in marked):  # also true if stdout was truncated, because a line reports that
         return result, []
     try:
         report = [json.loads(text) for _, _, text in marked]
@@ -159,7 +159,7 @@ async def _judge(task: Task, plan: Grading, outputs: Mapping[str, bytes], sandbo
     late = done.reason == "timeout" or any(result["reason"] == "timeout" for result in results)
     loaded = report[0].get("loaded") if report else None
     if not isinstance(loaded, list) or not all(isinstance(name, str) for name in loaded):
-        return TestOutcome(broken=_ending(done), untouched=not done.truncated, late=late)  # output about the agent's files may be cut
+        return TestOutcome(broken=_ending(done), untouched=not done.truncated, late=late)  # output about the agent's files may be truncated
     errors = _texts({entry.get("test"): entry.get("error") for entry in report[1:] if isinstance(entry.get("test"), str)})
     complete = len(errors) == len(report) - 1 and set(loaded) == set(errors) and done.exit_code == 0
     return TestOutcome(errors=errors, broken="" if complete else _ending(done), late=late)
@@ -168,7 +168,10 @@ async def _judge(task: Task, plan: Grading, outputs: Mapping[str, bytes], sandbo
 async def _execute_runs(
     task: Task, plan: Grading, outputs: Mapping[str, bytes], sandboxes: SandboxBackend
 ) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
-    """Executes all runs in a sandbox without tests. Returns the results in order, and `<index of the run>/<path>` -> file that it wrote."""
+    """Executes all runs in a sandbox without tests.
+
+    Returns the results in order, and `<index of the run>/<path>` -> the file that the run wrote.
+    """
     results: list[dict[str, Any]] = []
     written: dict[str, bytes] = {}
     tests, files = plan.files(), overlay(task.contents(), outputs)
@@ -199,7 +202,7 @@ async def _execute_run(run: GradingRun, sandbox: Sandbox, tests: Mapping[str, by
     try:
         for path, source in run.files.items():
             await sandbox.write(path, tests[source])
-    except ValueError as error:  # an earlier run left something at that path
+    except ValueError as error:  # an earlier run created something else at that path
         done = ExecResult(exit_code=None, stdout="", stderr=str(error)[:500], wall_s=0.0, reason="blocked")
     else:
         done = await sandbox.exec(argv, stdin=stdin, timeout_s=run.timeout_sec, output_bytes=RUN_OUTPUT_BYTES)
@@ -208,7 +211,7 @@ async def _execute_run(run: GradingRun, sandbox: Sandbox, tests: Mapping[str, by
 
 
 async def _read(sandbox: Sandbox, paths: Sequence[str], left: int) -> dict[str, bytes]:
-    """Returns those of `paths` that are regular files, within `left` bytes in total. The tests see the others as missing."""
+    """Returns the files in `paths` that are regular, up to `left` bytes in total. For the tests, the other files are missing."""
     files: dict[str, bytes] = {}
     for path in paths:
         try:
@@ -255,9 +258,9 @@ async def _harbor(
 
 
 def parse_reward(txt: str | None, as_json: str | None) -> tuple[float | None, str]:
-    """Returns the reward from 0 to 1 in Harbor's reward.txt or reward.json, and the problem; None if neither file exists.
+    """Returns the reward from 0 to 1 in Harbor's reward.txt or reward.json, or None, and the problem with the files.
 
-    reward.txt contains a number; reward.json an object with the number. Any program in the sandbox may have written them.
+    reward.txt contains a number, reward.json an object with the number. Any program in the sandbox may have written them.
     """
     if txt is not None and txt.strip():
         return _reward_value(txt.strip(), "reward.txt")

@@ -1,7 +1,7 @@
-"""Combines scores: those of several verifiers with weights, and those of the audit.
+"""Combines the scores of several verifiers with weights, and adds the scores of the audit.
 
-The audit are verifiers that score every episode for monitoring only; their values never become a reward. The part `audit` of a score is
-their mean, and the parts `audit/NAME` are the single values. An audit without a value adds no part.
+The audit consists of verifiers that score every episode only for monitoring. Their values never become a reward. The part `audit` of a
+score is their mean, and the parts `audit/NAME` are the single values. An audit verifier that returns no value adds no part.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from agentrl.base.numbers import is_at_least
 from agentrl.records import PendingPart, Score, ScoredEpisode, Task
 
 AUDIT_PART = "audit"
-_CONTRADICTS = 0.5  # an audit below this fraction of the reward contradicts it
+_CONTRADICTS = 0.5  # an audit below this fraction of the reward contradicts the reward
 _MAX_MESSAGE = 1000  # characters
 
 
 def named_parts(scores: Mapping[str, Score]) -> dict[str, float]:
-    """Returns the values, and their parts as NAME/PART."""
+    """Returns the values of scores by name, and the parts of each score as NAME/PART."""
     parts = {name: score.value for name, score in scores.items() if score.value is not None}
     return parts | {f"{name}/{part}": value for name, score in scores.items() for part, value in score.parts.items()}
 
 
 def weighted_turns(weighted: Sequence[tuple[float, Score]]) -> tuple[tuple[float, ...], ...]:
-    """Returns the weighted sum of turn rewards; a score without any counts as zeros. Empty if no score has any."""
+    """Returns the weighted sum of turn rewards; empty if no score has any. A score without turn rewards counts as zeros."""
     scaled = [[[weight * turn for turn in turns] for turns in score.turn_rewards] for weight, score in weighted if score.turn_rewards]
     return tuple(tuple(map(sum, zip(*turns, strict=True))) for turns in zip(*scaled, strict=True))
 
 
 def weighted_pending(weighted: Sequence[tuple[float, Score]]) -> tuple[PendingPart, ...]:
-    """Returns the parts that the scores wait for, with their weights in the combined score."""
+    """Returns the pending parts of the scores, with their weights in the combined score."""
     return tuple(replace(part, weight=weight * part.weight) for weight, score in weighted for part in score.pending)
 
 
@@ -43,7 +43,10 @@ def add_branches(combined: Score, weighted: Sequence[tuple[float, Score]]) -> Sc
 
 
 def _weighted_branches(weighted: Sequence[tuple[float, Score]], name: Literal["branches", "without"]) -> tuple[float | None, ...]:
-    """Empty if no score has trajectories. A score without a value for a trajectory contributes its value of the episode."""
+    """Returns the weighted values of single trajectories; empty if no score has any.
+
+    A score that has no value for a trajectory contributes its value for the episode.
+    """
     by_score: list[tuple[float | None, ...]] = [getattr(score, name) for _, score in weighted]
     count = max(map(len, by_score), default=0)
     sums: list[float | None] = []
@@ -67,8 +70,11 @@ def add_audit(score: Score, audits: Mapping[str, Score]) -> Score:
 
 
 def audit_contradiction(task: Task, scored: ScoredEpisode) -> str:
-    """Returns how the audit contradicts the score: it is less than half of a positive score that reaches the task's threshold. Empty if it
-    does not, or if there is no audit. Without a threshold, every positive score counts."""
+    """Returns how the audit contradicts the score; empty if it does not, or if there is no audit.
+
+    The audit contradicts a score if it is less than half of it, and the score is positive and reaches the task's threshold. If there is no
+    threshold, this applies to every positive score.
+    """
     threshold = -math.inf if task.pass_threshold is None else task.pass_threshold
     value, audit = scored.score.value, scored.score.parts.get(AUDIT_PART)
     if value is None or audit is None or not is_at_least(value, threshold) or value <= 0 or is_at_least(audit, _CONTRADICTS * value):

@@ -1,11 +1,11 @@
 """Base of verifiers with settings. A task can override the settings in its `data`.
 
-class Near(Configured):
+class Near(ConfiguredVerifier):
     name: ClassVar[str] = "near"
     within: float = Field(0.1, gt=0)
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        rules = self.of(task)  # with task.data["near"] = {"within": 0.5}, rules.within is 0.5
+        rules = self.for_task(task)  # with task.data["near"] = {"within": 0.5}, rules.within is 0.5
         ...
 """
 
@@ -29,7 +29,7 @@ MAX_ANSWER_CHARS = 10_000
 """Default maximum length of an answer, in characters. A longer answer is wrong."""
 EVIDENCE_CHARS = 80  # characters of an answer that the evidence quotes
 _FENCE = re.compile(r"\s*(`{3,}|~{3,})")
-_INFO = re.compile(r"[ \t]*[\w+#.-]*\s*")  # the language of a block
+_INFO = re.compile(r"[ \t]*[\w+#.-]*\s*")  # the language of a code block
 _LETTERS = string.ascii_letters
 
 
@@ -43,7 +43,7 @@ class ConfiguredVerifier(Section):
     """Key of `task.data` that holds the truth."""
 
     def for_task(self, task: Task) -> Self:
-        """Returns this verifier with the settings of the task. Raises `TaskError` for an unknown setting or an invalid value."""
+        """Returns this verifier with the settings of the task. Raises `TaskError` if a setting is unknown or its value is invalid."""
         settings = task.data.get(self.name)
         if settings is None:
             return self
@@ -65,7 +65,7 @@ class ConfiguredVerifier(Section):
 
 
 def answer_of(episode: Episode, *, after: str = "", longest: int = MAX_ANSWER_CHARS) -> tuple[str, str]:
-    """Returns the submitted answer, stripped, and why it is wrong without further checks (empty: it must be checked).
+    """Returns the submitted answer, stripped, and the reason why it is wrong without any check; empty if the answer must be checked.
 
     Args:
         after: the answer is the text after the last occurrence of this, such as "Answer:". An answer without it is wrong.
@@ -85,10 +85,10 @@ def answer_of(episode: Episode, *, after: str = "", longest: int = MAX_ANSWER_CH
 
 
 def strip_code_fence(text: str, *languages: str) -> str:
-    """Returns the content of a text that is one fenced code block of CommonMark, and any other text unchanged.
+    """Returns the content of a string that is one fenced code block of CommonMark, and any other string unchanged.
 
-    An unclosed block ends with the text. The content may also start on the line of the fence, optionally after one of `languages`. A text
-    with several blocks, or with text around its block, is not one block.
+    An unclosed block ends with the string. The content may also start on the line of the fence, optionally after one of `languages`. A
+    string with several blocks, or with text around its block, is not one block.
     """
     opening = _FENCE.match(text)
     if opening is None:
@@ -113,7 +113,7 @@ def zero_score(evidence: str, **parts: float) -> Score:
 
 
 def require_package(package: str, extra: str = "rewards") -> None:
-    """Raises `PluginError` unless `package` is installed. Does not import it."""
+    """Raises `PluginError` if `package` is not installed. Does not import it."""
     try:
         installed = find_spec(package) is not None
     except (ImportError, ValueError):

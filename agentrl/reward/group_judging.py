@@ -1,7 +1,7 @@
-"""Scores all attempts of a group together after they have ended, with a judge that compares them and optionally the verifiers of the task.
+"""Scores all attempts of a group together after they ended, with a judge that compares them and optionally with the task's verifiers.
 
-The judge does not see excluded attempts. An attempt without a value from the judge is unscored and masked, never 0. An attempt whose text
-makes the judge fail gets the lowest value, so it cannot exclude its group.
+The judge does not see excluded attempts. An attempt for which the judge returns no value is unscored and masked, never 0. An attempt whose
+text makes the judge fail gets the lowest value, so it cannot exclude its group.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from agentrl.reward.verifier_call import (
 
 log = logging.getLogger(__name__)
 
-_FEWEST = 2  # attempts that a judge can compare
+_FEWEST = 2  # smallest number of attempts that a judge can compare
 _REASON = 2000  # characters
 
 
 def load_group_judge(reference: str) -> GroupJudge:
-    """Loads the judge of `tasks.group_judge`. Raises `PluginError` for anything that is not a `GroupJudge`."""
+    """Loads the judge of `tasks.group_judge`. Raises `PluginError` if it is not a `GroupJudge`."""
     judge: Any = resolve(reference)
     if errors := protocol_errors(judge, GroupJudge) if callable(judge) else []:
         raise PluginError(f"tasks.group_judge {reference!r}: {errors[0].problem}", fix=errors[0].fix)
@@ -56,10 +56,10 @@ def load_group_judge(reference: str) -> GroupJudge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupJudgeScorer:
-    """Scores an attempt when it has ended, and a group when all of its attempts have.
+    """Scores an attempt when it ends, and a group when all of its attempts ended.
 
     With a `weight` of 1 the judge's value is the score, and the task's verifiers do not run. With a smaller weight the score is the
-    weighted mean of both, and an attempt that the verifiers could not score is not shown to the judge.
+    weighted mean of the judge's and the verifiers' values, and the judge does not see attempts that the verifiers could not score.
     """
 
     judge: GroupJudge
@@ -68,14 +68,14 @@ class GroupJudgeScorer:
     task_scorer: TaskScorer  # the verifiers of a task, and the audit
 
     async def score_attempt(self, task: Task, episode: Episode) -> Score:
-        """Returns the score of an attempt that has ended; without a value if only the judge scores it."""
+        """Returns the score of an attempt that ended. It has no value if only the judge scores the attempt."""
         if self.weight == 1:
             return Score(value=None, reason=AWAITING_GROUP_JUDGE)
         score = await self.task_scorer(task, episode)
         return Score(value=None, reason="tasks.group_judge cannot wait for late scores: remove one of them") if score.pending else score
 
     async def score_group(self, task: Task, scored: Sequence[ScoredEpisode]) -> tuple[Score, ...]:
-        """Returns the scores of all attempts, in their order. An attempt that the judge does not see keeps its score."""
+        """Returns the scores of all attempts, in the same order. An attempt that the judge does not see keeps its score."""
         shown = [index for index, attempt in enumerate(scored) if _is_shown(attempt)]
         scores = [attempt.score for attempt in scored]
         judged = await self._judge(task, [scored[index].episode for index in shown])
@@ -84,7 +84,7 @@ class GroupJudgeScorer:
         return tuple(scores)
 
     async def _judge(self, task: Task, episodes: Sequence[Episode]) -> Sequence[Score]:
-        """One score for each episode; all without a value, with the same reason, if the judge failed."""
+        """Returns one score for each episode. If the judge failed, no score has a value, and all have the same reason."""
         if len(episodes) < _FEWEST:
             return [Score(value=None, reason="there is no other attempt to compare with")] * len(episodes)
         for attempt in range(self.task_scorer.max_retries + 1):
@@ -99,10 +99,10 @@ class GroupJudgeScorer:
         return [Score(value=None, reason=reason, blame=Blame.INFRASTRUCTURE)] * len(episodes)
 
     async def _judge_provoked(self, task: Task, episodes: Sequence[Episode], failed: Sequence[Score]) -> Sequence[Score]:
-        """Returns the scores after a failure that the text of an attempt may have provoked. Raises `InfrastructureError` of the judge.
+        """Returns the scores after a failure that the text of an attempt may have caused. Raises the judge's `InfrastructureError`.
 
-        The judge compares each attempt with a control episode. Attempts on which it fails get the lowest value, and the others are
-        compared among themselves. If it fails on two control episodes, or on no single attempt, it is broken and there is no value.
+        The judge compares each attempt with a control episode. Attempts on which it fails get the lowest value, and it compares the other
+        attempts with each other. If it fails on two control episodes, or on no single attempt, it is broken and there is no value.
         """
         unscored = [replace(score, blame=None) for score in failed]
         for answer in CONTROL_ANSWERS:

@@ -1,14 +1,14 @@
-"""Rubrics: combine several verifiers with weights, required criteria and caps into one score that keeps its parts.
+"""A rubric combines several verifiers with weights, required criteria and caps into one score that keeps its parts.
 
     total = Rubric(
         parts={"right": (Numeric(relative=1e-3, unit="m"), 0.8), "short": (Length(most=200), 0.2)},
         required="right",
     )
 
-in `rewards/mine.py` is the verifier `rewards.mine:total`.
+If this is in `rewards/mine.py`, the verifier is `rewards.mine:total`.
 
-The value is the weighted mean of the parts, sum(w_i * v_i) / sum(w_i). It is 0 if a required criterion fails, and a cap limits it.
-All values, including the verifiers' own parts, are parts of the score by name. If a part has no value, the rubric has none.
+The value is the weighted mean of the parts, sum(w_i * v_i) / sum(w_i). It is 0 if a required criterion fails, and a cap limits it. All
+values, including the verifiers' own parts, are parts of the score by name. If a part has no value, the rubric has none.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from agentrl.reward.verifier_call import bounds_of, call_verifier, needs_sandbox
 
 AnyVerifier: TypeAlias = Verifier | SandboxVerifier | str  # a verifier, or a reference to one
 Requirement: TypeAlias = AnyVerifier | float | tuple[AnyVerifier, float]
-"""A verifier that must score 1; (verifier, minimum); or only a minimum for the part with this name."""
+"""A verifier that must score 1; or (verifier, minimum); or only a minimum for the part with this name."""
 
 BOUNDS = (0.0, 1.0)
 PART_S = 30.0
-SANDBOX_PART_S = 9000.0  # for a part that uses sandboxes, which sets its own deadlines for the programs that it runs
+SANDBOX_PART_S = 9000.0  # deadline of a part that uses sandboxes; such a part sets deadlines for the programs that it runs
 
 
 class Rubric:
@@ -42,15 +42,15 @@ class Rubric:
 
     Args:
         parts: name -> (verifier, weight). Weights are positive and need not sum to 1. A value outside of 0 to 1 counts as missing.
-        required: required criteria: the name of a part, a verifier, or name -> `Requirement`. They are checked in order; at the first that
-            fails the score is 0 and no other verifier is called. A verifier that is only a required criterion has no weight.
-        caps: part -> maximum of the rubric's value if that part is less than 1; or (minimum, maximum), if it is less than `minimum`.
-        optional: parts that may lack a value. Then only the weights of the others count, the part `NAME/unscored` is 1, and the evidence
-            has the reason.
+        required: required criteria: the name of a part, a verifier, or name -> `Requirement`. They are checked in order. If one fails, the
+            score is 0 and no other verifier is called. A verifier that is only a required criterion has no weight.
+        caps: part -> maximum of the rubric's value if the part is less than 1; or part -> (minimum, maximum) if it is less than `minimum`.
+        optional: parts that may have no value. Then only the weights of the other parts count, the part `NAME/unscored` is 1, and the
+            evidence contains the reason.
         part_s: deadline in seconds of a part that needs no sandboxes and declares no deadline.
 
     Raises:
-        PluginError: a reference does not resolve, a name is not that of a part, or a number is outside its range.
+        PluginError: a reference does not resolve, a name is not the name of a part, or a number is outside its range.
     """
 
     bounds: ClassVar[tuple[float, float]] = BOUNDS
@@ -83,17 +83,17 @@ class Rubric:
 
     @property
     def timeout_s(self) -> float:
-        """Deadline of the rubric in seconds: the required criteria run one after another, then the other parts concurrently."""
+        """Deadline of the rubric in seconds. The required criteria run one after another, then the other parts run concurrently."""
         rest = max((self._limit(name) for name in self._verifiers if name not in self._minimums), default=0.0)
         return sum(map(self._limit, self._minimums)) + rest + user_code.GRACE_S
 
     def prepare(self, *, root: Path, folder: Path | None) -> None:
-        """Prepares the verifiers that need it, such as judges. Raises `UserError` if one of them cannot be used."""
+        """Prepares the verifiers that require preparation, such as judges. Raises `UserError` if one of them cannot be used."""
         for verifier in self._verifiers.values():
             prepare_verifier(verifier, root=root, folder=folder)
 
     async def __call__(self, task: Task, episode: Episode, sandboxes: SandboxBackend | None = None) -> Score:
-        """Scores the episode. Raises `InfrastructureError` of a part; the caller then retries all parts."""
+        """Scores the episode. If a part raises `InfrastructureError`, it is raised here, and the caller retries all parts."""
         scores: dict[str, Score] = {}
         for name, minimum in self._minimums.items():
             scores[name] = score = await self._call(name, task, episode, sandboxes)
@@ -102,7 +102,7 @@ class Rubric:
             if not is_at_least(score.value, minimum):
                 note = f"required criterion {name} fails: {score.value:g}, the minimum is {minimum:g}"
                 return Score(value=0.0, parts=named_parts(scores), evidence=_evidence(scores, note))
-        async with asyncio.TaskGroup() as group:  # if one raises, the others are cancelled and the caller retries all
+        async with asyncio.TaskGroup() as group:  # if one part raises, the others are cancelled and the caller retries all parts
             jobs = {name: group.create_task(self._call(name, task, episode, sandboxes)) for name in self._weights if name not in scores}
         return self._combined(scores | {name: job.result() for name, job in jobs.items()})
 
@@ -181,7 +181,7 @@ def _named_requirements(required: object) -> Iterator[tuple[str, Any]]:
 
 
 def _cap(name: str, cap: float | tuple[float, float]) -> tuple[float, float]:
-    """(minimum, maximum): if the part is below the minimum, the rubric's value is at most the maximum."""
+    """Returns (minimum, maximum). If the part is below the minimum, the rubric's value is at most the maximum."""
     least, most = cap if isinstance(cap, tuple) else (1.0, cap)
     return _number(least, f"caps: least of {name!r}", above=0.0), _number(most, f"caps: most of {name!r}", most=1.0)
 

@@ -1,7 +1,7 @@
-"""Scores an episode with the verifiers of its task, each within a deadline.
+"""Scores an episode with the verifiers of its task. Each verifier has a deadline.
 
 A verifier is user code that reads an agent's text. If it fails, the episode gets a reason instead of a value, unless the agent's text
-provoked the failure; the run continues in any case.
+caused the failure. The run continues in both cases.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class TaskScorer:
     """
 
     timeout_s: float = 30.0
-    sandboxes: SandboxBackend | None = None  # for verifiers that use sandboxes
-    sandbox_timeout_s: float = 9000.0  # for such a verifier, which sets its own deadlines for the programs that it runs
-    max_retries: int = 2  # after infrastructure failures
-    controls: bool = True  # whether to find provoked failures by calling a failing verifier with control answers
-    root: Path = Path()  # the project; passed with the run folder, if there is one, to verifiers that are prepared
+    sandboxes: SandboxBackend | None = None  # backend for verifiers that use sandboxes
+    sandbox_timeout_s: float = 9000.0  # deadline of such a verifier, which sets deadlines for the programs that it runs
+    max_retries: int = 2  # retries after infrastructure failures
+    controls: bool = True  # whether to call a failing verifier with control answers, to find failures that the agent's text caused
+    root: Path = Path()  # the project; passed to `prepare` of verifiers, with the run folder if there is one
     folder: Path | None = None
     audit: tuple[str, ...] = ()
     _verifiers: dict[str, Verifier | SandboxVerifier] = field(default_factory=dict, repr=False)
@@ -64,7 +64,7 @@ class TaskScorer:
     _best: dict[str, _Scored] = field(default_factory=dict, repr=False)
 
     def load(self, references: Sequence[str]) -> None:
-        """Resolves verifiers in advance, and prepares those that are `PreparedVerifier`.
+        """Resolves verifiers in advance, and prepares each verifier that is a `PreparedVerifier`.
 
         Raises `PluginError` if a reference does not resolve or is not callable, and `UserError` if a verifier cannot be used.
         """
@@ -79,7 +79,7 @@ class TaskScorer:
 
     @property
     def late(self) -> tuple[str, ...]:
-        """The loaded verifiers that declare, by an attribute `is_late`, that their scores arrive after the episode."""
+        """The loaded verifiers with a true attribute `is_late`, whose scores arrive after the episode."""
         return tuple(reference for reference, verifier in self._verifiers.items() if getattr(verifier, "is_late", False))
 
     @property
@@ -88,7 +88,7 @@ class TaskScorer:
         return tuple(reference for reference in self.late if getattr(self._verifiers[reference], "residual", False))
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        """Scores the episode, with the audit."""
+        """Scores the episode and adds the audit."""
         references = [*task.verifiers, *self.audit]
         self.load(references)
         if self.sandboxes is None and (unusable := [name for name in references if needs_sandboxes(self._verifiers[name])]):
@@ -146,7 +146,7 @@ class TaskScorer:
         return Score(value=None, reason=reason, blame=Blame.INFRASTRUCTURE)
 
     async def _blocks_verifier(self, reference: str, task: Task, episode: Episode) -> bool:
-        """Whether the verifier scores its best episode so far in time, and then times out on this one again."""
+        """Whether the verifier scores its best episode so far in time, and then times out on this episode again."""
         if (best := self._best.get(reference)) is None:
             return False
         try:
@@ -161,18 +161,18 @@ class TaskScorer:
         return False
 
     def _lowest_score(self, reference: str, evidence: str, episode: Episode, *values: float) -> Score:
-        """Returns the lowest value of the verifier: its lower bound, or the lowest of 0, `values` and the values that it has returned."""
+        """Returns the verifier's lowest value: its lower bound or, if it has none, the lowest of 0, `values` and all returned values."""
         bounds = bounds_of(self._verifiers[reference])
         lowest = min(0.0, *values, self._lowest.get(reference, 0.0)) if bounds is None else bounds[0]
         log.warning("verifier %s on %s: %s", reference, episode.id, evidence)
         return Score(value=lowest, evidence=evidence[:2000])
 
     async def _score_or_provoked(self, reference: str, task: Task, episode: Episode) -> Score:
-        """Returns the score, and the lowest value if the episode's text makes the verifier fail.
+        """Returns the score, or the lowest value if the episode's text makes the verifier fail.
 
         The text is the cause if the verifier fails on the episode twice, scores a control episode, and fails on the episode again. A
         verifier that fails on all control episodes is broken, and there is no value. If it also fails on its best episode so far, it has
-        lost something that control episodes do not need, and the infrastructure is to blame.
+        lost a resource that control episodes do not need, and the infrastructure is to blame.
         """
         started = time.monotonic()
         score = await self._call(reference, task, episode)
@@ -194,13 +194,13 @@ class TaskScorer:
             reason = f"{again.reason}; it now also fails on {best.episode.id}, which it has scored before: {repeated.reason}"
             return Score(value=None, reason=reason[:2000], blame=Blame.INFRASTRUCTURE)
         if (last := await self._call(reference, task, episode)).blame is not Blame.POLICY:
-            return last  # the verifier failed for a moment, on whatever it was called with
+            return last  # the failure was temporary and did not depend on the episode
         answer = next(answer for answer, value in controls.items() if value is not None)
         evidence = f"{reference}: {again.reason}, because of this episode's text; it scores an episode that submits {answer!r}"
         return self._lowest_score(reference, evidence, episode, *values)
 
     def _remember(self, reference: str, task: Task, episode: Episode, value: float, seconds: float) -> None:
-        """Records the verifier's lowest value, and the episode with its highest value; of several, the one that it scored fastest."""
+        """Records the verifier's lowest value, and the episode with its highest value; if there are several, the one scored fastest."""
         self._lowest[reference] = min(value, self._lowest.get(reference, value))
         best = self._best.get(reference)
         if best is None or (value, -seconds) > (best.value, -best.seconds):

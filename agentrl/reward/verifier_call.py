@@ -1,4 +1,4 @@
-"""Calls one verifier. Whatever the verifier does, its caller gets a score, or a reason for a missing score, before the deadline."""
+"""Calls one verifier. In all cases, the caller gets a score, or a reason for a missing score, before the deadline."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 MAX_EVIDENCE = 20_000  # maximum length of a verifier's evidence, in characters
 MAX_PARTS = 1000
-_MAX_FILE = 20_000  # bytes of an output that are searched for text repeated in an error
+_MAX_FILE = 20_000  # bytes of an output file that are searched for text that an error repeats
 _CLOSING_S = 30.0  # time for a verifier to close its sandboxes after its deadline
 
 
@@ -31,7 +31,7 @@ class InvalidScore(Exception):
 
 
 class VerifierTimeout(InfrastructureError):
-    """A verifier's server or subprocess did not answer in time, or was killed. The cause is a fault or the text of the episode."""
+    """A verifier's server or subprocess did not answer in time, or was killed. A fault or the text of the episode may be the cause."""
 
 
 class MissingTaskData(KeyError):
@@ -39,14 +39,14 @@ class MissingTaskData(KeyError):
 
 
 class _Data(dict[str, Any]):
-    """`Task.data` with its own error for missing keys, which separates them from a verifier's mistakes with other mappings."""
+    """`Task.data` that raises a separate error if a key is missing. So a verifier's mistakes with other mappings can be distinguished."""
 
     def __missing__(self, key: str) -> Any:
         raise MissingTaskData(key)
 
 
 def with_checked_data(task: Task) -> Task:
-    """Returns a copy of the task for a verifier: `task.data[key]` raises `MissingTaskData`, a KeyError, for a missing key."""
+    """Returns a copy of the task for a verifier. If a key is missing, `task.data[key]` raises `MissingTaskData`, a KeyError."""
     if isinstance(task.data, _Data):
         return task
     copied = copy.copy(task)
@@ -55,7 +55,7 @@ def with_checked_data(task: Task) -> Task:
 
 
 def missing_data_error(task: Task, error: BaseException, reader: str) -> TaskError | None:
-    """Returns the error for a task without a key that `reader` reads; None if the cause of `error` is something else."""
+    """Returns the error for a task that lacks a key that `reader` reads; None if `error` has a different cause."""
     if (missing := user_code.first_cause(error, MissingTaskData)) is None:
         return None
     key = user_code.printable(repr(missing.args[0]), 80)
@@ -68,7 +68,7 @@ def missing_data_error(task: Task, error: BaseException, reader: str) -> TaskErr
 async def call_verifier(
     verifier: Any, what: str, task: Task, episode: Episode, sandboxes: SandboxBackend | None, *, timeout_s: float
 ) -> Score:
-    """Returns the verifier's valid score or, if it fails, a score without a value; see `call_scoring_code`.
+    """Returns the verifier's valid score or, if the verifier fails, a score without a value; see `call_scoring_code`.
 
     Args:
         what: the verifier's name in the log, such as "verifier rewards.tables:exact_answer".
@@ -102,13 +102,13 @@ async def call_scoring_code(
     timeout_s: float,
     grace_s: float = user_code.GRACE_S,
 ) -> T | Score:
-    """Calls a verifier or group judge and returns its validated result; a score without a value and with a reason if it fails.
+    """Calls a verifier or group judge and returns its validated result. If the call fails, returns a score with a reason and no value.
 
-    The blame is the policy's if the text of an episode may have caused the failure; the caller must check that.
+    The failure is blamed on the policy if the text of an episode may have caused it. The caller must check whether it did.
 
     Raises:
         InfrastructureError: the code raised it, or reported an outage (`agentrl.base.outages`). The caller retries.
-        VerifierTimeout: the outage is a server that did not answer in time, or a killed subprocess; the text may be the cause.
+        VerifierTimeout: the outage is a server that did not answer in time, or a killed subprocess. The text may be the cause.
     """
     role = "group judge" if what.startswith("group judge") else "verifier"
     with user_code.fault_boundary() as fault:
@@ -132,24 +132,27 @@ async def call_scoring_code(
 
 
 def _episode_texts(episode: Episode) -> list[Any]:
-    """Returns the texts of an episode that a verifier's error message may repeat."""
+    """Returns the strings of an episode that a verifier's error message may repeat."""
     messages = [turn.message for trajectory in episode.trajectories for turn in trajectory.turns]
     calls = [call.arguments for message in messages for call in message.tool_calls]
     files = [content[:_MAX_FILE].decode(errors="replace") for content in episode.outputs.values()]
     return [episode.answer or "", *(message.content for message in messages), *calls, *files]
 
 
-CONTROL_ANSWERS = (None, "", "0")  # control answers: every working verifier can score them
+CONTROL_ANSWERS = (None, "", "0")  # every working verifier can score these answers
 
 
 def control_episode(episode: Episode, answer: str | None) -> Episode:
-    """Returns a control episode: the same task, but the agent only submitted `answer`."""
+    """Returns a control episode. It has the same task, but the agent only submitted `answer`."""
     nothing = (Trajectory(agent="main", turns=(), stop_reason="answered"),)
     return Episode(id=f"{episode.id}.control", task_id=episode.task_id, task_key=episode.task_key, trajectories=nothing, answer=answer)
 
 
 def validate_score(score: object, episode: Episode, *, bounds: tuple[float, float] | None = None) -> Score:
-    """Returns the score of an episode with its texts truncated. Raises `InvalidScore`. `bounds`: smallest and largest valid value."""
+    """Returns the score of an episode with long strings truncated. Raises `InvalidScore` if it is invalid.
+
+    `bounds` are the smallest and the largest valid value.
+    """
     if not isinstance(score, Score):
         raise InvalidScore(f"{type(score).__name__}, not a Score")
     numbers = (
@@ -179,7 +182,7 @@ def needs_sandboxes(verifier: object) -> bool:
 
 
 def timeout_of(verifier: object, default_s: float) -> float:
-    """Returns the deadline of a verifier in seconds: its own `timeout_s` if it has one (`PreparedVerifier`), else `default_s`."""
+    """Returns the deadline of a verifier in seconds: its `timeout_s` if it has one (`PreparedVerifier`), otherwise `default_s`."""
     declared = getattr(verifier, "timeout_s", None)
     return float(declared) if isinstance(declared, int | float) and 0 < declared < math.inf else default_s
 

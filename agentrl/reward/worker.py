@@ -1,8 +1,8 @@
 """Runs scoring code that may never return in a subprocess: `SubprocessWorker(function)`.
 
 Python cannot stop a thread, and a library's time limit by SIGALRM works only in the main thread. So the function runs in a child process,
-one request at a time; the kernel kills the process at its deadline, and its memory is limited. The next request starts a new process.
-Requests and replies are numbered lines of JSON, so no reply is mistaken for another. A child exits when its parent closes its input.
+one request at a time. The kernel kills the process at its deadline, and its memory is limited. The next request starts a new process.
+Requests and replies are numbered lines of JSON, so each reply is matched with its request. A child exits when its parent closes its input.
 
     python -m agentrl.reward.worker REFERENCE PREPARE SECONDS BYTES
 """
@@ -33,13 +33,13 @@ from agentrl.plugins.references import resolve
 
 DEADLINE_S = 5.0
 MEMORY = 2 << 30  # bytes of address space
-STARTING_S = 60.0  # for a child to import its modules on a busy machine
+STARTING_S = 60.0  # time for a child to import its modules on a busy machine
 QUEUE_TIMEOUT_S = 3600.0
-"""`timeout_s` of a verifier that uses a worker. Each request has its own deadline, but may wait for minutes behind others that run into
-theirs.
+"""`timeout_s` of a verifier that uses a worker. Each request has its own deadline, but it may first wait for minutes in a queue of requests
+that reach their deadlines.
 """
 MAX_REPLY = 1 << 20
-_SPARE_S = 30.0  # time after the deadline, at which the kernel kills a child, before the parent does
+_SPARE_S = 30.0  # time after the deadline before the parent kills the child, if the kernel has not killed it at the deadline
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -56,20 +56,20 @@ class AnswerFault(Exception):
 
 
 class ControlFailed(Exception):
-    """The function also fails on the control request, so nothing is known about the answer."""
+    """The function also fails on the control request, so the answer cannot be scored."""
 
 
 class SubprocessWorker:
-    """Runs a module-level function in child processes: JSON value in, JSON value out.
+    """Runs a module-level function in child processes. Request and result are JSON values.
 
     A child starts at the first request. Threads and event loops may share a worker. Requests are queued, and a request whose caller was
     cancelled is never sent.
 
     Args:
         function: called in the child with one request. It may call `set_deadline` to change its deadline, and raise `TaskError`.
-        prepare: called in a child when it starts, such as to import large modules; the deadline of requests does not apply.
-        deadline_s: seconds for a request.
-        memory: bytes of address space of a child; exceeding it raises MemoryError there.
+        prepare: called in a child when it starts, to import large modules, for example. The deadline of requests does not apply to it.
+        deadline_s: deadline of a request in seconds.
+        memory: bytes of address space of a child. A child that exceeds it gets a MemoryError.
         processes: maximum number of children; each handles one request at a time.
     """
 
@@ -93,12 +93,12 @@ class SubprocessWorker:
         self._starting = threading.Lock()
 
     def call_blocking(self, request: Any) -> Any:
-        """Returns the function's result for `request`; blocks.
+        """Returns the function's result for `request`. Blocks until then.
 
         Raises:
             CallFailed, CallTimeout: the function failed on this request.
             TaskError: the function raised it.
-            InfrastructureError: there is no process.
+            InfrastructureError: no process can be started.
         """
         child = self._free.get()
         try:
@@ -107,23 +107,23 @@ class SubprocessWorker:
             self._free.put(child)
 
     async def call(self, request: Any) -> Any:
-        """Like `call_blocking`, for asyncio."""
+        """Returns the function's result for `request`, without blocking the event loop. Raises the errors of `call_blocking`."""
         with self._starting:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(len(self._children), thread_name_prefix="judging")
         return await asyncio.get_running_loop().run_in_executor(self._threads, self.call_blocking, request)
 
     async def evaluate(self, request: Any, *, control: Any) -> Any:
-        """Like `call`, for a request that contains an agent's text.
+        """Returns the function's result for a request that contains an agent's text.
 
-        An agent that could make the function fail would choose which of its answers count. So a failure is attributed to the answer if
-        the control request `control` succeeds and the failure happens again (the machine may have been slow).
+        An agent that can make the function fail could otherwise choose which of its answers count. So a failure is attributed to the answer
+        if the control request `control` succeeds and the failure occurs again. It is repeated because the machine may have been slow.
 
         Args:
-            control: a request that must succeed, such as one with the truth as the answer.
+            control: a request that must succeed, such as a request with the truth as the answer.
 
         Raises:
-            AnswerFault: the answer is at fault; usually a score of 0.
+            AnswerFault: the answer is at fault. The score is usually 0.
             ControlFailed: the function fails on `control` too. The episode has no score.
             TaskError, InfrastructureError: see `call_blocking`.
         """
@@ -139,7 +139,7 @@ class SubprocessWorker:
             raise AnswerFault(str(error)) from None
 
     def close(self) -> None:
-        """Kills the processes; a later request starts a new one."""
+        """Kills the processes. A later request starts a new process."""
         for child in self._children:
             child.close()
 
@@ -153,12 +153,12 @@ class _Child:
         self._numbers = count()
 
     def ask(self, request: Any) -> Any:
-        """Sends one request and returns the reply. Raises as `SubprocessWorker.call_blocking`."""
+        """Sends one request and returns the reply. Raises the errors of `SubprocessWorker.call_blocking`."""
         number = next(self._numbers)
         process = self._running()
         rest = memoryview(json.dumps({"number": number, "request": request}).encode() + b"\n")
         assert process.stdin is not None, "it is a pipe"
-        with contextlib.suppress(OSError):  # the process has died, which the read below reports
+        with contextlib.suppress(OSError):  # the process died, which the read below reports
             while rest:
                 rest = rest[os.write(process.stdin.fileno(), rest) :]
         reply = self._read(process, self._deadline_s + _SPARE_S)
@@ -234,7 +234,7 @@ class _Child:
 
 
 def _reference(function: Callable[..., Any]) -> str:
-    """Returns the function's reference for a child: by module, or by file if the module was loaded from a file (`agentrl.plugins`)."""
+    """Returns the reference by which a child finds the function: its module, or its file if it comes from a file (`agentrl.plugins`)."""
     name, module = function.__qualname__, function.__module__
     if "." in name or name.startswith("<"):
         raise ValueError(f"{name} is not a module-level function")
@@ -243,12 +243,12 @@ def _reference(function: Callable[..., Any]) -> str:
 
 
 def set_deadline(seconds: float) -> None:
-    """In a child: has the kernel kill the process after so many seconds; 0 cancels the deadline."""
+    """Sets the deadline of this child process: the kernel kills it after `seconds`. 0 cancels the deadline."""
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def main() -> None:
-    """Answers requests until its input ends. Only replies reach standard output; the function's own output is discarded."""
+    """Answers requests until the input ends. Only replies are written to standard output; the function's output is discarded."""
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="ascii")
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
@@ -267,13 +267,13 @@ def main() -> None:
 
 
 def _size() -> int:
-    """Size of this process's address space in bytes."""
+    """Returns the size of this process's address space in bytes."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
 
 
 def _answer(function: Callable[[Any], Any], request: Any, number: int, deadline_s: float, full: int) -> str:
-    """Returns the reply, with a flag if the process still uses more than `full` bytes afterwards."""
+    """Returns the reply. It contains a flag if the process still uses more than `full` bytes after the call."""
     try:
         set_deadline(deadline_s)
         reply = json.dumps({"number": number, "reply": function(request), "full": _size() > full})
@@ -284,7 +284,7 @@ def _answer(function: Callable[[Any], Any], request: Any, number: int, deadline_
         return json.dumps({"number": number, "task": str(error)[:2000]})
     except MemoryError as error:
         return json.dumps({"number": number, "raised": f"MemoryError: {error}"[:500], "full": True})
-    except Exception as error:  # libraries may raise anything on an agent's text
+    except Exception as error:  # libraries may raise any error on an agent's text
         return json.dumps({"number": number, "raised": f"{type(error).__name__}: {error}"[:500]})
     finally:
         set_deadline(0)

@@ -29,7 +29,7 @@ from agentrl.rollout.thinking import sample_turn, thinking_bound
 
 log = logging.getLogger(__name__)
 
-MAX_TOOL_FAILURES = 16  # tool failures that an episode records; later ones are dropped
+MAX_TOOL_FAILURES = 16  # maximum tool failures that an episode records; later failures are dropped
 
 AgentState = Callable[[], Awaitable[Mapping[str, Any]]]
 
@@ -40,7 +40,7 @@ class ActiveTrajectory:
     def __init__(self, episode: ActiveEpisode, index: int, begun: Trajectory, prompt_ids: tuple[int, ...] = ()) -> None:
         self.index, self.parent, self.prompt_ids = index, begun.parent, prompt_ids
         self.turns, self.stop_reason = list(begun.turns), begun.stop_reason
-        self.sampling = False  # a turn has started and is not recorded yet
+        self.sampling = False  # whether a turn started that is not recorded yet
         self._episode, self._begun = episode, begun
         self._context = [token for turn in begun.turns for token in (*turn.prompt_ids, *turn.completion_ids)]
         self._generate_s, self._computed = 0.0, 0  # `_computed`: tokens that the server has already computed for this trajectory
@@ -60,7 +60,7 @@ class ActiveTrajectory:
         self._begun = replace(self._begun, agent=agent, prompt=self._begun.prompt if prompt is None else tuple(prompt))
 
     def limit(self) -> str:
-        """Returns the stop reason of the limit that forbids another turn; empty if none does."""
+        """Returns the stop reason of the limit that prevents another turn; empty if no limit does."""
         if self._episode.turns_begun >= self._episode.task.limits.turns:
             return "turn_limit"
         if self._episode.out_of_time:
@@ -68,11 +68,11 @@ class ActiveTrajectory:
         return "" if self._budget() > 0 else "token_limit"
 
     def _budget(self) -> int:
-        """Tokens that the next completion may have; 0 or less if none fits."""
+        """Returns the maximum number of tokens of the next completion; 0 or less if no token fits."""
         task, room = self._episode.task, self._episode.room
         limits = task.limits
         left = room - self.tokens
-        if limits.all_tokens is not None:  # concurrent turns count once they are recorded
+        if limits.all_tokens is not None:  # concurrent turns are counted when they are recorded
             room, left = min(room, limits.all_tokens), min(left, limits.all_tokens - self._episode.tokens)
         images = count_images((*self._context, *self.prompt_ids))
         budget = min(limits.turn_tokens, left) if images <= MAX_IN_PROMPT else 0
@@ -98,7 +98,7 @@ class ActiveTrajectory:
         stop: Sequence[str] = (),
         constraint: str = "",
     ) -> Completion:
-        """Samples the next turn, within all limits."""
+        """Samples the next turn within all limits."""
         forbids = "a turn is being sampled" if self.sampling else self.stop_reason or self.limit()
         if forbids == WALL_LIMIT and not self.stop_reason:
             raise OutOfTime("the episode's time has ended")
@@ -120,7 +120,7 @@ class ActiveTrajectory:
             completion = await self._episode.sampled.complete(context, sample, most=budget)
         except RequestRefused as error:
             self.sampling = False
-            if not self._episode.turn_count:  # the context contains no text of the policy
+            if not self._episode.turn_count:  # the context contains no output of the policy
                 raise
             raise PolicyFault(f"the server refuses a context that contains the policy's text: {error}") from error
         except BaseException:
@@ -131,7 +131,7 @@ class ActiveTrajectory:
         return completion
 
     def add_turn(self, completion: Completion, message: Message) -> None:
-        """Records the sampled turn. If it is not trained, its tokens are context: the last ones of the turn's prompt."""
+        """Records the sampled turn. If the turn is not trained, its tokens become context, at the end of the turn's prompt."""
         if self._begun.policy:
             self.add_prompt(completion.token_ids)
             completion = Completion(token_ids=(), logprobs=(), versions=(), finish_reason=completion.finish_reason)
@@ -164,15 +164,15 @@ class ActiveTrajectory:
 
     def end(self, stop_reason: str) -> None:
         """Ends the trajectory."""
-        self.stop_reason, self.prompt_ids = _checked(stop_reason), ()  # a prompt that no turn reads does not count
+        self.stop_reason, self.prompt_ids = _checked(stop_reason), ()  # a prompt that no turn reads is not counted
 
     def record(self, stop_reason: str = "") -> Trajectory:
-        """Returns the trajectory as it is now. An open one gets this stop reason."""
+        """Returns the current record of the trajectory. If it is open, the record has this stop reason."""
         return replace(self._begun, turns=tuple(self.turns), stop_reason=self.stop_reason or stop_reason)
 
 
 class ActiveEpisode:
-    """A `LiveEpisode`: one attempt, from its first turn or a state, until `close`."""
+    """A `LiveEpisode`: one attempt, which starts with its first turn or from a state, and ends with `close`."""
 
     def __init__(
         self,
@@ -199,10 +199,10 @@ class ActiveEpisode:
         self.task, self.tools, self.memory = task, tools, memory
         self.answer: str | None = None
         self.stage, self.agent_state = "episode", {} if start is None else start.agent_state
-        self.room = min(task.limits.episode_tokens, max_model_len)  # tokens of one trajectory
-        self.failures: list[Failure] = []  # of tools that the agent called
-        self.spent_s = 0.0  # before this process continued the episode
-        self.sandbox_s = self.program_s = 0.0  # seconds for opening, writing and executing; in programs that the agent called
+        self.room = min(task.limits.episode_tokens, max_model_len)  # maximum tokens of one trajectory
+        self.failures: list[Failure] = []  # failures of tools that the agent called
+        self.spent_s = 0.0  # seconds before this process continued the episode
+        self.sandbox_s = self.program_s = 0.0  # seconds for opening, writing and executing; seconds in programs that the agent called
         self.sandboxes, self._attempt, self._sampling = sandboxes, attempt, sampling
         self.requests = EpisodeRequests(
             policy=policy,
@@ -221,11 +221,11 @@ class ActiveEpisode:
         self._trajectories = [ActiveTrajectory(self, 0, Trajectory(agent="main", turns=(), stop_reason=""))]
         if start is not None:
             self._go_on_from(start)
-        self.turn_count = sum(len(trajectory.turns) for trajectory in self._trajectories)  # finished ones
+        self.turn_count = sum(len(trajectory.turns) for trajectory in self._trajectories)  # finished turns
         self._started = loop_time() - self.spent_s
 
     def _go_on_from(self, start: EpisodeState) -> None:
-        """Continues the state's episode, or inherits all of its turns as a branch with another id."""
+        """Continues the state's episode, or inherits all of its turns as a branch with a different id."""
         continued = self.id == start.episode_id
         begun = [line if continued else _inherited(line, start.episode_id) for line in start.trajectories]
         self._trajectories = [ActiveTrajectory(self, *one) for one in zip(range(len(begun)), begun, start.prompt_ids, strict=True)]
@@ -240,12 +240,12 @@ class ActiveEpisode:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all trajectories, including prompts of turns that have not started."""
+        """The tokens of all trajectories, including prompts of turns that have not started."""
         return sum(trajectory.tokens for trajectory in self._trajectories)
 
     @property
     def memo(self) -> Memo | None:
-        """The notes that the episode read and wrote; None without memory."""
+        """The notes that the episode read and wrote; None if it has no memory."""
         return None if self.memory is None else self.memory.memo
 
     @property
@@ -260,11 +260,11 @@ class ActiveEpisode:
 
     @property
     def out_of_time(self) -> bool:
-        """Whether the episode's time is up, so that no further turn is sampled."""
+        """Whether the episode's time is used up, so that no more turns are sampled."""
         return self.requests.out_of_time
 
     def timeout_failure(self) -> Failure | None:
-        """Returns the failure of an episode without time left; `agentrl.rollout.pace` decides the blame."""
+        """Returns the failure of an episode that used up its time. `agentrl.rollout.pace` decides the blame."""
         return self.requests.timeout_failure(program_s=self.program_s, sandbox_s=self.sandbox_s, turn=self.turn_count)
 
     @property
@@ -273,7 +273,7 @@ class ActiveEpisode:
         return self._box.untouched
 
     def open(self, agent: str, *, parent: Parent | None = None, prompt: Sequence[Message] = (), policy: str = "") -> ActiveTrajectory:
-        """Opens another trajectory."""
+        """Opens an additional trajectory."""
         check_parent(len(self._trajectories), parent, self._trajectories)
         if parent is not None and parent.call is None:  # the same agent, in a new context
             policy = self._trajectories[parent.trajectory]._begun.policy
@@ -282,11 +282,11 @@ class ActiveEpisode:
         return self._trajectories[-1]
 
     def record(self, stop_reason: str = "") -> tuple[Trajectory, ...]:
-        """Returns the records of all trajectories; open ones get this stop reason."""
+        """Returns the records of all trajectories. Those of open trajectories have this stop reason."""
         return tuple(trajectory.record(stop_reason) for trajectory in self._trajectories)
 
     def cancellation_record(self, reason: str) -> Cancelled:
-        """Returns the record of an attempt that its group cancels."""
+        """Returns the record of this attempt as cancelled by its group."""
         own = [turn.sampled for line in self.record() for turn in line.own_turns]
         return Cancelled(episode_id=self.id, reason=reason, turns=len(own), tokens=sum(own), wall_s=self.wall_s)
 
@@ -309,8 +309,10 @@ class ActiveEpisode:
         number: int,
         reads: int = 0,
     ) -> Completion:
-        """Samples a part of a turn. `part`: suffix of the request id of the part after a bound on thinking. Raises like
-        `EpisodeRequests.sample`."""
+        """Samples a part of a turn.
+
+        `part`: suffix of the request id for the part after the thinking bound. Raises the errors of `EpisodeRequests.sample`.
+        """
         sampling = self._sampling.constrained() if constraint else self._sampling
         common = {**asdict(sampling), "stop_token_ids": tuple(stop_token_ids), "stop": tuple(stop), "constraint": constraint}
         self.stage = "generate"
@@ -327,12 +329,12 @@ class ActiveEpisode:
         return self.requests.external_request(at_most, within_s=within_s)
 
     async def environment(self) -> Environment:
-        """Returns the environment of the task, opened at the first call."""
+        """Returns the environment of the task. The first call opens it."""
         self.stage = "environment"
         return await self._environment.environment()
 
     async def sandbox(self) -> Sandbox:
-        """Returns the sandbox, opened at the first call with the task's files or the working directory of the start state."""
+        """Returns the sandbox. The first call opens it, with the task's files or the working directory of the start state."""
         return await self._box.sandbox()
 
     @property
@@ -342,7 +344,7 @@ class ActiveEpisode:
 
     @property
     def sandbox_lost(self) -> bool:
-        """Whether a tool call was cut short in the sandbox, so that its files are undefined."""
+        """Whether a tool call in the sandbox was interrupted, so that the files are undefined."""
         return self._box.lost
 
     @sandbox_lost.setter
@@ -354,7 +356,7 @@ class ActiveEpisode:
         return await self._box.working_copy()
 
     def sub_episode(self, copy: bytes | None) -> AbstractAsyncContextManager[SubEpisode]:
-        """Opens a sub-episode with its own sandbox."""
+        """Opens a sub-episode with a separate sandbox."""
         return open_sub_episode(self, copy, self._sub_sandboxes)
 
     @contextmanager
@@ -429,7 +431,7 @@ class ActiveEpisode:
             self.sandbox_s += loop_time() - started
 
     async def close(self) -> None:
-        """Closes all sandboxes of the episode. None can be opened afterwards."""
+        """Closes all sandboxes of the episode. No sandbox can be opened afterwards."""
         async with AsyncExitStack() as stack:
             for box in (self._box, *self._sub_sandboxes):
                 stack.push_async_callback(box.close)
@@ -443,5 +445,5 @@ def _checked(stop_reason: str) -> str:
 
 
 def _inherited(begun: Trajectory, by: str) -> Trajectory:
-    """Returns the trajectory with all of its turns marked as sampled by episode `by`, except those that it already inherited."""
+    """Returns the trajectory with all of its turns marked as sampled by episode `by`, except turns that were already inherited."""
     return replace(begun, inherited=(*begun.inherited, *(by,) * len(begun.own_turns)))

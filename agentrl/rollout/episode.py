@@ -1,4 +1,4 @@
-"""Runs one episode, from its first turn to its record: limits, outputs, and the blame for what fails."""
+"""Runs one episode, from its first turn to its record: limits, outputs, and the blame for failures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from agentrl.task.outputs import CollectedOutputs, collect_outputs, select_files
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRunner:
-    """Runs episodes of any task with one policy and one agent. It has no state of an episode, so many episodes may run at once."""
+    """Runs episodes of any task with one policy and one agent. The runner has no state of an episode, so many episodes may run at once."""
 
     agent: Agent
     policy: Policy
@@ -37,8 +37,8 @@ class EpisodeRunner:
     request_timeout_s: float
     open_timeout_s: float = OPEN_TIMEOUT_S
     tools: ToolSource | None = None
-    router: RequestRouter | None = None  # of several servers
-    pace: Pace = field(default_factory=Pace)  # history of the policy's server in this run
+    router: RequestRouter | None = None  # distributes episodes over several servers
+    pace: Pace = field(default_factory=Pace)  # request times of the policy's server in this run
     listener: EpisodeListener = field(default_factory=SilentListener)
 
     async def run(
@@ -53,20 +53,21 @@ class EpisodeRunner:
         on_start: StartListener = lambda episode: None,
         sampled: SampledTurns | None = None,
     ) -> Episode:
-        """Runs one attempt. Anything that breaks becomes a `Failure` in the episode, never an exception or a score.
+        """Runs one attempt. A fault becomes a `Failure` in the episode, never an exception or a score.
 
         Args:
             start: state to continue from. Its turns are kept: none of their tokens is sampled or tokenized again, no tool call is repeated,
-                and the sandbox is opened from the snapshot. With the id of `start` the episode is continued; with another id it is a branch
-                that inherits the turns (see `agentrl.objective.branches`).
+                and the sandbox is opened from the snapshot. If the episode has the id of `start`, it is continued. If it has a different
+                id, it is a branch that inherits the turns (see `agentrl.objective.branches`).
             on_turn: called after every turn except the last.
-            memory: earlier episodes' notes that it may read; None disables memory. Notes that it writes are only in its record.
+            memory: notes of earlier episodes that the episode may read; None disables memory. Notes that the episode writes are only in its
+                record.
             on_start: called with the running episode, so that a caller that cancels it can read its progress.
-            sampled: completions of earlier attempts, which it repeats and adds to; None repeats nothing.
+            sampled: completions of earlier attempts. The episode repeats them and adds its own. None repeats nothing.
 
         Raises:
             SandboxUnavailable: this machine cannot open any sandbox of this kind.
-            ValueError: `start` belongs to another task.
+            ValueError: `start` belongs to a different task.
         """
         if start is not None and start.task_key != task.key:
             raise ValueError(f"the state of episode {start.episode_id} belongs to another task than {task.id!r}")
@@ -146,21 +147,24 @@ class EpisodeRunner:
         return "failed", nothing, (failure_from_error(fault.error, stage=episode.stage, turn=episode.turn_count),)
 
     async def _act(self, episode: ActiveEpisode, limit_s: float) -> str:
-        """Runs the user-supplied agent. It may ignore cancellation, so its call has a deadline, after which it is abandoned."""
-        grace_s = episode.task.limits.tool_timeout_s + user_code.GRACE_S  # an agent closes its tools
+        """Runs the user-supplied agent.
+
+        The agent may ignore cancellation, so its call has a deadline, after which the call is abandoned.
+        """
+        grace_s = episode.task.limits.tool_timeout_s + user_code.GRACE_S  # time for the agent to close its tools
         return await user_code.call_user_code(
             lambda: self.agent.act(episode), what="the agent", timeout_s=limit_s + grace_s, grace_s=grace_s, within=episode.requests.stalls
         )
 
 
 def _out_of_time(episode: ActiveEpisode) -> tuple[str, CollectedOutputs, tuple[Failure, ...]]:
-    """Returns the end of an episode without time left: no outputs, and no failure if the policy's programs used the time."""
+    """Returns the end of an episode that used up its time: no outputs, and no failure if the policy's programs used the time."""
     failure = episode.timeout_failure()
     return WALL_LIMIT, CollectedOutputs(files={}), () if failure is None else (failure,)
 
 
 async def _collect(episode: ActiveEpisode) -> tuple[CollectedOutputs, tuple[Failure, ...]]:
-    """Collects the declared outputs after the agent's last action. If the agent made one unreadable, that is the policy's failure."""
+    """Collects the declared outputs after the agent's last action. If the agent made an output unreadable, that is the policy's failure."""
     if episode.untouched:  # nothing ran, so the files are the task's
         return CollectedOutputs(files=select_files(task_files(episode.task), episode.task.outputs)), ()
     sandbox = await episode.sandbox()
@@ -175,15 +179,17 @@ async def _collect(episode: ActiveEpisode) -> tuple[CollectedOutputs, tuple[Fail
 
 
 class EmptyMemory:
-    """An `EpisodeMemory` without notes, for an episode that continues one with a memory in a run without: its context describes the
-    tools."""
+    """An `EpisodeMemory` without notes.
+
+    It is used if a run without memory continues an episode that had one, because the context describes the memory tools.
+    """
 
     def __init__(self, memo: Memo) -> None:
         self._memo = memo
 
     @property
     def memo(self) -> Memo:
-        """The notes of the state that it started from."""
+        """The notes of the state from which the episode started."""
         return self._memo
 
     def note(self, text: str) -> tuple[bool, str]:
@@ -196,7 +202,7 @@ class EmptyMemory:
 
 
 def episode_memory(view: MemoryView | None, start: EpisodeState | None) -> EpisodeMemory | None:
-    """Returns the memory of an episode. An episode that continues a state has one exactly if that state had one."""
+    """Returns the memory of an episode. An episode that continues a state has a memory if and only if that state had one."""
     if start is None:
         return None if view is None else view.begin()
     if start.memory is None:

@@ -1,4 +1,4 @@
-"""The sandbox and the environment of one episode: opened on first use, and closed once."""
+"""The sandbox and the environment of one episode. Both are opened on first use, and closed once."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 CLOSE_S = 60.0
-"""Seconds that a sandbox may take to close. After that, its backend ends it with the run."""
+"""Maximum seconds for closing a sandbox. After that, its backend ends it with the run."""
 
 
 class EpisodeSandbox:
-    """The sandbox that one or several agents of an episode share. Many episodes of a weak policy never open it.
+    """The sandbox of one or several agents of an episode. It is opened on first use, because many episodes of a weak policy never use it.
 
     Args:
         episode: the episode that records the sandbox's time and faults.
@@ -31,7 +31,7 @@ class EpisodeSandbox:
     """
 
     def __init__(self, episode: ActiveEpisode, snapshot: bytes | None = None) -> None:
-        self.lost = False  # a tool call was cut short in it, so its files are undefined
+        self.lost = False  # whether a tool call in it was interrupted, so that its files are undefined
         self._episode = episode
         self._snapshot = snapshot
         self._sandbox: Sandbox | None = None
@@ -40,12 +40,12 @@ class EpisodeSandbox:
 
     @property
     def opened(self) -> bool:
-        """Whether it was opened."""
+        """Whether the sandbox was opened."""
         return self._sandbox is not None
 
     @property
     def untouched(self) -> bool:
-        """Whether nothing ever ran in it, so that its files are the task's."""
+        """Whether no code has run in the sandbox, so that its files are the task's."""
         return self._sandbox is None and self._snapshot is None
 
     async def sandbox(self) -> Sandbox:
@@ -54,7 +54,7 @@ class EpisodeSandbox:
             return self._sandbox or await self._open()
 
     async def snapshot(self) -> bytes | None:
-        """Returns the content of the working directory; None means the task's initial files. Raises like `Sandbox.snapshot`."""
+        """Returns the content of the working directory; None means the task's initial files. Raises the errors of `Sandbox.snapshot`."""
         return self._snapshot if self._sandbox is None else await self._sandbox.snapshot()
 
     async def working_copy(self) -> bytes | None:
@@ -79,7 +79,7 @@ class EpisodeSandbox:
                 sandbox = await episode.sandboxes.open(
                     sandbox_of(task), files=files, snapshot=self._snapshot, timeout_s=episode.open_timeout_s
                 )
-        except (SandboxUnavailable, TaskError, UnicodeError):  # `task_files` has checked the files' names and texts
+        except (SandboxUnavailable, TaskError, UnicodeError):  # `task_files` checked the names and contents of the files
             raise
         except UserError as error:  # an image that cannot be built
             raise TaskError(f"task {task.id!r}: {error.message}", fix=error.fix) from error
@@ -90,12 +90,12 @@ class EpisodeSandbox:
             raise TaskError(message, fix="raise sandbox.disk_mb") from error
         self._sandbox = sandbox
         episode.sandbox_s += time.monotonic() - started
-        if self._over:  # closed meanwhile, because an agent ignored its cancellation
+        if self._over:  # closed while it was opening, because an agent ignored its cancellation
             await self._end(sandbox)
         return sandbox
 
     async def close(self) -> None:
-        """Closes the sandbox; none is opened afterwards. An error here is logged and does not affect the episode."""
+        """Closes the sandbox. No sandbox is opened afterwards. An error is logged and does not affect the episode."""
         self._over = True
         if self._sandbox is not None and not self._closed:
             await self._end(self._sandbox)
@@ -124,7 +124,7 @@ class EpisodeEnvironment:
         return self._environment
 
     async def close(self) -> None:
-        """Closes the environment. An error here is logged and does not affect the episode."""
+        """Closes the environment. An error is logged and does not affect the episode."""
         if self._environment is not None:
             with user_code.logging_faults("closing an environment"):
                 async with asyncio.timeout(CLOSE_S):
@@ -132,7 +132,7 @@ class EpisodeEnvironment:
 
 
 def task_files(task: Task) -> dict[str, bytes]:
-    """Returns the task's files. Raises `TaskError` for names and texts that cannot be written."""
+    """Returns the task's files. Raises `TaskError` if a name or content cannot be written."""
     try:
         files = task.contents()
         for path in files:

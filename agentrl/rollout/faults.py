@@ -7,18 +7,19 @@ from agentrl.errors import InfrastructureError, PluginError, PolicyFault, Sandbo
 from agentrl.records import Blame, Failure
 
 NOT_TAKEN = "not_taken"
-"""`Failure.kind` of an episode that a server, chat template or tokenizer ended because of the policy's text."""
+"""`Failure.kind` of an episode that a server, chat template or tokenizer ended because of the policy's output."""
 
 
 def task_fault(error: BaseException, *, turn: int | None = None) -> Failure:
-    """Returns the failure of a broken task. A retry would not help."""
+    """Returns the failure of a broken task, which is not retryable."""
     return Failure(stage="task", blame=Blame.TASK, kind=_kind(error), message=_message(error), turn=turn)
 
 
 def failure_from_error(error: BaseException, *, stage: str, turn: int | None = None) -> Failure:
-    """Returns the failure for an exception that left an episode. Its type decides the blame: task, policy, or else infrastructure.
+    """Returns the failure for an exception that left an episode. The type of the exception decides the blame: task, policy, or else
+    infrastructure.
 
-    An unknown exception is a bug: its traceback is logged, and it costs only this episode.
+    An unknown exception is a bug. Its traceback is logged, and only this episode is lost.
 
     Args:
         stage: stage of the episode, used if the exception does not determine it.

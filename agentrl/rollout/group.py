@@ -1,9 +1,9 @@
 """Runs groups: several attempts at one task, each scored. Infrastructure faults are retried in fresh sandboxes and then excluded.
 
-A group may be a forest (`GroupConfig.branches`): some attempts run to a given turn, and others branch from their state there. More
-attempts may start than the group needs, so that it does not wait for the slowest (`agentrl.rollout.scheduling`). A group may continue where
-a process that died left it (`EpisodeCheckpoints`). A broken task excludes its group, because no attempt at it measures the policy.
-Any other fault, even an unforeseen one, belongs to one attempt.
+A group may be a forest (`GroupConfig.branches`): some attempts run to a given turn, and other attempts branch from their state after that
+turn. More attempts may start than the group needs, so that it does not wait for the slowest (`agentrl.rollout.scheduling`). If a process
+died, its groups may continue from their saved episodes (`EpisodeCheckpoints`). A broken task excludes its group, because no attempt at it
+measures the policy. Any other fault, even an unexpected one, belongs to one attempt.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from agentrl.rollout.scheduling import AttemptScheduler, GroupAttempt
 log = logging.getLogger(__name__)
 
 MAX_RETRIES = 2
-"""Retries of an episode after an infrastructure fault, before it is excluded."""
+"""Maximum retries of an episode after infrastructure faults. After that, the episode is excluded."""
 RETRY_S = 0.2
-"""Seconds before the first retry. The pause doubles with each further retry."""
+"""Seconds before the first retry. The pause doubles with each additional retry."""
 
 
 class _BrokenTask(Exception):
@@ -55,14 +55,14 @@ class _Fork:
     state: asyncio.Future[EpisodeState | None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def settle(self, state: EpisodeState | None) -> None:
-        """Starts the branches from `state`; None starts them from the task, because the stem ended before its turn."""
+        """Starts the branches from `state`. None starts them from the task, because the stem ended before `turn`."""
         if not self.state.done():
             self.state.set_result(state)
 
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """One member of one group."""
+    """An attempt in a group."""
 
     group: int
     number: int
@@ -80,7 +80,7 @@ class _Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRunner:
-    """Runs groups and single episodes, as many at once as `slots` admits."""
+    """Runs groups and single episodes. `slots` limits how many run at once."""
 
     runner: EpisodeRunner
     scorer: EpisodeScorer
@@ -88,8 +88,8 @@ class GroupRunner:
     slots: AbstractAsyncContextManager[object]  # each attempt enters it before it starts
     group_size: int
     max_retries: int = MAX_RETRIES
-    spare_attempts: int = 0  # extra attempts, cancelled once `group_size` count; 0 with `branches`
-    stop_equal_after: int = 0  # attempts that start first; the group stops if they score the same. 0 starts all at once
+    spare_attempts: int = 0  # extra attempts, which are cancelled when `group_size` attempts count; 0 with `branches`
+    stop_equal_after: int = 0  # attempts that start first; the group stops if their scores are equal. 0 starts all at once
     branches: int = 1  # attempts that continue from one state, after `branch_turn`; 1 for independent attempts
     branch_turn: int = 1
     checkpoints: EpisodeCheckpoints | None = None
@@ -98,10 +98,10 @@ class GroupRunner:
     history: FaultHistory = field(default_factory=FaultHistory)
 
     async def run_group(self, index: int, task: Task, *, oldest_version: int = 0) -> Group:
-        """Runs all attempts at one task and returns them in order, excluded ones included. All are excluded if the task is broken.
+        """Runs all attempts at one task and returns them in order, including excluded attempts. All are excluded if the task is broken.
 
         Args:
-            oldest_version: a stored attempt is continued only if no older version sampled any of its tokens.
+            oldest_version: a stored attempt is continued only if no version older than this one sampled any of its tokens.
 
         Raises:
             ExceptionGroup: of `SandboxUnavailable`, if this machine cannot open any sandbox of this kind.
@@ -148,7 +148,7 @@ class GroupRunner:
         return Group(index=index, task_id=task.id, task_key=task.key, episodes=_capped(scored), cancelled=race.cancelled)
 
     async def _judged(self, judge: GroupScoring, task: Task, scored: tuple[ScoredEpisode, ...]) -> tuple[ScoredEpisode, ...]:
-        """Returns the attempts with their scores from the group's scorer. If it fails, they are unscored."""
+        """Returns the attempts with their scores from the group's scorer. If the scorer fails, the attempts are unscored."""
         with user_code.fault_boundary() as fault, ACTIVITY.doing(SCORING):
             scores = await judge.score_group(task, scored)
         if fault.error is not None:
@@ -178,11 +178,11 @@ class GroupRunner:
         always: bool = False,
         on_turn: TurnListener | None = None,
     ) -> ScoredEpisode:
-        """Runs one scored episode. After infrastructure faults it makes up to `max_retries` further attempts.
+        """Runs one scored episode. After infrastructure faults, retries it up to `max_retries` times.
 
         Args:
-            start: state that the first attempt continues (if it is a state of the attempt with this name) or branches from.
-            always: whether retries start from `start` as well, because the task begins there.
+            start: state from which the first attempt continues, if it is a state of the attempt with this name, or else branches.
+            always: whether retries also start from `start`, because the task starts there.
             on_turn: see `EpisodeRunner.run`.
 
         Raises:
@@ -202,9 +202,12 @@ class GroupRunner:
         always: bool = False,
         slot: GroupAttempt | None = None,
     ) -> ScoredEpisode:
-        """See `run_episode`. `final`: whether the score is final, so that `on_attempt` is called for it; a group scorer may still change
-        it. `slot`: the attempt's entry in its group's schedule; None outside of groups. A fault is not retried if the group can do without
-        the attempt and the policy cannot have provoked it."""
+        """See `run_episode`.
+
+        `final`: whether the score is final, so that `on_attempt` is called for it; a group scorer may still change a score that is not
+        final. `slot`: the attempt's entry in its group's schedule; None outside of groups. A fault is not retried if the group does not
+        need the attempt and the policy cannot have provoked the fault.
+        """
         continued = start is not None and start.episode_id == f"{name}-a{start.attempt}"
         group, faults, since = name if slot is None else str(slot.group), list[Failure](), 0
         environment = "" if task.environment is None else task.environment.ref
@@ -234,7 +237,7 @@ class GroupRunner:
             if attempt < self.max_retries:
                 if slot is not None and not repeats and slot.abandon():
                     break
-                await asyncio.sleep(min(RETRY_S * 2**attempt, 5.0))  # gives a failed part time to restart
+                await asyncio.sleep(min(RETRY_S * 2**attempt, 5.0))  # time for a failed part to restart
                 if repeats and attempt == self.max_retries - 1:
                     await self.history.wait_for_others(failure, group, since=since, environment=environment)
         if (provoked := self.history.provoked(faults, group, since=since, environment=environment)) is not None:
@@ -253,7 +256,7 @@ class GroupRunner:
         return scored
 
     def _watched(self, slot: GroupAttempt | None, task: Task, attempt: int) -> StartListener:
-        """Reports the start of an episode, and stores the running episode in its group attempt."""
+        """Returns a listener that reports the start of an episode, and stores the running episode in its group attempt."""
 
         def on_start(episode: ActiveEpisode) -> None:
             group = None if slot is None else slot.group
@@ -264,7 +267,7 @@ class GroupRunner:
         return on_start
 
     async def _score_provoked(self, task: Task, episode: Episode, provoked: Failure, scorer: EpisodeScorer) -> ScoredEpisode:
-        """Scores an episode that the policy ended by provoking a fault. If that fails, the episode is excluded."""
+        """Scores an episode that the policy ended by provoking a fault. If scoring fails, the episode is excluded."""
         own = tuple(one for one in episode.failures if one.blame is Blame.POLICY)
         episode = replace(episode, failures=(*own, provoked))
         with user_code.fault_boundary() as fault:
@@ -284,7 +287,10 @@ class GroupRunner:
         slot: GroupAttempt | None,
         sampled: SampledTurns,
     ) -> tuple[Episode, Score | None]:
-        """Runs one attempt and scores it. The score is None if a fault, the last of the episode's failures, excludes it."""
+        """Runs one attempt and scores it.
+
+        The score is None if a fault excludes the attempt. That fault is the last of the episode's failures.
+        """
         episode = _empty_episode(episode_id, task.id, task.key, attempt)
         stage = "episode"
         with user_code.fault_boundary() as fault:
@@ -307,7 +313,7 @@ class GroupRunner:
                 score = await scorer(task, episode)
             score = replace(score, wall_s=loop_time() - began)
             if score.blame is not Blame.TASK:
-                ScoredEpisode(episode=episode, score=score)  # raises if they do not fit
+                ScoredEpisode(episode=episode, score=score)  # raises if the two are inconsistent
                 return episode, score
             failure = Failure(stage="grade", blame=Blame.TASK, kind="unscored", message=score.reason[:2000])
         if fault.error is not None:
@@ -322,7 +328,10 @@ class GroupRunner:
         return [_Member(index, member, forks[member // width], oldest_version) for member in range(self.group_size)]
 
     async def _scored(self, member: _Member, task: Task, stored: EpisodeState | ScoredEpisode | None, slot: GroupAttempt) -> ScoredEpisode:
-        """One attempt, started or continued. A branch waits for its stem outside of `slots`, so stems never wait for branches."""
+        """Starts or continues one attempt, and returns it scored.
+
+        A branch waits for its stem outside of `slots`, so stems never wait for branches.
+        """
         fork = member.stem_of
         with user_code.fault_boundary() as fault:
             if isinstance(stored, ScoredEpisode):
@@ -331,7 +340,7 @@ class GroupRunner:
                 )  # the recipe no longer has a group scorer
                 return replace(stored, score=await self.scorer(task, stored.episode)) if waits else stored
             if fork is not None and stored is not None and stored.turn_count >= fork.turn:
-                fork.settle(stored if stored.turn_count == fork.turn < task.limits.turns else None)  # later, branches have their own states
+                fork.settle(stored if stored.turn_count == fork.turn < task.limits.turns else None)  # then branches have their own states
             if member.fork is not None and fork is None and stored is None:
                 stored = await member.fork.state
             on_turn = None if fork is None and self.checkpoints is None else self._watching(member, task)
@@ -348,7 +357,8 @@ class GroupRunner:
         return scored
 
     def _watching(self, member: _Member, task: Task) -> TurnListener:
-        """Returns a listener that stores the state of every turn, if there are checkpoints, and passes the fork's state to the branches."""
+        """Returns a listener that stores the state after every turn, if there are checkpoints, and passes the fork's state to the
+        branches."""
 
         async def on_turn(turns: int, capture: CaptureState) -> None:
             fork = member.stem_of
@@ -359,7 +369,7 @@ class GroupRunner:
             if state is None:
                 return
             if self.checkpoints is not None:
-                # The stem's state is stored first: from it the branches can be recreated, but not the other way round.
+                # The stem's state is stored first, because the branches can be recreated from it, but not the stem from the branches.
                 for number in (member.number, *(fork.branches if fork is not None and forks else ())):
                     with user_code.logging_faults("storing a running episode"):
                         await self.checkpoints.save_state(member.group, number, state)
@@ -369,7 +379,7 @@ class GroupRunner:
         return on_turn
 
     async def _stored_attempt(self, member: _Member, task: Task) -> EpisodeState | ScoredEpisode | None:
-        """Returns what a process that died stored of this attempt, if it is still usable."""
+        """Returns the state or scored episode of this attempt that an earlier process stored, if it is still usable."""
         stored: EpisodeState | ScoredEpisode | None = None
         if self.checkpoints is not None:
             with user_code.logging_faults("storing a running episode"):
@@ -390,8 +400,10 @@ class GroupRunner:
 
 
 def _capped(scored: tuple[ScoredEpisode, ...]) -> tuple[ScoredEpisode, ...]:
-    """Lowers the score of each attempt that its own text or actions ended to the lowest of the other attempts, because otherwise such an
-    end would be better than a negative score."""
+    """Lowers the score of each attempt that the policy's own output or actions ended to the lowest score of the other attempts.
+
+    Otherwise, provoking such an end would be better than a negative score.
+    """
 
     def ended_itself(one: ScoredEpisode) -> bool:
         return any(failure.kind in (NOT_TAKEN, PROVOKED, NO_ACTION) and failure.blame is Blame.POLICY for failure in one.episode.failures)
@@ -406,7 +418,7 @@ def _capped(scored: tuple[ScoredEpisode, ...]) -> tuple[ScoredEpisode, ...]:
 
 
 def excluded_group(index: int, task_id: str, task_key: str, failure: Failure, *, size: int) -> Group:
-    """Returns a group of excluded attempts, because its task is broken or the group cannot be stored."""
+    """Returns a group of excluded attempts, for a task that is broken or a group that cannot be stored."""
     attempts = tuple(excluded_attempt(f"g{index:06d}-{member}", task_id, task_key, failure) for member in range(size))
     return Group(index=index, task_id=task_id, task_key=task_key, episodes=attempts)
 

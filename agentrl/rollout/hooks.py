@@ -1,4 +1,4 @@
-"""The protocols of what `EpisodeRunner` and `GroupRunner` call: scorers, memory, routing and listeners."""
+"""The protocols of the objects that `EpisodeRunner` and `GroupRunner` call: scorers, memory, routing and listeners."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class EpisodeScorer(Protocol):
     """Scores a finished episode, such as `agentrl.reward.TaskScorer`."""
 
     async def __call__(self, task: Task, episode: Episode, /) -> Score:
-        """Returns the score, without a value if a verifier failed. Raises only for a broken task."""
+        """Returns the score. It has no value if a verifier failed. Raises only if the task is broken."""
         ...
 
 
@@ -30,7 +30,7 @@ class GroupSampler(Protocol):
         ...
 
     async def run_group(self, index: int, task: Task, *, oldest_version: int = 0) -> Group:
-        """Returns all attempts at one task, excluded ones included. See `GroupRunner.run_group`."""
+        """Returns all attempts at one task, including excluded attempts. See `GroupRunner.run_group`."""
         ...
 
 
@@ -38,7 +38,7 @@ class GroupScoring(Protocol):
     """Scores the attempts of a group together, such as `agentrl.reward.group_judging.GroupJudgeScorer`."""
 
     async def score_attempt(self, task: Task, episode: Episode) -> Score:
-        """Returns the score of an attempt that has just ended, like an `EpisodeScorer`."""
+        """Returns the score of an attempt that just ended, like an `EpisodeScorer`."""
         ...
 
     async def score_group(self, task: Task, scored: Sequence[ScoredEpisode]) -> Sequence[Score]:
@@ -47,7 +47,7 @@ class GroupScoring(Protocol):
 
 
 class MemorySource(Protocol):
-    """Provides earlier episodes' notes, such as `agentrl.memory.run_memory.RunMemory`."""
+    """Provides the notes of earlier episodes, such as `agentrl.memory.run_memory.RunMemory`."""
 
     def view(self, task: Task, group: int | None) -> MemoryView:
         """Returns the notes that the attempts of a group may read; `group` is None outside of groups."""
@@ -58,7 +58,7 @@ class RequestRouter(Protocol):
     """Distributes episodes over servers, such as `agentrl.serving.server_pool.ServerPool`."""
 
     def episode(self, episode_id: str, task_key: str) -> AbstractContextManager[object]:
-        """Returns a context in which all requests of an episode are sent."""
+        """Returns a context. All requests of an episode are sent inside of it."""
         ...
 
 
@@ -66,7 +66,10 @@ class AttemptListener(Protocol):
     """Observes attempts, such as `agentrl.failure.FaultRate.record_attempt`."""
 
     def __call__(self, failure: Failure | None, /) -> None:
-        """Called with the failure, or None, of every attempt that ends, retried or not, except attempts at a broken task."""
+        """Called for every attempt that ends, with its failure or None.
+
+        This includes attempts that are retried, but not attempts at a broken task.
+        """
         ...
 
 

@@ -1,9 +1,9 @@
-"""Leases of groups to rollout workers: each group is sampled by one worker at a time, and survives the loss of its worker.
+"""Leases of groups to rollout workers. Each group is sampled by one worker at a time, and is not lost if its worker is lost.
 
-The driver queues groups; workers take them, one lease per group. A worker that is silent or leaves loses its leases, and its groups return
-to the head of the queue. Another worker continues them from their saved episodes (`EpisodeCheckpoints`). Only the newest lease of a group
-may deliver its result over HTTP, so a worker that was silent and returns cannot deliver a group twice. The attempts that were in flight in
-a lost worker count as infrastructure faults.
+The driver queues groups, and workers take them, one lease per group. A worker that is silent or leaves loses its leases, and its groups
+return to the head of the queue. A different worker continues them from their saved episodes (`EpisodeCheckpoints`). Only the newest lease
+of a group may deliver its result over HTTP, so a worker that was silent and returns cannot deliver a group twice. The attempts that were in
+flight in a lost worker count as infrastructure faults.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ log = logging.getLogger(__name__)
 SILENT_S = 15.0
 """Seconds without a request after which a worker counts as lost."""
 MAX_LOSSES = 3
-"""Workers that may be lost while they sample one group. Then the group is excluded, because it may be what ends them."""
+"""Number of workers that may be lost while they sample one group. Then the group is excluded, because it may have caused the losses."""
 _LOOK_S = 2.0
-_UNHEARD_S = 10.0  # a worker that does not list a lease of this age never received it
-_LOST = 256  # newest lost workers
+_UNHEARD_S = 10.0  # if a worker does not list a lease of this age, it never received the lease
+_LOST = 256  # newest lost workers that are remembered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class _Job:
         return (group.index, group.task_id, group.task_key) == (self.index, self.task.id, self.task.key)
 
     def accepts(self, group: Group) -> bool:
-        """Whether a complete group that was sampled under another lease may be the result."""
+        """Whether a complete group that was sampled under a different lease may be the result."""
         episodes = [scored.episode for scored in group.episodes]
         fresh = all(one.oldest_version is None or one.oldest_version >= self.oldest_version for one in episodes)
         return self.is_for(group) and fresh and not any(one.left_out for one in episodes)
@@ -93,9 +93,9 @@ class GroupLeases:
         self._clock = clock
         self._waiting = deque[_Job]()
         self._leased: dict[str, _Job] = {}
-        self._early: dict[int, Group] = {}  # arrived before they were requested
+        self._early: dict[int, Group] = {}  # groups that arrived before they were requested
         self._silent_s: dict[str, float] = {}  # worker -> counted seconds since its newest request
-        self._lost = deque[str](maxlen=_LOST)  # workers that have sent no renewal since
+        self._lost = deque[str](maxlen=_LOST)  # lost workers that have sent no renewal since
         self._looked = clock()
         self._queued = asyncio.Condition()
 
@@ -110,7 +110,7 @@ class GroupLeases:
         return len(self._silent_s)
 
     def expect(self, worker: str, *, within_s: float) -> None:
-        """Counts a worker that is starting. It is lost if it sends no request within `within_s` seconds."""
+        """Counts a worker that is starting. The worker is lost if it sends no request within `within_s` seconds."""
         self._silent_s[worker] = SILENT_S - within_s
 
     async def run_group(self, index: int, task: Task, *, oldest_version: int = 0) -> Group:
@@ -156,7 +156,7 @@ class GroupLeases:
         return worker in self._lost
 
     async def renew(self, worker: str, leases: Collection[str]) -> list[str]:
-        """Records that a worker lives and works on `leases`. Returns those of them that it must abandon."""
+        """Records that a worker is alive and works on `leases`. Returns those leases that the worker must abandon."""
         with suppress(ValueError):
             self._lost.remove(worker)
         self._silent_s[worker], now = 0.0, self._clock()
@@ -167,7 +167,10 @@ class GroupLeases:
         return [lease for lease in leases if lease not in self._leased]
 
     def finish(self, lease: str, group: Group) -> bool:
-        """Delivers the result of a lease. Returns False, and drops it, if the lease is lost. Raises `ValueError` for another group."""
+        """Delivers the result of a lease.
+
+        Returns False, and drops the result, if the lease is lost. Raises `ValueError` if it is a different group.
+        """
         job = self._leased.get(lease)
         if job is None:
             return False
@@ -179,8 +182,11 @@ class GroupLeases:
         return True
 
     async def arrive(self, lease: str, group: Group) -> None:
-        """Delivers a group that a transport carried. A group of a lost lease, or of an earlier driver, is the result if it is the first one
-        of its index and none of its attempts failed: they may have failed because the lease was lost."""
+        """Delivers a group that a transport carried.
+
+        A group of a lost lease, or of an earlier driver, is the result if it is the first group with its index and none of its attempts
+        failed. Failed attempts may have failed because the lease was lost.
+        """
         if (job := self._leased.get(lease)) is not None:
             if job.is_for(group):
                 self._settle(job, group)
@@ -195,7 +201,7 @@ class GroupLeases:
             self._settle(open_jobs[0], group)
 
     def forget(self, index: int) -> None:
-        """Drops a group that arrived and is not needed, because the store has one of its index."""
+        """Drops a group that arrived and is not needed, because the store already has a group with its index."""
         self._early.pop(index, None)
 
     def _settle(self, job: _Job, group: Group) -> None:
@@ -207,10 +213,13 @@ class GroupLeases:
             job.result.set_result(group)
 
     async def lose(self, worker: str, *, failed: bool = True) -> int:
-        """Requeues the groups of a worker that is gone, and returns their number. `failed`: whether it was lost rather than left."""
+        """Requeues the groups of a worker that is gone, and returns their number.
+
+        `failed`: True if the worker was lost, False if it left.
+        """
         self._silent_s.pop(worker, None)
         async with self._queued:
-            self._queued.notify_all()  # its requests for a lease end without one
+            self._queued.notify_all()  # its requests for a lease return None
         lost = [job for job in self._leased.values() if job.worker == worker]
         if failed and worker not in self._lost:
             self._lost.append(worker)
@@ -220,7 +229,7 @@ class GroupLeases:
     async def lose_silent(self) -> list[str]:
         """Requeues the groups of workers that are silent, and returns the names of these workers. Call it at least every `_LOOK_S`.
 
-        One call counts at most `_LOOK_S` of silence, because requests are unread while the driver itself is stopped.
+        One call counts at most `_LOOK_S` of silence, because the driver reads no requests while it is stopped.
         """
         now = self._clock()
         passed_s, self._looked = min(now - self._looked, _LOOK_S), now
@@ -236,7 +245,7 @@ class GroupLeases:
         faults.sort(key=lambda fault: not fault.policy_reachable)
         for fault in [fault for fault in faults for _ in range(self.group_size)][: self._concurrency]:
             self._on_attempt(fault)
-        for job in jobs:  # all at once: a result may arrive while the first is queued
+        for job in jobs:  # all jobs first: a result may arrive while the first job is queued
             self._end(job)
         for job in sorted(jobs, key=lambda job: -job.index):
             await self._queue(job, first=True)
@@ -262,7 +271,7 @@ class GroupLeases:
 
     async def _queue(self, job: _Job, *, first: bool = False) -> None:
         async with self._queued:
-            if job.result.done():  # excluded, or withdrawn meanwhile
+            if job.result.done():  # excluded or withdrawn in the meantime
                 return
             if first:
                 self._waiting.appendleft(job)

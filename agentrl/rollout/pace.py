@@ -1,4 +1,4 @@
-"""Compares the pace of the policy's server with its history in this run, and decides the blame for an episode that runs out of time.
+"""Compares the pace of the policy's server with its history in this run, and decides the blame for an episode that uses up its time.
 
 The policy is responsible for how much it samples; the machine is responsible for a server that is much slower than usual.
 """
@@ -13,24 +13,25 @@ from agentrl.errors import ServingError
 from agentrl.records import Blame
 
 SLOW_FACTOR = 2.0
-"""A request is slow if it takes longer than this multiple of its usual time. Its time beyond the usual is lost."""
+"""A request is slow if it takes longer than this multiple of its usual time. The time in excess of the usual time is lost."""
 LOST_SHARE = 0.1
-"""Share of `Limits.wall_s` that slow requests may cost an episode before the machine is to blame for its end."""
+"""If slow requests cost an episode more than this share of `Limits.wall_s`, the machine is to blame for its end."""
 POLICY_SHARE = 0.5
-"""Share of `Limits.wall_s` that programs and sampling must have taken for the policy to be to blame for the end."""
+"""If programs and sampling took at least this share of `Limits.wall_s`, the policy is to blame for the end."""
 MIN_TOKENS_PER_S = 1.0
-"""Tokens per second. A request that was cut off at a lower pace does not enter the history."""
+"""Tokens per second. A request that was cut off at a lower pace is not added to the history."""
 FIRST_S = 10.0
-"""Seconds after which the first request without history is cut off. Its tokens are the first measurement."""
+"""Seconds after which the first request is cut off if there is no history. Its tokens are the first measurement."""
 REQUESTS_PER_EPISODE = 8
-"""A request is cut off after `Limits.wall_s` divided by this and then continued, so that a stall within a long one is detected."""
+"""A request is cut off after `Limits.wall_s` divided by this number, and then continued, so that a stall within a long request is
+detected."""
 CUT_S = 5.0
-"""Time reserved at the end of an episode to fetch the tokens of a request that is cut off."""
+"""Seconds reserved at the end of an episode to fetch the tokens of a request that is cut off."""
 PROMPT_TOKEN_WORK = 0.125
-"""Work of computing one new prompt token, in sampled tokens."""
+"""Cost of computing one new prompt token, in sampled tokens."""
 _FRESH = 16  # the medians are recomputed when a sixteenth of the history is new
-_KEPT = 256  # requests of each size, spread over the run
-_MEASURED = 16  # tokens that count for the measurement at the start
+_KEPT = 256  # remembered requests of each size, spread over the run
+_MEASURED = 16  # number of tokens that the measurement at the start represents
 _FIRST = 16  # requests after which the run's pace is compared with that measurement
 _MOST_SIZES = 64
 
@@ -53,8 +54,8 @@ def blame_for_timeout(limit_s: float, *, program_s: float, sampled_s: float, los
 
     Args:
         program_s: seconds in programs that the agent called.
-        sampled_s: seconds in requests; for a slow one, the usual time of such requests.
-        lost_s: seconds that slow requests took beyond the usual.
+        sampled_s: seconds in requests; for a slow request, the usual time of such requests.
+        lost_s: seconds that slow requests took in excess of the usual time.
         stalled_s: seconds for which the driver's event loop was blocked (`agentrl.base.loop_lag.StallCount`).
     """
     if max(lost_s, stalled_s) > LOST_SHARE * limit_s:
@@ -69,7 +70,7 @@ class Reading:
     tokens: int | None  # sampled; None if unknown, because the policy cannot be cut off
     seconds: float  # including queueing and prefill
     in_flight: float  # mean number of requests in flight while it ran, including itself
-    usual_s: float | None  # usual time; if `tokens` is unknown, of a request with the most tokens allowed. None without history
+    usual_s: float | None  # usual time; if `tokens` is unknown, of a request with the most tokens allowed. None if there is no history
 
     @property
     def sampled_s(self) -> float:
@@ -95,7 +96,7 @@ class _History:
         self._kept: list[tuple[float, float, float]] = []  # seconds per token, tokens per second, tokens
         self._stride, self._skipped = 1, 0
         self._usual: tuple[float, float]  # set by the first call of `usual`
-        self._newer = 0  # requests since then
+        self._newer = 0  # requests added since then
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -112,7 +113,7 @@ class _History:
 
     def usual(self) -> tuple[float, float]:
         """Returns the medians, weighted by tokens, so that a stall with few tokens has little weight."""
-        if _FRESH * self._newer >= len(self._kept):  # sorting at each request would take longer than parsing its JSON
+        if _FRESH * self._newer >= len(self._kept):  # sorting for each request would take longer than parsing its JSON
             self._newer = 0
             self._usual = _median([(one, tokens) for one, _, tokens in self._kept]), _median([(one, n) for _, one, n in self._kept])
         return self._usual
@@ -129,7 +130,7 @@ class _History:
 
     @classmethod
     def from_data(cls, data: Any) -> _History:
-        """Restores the history. Raises `ValueError` for data that `to_data` does not return."""
+        """Restores the history. Raises `ValueError` if `to_data` cannot have returned the data."""
         history = cls()
         try:
             history._stride = int(data["stride"])
@@ -164,12 +165,12 @@ class RequestInProgress:
 class Pace:
     """The request times of this run, as the client of the policy's server measures them. Use it from one event loop.
 
-    A request that ended normally is compared with those of about as many tokens (the same power of two). A request that was cut off is
-    compared by its tokens per second, because the server decided how many tokens it got. The history covers the whole run, so that a slow
-    server does not soon become usual. A request is as fast as usual if either its time is, or the tokens per second of all requests in
-    flight are. Both measures are also taken with the prompt tokens that the server had to compute (`PROMPT_TOKEN_WORK`), for this request
-    and for those that started in the meantime. So a server with more requests at once does not count as slower, and a policy cannot make it
-    count as slow by sampling or reading more.
+    A request that ended normally is compared with requests of a similar number of tokens (the same power of two). A request that was cut
+    off is compared by its tokens per second, because the server decided how many tokens it got. The history covers the whole run, so that a
+    slow server does not soon count as usual. A request is as fast as usual if its time is as usual, or if the tokens per second of all
+    requests in flight are. Both measures are also taken with the prompt tokens that the server had to compute (`PROMPT_TOKEN_WORK`), for
+    this request and for those that started in the meantime. A server with more requests at once therefore does not count as slower, and a
+    policy cannot make it count as slow by sampling or reading more.
 
     Args:
         slots: requests that the servers decode at once; None means unknown.
@@ -192,7 +193,7 @@ class Pace:
 
     @property
     def waiting(self) -> int:
-        """Requests in flight beyond what the servers decode at once."""
+        """The number of requests in flight in excess of those that the servers decode at once."""
         return 0 if self.slots is None else max(0, self.in_flight - self.slots)
 
     def begin(self, now: float, *, reads: int = 0) -> RequestInProgress:
@@ -210,7 +211,8 @@ class Pace:
         Args:
             tokens: sampled; None means unknown.
             at_most: tokens that were requested.
-            cut: whether it was cut off. With hardly any tokens it shows how long the server stalled, not how fast it is.
+            cut: whether it was cut off. If it has hardly any tokens, its time shows how long the server stalled, not how fast the server
+                is.
             reads: prompt tokens that the server had to compute; None means the number given to `begin`.
         """
         self._advance(now)
@@ -231,10 +233,10 @@ class Pace:
         return Reading(tokens=tokens, seconds=seconds, in_flight=in_flight, usual_s=usual)
 
     def usual_s(self, tokens: int, in_flight: float, *, cut: bool = False, reads: int = 0, others: int = 0) -> float | None:
-        """Returns the seconds that a request of `tokens` tokens usually takes with `in_flight` requests; None without history.
+        """Returns the seconds that a request of `tokens` tokens usually takes with `in_flight` requests; None if there is no history.
 
-        The server computes `reads` prompt tokens for it, and `others` for requests that started in the meantime. Without a request of this
-        size, the next smaller size is scaled up; without a smaller one, the next larger size is used unchanged.
+        The server computes `reads` prompt tokens for it, and `others` for requests that started in the meantime. If the history has no
+        request of this size, the next smaller size is scaled up. If there is no smaller size, the next larger size is used unchanged.
         """
         if not self._all:
             return None
@@ -255,7 +257,7 @@ class Pace:
         )
 
     def set_idle_token_s(self, token_s: float) -> None:
-        """Sets the time per token of an idle server, as the start of an empty history.
+        """Adds the time per token of an idle server to the history, if the history is empty.
 
         Until there are other measurements, requests in flight share this throughput, a lower bound for any server.
         """
@@ -267,7 +269,7 @@ class Pace:
         self._measured_s = token_s
 
     def slow_start_alert(self) -> str:
-        """Returns an alert, once, if the first requests were slower than the measurement at the server's start; else ""."""
+        """Returns an alert, only once, if the first requests were slower than the measurement at the server's start; otherwise ""."""
         if self._measured_s is None or len(self._all) < _FIRST:
             return ""
         usual_s, throughput = self._all.usual()
@@ -285,8 +287,10 @@ class Pace:
         return {"all": self._all.to_data(), "work": self._work.to_data(), "sizes": sizes}
 
     def restore(self, data: Any) -> None:
-        """Restores the history of an earlier process. Raises `ValueError` for data that `to_data` does not return, and then changes
-        nothing."""
+        """Restores the history of an earlier process.
+
+        Raises `ValueError`, and changes nothing, if `to_data` cannot have returned the data.
+        """
         if not isinstance(data, dict) or not isinstance(sizes := data.get("sizes"), dict) or len(sizes) > _MOST_SIZES:
             raise ValueError("not a history of requests")
         histories = {int(size): _History.from_data(one) for size, one in sizes.items()}
@@ -303,7 +307,7 @@ class Pace:
 
 @dataclass(slots=True)
 class SamplingTime:
-    """The time that one episode's requests took. Time with several requests counts once, divided among them."""
+    """The time that one episode's requests took. Time with several concurrent requests counts once, divided among them."""
 
     before: tuple[float, float] = (0.0, 0.0)  # `sampled_s` and `lost_s` from an earlier process
     _running: int = 0

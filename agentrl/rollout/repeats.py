@@ -1,16 +1,16 @@
 """Repeats the actions of an attempt that a fault ended, and decides whether these actions provoked the fault.
 
-A fault after the policy's first turn may be the policy's work. If the next attempt sampled new actions, or if the episode were excluded in
-the end, a policy that provokes faults when its episode goes badly would choose which of its episodes count. So the next attempt repeats the
-completions of the earlier ones as long as its contexts are equal to theirs. A fault of a machine does not depend on the actions: the
-repetition does not meet it, and the episode has the tokens that were sampled first.
+The policy may have caused a fault that occurs after its first turn. If the next attempt sampled new actions, or if the episode were
+excluded in the end, a policy that provokes faults when its episode goes badly would choose which of its episodes count. The next attempt
+therefore repeats the completions of the earlier attempts as long as its contexts are equal to theirs. A fault of a machine does not depend
+on the actions. The repetition does not encounter it, and the episode has the tokens that were sampled first.
 
 The actions provoked a fault if it ended three attempts of an episode in a row, while the same part worked for at least `MIN_OTHERS`
-episodes of other groups, and hardly any of them met the fault. If the part is an environment, only episodes of the same one count. An
-environment that ends its process is repeated in a process of its own, so that it does not end those of other episodes again. If faults did
-not depend on the actions, two repetitions would meet it with a probability of at most `MAX_CHANCE` squared. The episode is then scored like
-every other failure of the policy. Faults of tools are not decided here: an agent may be the only one that calls a tool
-(`agentrl.agent.outage_blame`).
+episodes of other groups, and hardly any of them encountered the fault. If the part is an environment, only episodes with the same
+environment count. If an environment ends its process, the repetition runs it in a separate process, so that it does not end the
+environments of other episodes again. If faults did not depend on the actions, two repetitions would encounter the fault with a probability
+of at most `MAX_CHANCE` squared. An episode with a provoked fault is scored like every other failure of the policy. This module does not
+decide faults of tools, because an agent may be the only one that calls a tool (`agentrl.agent.outage_blame`).
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from agentrl.records import Blame, Completion, Failure
 PROVOKED = "provoked"
 """`Failure.kind` of a fault that the policy's actions provoked."""
 ATTEMPTS = 3
-"""Attempts in a row that the same fault must have ended."""
+"""Number of attempts in a row that the same fault must have ended."""
 MIN_OTHERS = 8
-"""Episodes of other groups that must have used the part since the first of these faults."""
+"""Number of episodes of other groups that must have used the part since the first of these faults."""
 MAX_CHANCE = 0.1
-"""Largest probability with which another episode may meet the fault: (faults + 1) / (episodes + 2) of those of other groups."""
+"""Maximum estimated probability that an episode of a different group encounters the fault: (faults + 1) / (episodes + 2) of these
+episodes."""
 PATIENCE_S = 20.0
-"""Seconds for which the last attempt waits for such others. It does not wait if no other group is running."""
+"""Maximum seconds for which the last attempt waits for episodes of other groups. It does not wait if no other group is running."""
 GENERATE, SANDBOX = "generate", "sandbox"
-"""Parts that an episode used with success: the policy's server, a sandbox. `part_in` is the policy's server in one environment."""
+"""Parts that an episode used successfully: the policy's server, a sandbox. `part_in` returns the name of a part in one environment."""
 _POLL_S = 0.1
 _NEWEST = 1024  # events that are recorded
 _DECIDED_ELSEWHERE = ("score", "tool")  # stages
@@ -48,12 +49,12 @@ def part_in(environment: str, part: str = GENERATE) -> str:
 
 
 def may_be_provoked(failure: Failure) -> bool:
-    """Whether the next attempt should repeat the actions, because nothing has decided yet whether they provoked the fault."""
+    """Whether the next attempt should repeat the actions, because it is undecided whether they provoked the fault."""
     return failure.policy_reachable and failure.stage not in _DECIDED_ELSEWHERE
 
 
 class SampledTurns:
-    """The completions of one episode's attempts, by their contexts. An attempt repeats those of earlier attempts, each once.
+    """The completions of one episode's attempts, by their contexts. An attempt repeats each completion of the earlier attempts once.
 
     Args:
         used: called with `GENERATE` or `SANDBOX` after each successful use of that part.
@@ -62,12 +63,13 @@ class SampledTurns:
     def __init__(self, used: Callable[[str], None] = lambda part: None) -> None:
         self.used = used
         self.alone = False
-        """Whether the next attempt's environment gets a process of its own."""
+        """Whether the next attempt's environment gets a separate process."""
         self._earlier: dict[bytes, list[Completion]] = {}
         self._own: dict[bytes, list[Completion]] = {}
 
     async def complete(self, context: Sequence[int], sample: Callable[[], Awaitable[Completion]], *, most: int) -> Completion:
-        """Returns the completion of a turn: one that an earlier attempt sampled in this context, otherwise a new one from `sample`."""
+        """Returns the completion of a turn: the completion that an earlier attempt sampled in this context, or else a new completion from
+        `sample`."""
         completion = self.take(context, most=most)
         if completion is None:
             completion = await sample()
@@ -85,10 +87,11 @@ class SampledTurns:
         self._own.setdefault(_digest(context), []).append(completion)
 
     def end_attempt(self, *, repeat: bool, alone: bool = False) -> None:
-        """Ends the running attempt. The next one repeats its completions, and those that it did not reach, only with `repeat`.
+        """Ends the running attempt. If `repeat` is set, the next attempt repeats its completions, and the earlier completions that it did
+        not reach.
 
         Args:
-            alone: whether all further attempts have environments in processes of their own.
+            alone: whether the environments of all later attempts run in separate processes.
         """
         self.alone = self.alone or alone
         for key, left in self._earlier.items():
@@ -97,9 +100,9 @@ class SampledTurns:
 
 
 class FaultHistory:
-    """What the newest episodes of all groups used, and the faults that ended their first attempts. Use it from one event loop.
+    """The parts that the newest episodes of all groups used, and the faults that ended their first attempts. Use it from one event loop.
 
-    Faults of further attempts do not count, because they repeat the first one.
+    Faults of later attempts do not count, because they repeat the first attempt.
     """
 
     def __init__(self) -> None:
@@ -120,7 +123,7 @@ class FaultHistory:
                 del self._running[group]
 
     def record_use(self, group: str, episode: str, part: str) -> None:
-        """Records that an episode has used a part successfully."""
+        """Records that an episode used a part successfully."""
         self._record((group, episode, part))
 
     def record_fault(self, group: str, episode: str, fault: Failure) -> None:
@@ -135,14 +138,15 @@ class FaultHistory:
             self._newest.popitem(last=False)
 
     async def wait_for_others(self, fault: Failure, group: str, *, since: int, environment: str = "") -> None:
-        """Waits until the events of other groups after number `since` show that hardly any meets the fault, at most `PATIENCE_S`."""
+        """Waits, for at most `PATIENCE_S`, until the events of other groups after number `since` show that hardly any episode encounters
+        the fault."""
         for _ in range(round(PATIENCE_S / _POLL_S)):
             if self._others_are_well(fault, group, since, environment) or not self._running.keys() - {group}:
                 return
             await asyncio.sleep(_POLL_S)
 
     def provoked(self, faults: Sequence[Failure], group: str, *, since: int, environment: str = "") -> Failure | None:
-        """Returns the policy's failure if the actions provoked the faults that ended the attempts of an episode; else None.
+        """Returns the policy's failure if the actions provoked the faults that ended the attempts of an episode; otherwise None.
 
         Args:
             since: value of `events` at the first of the faults.
@@ -165,7 +169,8 @@ class FaultHistory:
         return others >= MIN_OTHERS and (met + 1) / (others + 2) <= MAX_CHANCE
 
     def _met_by_others(self, fault: Failure, group: str, since: int, environment: str) -> tuple[int, int]:
-        """Returns how many episodes of other groups met the fault after event `since`, and how many met it or used the part that failed."""
+        """Returns the number of episodes of other groups that met the fault after event `since`, and the number that met it or used the
+        failed part."""
         part = SANDBOX if fault.stage in _IN_SANDBOXES else GENERATE
         if fault.stage == "environment" and environment:
             part = part_in(environment)

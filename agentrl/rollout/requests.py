@@ -1,7 +1,7 @@
 """Sends the requests of one episode to the policy: their deadlines, and the continuation of requests that are cut off.
 
-A turn may take several requests. A long one is cut off and continued from the exact tokens so far, so that a stall is detected while it
-happens. Only `Limits.wall_s` shortens the policy's text; no server setting does.
+A turn may take several requests. A long request is cut off and continued from the exact tokens so far, so that a stall is detected while it
+happens. Only `Limits.wall_s` shortens the policy's output; no server setting does.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ ADVICE = "raise Limits.wall_s or serving.threads, or lower rollout.concurrency; 
 
 
 class SlowServer(ServingError):
-    """A turn has lost `serving.request_timeout_s` to a slow server."""
+    """A turn lost `serving.request_timeout_s` to a slow server."""
 
 
 def loop_time() -> float:
-    """Returns the time of the event loop, which tests can replace; without a loop, the monotonic clock."""
+    """Returns the time of the event loop, which tests can replace; if no loop is running, the time of the monotonic clock."""
     try:
         return asyncio.get_running_loop().time()
     except RuntimeError:
@@ -52,7 +52,7 @@ def loop_time() -> float:
 
 @dataclass(slots=True)
 class TimedExternalRequest:
-    """A request that the agent sends itself. It may request `most` tokens, and sets `tokens` to the number sampled."""
+    """A request that the agent sends itself. The agent may request `most` tokens, and sets `tokens` to the number of sampled tokens."""
 
     most: int
     tokens: int | None = None
@@ -65,21 +65,21 @@ class EpisodeRequests:
     policy: Policy
     pace: Pace
     limit_s: float  # `Limits.wall_s`
-    timeout_s: float  # for one request
+    timeout_s: float  # seconds for one request
     spent_s: Callable[[], float]  # returns the seconds that the episode has taken
     sampling: SamplingTime
     stalls: StallCount = field(default_factory=StallCount)  # stalls of the driver's event loop since the episode started
     _cut: bool = False
-    _version: int | None = None  # weight version that sampled last; the server's cache belongs to it
+    _version: int | None = None  # weight version that sampled last, to which the server's cache belongs
 
     @property
     def left_s(self) -> float:
-        """Seconds in which the episode may still sample. The time after them is reserved to fetch the tokens of a cut-off request."""
+        """The seconds in which the episode may still sample. The time after that is reserved to fetch the tokens of a cut-off request."""
         return self.limit_s - fetch_reserve_s(self.limit_s) - self.spent_s()
 
     @property
     def out_of_time(self) -> bool:
-        """Whether no further request may be sent."""
+        """Whether no more requests may be sent."""
         return self._cut or self.left_s <= 0
 
     async def sample(
@@ -105,7 +105,7 @@ class EpisodeRequests:
             part = await self._part([*token_ids, *ids], *request, first=not number, reads=0 if ids else reads, lost_before_s=lost_before_s)
             completion = part if completion is None else join_completions(completion, part)
             if not completion.token_ids and (newest := self.sampling.newest) is not None and newest.usual_s is not None:
-                reads = int(reads * max(0.0, 1.0 - newest.seconds / newest.usual_s))  # the server has computed the rest
+                reads = int(reads * max(0.0, 1.0 - newest.seconds / newest.usual_s))  # the server already computed the rest
             if completion.finish_reason != CUT or len(completion.token_ids) >= max_tokens or self.out_of_time:
                 break
         assert completion is not None, "max_tokens is positive"
@@ -131,7 +131,7 @@ class EpisodeRequests:
             completion = await self.policy.generate(token_ids, params, request_id=name, timeout_s=timeout_s)
             tokens, cut = len(completion.token_ids), completion.finish_reason == CUT
             if completion.versions:
-                if self._version not in (None, completion.versions[0].version):  # the cache of another version is of no use
+                if self._version not in (None, completion.versions[0].version):  # the cache of a different version cannot be used
                     reads = len(token_ids)
                 self._version = completion.versions[-1].version
         finally:
@@ -159,7 +159,7 @@ class EpisodeRequests:
             self.sampling.end(loop_time(), reading)
 
     def timeout_failure(self, *, program_s: float, sandbox_s: float, turn: int) -> Failure | None:
-        """Returns the failure of an episode without time left; None if the policy's programs took most of the time."""
+        """Returns the failure of an episode that used up its time; None if the policy's programs took most of the time."""
         sampled_s, lost_s, stalled_s = self.sampling.sampled_s, self.sampling.lost_s, self.stalls.seconds
         blame = blame_for_timeout(self.limit_s, program_s=program_s, sampled_s=sampled_s, lost_s=lost_s, stalled_s=stalled_s)
         spent = f"{self.limit_s:g} s: programs took {program_s:.1f} s, sampling {sampled_s + lost_s:.1f} s"

@@ -1,9 +1,10 @@
-"""Decides which attempts of a group start, which the group waits for, and which it cancels. `agentrl.rollout.group` runs them.
+"""Decides which attempts of a group start, which of them the group waits for, and which it cancels. `agentrl.rollout.group` runs the
+attempts.
 
 Limits how many episodes run at once, by number and by the use of the servers' key/value caches.
 
-A server with a full cache evicts running requests and later recomputes their contexts, so too many episodes at once slow down all of them.
-The cache use of a new episode is unknown; it is estimated by the average of the episodes in flight.
+A server with a full cache evicts running requests and later recomputes their contexts, so too many concurrent episodes slow down all of
+them. The cache use of a new episode is unknown; it is estimated by the average of the episodes in flight.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from agentrl.records import Cancelled, ScoredEpisode
 from agentrl.rollout.active import ActiveEpisode
 
 SPARE, EQUAL = "spare", "equal"
-"""`Cancelled.reason`: enough attempts had ended (spare), or the first ones had the same score (equal)."""
+"""`Cancelled.reason`: enough attempts had ended (spare), or the first attempts had equal scores (equal)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,10 +38,10 @@ class GroupAttempt:
     episode: ActiveEpisode | None = None  # its newest episode
     scored: ScoredEpisode | None = None  # None until it ends
     abandoned: bool = False
-    suspect: bool = False  # it repeats its actions after a fault, so it must not end as an attempt that the group did not need
+    suspect: bool = False  # it repeats its actions after a fault, so the group must not cancel it as unneeded
 
     def abandon(self) -> bool:
-        """After a fault: abandons this attempt if the group has enough others, so that it need not be retried. Returns whether it did."""
+        """Abandons this attempt after a fault if the group has enough other attempts. Returns whether it did; if so, no retry is needed."""
         return self.race.abandon(self)
 
 
@@ -55,13 +56,14 @@ class StartAttempt(Protocol):
 class AttemptScheduler:
     """Schedules the attempts of one group: `size` must count, and `size + spare` may start.
 
-    As many run as are still needed, plus `spare`. An attempt that ends excluded or without a score makes room for another. Once `size`
-    count, the others are cancelled, except those that repeat their actions after a fault. If only `first` start at first, the others start
-    when that many count and their scores differ; if the scores are equal, the group ends.
+    The number of attempts that run at once is the number still needed, plus `spare`. If an attempt is excluded or has no score, an
+    additional attempt starts. When `size` attempts count, the others are cancelled, except those that repeat their actions after a fault.
+    If `first` is set, only `first` attempts start. When they count and their scores differ, the others start; if the scores are equal, the
+    group ends.
 
     Args:
         names: names of the attempts, in the order in which they start.
-        first: see above; 0 starts all at once.
+        first: number of attempts that start first; 0 starts all at once.
     """
 
     def __init__(self, names: Sequence[str], *, group: int, size: int, begin: StartAttempt, first: int = 0) -> None:
@@ -70,7 +72,7 @@ class AttemptScheduler:
         self._size, self._spare, self._first = size, len(names) - size, first or size
         self._begin = begin
         self._waiting = list(self.attempts)
-        self._before: list[GroupAttempt] = []  # finished by an earlier process; no other starts before they are recorded
+        self._before: list[GroupAttempt] = []  # finished by an earlier process; no other attempt starts before they are recorded
         self._may_count = len(names)
         self._over, self._reason = False, SPARE
 
@@ -82,7 +84,7 @@ class AttemptScheduler:
         self._advance()
 
     def record_end(self, attempt: GroupAttempt, scored: ScoredEpisode) -> None:
-        """Records an attempt that has ended."""
+        """Records an attempt that ended."""
         attempt.scored = scored
         if counts_for_group(scored):
             if not self._over or attempt.suspect:
@@ -92,14 +94,14 @@ class AttemptScheduler:
         self._advance()
 
     def abandon(self, attempt: GroupAttempt) -> bool:
-        """Abandons an attempt if the group has enough without it. Returns whether it did."""
+        """Abandons an attempt if the group has enough other attempts. Returns whether it did."""
         if self._may_count - 1 >= self._size:
             self._may_count -= 1
             attempt.abandoned = True
         return attempt.abandoned
 
     def stop(self) -> None:
-        """Starts no further attempt, because the group has failed."""
+        """Prevents the start of more attempts, because the group failed."""
         self._over = True
 
     @property
@@ -154,12 +156,12 @@ class AttemptScheduler:
 
 
 def counts_for_group(scored: ScoredEpisode) -> bool:
-    """Whether an attempt counts for its group: it has a score, or one is to come."""
+    """Whether an attempt counts for its group: it has a score, or its score has not arrived yet."""
     return not scored.episode.left_out and (not scored.score.is_absent or scored.score.reason == AWAITING_GROUP_JUDGE)
 
 
 def _cancelled(attempt: GroupAttempt, reason: str) -> Cancelled:
-    if attempt.scored is not None:  # it ended just when it was no longer needed
+    if attempt.scored is not None:  # it ended when it was no longer needed
         episode = attempt.scored.episode
         turns = sum(len(line.own_turns) for line in episode.trajectories)
         return Cancelled(episode_id=episode.id, reason=reason, turns=turns, tokens=episode.completion_tokens, wall_s=episode.wall_s)
@@ -177,19 +179,20 @@ POLL_S = 0.1
 class Admission:
     """An asynchronous context manager around each episode. Entering waits until the episode may start.
 
-    Between two readings of the cache use u, with n episodes in flight, at most n (full - u) / u more may start: as many as would fill the
-    cache up to `full` at the average use. With several caches, both the u's and the free shares add up; a cache beyond `full` has no free
-    share. One episode may always run. Without readings, only `most` limits the episodes. Episodes start in the order in which they arrive.
+    Between two readings of the cache use u, with n episodes in flight, at most n (full - u) / u more may start: the number that would fill
+    the cache up to `full` at the average use. With several caches, both the use and the free shares are summed; a cache beyond `full` has
+    no free share. One episode may always run. If there are no readings, only `most` limits the episodes. Episodes start in the order in
+    which they arrive.
 
     Args:
         most: maximum episodes in flight.
-        use: returns the newest reading, or None before the first.
+        use: returns the newest reading, or None before the first reading.
         full: share of each cache that may be in use; 1 disables this limit.
     """
 
     def __init__(self, most: int, *, use: Callable[[], CacheUse | None] = lambda: None, full: float = 1.0) -> None:
         self.in_flight = 0
-        self.held = 0  # episodes that had to wait for the cache
+        self.held = 0  # number of episodes that had to wait for the cache
         self._most = most
         self._slots = asyncio.Semaphore(most)
         self._next = asyncio.Lock()
@@ -221,7 +224,7 @@ class Admission:
             await asyncio.sleep(POLL_S)
 
     def _fits(self) -> bool:
-        """Returns whether one more episode may start now, and counts it if so."""
+        """Returns whether one more episode may start now. If so, counts it."""
         use = self._use()
         taken = 0.0 if use is None else sum(use.shares)
         if use is None or taken <= 0 or self.in_flight == 0:

@@ -1,4 +1,4 @@
-"""The view of an episode for a sub-agent with its own sandbox. Everything else is shared with the episode."""
+"""The view of an episode for a sub-agent with a separate sandbox. Everything else is shared with the episode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 class _Fresh(ForwardingSandbox):
-    """A sandbox opened from a copy. It never reports its first session as restarted, because its user had no session in the original."""
+    """A sandbox opened from a copy.
+
+    It never reports its first session as restarted, because the sub-agent had no session in the original.
+    """
 
     def __init__(self, sandbox: Sandbox) -> None:
         super().__init__(sandbox)
@@ -32,7 +35,7 @@ class _Fresh(ForwardingSandbox):
 
 
 class SubEpisode:
-    """A `LiveEpisode` with its own sandbox. Trajectories, limits, budgets and failures belong to the episode."""
+    """A `LiveEpisode` with a separate sandbox. Trajectories, limits, budgets and failures belong to the episode."""
 
     def __init__(self, episode: ActiveEpisode, workplace: EpisodeSandbox) -> None:
         self.id: str = episode.id
@@ -68,7 +71,7 @@ class SubEpisode:
 
     @property
     def sandbox_lost(self) -> bool:
-        """Whether a tool call was cut short in the sandbox, so that its files are undefined."""
+        """Whether a tool call in the sandbox was interrupted, so that the files are undefined."""
         return self._workplace.lost
 
     @sandbox_lost.setter
@@ -96,7 +99,7 @@ class SubEpisode:
         return self._workplace.opened
 
     def open(self, agent: str, *, parent: Parent | None = None, prompt: Sequence[Message] = (), policy: str = "") -> LiveTrajectory:
-        """Opens another trajectory of the episode."""
+        """Opens an additional trajectory of the episode."""
         return self._episode.open(agent, parent=parent, prompt=prompt, policy=policy)
 
     def external_request(self, at_most: int, *, within_s: float) -> AbstractContextManager[ExternalRequest]:
@@ -104,7 +107,7 @@ class SubEpisode:
         return self._episode.external_request(at_most, within_s=within_s)
 
     async def sandbox(self) -> Sandbox:
-        """Returns this sub-agent's sandbox, opened at the first call."""
+        """Returns this sub-agent's sandbox. The first call opens it."""
         sandbox = await self._workplace.sandbox()
         self._fresh = self._fresh or _Fresh(sandbox)
         return self._fresh
@@ -114,7 +117,7 @@ class SubEpisode:
         return await self._workplace.working_copy()
 
     def sub_episode(self, copy: bytes | None) -> AbstractAsyncContextManager[SubEpisode]:
-        """Opens another sub-episode."""
+        """Opens an additional sub-episode."""
         return self._episode.sub_episode(copy)
 
     def running(self, sandbox: Sandbox | None) -> AbstractContextManager[None]:
@@ -136,12 +139,14 @@ class SubEpisode:
 
 @asynccontextmanager
 async def open_sub_episode(episode: ActiveEpisode, copy: bytes | None, sandboxes: set[EpisodeSandbox]) -> AsyncIterator[SubEpisode]:
-    """See `LiveEpisode.sub_episode`. The episode closes the sandboxes left in `sandboxes` when it ends, even if closing was interrupted
-    here."""
+    """See `LiveEpisode.sub_episode`.
+
+    When the episode ends, it closes the sandboxes that are left in `sandboxes`, for example because closing was interrupted here.
+    """
     box = EpisodeSandbox(episode, copy)
     sandboxes.add(box)
     try:
         yield SubEpisode(episode, box)
     finally:
         await box.close()
-        sandboxes.discard(box)  # not reached if closing was interrupted: then the episode closes it
+        sandboxes.discard(box)  # not reached if closing was interrupted; then the episode closes the sandbox

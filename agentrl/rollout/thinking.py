@@ -1,4 +1,4 @@
-"""Samples a turn with bounded thinking: up to the bound, then the model's end mark if it is still thinking, then the rest.
+"""Samples a turn with bounded thinking: first up to the bound, then the model's end mark if the model is still thinking, then the rest.
 
 The mark's tokens are part of the completion, because the model reads them, but they were not sampled: `Completion.forced` lists them, and
 the learner treats them as context.
@@ -21,7 +21,10 @@ ANSWER = ".answer"
 
 
 def thinking_bound(task: Task, thinking: Thinking | None) -> tuple[int, Thinking] | None:
-    """Returns the task's bound on thinking and how to end it; None without a bound. Raises `TaskError` if the bound cannot be enforced."""
+    """Returns the task's bound on thinking and how to end it; None if there is no bound.
+
+    Raises `TaskError` if the bound cannot be enforced.
+    """
     most = task.limits.thinking_tokens
     if most is None:
         return None
@@ -61,7 +64,10 @@ async def sample_turn(context: Sequence[int], budget: int, ask: SampleTokens, th
 
 
 def join_completions(first: Completion, rest: Completion, forced: tuple[int, ...] = ()) -> Completion:
-    """Joins two parts with the forced tokens between them. These belong to the preceding version span and have a logprob of 0."""
+    """Joins two parts with the forced tokens between them.
+
+    The forced tokens belong to the preceding version span and have a logprob of 0.
+    """
     start = len(first.token_ids)
     end = start + len(forced)
     spans = list(first.versions)

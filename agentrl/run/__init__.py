@@ -1,1 +1,1 @@
-"""The training loop: `loop` is the pipeline on one page; the other modules are its steps."""
+"""The training loop: `loop` is the pipeline on one page, and the other modules implement its steps."""

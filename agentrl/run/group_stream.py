@@ -1,7 +1,7 @@
 """The Redis stream of a run with `store=redis`: rollout workers add finished groups, and the driver reads them.
 
-Without the option `url` the run starts a server, with its data in `RUN/redis`. Options: `url` (`redis://HOST:PORT/DB`), and `password` as a
-reference (`env:NAME`). The driver passes both to workers in the answer to `GET /spec`, never in a file or an argument.
+If the option `url` is not set, the run starts a server, with its data in `RUN/redis`. Options: `url` (`redis://HOST:PORT/DB`), and
+`password` as a reference (`env:NAME`). The driver passes both to workers in the answer to `GET /spec`, never in a file or an argument.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from agentrl.experience.redis_transport import RedisTransport
 
 BATCH = 16
-"""Groups of one transaction."""
+"""Maximum groups of one transaction."""
 _WATCH_S = 0.25
 _SILENT_S = 20.0
-_RESTARTS = 5  # in a row
+_RESTARTS = 5  # maximum restarts in a row
 _SOUND_S = 120.0
-_CHECK_S = 10.0  # to reach a server before the run starts
+_CHECK_S = 10.0  # time to reach a server before the run starts
 
 
 def check_stream(recipe: Recipe) -> None:
-    """Raises `UserError`, with the fix, if a package or program is missing, or the server at `url` is unreachable or may lose groups."""
+    """Raises `UserError`, with the fix, if a package or program is missing, or if the server at `url` is unreachable or can lose groups."""
     if recipe.store.ref != "redis":
         return
     import_optional("redis", "redis", needed_for="store=redis")
@@ -124,7 +124,7 @@ class GroupStream:
                 await server.close()
 
     async def _keep(self, server: RedisServer) -> None:
-        """Restarts the run's server if it ends or is silent, until it has failed too often in a row."""
+        """Restarts the run's server if it ends or is silent, until it fails too often in a row."""
         restarts, clock = Restarts(sound_s=_SOUND_S), asyncio.get_running_loop().time
         answered = clock()
         while True:
@@ -145,7 +145,7 @@ class GroupStream:
             answered = clock()
 
     def _prefix(self) -> str:
-        """Returns the prefix of the run's keys, which another run in a folder of the same name does not have."""
+        """Returns the prefix of the run's keys, which differs from that of a different run in a folder of the same name."""
         path = self._folder / "prefix"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -154,20 +154,20 @@ class GroupStream:
 
 
 class Outbox:
-    """Sends the groups of one worker. Groups that wait together are added in one transaction."""
+    """Sends the groups of one worker. Groups that wait at the same time are added in one transaction."""
 
     def __init__(self, transport: GroupTransport) -> None:
         self._transport = transport
         self._waiting: asyncio.Queue[tuple[str, Group, asyncio.Future[bool]]] = asyncio.Queue()
 
     async def send(self, lease: str, group: Group) -> bool:
-        """Returns whether the group was added, durably; False if it is too large for the stream. Raises `StoreError`."""
+        """Adds a group durably, and returns True; returns False if the group is too large for the stream. Raises `StoreError`."""
         sent: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiting.put_nowait((lease, group, sent))
         return await sent
 
     async def run(self) -> None:
-        """Adds the groups that wait, until it is cancelled."""
+        """Adds waiting groups until it is cancelled."""
         while True:
             batch = [await self._waiting.get()]
             while len(batch) < BATCH and not self._waiting.empty():

@@ -25,7 +25,7 @@ _BATCH = 64  # groups in memory at once
 
 
 def check_order(order: GroupOrder, *late: str) -> None:
-    """Raises `UserError` if there are late scores, which the arguments name, and the order accepts none."""
+    """Raises `UserError` if `late` names late scores and the order accepts none."""
     if late and not order.accepts_late:
         raise UserError(
             f"{late[0]}: a step of this run waits for its own groups, so no score may be late",
@@ -34,7 +34,7 @@ def check_order(order: GroupOrder, *late: str) -> None:
 
 
 def check_residuals(order: GroupOrder, *late: str) -> None:
-    """Raises `UserError` if there are late scores to apply as residuals, which the arguments name, and the recipe does not allow them."""
+    """Raises `UserError` if `late` names late scores to apply as residuals and the recipe does not allow residuals."""
     if late and order.no_residuals:
         raise UserError(
             f"{late[0]}: residual scores cannot be applied with {order.no_residuals}",
@@ -46,8 +46,8 @@ def check_residuals(order: GroupOrder, *late: str) -> None:
 class LateGroups:
     """The parked groups of one run. `changed` is set when their number changes; the caller that waits for it clears it.
 
-    The outcome of a group is recorded once, when its last score has arrived or expired. If no driver runs then, or a driver dies while it
-    records, the next one does it (`resume`).
+    The outcome of a group is recorded once, when its last score arrives or expires. If no driver runs at that time, or a driver dies while
+    it records the outcome, the next driver records it (`resume`).
     """
 
     folder: Path
@@ -63,11 +63,11 @@ class LateGroups:
 
     @property
     def count(self) -> int:
-        """The number of parked groups, without residuals, when the store was last read."""
+        """The number of parked groups, not counting residuals, when the store was last read."""
         return sum(1 for index in self._parked if index >= 0)
 
     async def resume(self) -> None:
-        """Reads the parked groups that an earlier driver has left, and records those that have become ready since."""
+        """Reads the parked groups that an earlier driver left, and records those that became ready in the meantime."""
         parked = set(await self.store.call(lambda store: store.parked()))
         self._parked.update(parked)
         unrecorded = await asyncio.to_thread(PendingTranscripts(self.folder).groups) - set(map(sampled_index, parked))
@@ -81,7 +81,7 @@ class LateGroups:
         check_residuals(self.order, *(f"late score {part.name!r} of group {group.index}" for _, _, part in group.pending if part.residual))
 
     def park(self, group: Group) -> None:
-        """Counts a stored group, or residual, that waits for late scores."""
+        """Counts a stored group, or a residual, that waits for late scores."""
         self._parked.add(group.index)
         self.changed.set()
         if self.count == MAX_PARKED_BLOCKS * self.order.per_step:
@@ -98,15 +98,15 @@ class LateGroups:
             await asyncio.sleep(_POLL_S)
 
     async def update(self) -> None:
-        """Looks at the store once."""
+        """Reads the store once."""
         now = self._clock.now()
         if expired := await self.store.call(lambda store: store.expire_scores(now=now)):
             log.info("late scores of groups %s have expired", ", ".join(str(sampled_index(index)) for index in expired))
-        known = set(self._parked)  # before the call, because a group may be parked meanwhile
+        known = set(self._parked)  # read before the call, because a group may be parked during it
         await self._record(sorted(known.difference(await self.store.call(lambda store: store.parked()))))
 
     async def _record(self, ready: Sequence[int], *, again: bool = False) -> None:
-        """Records the outcomes of groups that have their scores. `again`: an earlier driver may have recorded some of them."""
+        """Records the outcomes of groups whose scores are complete. `again`: whether an earlier driver may have recorded some of them."""
         for start in range(0, len(ready), _BATCH):
             groups = await self.store.groups(ready[start : start + _BATCH])
             async with self.recording:
@@ -118,7 +118,10 @@ class LateGroups:
             self.changed.set()
 
     def _write(self, groups: Sequence[Group], *, again: bool) -> None:
-        """Writes the outcomes and failures of groups, in a thread. Each step can be repeated, and the last one ends the repetitions."""
+        """Writes the outcomes and failures of groups, in a thread.
+
+        Each step can be repeated, and the last step marks the outcomes as recorded.
+        """
         pending = PendingTranscripts(self.folder)
         sampled = [group for group in groups if group.index >= 0]  # the outcome of a group with a residual was recorded with the group
         known = [(task, group) for group in sampled if (task := pending.task(group.index)) is not None]

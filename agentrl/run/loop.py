@@ -2,8 +2,9 @@
 
     groups --(store)--> learner --(registry)--> swap --(server)--> newer groups ...
 
-A group may start while few enough are in flight (`agentrl.experience.blocks`). The learner's next step starts when enough groups are stored
-and scored (`agentrl.experience.ledger`). There is no other synchronization: neither waits for late scores.
+`agentrl.experience.blocks` limits the number of groups in flight, and so decides when a group may start. The learner's next step starts
+when enough groups are stored and scored (`agentrl.experience.ledger`). There is no other synchronization. Neither rollouts nor learner wait
+for late scores.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ _POLL_S = 0.05
 
 
 async def train(recipe: Recipe, start: RunStart, checked: PreflightResult, *, root: Path, console: bool = True) -> Summary:
-    """Runs a recipe, from the first evaluation to the last, and returns its summary. Continues the run in `start.folder`, if there is one.
+    """Runs a recipe, from the first evaluation to the last, and returns its summary. If `start.folder` contains a run, continues it.
 
-    The caller has locked the run folder (`claim_run_folder`) and has run the cheap checks (`run_preflight`). Raises `UserError` before
-    anything starts if the recipe cannot run here, and `InfrastructureError` if a part fails for good; finished work is kept.
+    The caller must lock the run folder (`claim_run_folder`) and run the cheap checks (`run_preflight`) first. Raises `UserError` before
+    anything starts if the recipe cannot run here, and `InfrastructureError` if a part fails permanently. Finished work is kept.
     """
     starts = len(read_sessions(start.folder))
     run, ledger, unfinished = None, None, tuple[Group, ...]()
@@ -78,7 +79,7 @@ async def _pipeline(run: Run) -> None:
     async with asyncio.TaskGroup() as parts:
         needed = newest.number < run.progress.end and not concluded
         learning = None
-        if needed:  # early, so that an error of the learner ends the start
+        if needed:  # early, so that an error of the learner stops the start
             learning = parts.create_task(watch_learner(run.learner, run.registry, run.tracker.alert))
         await run.start_serving(newest, gating=not concluded, learning=needed)
         await asyncio.to_thread(run.registry.set_state, newest.number, VersionState.SERVING)
@@ -116,7 +117,10 @@ async def _pipeline(run: Run) -> None:
 
 
 def _export_result(run: Run) -> None:
-    """Exports the result to `model/`, unless it is version 0: a copy would look like a result, and the summary says why there is none."""
+    """Exports the result to `model/`, except version 0, because a copy of it would look like a result.
+
+    The summary states why there is no result.
+    """
     result = run.registry.get(run.served.version) if run.recipe.gate is None else promoted_result(run.registry, run.folder)
     if result is not None and measure.weights_changed(run.folder):
         base, sampling = run.folder / "versions" / "000000", run.recipe.evaluation.sampling
@@ -124,7 +128,10 @@ def _export_result(run: Run) -> None:
 
 
 async def _learn(run: Run, learning: asyncio.Task[None] | None) -> None:
-    """Runs rollouts, swaps and the learner until version `stop_at` serves. `learning` watches the learner, if one is needed."""
+    """Runs rollouts, swaps and the learner until version `stop_at` serves.
+
+    `learning` is the task that watches the learner, if the run needs a learner.
+    """
     run.tracker.stage("train", run.progress.plan)
     run.progress.timeline.restart()
     run.progress.learning = True
@@ -137,7 +144,7 @@ async def _learn(run: Run, learning: asyncio.Task[None] | None) -> None:
         return
     learning.cancel()
     if run.served.version >= run.recipe.step_limit:
-        with suppress(TimeoutError):  # it has finished its last step and is about to exit
+        with suppress(TimeoutError):  # the learner finished its last step and is about to exit
             await run.learner.wait(timeout_s=20.0)
     await run.learner.stop()
 
@@ -145,7 +152,7 @@ async def _learn(run: Run, learning: asyncio.Task[None] | None) -> None:
 async def _roll_out(run: Run) -> None:
     """Starts groups as soon as they may be sampled. Groups that a resumed run already has are skipped.
 
-    Returns when the steps have enough groups and no running group can still be parked, so that another would replace it.
+    Returns when the steps have enough groups and no running group can still be parked. A parked group would have to be replaced.
     """
     rollouts, per_step = Rollouts.of(run), run.order.per_step
     await run.late.resume()
@@ -190,7 +197,8 @@ async def _wait_for_change(run: Run, *, version: int) -> None:
 
 
 async def _swap_versions(run: Run) -> None:
-    """Loads each version that the learner publishes into the server, in order, except rolled-back ones, and lets the gate evaluate it."""
+    """Loads each version that the learner publishes into the server, in order, except rolled-back versions, and lets the gate evaluate
+    it."""
     registry, served, records = run.registry, run.served, StepRecords.of(run)
     async with schedule_gate(Gate.of(run), run.progress) as gate:
         await gate.evaluate_due()
@@ -210,7 +218,7 @@ async def _swap_versions(run: Run) -> None:
                 except SwapError:
                     if await asyncio.to_thread(registry.get, number) == version:
                         raise
-                    continue  # it was retracted or rolled back meanwhile, so its files may be gone
+                    continue  # it was retracted or rolled back in the meantime, so its files may be gone
             if report is not None:
                 run.tracker.swapped(report)
             await records.finish(version, report)
@@ -235,7 +243,7 @@ def _report(run: Run, unfinished: tuple[Group, ...], ledger: LedgerCounts | None
 def _ended(
     folder: Path, error: BaseException | None, *, interrupted: bool = False, figures: Mapping[str, float] = MappingProxyType({})
 ) -> Ended:
-    """Records how the driver ended, unless that is already recorded."""
+    """Records how the driver ended, if that is not recorded yet."""
     fault = main_error(error) if error is not None and not ended_by_user(error) else None
     how: Ended = "failed" if fault is not None else "interrupted" if interrupted or error is not None else "finished"
     with warn_on_error(folder, SESSIONS_FILE):

@@ -1,6 +1,6 @@
-"""Measures where the time of a recipe's learner steps goes: it runs a few steps, and reads the timeline of the measured ones.
+"""Measures how a recipe's learner steps spend their time: it runs a few steps, and reads the timeline of the measured steps.
 
-The run continues beyond the measured steps until they are recorded, so that the pipeline is as full as in a long run, and is then stopped.
+The run continues after the measured steps until they are recorded, so that the pipeline is as full as in a long run. Then it is stopped.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Line = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Where the time of some learner steps went, in seconds."""
+    """How some learner steps spent their time, in seconds."""
 
     recipe: str
     first_step: int
@@ -44,11 +44,11 @@ class Profile:
     start_s: dict[str, float]
     """Stage before the first step -> seconds, which are not part of `wall_s`."""
     busy_at_once: dict[str, float]
-    """Which parts computed at the same time -> seconds. They add up to `wall_s`."""
+    """Parts that computed at the same time -> seconds. They add up to `wall_s`."""
     parts: dict[str, dict[str, float]]
     """Part -> state -> seconds. For each part they add up to `wall_s`."""
     learner: dict[str, float]
-    """Work of the learner -> seconds. They add up to the time in which it ran."""
+    """Work of the learner -> seconds. They add up to the time in which the learner ran."""
     cpu_s: dict[str, float]
     """Part -> CPU seconds of its processes. With `idle` they add up to `cpus` times `wall_s`; Linux only."""
     episode: dict[str, float]
@@ -100,7 +100,7 @@ async def profile_steps(
     Args:
         nsight: records the `wanted` steps; its `wrap` must be in the plan of `checked`.
 
-    Raises as `agentrl.run.loop.train`, and `InfrastructureError` if the run ended before.
+    Raises the errors of `agentrl.run.loop.train`, and `InfrastructureError` if the run ended before these steps were recorded.
     """
     training = asyncio.create_task(train(recipe, start, checked, root=root, console=False))
     try:
@@ -125,7 +125,7 @@ async def profile_steps(
 
 
 async def _recording(training: asyncio.Task[Any], folder: Path, step: int) -> None:
-    """Returns when a step is recorded, or the run has ended."""
+    """Returns when a step is recorded or the run ends."""
     while not training.done() and step not in _recorded(folder):
         await asyncio.sleep(_LOOK_S)
 
@@ -154,7 +154,7 @@ def _before_training(folder: Path) -> dict[str, float]:
 
 
 def _sums(lines: Sequence[Line], prefix: str) -> dict[str, float]:
-    """Returns the sums of the metrics that start with a prefix, without it, the largest first."""
+    """Returns the sums of the metrics that start with a prefix, the largest first. The names are without the prefix."""
     sums: dict[str, float] = {}
     for line in lines:
         for key, value in line.items():
@@ -165,7 +165,7 @@ def _sums(lines: Sequence[Line], prefix: str) -> dict[str, float]:
 
 
 def _episode_times(episodes: Sequence[ScoredEpisode]) -> dict[str, float]:
-    """Returns the mean times of episodes; empty without any."""
+    """Returns the mean times of episodes; empty if there are no episodes."""
     if not episodes:
         return {}
     turns = [[turn for line in scored.episode.trajectories for turn in line.own_turns] for scored in episodes]
@@ -176,7 +176,7 @@ def _episode_times(episodes: Sequence[ScoredEpisode]) -> dict[str, float]:
 
 
 _WIDTH = 26  # characters of a bar
-_NAME = 34  # of a name
+_NAME = 34  # characters of a name
 
 
 def render_profile(profile: Profile) -> str:
@@ -198,7 +198,7 @@ def render_profile(profile: Profile) -> str:
 
 
 def _table(title: str, seconds: Mapping[str, float], whole: float, *, rest: str = "") -> list[str]:
-    """Returns the rows of a table and their sum. `rest`: name of the time that is missing up to `whole`."""
+    """Returns the rows of a table and their sum. `rest`: name of the row for the time that is missing from `whole`."""
     if not seconds:
         return []
     rows = dict(seconds)

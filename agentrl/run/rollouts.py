@@ -1,4 +1,4 @@
-"""Runs the groups of a run, from their tasks to the store. Failures are recorded in the group; only a failing store ends the run."""
+"""Runs the groups of a run, from their tasks to the store. Failures are recorded in the group. Only a failure of the store ends the run."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ class Rollouts:
         )
 
     async def prepare_block(self, block: int) -> None:
-        """Brings notes and task weights up to date for the groups of a block. Call it once the block may start."""
+        """Updates notes and task weights for the groups of a block. Call it when the block may start."""
         if self.memory is not None:
             await self.memory.prepare_block(block)
         await self.tasks.prepare_block(block)
 
     async def group(self, index: int) -> Group:
-        """Samples, scores and stores group `index`, and reports it to the tracker, unless some of its scores are late."""
+        """Samples, scores and stores group `index`. Reports it to the tracker if none of its scores are late."""
         step = self.order.block_of(index)
         with ACTIVITY.doing(GROUPS):
             group, task = await self._sample(index, step)
@@ -93,16 +93,19 @@ class Rollouts:
         return group
 
     def _record_pending(self, task: Task, group: Group, step: int) -> None:
-        """Writes what is needed when the group has its scores, in a thread, before it is stored: then its task may no longer be known."""
+        """Writes the data that is needed when the scores of a group arrive, because its task may no longer be known then.
+
+        Runs in a thread, before the group is stored.
+        """
         if any(split_group(group)[0].pending):
             self.tasks.record(task, group)
         PendingTranscripts(self.folder).write(task, group, step=step)
 
     def _record(self, task: Task | None, group: Group, step: int, *, late: bool, scored: bool) -> str:
-        """Writes what the run folder has about a stored group, in addition to the store, in a thread. Returns an alert, or ""."""
+        """Writes the records of a stored group to the run folder, in addition to the store. Runs in a thread. Returns an alert, or ""."""
         self.checkpoints.remove_group(group.index)
         if scored:
-            PendingTranscripts(self.folder).remove(group.index)  # of a killed driver, whose attempts were late
+            PendingTranscripts(self.folder).remove(group.index)  # left by a killed driver, whose attempts had late scores
         if not late:
             self.capture.capture_group(task, group, step=step)
         if task is None:
@@ -115,8 +118,10 @@ class Rollouts:
         return record_answer_leaks(self.folder, task, group.episodes, phase="train", step=step)
 
     async def _sample(self, index: int, step: int) -> tuple[Group, Task | None]:
-        """The group of a task, and the task. No attempts if the task is quarantined or cannot be created; in the latter case the task is
-        None."""
+        """Returns the group of a task, and the task.
+
+        The group has no attempts if the task is quarantined or cannot be created; if it cannot be created, the task is None.
+        """
         size = self.runner.group_size
         try:
             task = self.tasks.task(index)
@@ -126,7 +131,7 @@ class Rollouts:
             return excluded_group(index, f"task of group {index}", f"group {index}", task_fault(error), size=size), None
         if (fault := self.quarantine.known_fault(task.key)) is not None:
             return excluded_group(index, task.id, task.key, fault, size=size), task
-        # With oldest_first, late groups are trained too, so an interrupted attempt continues whatever version it started with.
+        # With oldest_first, late groups are trained too, so an interrupted attempt continues with any start version.
         oldest_version = 0 if self.order.oldest_first and self.max_staleness else step - self.max_staleness
         return await self.runner.run_group(index, task, oldest_version=oldest_version), task
 
@@ -149,22 +154,22 @@ class _Block:
     """A block whose groups run."""
 
     groups: range
-    stored: Mapping[int, LedgerEntry]  # its groups, and later ones, that an earlier driver stored
+    stored: Mapping[int, LedgerEntry]  # its groups and later groups that an earlier driver stored
     prepared: asyncio.Task[None]  # its notes and task weights
-    extra: Iterator[int]  # extra groups that have not started
+    extra: Iterator[int]  # extra groups that are not started yet
 
 
 class RunningGroups:
-    """The groups that run in a task group. Groups that are stored do not run again."""
+    """The groups that run in a task group. Stored groups do not run again."""
 
     def __init__(self, rollouts: Rollouts, running: asyncio.TaskGroup) -> None:
         self.tasks = set[asyncio.Task[None]]()
         self._rollouts = rollouts
         self._running = running
-        self._block: _Block | None = None  # the newest
+        self._block: _Block | None = None  # the newest block
 
     async def start(self, slot: int) -> None:
-        """Starts the group in a slot, and an extra one after each group without a preference, up to the recipe's limit."""
+        """Starts the group in a slot, and an extra group after each group without a preference, up to the recipe's limit."""
         order = self._rollouts.order
         number, place = divmod(slot, order.per_step)
         groups = order.block(number)

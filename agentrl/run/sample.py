@@ -1,4 +1,4 @@
-"""Samples without a learner: attempts of one policy at training tasks, scored and stored like those of a run."""
+"""Samples attempts of one policy at training tasks, without a learner. They are scored and stored like those of a run."""
 
 from __future__ import annotations
 
@@ -96,11 +96,11 @@ async def sample(
 ) -> SampleResult:
     """Serves the recipe's model and samples the first `groups` groups of its tasks that the run folder does not contain yet.
 
-    Each group has the next task; the recipe's steps, extra groups and task weights do not apply. The caller prepares as for
-    `agentrl.run.loop.train`, and the same errors are raised; finished groups are kept.
+    Each group has the next task; the recipe's steps, extra groups and task weights do not apply. The requirements and errors are those of
+    `agentrl.run.loop.train`. Finished groups are kept.
 
     Args:
-        groups: None means as many as before, or `DEFAULT_GROUPS`. Raises `UserError` for fewer than before.
+        groups: None means the same number as before, or `DEFAULT_GROUPS`. Raises `UserError` if the number is lower than before.
     """
     requested = _requested_groups(start.folder, groups)
     async with open_run(recipe, start, checked, root=root, console=console, order=GroupOrder.single_block(recipe.rollout)) as run:
@@ -144,7 +144,7 @@ async def _served(run: Run, indices: Sequence[int]) -> None:
 
 
 async def sample_groups(run: Run, indices: Sequence[int]) -> None:
-    """Samples these groups in order, as many at once as keep all slots busy, and starts none after an interrupt."""
+    """Samples these groups in order. Runs enough groups at once to keep all slots busy, and starts none after an interrupt."""
     rollouts, rollout = Rollouts.of(run), run.recipe.rollout
     await rollouts.prepare_block(0)
     waiting, began, done = iter(indices), time.monotonic(), 0
@@ -173,7 +173,7 @@ async def sample_result(run: Run, requested: int) -> SampleResult:
     """Returns the result of the first `requested` groups. Writes their transcripts to `episodes/train.jsonl`."""
     totals, kinds = SampleTotals(), defaultdict[str, SampleTotals](SampleTotals)
     path = run.folder / "episodes" / "train.jsonl"
-    path.unlink(missing_ok=True)  # from a killed process
+    path.unlink(missing_ok=True)  # left by a killed process
     size, stored = run.recipe.rollout.group.min_size, 0
     async for group, task in _stored(run, requested):
         stored += 1

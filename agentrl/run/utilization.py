@@ -1,4 +1,4 @@
-"""Records in the run's timeline which of its parts work and which wait, at regular times."""
+"""Records at regular intervals in the run's timeline which parts of the run work and which wait."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ if TYPE_CHECKING:
     from agentrl.session.opening import Run
 
 LOOK_S = 0.2
-"""Seconds between two looks: a state that lasts less may be missed."""
-_STARTING = ("", "starting", "loading the model", "resuming", "computing version 0's probe")  # work of a learner that does not learn yet
+"""Seconds between two readings. A shorter state may be missed."""
+_STARTING = ("", "starting", "loading the model", "resuming", "computing version 0's probe")  # work of a learner that is still starting
 
 
 async def watch_parts(run: Run) -> NoReturn:
-    """Records the states of the parts until it is cancelled. A blocked event loop prolongs the states before it."""
+    """Records the states of the parts until it is cancelled.
+
+    If the event loop is blocked, the states before the block are recorded as longer.
+    """
     while True:
         run.progress.timeline.mark(part_states(run))
         await asyncio.sleep(LOOK_S)

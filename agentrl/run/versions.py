@@ -1,4 +1,4 @@
-"""Handles new versions in the driver: records the step that produced each, and falls back when the learner retracts one."""
+"""Handles new versions in the driver: records the step that produced each version, and falls back if the learner retracts a version."""
 
 from __future__ import annotations
 
@@ -32,13 +32,16 @@ _OPEN_BLOCKS = 64
 
 
 def is_retracted(registry: VersionRegistry, served: PolicyServer) -> bool:
-    """Whether the learner returned to an older checkpoint, because the newest was damaged, and retracted the serving version. Blocks."""
+    """Whether the learner returned to an older checkpoint, because the newest was damaged, and retracted the serving version.
+
+    Blocks the thread.
+    """
     version = registry.get(served.version)
     return version is None or version.sha256 != served.sha256
 
 
 async def fall_back(registry: VersionRegistry, served: PolicyServer, alert: Callable[[str], None]) -> None:
-    """Serves the newest remaining version in place of a retracted one."""
+    """Serves the newest remaining version instead of a retracted one."""
     version = await asyncio.to_thread(version_to_serve, registry)
     assert version is not None, "version 0 is never retracted"
     alert(f"version {served.version} was retracted by the learner; serving version {version.number}")
@@ -47,7 +50,7 @@ async def fall_back(registry: VersionRegistry, served: PolicyServer, alert: Call
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecords:
-    """Records the learner steps of one run, a line in `metrics.jsonl` each."""
+    """Records the learner steps of one run, one line in `metrics.jsonl` for each step."""
 
     recipe: Recipe
     folder: Path
@@ -81,7 +84,7 @@ class StepRecords:
         )
 
     async def finish(self, version: PolicyVersion, report: SwapReport | None) -> None:
-        """Records the step that produced `version`, evaluates the version if the recipe says so, and prunes old versions."""
+        """Records the step that produced `version`, evaluates the version if the recipe requires it, and prunes old versions."""
         metrics = await self._metrics(version, report)
         every = self.recipe.evaluation.every
         if every and version.number % every == 0 and version.number < self.progress.end:
@@ -93,20 +96,20 @@ class StepRecords:
         await asyncio.to_thread(self.registry.prune, self.recipe.learner.keep_versions)
 
     async def finish_serving(self) -> None:
-        """Finishes the step of the serving version if an earlier driver died before that."""
+        """Finishes the step of the serving version if an earlier driver died before it finished the step."""
         version = await asyncio.to_thread(self.registry.get, self.served.version)
         if version is not None and version.number and version.number not in await asyncio.to_thread(measure.recorded_steps, self.folder):
             await self.finish(version, None)
 
     async def record_missing(self) -> None:
-        """Records the steps up to the serving version that are not recorded, because the driver died."""
+        """Records the steps up to the serving version that are not recorded because a driver died."""
         known = await asyncio.to_thread(measure.recorded_steps, self.folder)
         for number in range(1, self.served.version + 1):
             if number not in known and (version := await asyncio.to_thread(self.registry.get, number)) is not None:
                 await self._record(version, await self._metrics(version, None))
 
     async def unfinished_groups(self) -> tuple[Group, ...]:
-        """Returns the scored groups of steps that are not recorded, and those that no step has taken."""
+        """Returns the scored groups of steps that are not recorded, and the scored groups that no step has consumed."""
         known, entries = await asyncio.to_thread(measure.recorded_steps, self.folder), await self.store.entries()
         unfinished = (entry for entry in entries if entry.step is None or entry.step + 1 not in known)
         return await self.store.groups(entry.index for entry in unfinished if not entry.pending and not entry.is_residual)
@@ -133,7 +136,10 @@ class StepRecords:
         return metrics | self.fault_rate.attempt_metrics() | self.served.figures() | workers
 
     async def _queues(self) -> dict[str, float]:
-        """Counts the groups that are running, ready, or assigned to a step that has not completed. Earlier blocks have no open groups."""
+        """Returns the numbers of groups that are running, ready, or assigned to a step that is not complete.
+
+        Earlier blocks have no open groups.
+        """
         first = self.order.block(max(0, self.served.version - _OPEN_BLOCKS)).start
         open_ = Counter(entry.state for entry in await self.store.entries(first=first) if not entry.is_residual)
         return {"groups_running": ACTIVITY.count(GROUPS), "groups_ready": open_["ready"], "groups_assigned": open_["assigned"]}

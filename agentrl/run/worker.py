@@ -4,9 +4,9 @@
     agentrl worker RUN_DIR
     agentrl worker URL
 
-With an address, the host needs the project, but no run folder. The worker opens the run's sandboxes, agent, tools and verifiers, takes
-leases of groups, and samples through the driver. It has no state that the run needs: if it is killed, another worker continues its groups
-from their saved episodes.
+If the worker gets an address, its host needs the project, but no run folder. The worker opens the run's sandboxes, agent, tools and
+verifiers, takes leases of groups, and samples through the driver. It has no state that the run needs: if it is killed, another worker
+continues its groups from their saved episodes.
 """
 
 from __future__ import annotations
@@ -65,18 +65,18 @@ log = logging.getLogger(__name__)
 
 RENEW_S = 1.0
 """Seconds between two signs of life."""
-_PATIENCE_S = 30.0  # without an answer of the driver, before the worker ends
+_PATIENCE_S = 30.0  # time without an answer from the driver, after which the worker ends
 _REQUEST_S = 60.0  # deadline of a request that does not wait
-_MARGIN_S = 45.0  # of a request to the policy, beyond its own deadline
-_SENT_S = 600.0  # in which the driver reads a group from the stream; then the group is sampled again
+_MARGIN_S = 45.0  # added to the deadline of a request to the policy
+_SENT_S = 600.0  # time in which the driver must read a group from the stream; otherwise the group is sampled again
 _CONNECTIONS = 8192
-_STREAMED_BYTES = 1 << 20  # of events in one renewal
-_KINDS = {error.__name__: error for error in (ServingError, ServerDied, RequestRefused)}  # they decide who is to blame
+_STREAMED_BYTES = 1 << 20  # maximum size of the events in one renewal
+_KINDS = {error.__name__: error for error in (ServingError, ServerDied, RequestRefused)}  # the class decides the blame
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """What a worker needs to open the parts of a run, as JSON data."""
+    """The JSON data that a worker needs to open the parts of a run."""
 
     recipe: dict[str, Any]
     folder: str  # run folder on the driver's machine
@@ -86,7 +86,7 @@ class WorkerSpec:
     judges: dict[str, str] = field(default_factory=dict)  # judge server -> sha256 of its weights
     token_s: float = 0.0  # see `PolicyServer.token_s`
     pace: dict[str, Any] | None = None  # see `Pace.to_data`; None means no history
-    redis: dict[str, Any] = field(default_factory=dict, repr=False)  # see `open_transport`; empty: groups are sent over HTTP
+    redis: dict[str, Any] = field(default_factory=dict, repr=False)  # see `open_transport`; empty if groups are sent over HTTP
 
 
 class DriverConnection:
@@ -97,7 +97,7 @@ class DriverConnection:
         self._transport = HttpTransport(url, key=key, max_connections=_CONNECTIONS, what="the driver")
 
     async def call(self, path: str, data: Any = None, *, content: bytes | None = None, timeout_s: float = _REQUEST_S) -> bytes:
-        """Returns the content of the answer. Without `data` and `content` it is a GET request."""
+        """Returns the content of the answer. Sends a GET request if `data` and `content` are None."""
         method = "GET" if data is None and content is None else "POST"
         body = content if content is not None else b"" if data is None else json.dumps({"worker": self.worker, **data}).encode()
         try:
@@ -118,7 +118,7 @@ class DriverConnection:
 
 
 def _fault(status: int, answer: bytes) -> ServingError:
-    """Returns the error for a failed request: that of the policy's server, if the driver passes it on."""
+    """Returns the error for a failed request. If the driver forwards an error of the policy's server, that error is returned."""
     try:
         problem = json.loads(answer)
         return _KINDS.get(problem["kind"], ServingError)(str(problem["error"]))
@@ -132,25 +132,25 @@ class _Work:
 
     lease: str
     task: Task
-    memory_version: int | None  # of the memory that the group reads; None without a memory
+    memory_version: int | None  # version of the memory that the group reads; None if there is no memory
     sampling: asyncio.Task[Group] | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """Takes leases and samples their groups. A `Policy`, which samples through the driver."""
+    """Takes leases and samples their groups. It is also a `Policy` that samples through the driver."""
 
     driver: DriverConnection
     lanes: int  # groups at once
-    outbox: Outbox | None = None  # None: groups are sent over HTTP
-    server_wait_s: float = 0.0  # that the driver waits, in addition to the deadline of a request, for a lost server to come back
-    cache_use: CacheUse | None = None  # of the policy's servers, as of the last renewal
+    outbox: Outbox | None = None  # None means that groups are sent over HTTP
+    server_wait_s: float = 0.0  # time that the driver waits, in addition to a request's deadline, for a lost server to return
+    cache_use: CacheUse | None = None  # cache use of the policy's servers at the last renewal
     _work: dict[int, _Work] = field(default_factory=dict)  # by group index
-    _sent: dict[str, float] = field(default_factory=dict)  # lease of a group in the stream -> when it counts as lost there
+    _sent: dict[str, float] = field(default_factory=dict)  # lease of a group in the stream -> time after which it counts as lost
     _attempts: deque[Failure | None] = field(default_factory=deque)
     _alerts: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     _events: deque[Event] = field(default_factory=deque)
-    _dropped: int = 0  # events that found no room since the last report
+    _dropped: int = 0  # number of events dropped since the last report
     _heard_at: float = 0.0
 
     def record_attempt(self, failure: Failure | None) -> None:
@@ -162,14 +162,14 @@ class Worker:
         self._alerts.append(message)
 
     def record_event(self, event: Event) -> None:
-        """Queues an event of an episode for the driver, or drops it if too many wait."""
+        """Queues an event of an episode for the driver, or drops it if too many events wait."""
         if len(self._events) < MAX_WAITING:
             self._events.append(event)
         else:
             self._dropped += 1
 
     def memory_version(self, group: int) -> int | None:
-        """Returns the version of the memory that a leased group reads; None without a memory."""
+        """Returns the version of the memory that a leased group reads; None if there is no memory."""
         return self._work[group].memory_version
 
     def lease_of(self, group: int) -> str | None:
@@ -187,7 +187,7 @@ class Worker:
         return codec.from_json(Completion, await self.driver.call("/generate", data, timeout_s=timeout_s + self.server_wait_s + _MARGIN_S))
 
     async def run(self, runner: GroupRunner) -> None:
-        """Works until the driver is gone. Raises `SandboxUnavailable` if this machine cannot open the tasks' sandboxes."""
+        """Samples groups until the driver is gone. Raises `SandboxUnavailable` if this machine cannot open the tasks' sandboxes."""
         self._heard_at = asyncio.get_running_loop().time()
         async with asyncio.TaskGroup() as working:
             renewing = working.create_task(self._renew())
@@ -214,7 +214,7 @@ class Worker:
 
     async def _sample(self, runner: GroupRunner, lease: Any) -> None:
         index, task = lease["index"], codec.from_json(Task, json.dumps(lease["task"]))
-        earlier = self._work.get(index)  # under a lease that was lost while this process was stopped
+        earlier = self._work.get(index)  # sampled under a lease that was lost while this process was stopped
         work = self._work[index] = _Work(lease["id"], task, lease["memory_version"])
         try:
             if earlier is not None and earlier.sampling is not None:
@@ -235,14 +235,17 @@ class Worker:
             self._sent[work.lease] = time.monotonic() + _SENT_S
             return
         content = await asyncio.to_thread(_content_of, group)
-        while True:  # ends with the worker if the driver is gone
+        while True:  # the worker ends this loop if the driver is gone
             with suppress(ServingError):
                 await self.driver.call(f"/groups/{work.lease}", content=content)
                 return
             await asyncio.sleep(RENEW_S)
 
     async def _renew(self) -> None:
-        """Sends signs of life until the driver has not answered for `_PATIENCE_S`. An unanswered report is sent again with its number."""
+        """Sends signs of life until the driver has not answered for `_PATIENCE_S`.
+
+        A report that is not answered is sent again with the same number.
+        """
         report: dict[str, Any] | None = None
         while True:
             if report is None:
@@ -262,7 +265,7 @@ class Worker:
             await asyncio.sleep(RENEW_S)
 
     def _take_events(self) -> list[str]:
-        """Returns the oldest events that wait, as lines."""
+        """Returns the oldest waiting events, as lines."""
         lines, size = list[str](), 0
         if self._dropped:
             self._events.appendleft(EventsDropped(count=self._dropped))
@@ -287,7 +290,7 @@ class Worker:
 
 
 def _result(sampling: asyncio.Task[Group], task: Task, index: int, size: int) -> Group:
-    """Returns the sampled group, or an excluded one after an error. Raises `SandboxUnavailable`."""
+    """Returns the sampled group, or an excluded group if sampling failed. Raises `SandboxUnavailable`."""
     if (error := sampling.exception()) is None:
         return sampling.result()
     if (unavailable := user_code.first_cause(error, SandboxUnavailable)) is not None:
@@ -296,7 +299,10 @@ def _result(sampling: asyncio.Task[Group], task: Task, index: int, size: int) ->
 
 
 def _content_of(group: Group) -> bytes:
-    """The group as JSON, or an excluded one if the driver would reject it: an error here would end the worker with all of its groups."""
+    """Returns the group as JSON.
+
+    If the driver would reject it, returns an excluded group, because an error would end the worker and lose all of its groups.
+    """
     content = codec.to_json(group)
     if len(content) <= MAX_GROUP_BYTES:
         return content
@@ -306,7 +312,7 @@ def _content_of(group: Group) -> bytes:
 
 
 def _group_of(request_id: str) -> int:
-    """Returns the group of a request; -1 if it belongs to none."""
+    """Returns the group of a request; -1 if it belongs to no group."""
     head = request_id.partition("-")[0]
     return int(head[1:]) if head[:1] == "g" and head[1:].isdecimal() else -1
 
@@ -328,7 +334,7 @@ class _Notes:
 
 
 async def work(open_access: Callable[[AsyncExitStack], WorkerAccess], *, worker: str) -> None:
-    """Works for the driver of a run until the driver is gone.
+    """Samples groups for the driver of a run until the driver is gone.
 
     Raises `UserError` if the driver accepts no workers or the run's parts cannot be opened here, and `InfrastructureError`.
     """
@@ -397,11 +403,14 @@ def worker_name(pid: int, *, node: str = "") -> str:
 
 
 UNUSABLE = 2
-"""Exit code of a worker that cannot work on its host, for example without the sandbox backend: a restart there does not help."""
+"""Exit code of a worker that cannot work on its host, for example because the sandbox backend is missing.
+
+A restart on the host does not help.
+"""
 
 
 def main(open_access: Callable[[AsyncExitStack], WorkerAccess], *, parent: int | None = None) -> int:
-    """Runs one worker, and returns its exit code. `open_access`: returns the worker's access to its run, which ends with the stack."""
+    """Runs one worker, and returns its exit code. `open_access`: returns the worker's access to its run. The access ends with the stack."""
     if parent is not None:
         die_with_parent(parent)
     raise_file_limit()

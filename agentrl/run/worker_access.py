@@ -1,4 +1,5 @@
-"""A rollout worker's access to its run: the run folder on the driver's machine, or the driver and a mirror of the few files it needs."""
+"""A rollout worker's access to its run: the run folder on the driver's machine, or the driver and a mirror of the few files that the worker
+needs."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T", EpisodeState, ScoredEpisode)
 
-_LOADS = 3  # tries
+_LOADS = 3  # attempts
 _NOTES_S = 30.0
 _MAX_KEY_FILE = 4096
 
@@ -46,13 +47,13 @@ _MAX_KEY_FILE = 4096
 class WorkerAccess:
     """The address of a worker's driver, and the folders of its files.
 
-    `link`: the driver, for a worker whose host does not share the driver's disk; None if it does.
+    `link`: the driver, for a worker whose host does not share the driver's disk; None if the host shares it.
     """
 
     url: str
     key: str = field(repr=False)
     folder: Path  # the run folder, or the worker's own copy of some of its files
-    root: Path | None = None  # the project on this host; None means that of the driver
+    root: Path | None = None  # the project on this host; None means the driver's project folder
     link: Link | None = None
 
     @classmethod
@@ -63,20 +64,23 @@ class WorkerAccess:
 
     @classmethod
     def remote(cls, url: str, key: str, *, stack: AsyncExitStack, root: Path, folder: Path | None = None) -> WorkerAccess:
-        """Returns the access of a worker on another host. Without `folder` it uses a temporary one, which `stack` removes."""
+        """Returns the access of a worker on a different host. If `folder` is None, it uses a temporary folder, which `stack` removes."""
         if folder is None:
             folder = Path(tempfile.mkdtemp(prefix="agentrl-worker-"))
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
         return cls(url=url, key=key, folder=folder, root=root, link=Link(url, key))
 
     async def policy_folder(self) -> Path:
-        """Returns a folder with tokenizer and chat template of the policy. Raises as `Mirror.fetch`."""
+        """Returns a folder with the tokenizer and chat template of the policy. Raises the errors of `Mirror.fetch`."""
         if self.link is None:
             return self.folder / "versions" / "000000"
         return await asyncio.to_thread(self._fetch, self.link)
 
     async def judge_folders(self, names: Collection[str]) -> dict[str, Path]:
-        """Returns copies of the model folders of judges, without weights, for a worker on another host. Raises as `Mirror.fetch`."""
+        """Returns copies of the model folders of judges, without weights, for a worker on a different host.
+
+        Raises the errors of `Mirror.fetch`.
+        """
         assert self.link is not None, "a worker with the run folder has the models"
         mirror = Mirror(self.folder, self.link)
         return {name: await asyncio.to_thread(mirror.fetch, f"{JUDGES}/{name}", weights=False) for name in names}
@@ -112,11 +116,11 @@ class DriverCheckpoints:
         await self._save(group, member, "state", state)
 
     async def save_scored(self, group: int, member: int, scored: ScoredEpisode) -> None:
-        """Saves the scored episode of an attempt in place of its state."""
+        """Saves the scored episode of an attempt, which replaces its state."""
         await self._save(group, member, "scored", scored)
 
     async def load(self, group: int, member: int) -> EpisodeState | ScoredEpisode | None:
-        """Returns the saved state or scored episode of an attempt; None if neither is intact, or the driver does not answer."""
+        """Returns the saved state or scored episode of an attempt; None if neither is intact, or if the driver does not answer."""
         scored = await self._load(group, member, "scored", ScoredEpisode)
         return await self._load(group, member, "state", EpisodeState) if scored is None else scored
 
@@ -145,7 +149,7 @@ class DriverCheckpoints:
 
 
 class DriverNotes:
-    """The driver's notes of earlier episodes. Its callers are in threads."""
+    """The driver's notes of earlier episodes. Call it from threads."""
 
     def __init__(self, link: Link, config: MemoryConfig) -> None:
         self._link, self.config = link, config
@@ -157,7 +161,7 @@ class DriverNotes:
 
 
 def read_address(folder: Path) -> tuple[str, str]:
-    """Returns URL and key of the driver of a run. Raises `UserError` if it accepts no workers."""
+    """Returns the URL and key of a run's driver. Raises `UserError` if the driver accepts no workers."""
     try:
         data = json.loads(read_bytes(folder / ADDRESS_FILE, most=_MAX_KEY_FILE, inside=folder))
         return str(data["url"]), str(data["key"])
@@ -168,7 +172,7 @@ def read_address(folder: Path) -> tuple[str, str]:
 
 
 def read_key(path: Path) -> str:
-    """Returns the key in a file: a copy of the driver's `ADDRESS_FILE`, or the key alone. Raises `UserError`."""
+    """Returns the key in a file, which is a copy of the driver's `ADDRESS_FILE` or contains only the key. Raises `UserError`."""
     try:
         text = read_bytes(path, most=_MAX_KEY_FILE).decode().strip()
         return str(json.loads(text)["key"]) if text.startswith("{") else text

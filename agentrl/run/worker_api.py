@@ -1,16 +1,16 @@
 """The driver's HTTP interface for rollout workers: leases of groups, requests to the policy and results. Requests need the run's key.
 
-Every token passes through the driver, which withholds tokens of weights until their probe agrees. So no worker can keep tokens of weights
-that were rejected, and a worker needs no address of a server. A worker has no state that the run needs.
+Every token passes through the driver, which withholds the tokens of new weights until their probe agrees. A worker therefore never has
+tokens of rejected weights, and does not need the address of a server. A worker has no state that the run needs.
 
-    GET  /spec            what a worker needs to open the run's parts
+    GET  /spec            the data that a worker needs to open the run's parts
     POST /lease           the next group; 204 if none is queued in time
     POST /renew           a sign of life, ended attempts, alerts, events and activity; the answer has the leases to abandon
     POST /generate        one request to the policy
     POST /groups/LEASE    the result of a lease
-    POST /leave           the worker ends; its groups go to others
+    POST /leave           the worker ends; its groups go to other workers
 
-A worker on another host, which has no run folder, also uses:
+A worker on a different host, which has no run folder, also uses:
 
     POST /running/LEASE/MEMBER/KIND   saves an episode in progress (`agentrl.experience.checkpoints`)
     GET  /running/LEASE/MEMBER/KIND   the saved episode; 204 if there is none
@@ -59,13 +59,13 @@ ADDRESS_FILE = "workers.json"
 LEASE_WAIT_S = 20.0
 MAX_GROUP_BYTES = 512 << 20
 MAX_EVENTS = 256
-"""Ended attempts, and alerts, of one renewal. Their texts fit into the largest body."""
+"""Maximum number of ended attempts, and of alerts, in one renewal. Together they fit into the largest request body."""
 MAX_STREAMED = 2000
-"""Events of episodes, for the run's stream, of one renewal."""
+"""Maximum number of episode events, for the run's stream, in one renewal."""
 _BODY_S = 60.0
 _NAME_CHARS = 100
 _MEMBERS = 1 << 20
-_WORKERS = 4096  # whose repeated reports are recognised
+_WORKERS = 4096  # maximum number of workers whose repeated reports are recognised
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -82,7 +82,7 @@ class WorkerApi:
     on_attempt: AttemptListener
     alert: Callable[[str], None]
     memory: RunMemory | None = None
-    checkpoints: FolderCheckpoints | None = None  # None: workers have the run folder
+    checkpoints: FolderCheckpoints | None = None  # None if workers have the run folder
     pace: Callable[[], dict[str, Any] | None] = lambda: None  # returns the history of the servers' pace
     record_event: Record = lambda event: None
     service: RunService = field(default_factory=RunService)
@@ -95,7 +95,7 @@ class WorkerApi:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Answers workers during the block, at the address in `ADDRESS_FILE`. Raises `InfrastructureError` if that fails."""
+        """Answers workers during the block, at the address in `ADDRESS_FILE`. Raises `InfrastructureError` if it cannot serve."""
         self.service.add(self._routes())
         async with AsyncExitStack() as stack:
             if not self.service.url:
@@ -143,7 +143,7 @@ class WorkerApi:
         ended = [None if attempt is None else codec.from_json(Failure, json.dumps(attempt)) for attempt in attempts]
         activity = {kind: int(data["activity"].get(kind, 0)) for kind in (ATTEMPTS, SANDBOXES, SCORING)}
         report = int(data["report"])
-        if report > self._reports.pop(worker, 0):  # not repeated after a lost answer
+        if report > self._reports.pop(worker, 0):  # not a repetition after a lost answer
             for alert in list(data["alerts"])[:MAX_EVENTS]:
                 self.alert(f"worker {worker}: {user_code.printable(str(alert), 2000)}")
             for failure in () if self.leases.was_lost(worker) else ended:
@@ -168,7 +168,7 @@ class WorkerApi:
         if not self.leases.is_valid(lease):
             return _lost_lease()
         prompt_ids, timeout_s = [int(token) for token in data["prompt_ids"]], float(data["timeout_s"])
-        if (earlier := self._requests.pop(name, None)) is not None:  # of a lost lease, or of a lost connection
+        if (earlier := self._requests.pop(name, None)) is not None:  # from a lost lease or a lost connection
             earlier[1].cancel()
             await asyncio.wait({earlier[1]})
         if not self.leases.is_valid(lease):
@@ -203,7 +203,7 @@ class WorkerApi:
     async def _save_running(self, request: Request) -> Response:
         self._running(request)
         body = await bytes_of(request, _BODY_S, most=MAX_BYTES)
-        checkpoints, group, member, kind = self._running(request)  # the lease may have been lost meanwhile: its successor saves newer ones
+        checkpoints, group, member, kind = self._running(request)  # the lease may be lost by now; its successor saves newer states
         await asyncio.to_thread(checkpoints.receive, group, member, kind, body)
         return json_response({})
 
@@ -238,7 +238,7 @@ class WorkerApi:
             routing.__enter__()
 
     def _end_episodes(self, lease: str) -> None:
-        """Cancels the requests of a lease that has ended."""
+        """Cancels the requests of a lease that ended."""
         for of_lease, sampling in self._requests.values():
             if of_lease == lease:
                 sampling.cancel()

@@ -32,17 +32,20 @@ from agentrl.run.worker_api import WorkerApi
 from agentrl.session.pace import history_of, restore_pace
 
 _WATCH_S = 0.25
-_RESTARTS = 5  # of one process, in a row
-_RESTARTS_UNUSABLE = 1  # if its host lacks what it needs, which another one may have
-_SOUND_S = 120.0  # of work, after which earlier failures no longer count
+_RESTARTS = 5  # maximum restarts of one process in a row
+_RESTARTS_UNUSABLE = 1  # maximum restarts if the host lacks something that a different host may have
+_SOUND_S = 120.0  # duration of work after which earlier failures no longer count
 _BACKOFF_S = 5.0
 _START_S = 180.0
 _TAIL_BYTES = 1 << 16
-_END_S = 10.0  # for a worker to end, before it is killed
+_END_S = 10.0  # time for a worker to end before it is killed
 
 
 class WorkerPool:
-    """Samples groups in other processes (a `GroupSampler`). The driver starts `rollout.workers` of them, and further ones may join."""
+    """Samples groups in other processes (a `GroupSampler`).
+
+    The driver starts `rollout.workers` processes, and additional workers may join.
+    """
 
     def __init__(
         self,
@@ -64,7 +67,7 @@ class WorkerPool:
         self.group_size = rollout.group.size
         self.restarts = 0
         self._count, self._folder, self._alert, self._launcher = rollout.workers, folder, alert, launcher
-        self._stream = GroupStream.of(recipe, folder, store, launcher=launcher, alert=alert)  # None: workers send their groups over HTTP
+        self._stream = GroupStream.of(recipe, folder, store, launcher=launcher, alert=alert)  # None if workers send their groups over HTTP
         share = math.ceil(rollout.concurrency / rollout.workers)
         self._leases = GroupLeases(group_size=rollout.group.size, concurrency=share, on_attempt=on_attempt)
         spec = WorkerSpec(
@@ -72,7 +75,7 @@ class WorkerPool:
             folder=str(folder.resolve()),
             root=str(root.resolve()),
             concurrency=share,
-            max_open=math.ceil(recipe.sandbox.max_open * share / rollout.concurrency),  # as many per episode as in one process
+            max_open=math.ceil(recipe.sandbox.max_open * share / rollout.concurrency),  # the same number per episode as in one process
             judges={name: one.weights for name, one in registered_servers().items()},
         )
         self._service = service
@@ -89,14 +92,15 @@ class WorkerPool:
             alert=alert,
             record_event=record_event,
         )
-        self._processes: dict[int, PartHandle] = {}  # by number
+        self._processes: dict[int, PartHandle] = {}  # number -> process
 
     async def run_group(self, index: int, task: Task, *, oldest_version: int = 0) -> Group:
         """Returns the group that a worker sampled. See `GroupLeases`."""
         return await self._leases.run_group(index, task, oldest_version=oldest_version)
 
     def figures(self) -> dict[str, float]:
-        """Step metrics: workers at work, groups that wait for one, restarts, and groups whose worker was lost, since the start."""
+        """Returns step metrics: the numbers of active workers and of groups that wait for a worker, and the numbers of restarts and of
+        groups whose worker was lost since the start."""
         leases = self._leases
         return {
             "workers": leases.workers,
@@ -107,11 +111,14 @@ class WorkerPool:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids of the workers that the driver has started."""
+        """The process ids of the workers that the driver started."""
         return tuple(process.pid for process in self._processes.values())
 
     async def watch(self) -> None:
-        """Serves workers and keeps the driver's own running, until cancelled. Raises `InfrastructureError` if one cannot work here."""
+        """Serves workers and keeps the driver's own workers running, until cancelled.
+
+        Raises `InfrastructureError` if a worker cannot work here.
+        """
         async with AsyncExitStack() as stack:
             if self._stream is not None:
                 leases = self._leases
@@ -127,7 +134,7 @@ class WorkerPool:
                 await asyncio.gather(*(process.terminate(grace_s=_END_S) for process in self._processes.values()))
 
     async def _keep(self, number: int) -> None:
-        """Restarts one process until it has failed too often in a row."""
+        """Restarts one process until it fails too often in a row."""
         restarts = Restarts(sound_s=_SOUND_S)
         while True:
             most = _RESTARTS
@@ -152,7 +159,7 @@ class WorkerPool:
         code = await process.wait()
         restarts.progress()
         await self._leases.lose(name)
-        await process.kill()  # what it has started
+        await process.kill()  # and the processes that it started
         return code, process.lost or self._cause(number, code)
 
     async def _start(self, number: int) -> PartHandle:
@@ -166,7 +173,7 @@ class WorkerPool:
         )
 
     async def _watch_silence(self) -> None:
-        """Requeues the groups of silent workers. Kills such workers if the driver started them; they are then replaced."""
+        """Requeues the groups of silent workers. Silent workers that the driver started are killed and replaced."""
         while True:
             await asyncio.sleep(_WATCH_S)
             for worker in await self._leases.lose_silent():

@@ -1,6 +1,6 @@
-"""Sandboxes: walls around an agent's programs (Docker, bubblewrap), their images, warm pool and conformance checks.
+"""Sandboxes isolate an agent's programs (Docker, bubblewrap). Also their images, warm pool and conformance checks.
 
-Everything a sandbox sends is hostile input. Nothing here ever runs an agent's program on the host.
+Everything that a sandbox sends is untrusted input. No code here runs an agent's program on the host.
 """
 
 from agentrl.sandbox.bubblewrap import BubblewrapBackend

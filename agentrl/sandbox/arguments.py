@@ -1,8 +1,8 @@
-"""Validation of the arguments of a sandbox's methods, before they become a request to its exec server.
+"""Validates the arguments of a sandbox's methods before they become a request to its exec server.
 
-Tools pass on what an agent wrote: file names, program arguments, variables. An invalid value raises `ValueError`, a wrong type
-`TypeError`; neither affects the sandbox. Text represents bytes as in `os.fsdecode`, so every possible file name can be written; half a
-surrogate pair represents nothing.
+Tools pass on what an agent wrote: file names, program arguments, variables. An invalid value raises `ValueError`, and a wrong type raises
+`TypeError`; neither affects the sandbox. A string represents bytes as in `os.fsdecode`, so every possible file name can be written. A
+lone surrogate is invalid.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 
 MAX_READ_BYTES = (1 << 32) - 1
 _MAX_OUTPUT_BYTES = 1 << 30
-_MAX_NAMES = 64  # names in a path
-_NAME_BYTES = 255  # of one name, the kernel's limit
+_MAX_NAMES = 64  # maximum number of names in a path
+_NAME_BYTES = 255  # maximum length of one name, the kernel's limit
 _SESSION_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -31,7 +31,7 @@ def plain_path(path: object) -> str:
 
 
 def program(argv: object, env: object) -> dict[str, object]:
-    """Request fields for a program with these arguments; `env` adds variables to its environment."""
+    """Returns the request fields for a program with these arguments; `env` adds variables to its environment."""
     if not isinstance(argv, Sequence) or isinstance(argv, str | bytes | bytearray):
         raise TypeError(f"argv must be a list of strings, not {type(argv).__name__}")
     strings = [_string(item, "argv") for item in argv]
@@ -49,7 +49,7 @@ def program(argv: object, env: object) -> dict[str, object]:
 
 
 def code(text: object) -> bytes:
-    """Python source as bytes. The interpreter reports invalid source, half a surrogate pair included."""
+    """Returns Python source as bytes. The interpreter reports invalid source, such as a lone surrogate."""
     if not isinstance(text, str):
         raise TypeError(f"code must be a string, not {type(text).__name__}")
     return text.encode("utf-8", "surrogatepass")
@@ -65,7 +65,7 @@ def session_name(name: object) -> str | None:
 
 
 def limits(timeout_s: object, output_bytes: object) -> dict[str, object]:
-    """Request fields for how long a program may run, and how many bytes of each output are kept."""
+    """Returns the request fields that limit a program's run time and the bytes kept of each output."""
     if not isinstance(timeout_s, int | float) or isinstance(timeout_s, bool):
         raise TypeError(f"timeout_s must be a number, not {type(timeout_s).__name__}")
     try:

@@ -1,4 +1,4 @@
-"""The common part of both backends: it prepares images once, opens sandboxes within a deadline, and closes all of them at the end."""
+"""The common part of the backends: it prepares each image once, opens sandboxes within a deadline, and closes all of them at the end."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from agentrl.sandbox.lease import remove_folder, sandbox_folder, sandbox_name, w
 
 MAX_OPENING = 8
 FIRST_S = 60.0
-"""Deadline of the sandbox that compiles the exec server. No caller's deadline applies to it."""
+"""Deadline of the sandbox that compiles the exec server. The deadlines of callers do not apply to it."""
 ENDING_S = 30.0
-"""How long `close` waits for openings in progress, each of which first closes its sandbox."""
-_MAX_PREPARING = 4  # each image that is being built holds a thread of the driver; closing sandboxes needs threads too
+"""How long `close` waits for openings in progress. Each of them first closes its sandbox."""
+_MAX_PREPARING = 4  # each image build occupies a thread of the driver, and closing sandboxes needs threads too
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -58,7 +58,7 @@ class Startup:
     name: str
     spec: SandboxSpec
     folder: Path  # runtime folder
-    listener: egress.Listener | None  # for a spec with an allow-list
+    listener: egress.Listener | None  # None if the spec has no allow-list
     undo: contextlib.AsyncExitStack  # runs if the start fails
 
 
@@ -77,12 +77,12 @@ class ChannelBackend(waiting.ClosesOnce):
         self._preparing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._making = asyncio.Semaphore(_MAX_PREPARING)
         self._compiling = asyncio.Lock()  # images with the same content share a folder of the cache
-        self._openings: dict[asyncio.Timeout, asyncio.Future[None]] = {}  # deadline of each opening -> done when it has ended
+        self._openings: dict[asyncio.Timeout, asyncio.Future[None]] = {}  # deadline of each opening -> done when the opening ends
 
     async def prepare(self, spec: SandboxSpec) -> None:
         """Builds or loads the image (a minute the first time, then cached) and compiles the exec server for it.
 
-        Different images are prepared concurrently, each of them once.
+        Different images are prepared concurrently. Each image is prepared only once.
         """
         async with self._preparing[spec.image]:
             if spec.image in self._images:
@@ -107,9 +107,9 @@ class ChannelBackend(waiting.ClosesOnce):
         timeout_s: float = OPEN_TIMEOUT_S,
         server: Path | None = None,
     ) -> ChannelSandbox:
-        """Starts a sandbox. `server` runs instead of the exec server: the attack suite passes a compromised one.
+        """Starts a sandbox. `server` replaces the exec server: the attack suite passes a compromised server.
 
-        Raises `SandboxTimeout` or `SandboxError`, and `TaskError` if the image's files do not fit. A failed start leaves nothing.
+        Raises `SandboxTimeout` or `SandboxError`, and `TaskError` if the image's files do not fit. A failed start leaves nothing behind.
         """
         await self.prepare(spec)
         image = self._images[spec.image]
@@ -132,7 +132,7 @@ class ChannelBackend(waiting.ClosesOnce):
         """Cancels openings in progress and closes every sandbox."""
         for deadline in self._openings:
             if not deadline.expired():
-                deadline.reschedule(0.0)  # has passed, so the opening is cancelled and cleans up
+                deadline.reschedule(0.0)  # this time is past, so the opening is cancelled and cleans up
         if openings := list(self._openings.values()):
             await asyncio.wait(openings, timeout=ENDING_S)
         await asyncio.gather(*(sandbox.close() for sandbox in list(self._open.values())))
@@ -185,10 +185,10 @@ class ChannelBackend(waiting.ClosesOnce):
         *,
         explain: Callable[[], str] = str,
     ) -> ChannelSandbox:
-        """Returns the sandbox, after its exec server has sent its greeting and handed over the listener. A failure leaves nothing of it.
+        """Returns the sandbox after its exec server has sent its greeting and the egress listener. A failure leaves nothing of it behind.
 
         `relieve` kills the programs (see `Channel`). `end` removes what the backend created; its argument says whether the exec server is
-        known to have ended. `explain` returns what else is known about a failure.
+        known to have ended. `explain` returns additional information about a failure.
         """
 
         async def destroy(ended: bool) -> None:
@@ -209,14 +209,14 @@ class ChannelBackend(waiting.ClosesOnce):
         except BaseException as error:
             explanation = explain()
             await sandbox.close()
-            explanation = explanation or explain()  # a shared container's keeper may report only now
+            explanation = explanation or explain()  # a shared container's keeper may report the reason only now
             if explanation and isinstance(error, SandboxError):
                 raise SandboxError(f"{error}; {explanation}") from None
             raise
         return sandbox
 
     def ways(self) -> dict[str, Any]:
-        """Returns facts for the attack suite about how the driver reaches its sandboxes."""
+        """Returns facts about how the driver reaches its sandboxes, for the attack suite."""
         return {}
 
     def _load(self, image: str) -> images.Image:
@@ -228,7 +228,7 @@ class ChannelBackend(waiting.ClosesOnce):
         return egress.EgressListener(name, spec, folder)
 
     def _delay(self) -> str:
-        """Returns what openings wait for, after a colon; empty if unknown."""
+        """Returns a colon and what openings wait for; empty if unknown."""
         return ""
 
     @abc.abstractmethod
@@ -237,4 +237,4 @@ class ChannelBackend(waiting.ClosesOnce):
 
     @abc.abstractmethod
     async def _start(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
-        """Starts one sandbox and waits for its exec server. The caller sets the deadline; a failure leaves nothing."""
+        """Starts one sandbox and waits for its exec server. The caller sets the deadline; a failure leaves nothing behind."""

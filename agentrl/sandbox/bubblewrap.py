@@ -3,9 +3,9 @@
 A sandbox sees the image's file tree read-only, with tmpfs of limited size for the working directory, /tmp and /dev/shm. It has no
 network, a pid namespace, no capabilities, and a system call filter (`agentrl.sandbox.seccomp`).
 
-For root, each sandbox has a control group (`agentrl.sandbox.limits.ControlGroups`), and its exec server gives up root before any program
-runs: server and programs are different users. For other users, bubblewrap maps a user namespace with one user, and limits are per process
-unless the kernel offers better ones.
+If the driver runs as root, each sandbox has a control group (`agentrl.sandbox.limits.ControlGroups`), and its exec server gives up root
+before any program runs: server and programs are different users. Otherwise bubblewrap creates a user namespace with one user, and limits
+are per process unless the kernel offers better ones.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 USER = 65534
 ENDING_S = 60.0
-"""How long killed processes may take to end. Each needs CPU time for that, which a busy machine grants late."""
+"""How long killed processes may take to end. Each needs CPU time to end, and a busy machine grants it late."""
 PATIENCE_S = 1.0
 _NO_OVERLAY = "mount of overlay"  # in the exec server's error if the kernel has no overlay file system
 
@@ -52,7 +52,7 @@ class BubblewrapBackend(ChannelBackend):
         self._has_separated = False
 
     async def prepare(self, spec: SandboxSpec) -> None:
-        """See `ChannelBackend.prepare`. Raises `SandboxUnavailable` for a spec with a container runtime."""
+        """See `ChannelBackend.prepare`. Raises `SandboxUnavailable` if the spec names a container runtime."""
         if spec.runtime:
             raise SandboxUnavailable(
                 f"sandbox runtime {spec.runtime!r} needs Docker", fix="use sandbox.backend=docker, or leave runtime empty"
@@ -63,7 +63,7 @@ class BubblewrapBackend(ChannelBackend):
         return str(await asyncio.to_thread(images.ensure_rootfs, image, self._progress))
 
     async def _start(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
-        """Starts a sandbox. If the first one cannot have separate inodes, a warning is logged and no sandbox gets them."""
+        """Starts a sandbox. If the first sandbox cannot have separate inodes, logs a warning and gives no sandbox separate inodes."""
         try:
             sandbox = await self._start_once(spec, image)
         except SandboxError as error:
@@ -130,7 +130,7 @@ class BubblewrapBackend(ChannelBackend):
                     try:
                         await asyncio.shield(confining)
                     except asyncio.CancelledError:
-                        await asyncio.wait([confining])  # nothing that it uses may be removed before
+                        await asyncio.wait([confining])  # what it uses must not be removed while it runs
                         raise
                     memory_events = self._groups.memory_events(start.name)
                 view = self._view(start.spec, image, mounts, memory_events)
@@ -141,12 +141,12 @@ class BubblewrapBackend(ChannelBackend):
             return process
 
     def _view(self, spec: SandboxSpec, image: ReadyImage, mounts: Mapping[str, Path], memory_events: str | None) -> list[str]:
-        """bwrap's options: what the sandbox sees and may do."""
+        """Returns bwrap's options: what the sandbox sees and may do."""
         disk, shared = str(limits.disk_bytes(spec)), str(limits.shared_memory_bytes(spec))
         words = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try", "--hostname", "sandbox"]
         words += ["--as-pid-1", "--die-with-parent", "--clearenv", "--setenv", "LANG", "C.UTF-8", "--setenv", "HOME", "/home/agent"]
         words += ["--setenv", "PATH", ENVIRONMENT["PATH"], "--ro-bind", image.tree, "/"]
-        words += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys"]  # the user of a user namespace may write some settings
+        words += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys"]  # the user of a user namespace may write to some settings
         words += ["--dev", "/dev", "--perms", "1777", "--size", shared, "--tmpfs", "/dev/shm"]
         words += ["--perms", "1777", "--size", disk, "--tmpfs", "/tmp", "--perms", "1777", "--size", disk, "--tmpfs", "/home/agent"]
         words += ["--size", "65536", "--tmpfs", "/sys"]
@@ -161,11 +161,11 @@ class BubblewrapBackend(ChannelBackend):
         if os.geteuid() != 0:
             return [*words, "--unshare-user", "--uid", str(USER), "--gid", str(USER)]
         for right in ("SETPCAP", "SYS_ADMIN", "SYS_CHROOT", "MKNOD", *limits.server_capabilities()):
-            words += ["--cap-add", f"CAP_{right}"]  # to stop being root; the exec server drops them before anything else runs
+            words += ["--cap-add", f"CAP_{right}"]  # needed to stop being root; the exec server drops them before any program runs
         return words
 
     def _options(self, name: str, spec: SandboxSpec) -> dict[str, Any]:
-        """Returns the exec server's options, with the limits that bwrap has no option for."""
+        """Returns the exec server's options, including the limits that bwrap cannot set."""
         options = limits.server_options(name, spec, grouped=self._groups is not None)
         options["tmpfs"] = dict.fromkeys(limits.WRITABLE_FOLDERS, f"nr_inodes={limits.max_inodes(spec)}")
         options["terminals"], options["settings"] = limits.TERMINAL_OPTIONS, limits.NETWORK_SETTINGS
@@ -180,8 +180,8 @@ class BubblewrapBackend(ChannelBackend):
 def _kill(process: subprocess.Popen[bytes]) -> None:
     """Kills bwrap's process group, which the sandbox's first process shares.
 
-    That process does not end with bwrap: giving up root cleared its parent-death signal (prctl(2), PR_SET_PDEATHSIG). Must run
-    before bwrap is waited for, while its pid, which names the group, cannot be reused.
+    That process does not end with bwrap: giving up root cleared its parent-death signal (prctl(2), PR_SET_PDEATHSIG). Call this
+    before waiting for bwrap: until then its pid, which is also the group's id, cannot be reused.
     """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -191,7 +191,7 @@ async def _end(process: subprocess.Popen[bytes], *, patience_s: float) -> None:
     """Waits `patience_s` for bwrap to end, then kills its process group. Raises `SandboxError`."""
     start = asyncio.get_running_loop().time()
     pause = 0.001
-    flags = os.WEXITED | os.WNOHANG | os.WNOWAIT  # keeps the zombie, and so the group's number
+    flags = os.WEXITED | os.WNOHANG | os.WNOWAIT  # keeps the zombie, so the group's id is not reused
     while os.waitid(os.P_PID, process.pid, flags) is None:
         waited = asyncio.get_running_loop().time() - start
         if waited > ENDING_S:

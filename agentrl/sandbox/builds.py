@@ -1,10 +1,10 @@
-"""Images from a `Dockerfile`: built by this machine's Docker daemon, checked, and exported as a file tree if needed.
+"""Builds images from a `Dockerfile` with this machine's Docker daemon, checks them, and exports them as a file tree if needed.
 
-A build uses the daemon's defaults, like `docker build`: a Dockerfile is as trusted as a recipe. The builder is the daemon's classic
-one, which supports neither `RUN --mount` nor here-documents. All functions block.
+A build uses the daemon's defaults, like `docker build`: a Dockerfile is trusted as much as a recipe. Builds use the daemon's classic
+builder, which supports neither `RUN --mount` nor here-documents. All functions block.
 
 The build context is the folder with the Dockerfile. The archive for the daemon contains regular files, folders and links (never followed),
-without owners and times, and without what `.dockerignore` lists. Its hash is the image's key. The hash covers the name of a base image, not
+but no owners or times, and no files that `.dockerignore` lists. Its hash is the image's key. The hash covers the name of a base image, not
 its content: if the tag in `FROM` moves, the image that was built first stays in use. Pin a digest (`FROM debian@sha256:...`) to avoid that.
 """
 
@@ -39,7 +39,7 @@ from agentrl.sandbox.lease import lease, sandbox_name
 
 DOCKERFILE = "Dockerfile"
 LAYOUT = 2
-"""Increment when the way such images are built changes, so that old ones are not used."""
+"""Increment it when the build process changes, so that images from the old process are not used."""
 MAX_BYTES = 256 << 20
 MAX_ENTRIES = 20_000
 _MAX_DEPTH = 64
@@ -47,7 +47,7 @@ _PIECE_BYTES = 1 << 20
 _DIRECTIVE = re.compile(r"#\s*([A-Za-z]+)\s*=\s*(.*)")
 BUILD_S = 900.0
 LOOK_S = 5.0
-"""How long the daemon may be silent during a build before it is pinged."""
+"""How long the daemon may be silent during a build before this process pings it."""
 MOUNT_POINTS = ("home/agent", "agentrl", "proc", "sys", "dev", "tmp")
 _CHECK_S = 60.0
 _OUTPUT_LINES = 12
@@ -75,7 +75,7 @@ class BuildContext(BaseModel):
 
     @contextlib.contextmanager
     def archive(self) -> Iterator[IO[bytes]]:
-        """Yields the context as a tar archive in a temporary file. Raises `TaskError` if the folder has changed since it was read."""
+        """Yields the context as a tar archive in a temporary file. Raises `TaskError` if the folder changed since it was read."""
         with tempfile.TemporaryFile(prefix="agentrl-context-") as file:
             if _pack(self.folder, file) != self.key:
                 raise TaskError(f"{self.folder} changed while its image was being built", fix="start again once nothing changes it")
@@ -84,7 +84,7 @@ class BuildContext(BaseModel):
 
 
 def read_build_context(folder: Path) -> BuildContext:
-    """Returns the build context in `folder`. Raises `TaskError` with the file and the bound that it exceeds."""
+    """Returns the build context in `folder`. Raises `TaskError` with the file and the limit that it exceeds."""
     return BuildContext(folder=folder, key=_pack(folder, None))
 
 
@@ -109,7 +109,7 @@ def dockerfile_steps(text: str) -> list[tuple[int, str]]:
 
 
 def _escape(lines: list[str]) -> str:
-    """Returns the character that continues a line: a backslash, unless a parser directive at the top sets another one."""
+    """Returns the character that continues a line: a backslash, unless a parser directive at the top sets a different character."""
     for line in lines:
         directive = _DIRECTIVE.fullmatch(line.strip())
         if directive is None:
@@ -120,7 +120,7 @@ def _escape(lines: list[str]) -> str:
 
 
 def _pack(folder: Path, target: IO[bytes] | None) -> str:
-    """Returns the key of a context. Writes the archive to `target`, if given."""
+    """Returns the key of a context. Writes the archive to `target` if that is not None."""
     path = folder / DOCKERFILE
     if not path.is_file() or path.is_symlink():
         raise TaskError(f"{path} is not a regular file", fix="replace it by a regular file")
@@ -161,14 +161,14 @@ def _member(folder: Path, name: str, entry: os.DirEntry[str]) -> tarfile.TarInfo
 
 
 def _opened(entry: os.DirEntry[str]) -> BufferedReader:
-    """Returns a regular file, opened without following a link; an empty one for a folder or a link."""
+    """Opens a regular file without following a link. Returns an empty file if the entry is a folder or a link."""
     if not entry.is_file(follow_symlinks=False):
         return open(os.devnull, "rb")
     return open(os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
 
 
 def _content_digest(file: BufferedReader, size: int) -> bytes:
-    """sha256 of the first `size` bytes, the ones that are archived; a file may grow meanwhile."""
+    """Returns the sha256 of the first `size` bytes. Only these are archived, because a file may grow meanwhile."""
     digest = hashlib.sha256()
     while size and (data := file.read(min(_PIECE_BYTES, size))):
         digest.update(data)
@@ -181,7 +181,7 @@ def _ignore(folder: Path) -> str:
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """(path in the folder, entry) of everything in the context, in a fixed order, folders before their contents."""
+    """Yields (path in the folder, entry) for everything in the context, in a fixed order, folders before their contents."""
     ignored = _ignored(folder)
     count = 0
     pending = [""]
@@ -218,10 +218,10 @@ def _ignored(folder: Path) -> PatternMatcher:
 
 
 def ensure_built(tag: str, context: BuildContext, progress: Progress) -> None:
-    """Builds the image `tag` unless the daemon has it.
+    """Builds the image `tag` if the daemon does not have it.
 
-    Raises `TaskError` (file, line, last output) if it does not build or has no python3 for the exec server, `SandboxUnavailable`
-    without a daemon, and `SandboxTimeout` or `SandboxError` if the daemon hangs or ends.
+    Raises `TaskError` (file, line, last output) if the build fails or the image has no python3 for the exec server,
+    `SandboxUnavailable` if there is no daemon, and `SandboxTimeout` or `SandboxError` if the daemon hangs or ends.
     """
     if not docker_client.reachable():
         raise SandboxUnavailable(
@@ -298,7 +298,7 @@ def has_image(api: docker.APIClient, tag: str) -> bool:
 
 @contextlib.contextmanager
 def _container(api: docker.APIClient, config: dict[str, Any]) -> Iterator[str]:
-    """Yields a container, and removes it with its volumes after the block. It has a lease, so that the reaper can remove it too."""
+    """Yields a container, and removes it and its volumes after the block. It has a lease, so the reaper can remove it too."""
     name = sandbox_name()
     labels = {docker_client.LABEL_RUN: "image check", docker_client.LABEL_LEASE: lease()}
     api.create_container_from_config({**config, "Labels": labels}, name=name)
@@ -322,7 +322,7 @@ def _add(archive: tarfile.TarFile, present: set[str], path: str, kind: bytes) ->
 
 
 def _build(tag: str, context: BuildContext, progress: Progress) -> None:
-    """Has the daemon build the image, and passes each line of output to `progress`."""
+    """Asks the daemon to build the image, and passes each line of output to `progress`."""
     step = 0
     tail: deque[str] = deque(maxlen=_OUTPUT_LINES)
     try:
@@ -344,7 +344,7 @@ def _build(tag: str, context: BuildContext, progress: Progress) -> None:
 
 
 def _failure(context: BuildContext, step: int, message: str, output: deque[str]) -> TaskError:
-    """Returns the error for a Dockerfile that does not build: the line, the daemon's message, and the last output."""
+    """Returns the error for a failed build: the line of the Dockerfile, the daemon's message, and the last output."""
     steps = dockerfile_steps(context.dockerfile.read_text(errors="replace"))
     where, instruction = "", ""
     if parse := _PARSE_ERROR.search(message):
@@ -362,7 +362,7 @@ def _failure(context: BuildContext, step: int, message: str, output: deque[str])
 
 
 def _messages(tag: str, context: BuildContext) -> Iterator[dict[str, Any]]:
-    """Yields the daemon's messages during a build. A thread reads them, so that a hung daemon can be distinguished from a slow step."""
+    """Yields the daemon's messages during a build. A thread reads them, so a hung daemon can be distinguished from a slow step."""
     messages: queue.SimpleQueue[dict[str, Any] | Exception | None] = queue.SimpleQueue()
     abandoned = threading.Event()
     threading.Thread(target=_read_messages, args=(tag, context, messages, abandoned), name="docker build", daemon=True).start()

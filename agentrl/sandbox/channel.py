@@ -14,9 +14,9 @@ from agentrl.sandbox.frames import FrameError, Schema
 from agentrl.sandbox.inside.wire import PREFIX
 
 RELIEVED_S = 35.0
-"""Extra time for a reply after the programs that blocked the exec server have been killed."""
+"""Extra time for a reply after the programs that blocked the exec server were killed."""
 UNRELIEVED_S = 5.0
-"""Extra time for a reply if no program blocked the exec server: the machine may have been suspended."""
+"""Extra time for a reply if no program blocked the exec server. The machine may have been suspended."""
 
 
 Reply = tuple[Mapping[str, Any], bytes]
@@ -26,16 +26,16 @@ Reply = tuple[Mapping[str, Any], bytes]
 @dataclass(slots=True, kw_only=True)
 class _Call:
     schema: Schema
-    max_body: int  # over all frames of the reply
+    max_body: int  # maximum bytes over all frames of the reply
     done: asyncio.Future[Reply]
     pieces: list[bytes] = field(default_factory=list)
     size: int = 0
     deadline: asyncio.Timeout | None = None
-    left_s: float | None = None  # time to the deadline when the clocks were stopped
+    left_s: float | None = None  # time that was left when the deadline was suspended
 
 
 class Channel:
-    """Request ids, deadlines and the only reader of a connection. Any protocol violation breaks the channel permanently."""
+    """Assigns request ids and deadlines, and is the only reader of the connection. A protocol violation breaks the channel permanently."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, name: str, relieve: Callable[[], Awaitable[bool]] | None = None
@@ -52,7 +52,7 @@ class Channel:
 
     @property
     def broken(self) -> bool:
-        """Whether every further call fails."""
+        """Whether the channel is broken, so that every later call fails."""
         return self._error is not None
 
     async def hello(self) -> None:
@@ -75,9 +75,9 @@ class Channel:
     ) -> Reply:
         """Sends a request and returns its reply, whose header must match `schema` and whose body may have `max_body` bytes.
 
-        Raises `FileNotFoundError` or `ValueError` if the server refuses the request, `SandboxTimeout` without a reply in `timeout_s`,
-        and `SandboxError` if the sandbox is gone or the reply is invalid. A late or cancelled call breaks the channel, because its
-        reply could arrive during a later one. If programs blocked the server, they are killed and it gets `RELIEVED_S` more.
+        Raises `FileNotFoundError` or `ValueError` if the server refuses the request, `SandboxTimeout` if there is no reply within
+        `timeout_s`, and `SandboxError` if the sandbox is gone or the reply is invalid. A late or cancelled call breaks the channel, because
+        its reply could arrive during a later call. If programs blocked the server, they are killed and the server gets `RELIEVED_S` more.
         """
         if self._error is not None:
             raise SandboxError(f"sandbox {self.name} is gone: {self._error}")
@@ -113,7 +113,7 @@ class Channel:
         return await asyncio.shield(call.done)
 
     async def detach(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, Callable[[], Awaitable[bool]]]:
-        """Detaches the connection after the greeting. Returns it, and `relieve`. Every further call fails.
+        """Detaches the connection after the greeting. Returns its streams and `relieve`. Every later call fails.
 
         Raises `SandboxError` if the server has sent anything after its greeting.
         """
@@ -127,7 +127,7 @@ class Channel:
         return self._reader, self._writer, self._relieve
 
     def pause_deadlines(self) -> None:
-        """Suspends the deadlines of calls in progress until `resume_deadlines`, because the sandbox is paused."""
+        """Suspends the deadlines of calls in progress until `resume_deadlines` is called. Used while the sandbox is paused."""
         now = asyncio.get_running_loop().time()
         for call in self._calls.values():
             if call.deadline is not None and not call.deadline.expired() and (when := call.deadline.when()) is not None:
@@ -143,7 +143,7 @@ class Channel:
                 call.left_s = None
 
     async def close(self, timeout_s: float) -> bool:
-        """Closes the connection, which ends the server and so the sandbox. Returns whether the server's end closed in `timeout_s`."""
+        """Closes the connection, which ends the server and the sandbox. Returns whether the server closed its end within `timeout_s`."""
         self._break(SandboxError("closed"))
         if self._task is None:
             return False
@@ -162,7 +162,7 @@ class Channel:
         return call
 
     def _break(self, error: SandboxError) -> SandboxError:
-        """Fails all calls in progress and closes the connection. Returns `error`, to be raised."""
+        """Fails all calls in progress and closes the connection. Returns `error`, which the caller raises."""
         if self._error is None:
             self._error = error
             with contextlib.suppress(OSError, RuntimeError):
@@ -174,7 +174,7 @@ class Channel:
         return error
 
     async def _read(self) -> bool:
-        """Reads replies until the connection ends. Returns whether the server ended it, rather than a protocol violation."""
+        """Reads replies until the connection ends. Returns True if the server ended it, and False after a protocol violation."""
         try:
             while self._error is None:
                 await self._read_reply()

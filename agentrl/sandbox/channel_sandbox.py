@@ -17,19 +17,19 @@ from agentrl.sandbox.waiting import ClosesOnce
 log = logging.getLogger(__name__)
 
 GRACE_S = 5.0
-"""Time after a program's limit in which the exec server must report it; then the host kills the program."""
+"""How long after a program's time limit the exec server may take to report it. Then the host kills the program."""
 FILE_S = 25.0
 _CLOSE_S = 3.0
 _ARCHIVE_HEADERS_BYTES = 32 << 20  # tar headers of 20,000 entries
 
 Destroy = Callable[[bool], Awaitable[None]]
-"""Removes what the backend created. The argument says whether the exec server is known to have ended."""
+"""Removes what the backend created. The argument is True if the exec server is known to have ended."""
 
 
 class ChannelSandbox(ClosesOnce):
-    """A sandbox whose exec server is at the other end of `channel`. Programs run one at a time; further calls wait.
+    """A sandbox whose exec server is at the other end of `channel`. Programs run one at a time; other calls wait.
 
-    A program that times out ends every process of the sandbox. One that ends in time may leave others running.
+    If a program times out, every process of the sandbox is killed. A program that ends in time may leave other processes running.
     """
 
     def __init__(self, name: str, spec: SandboxSpec, channel: Channel, destroy: Destroy) -> None:
@@ -44,14 +44,15 @@ class ChannelSandbox(ClosesOnce):
     async def exec(
         self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float, output_bytes: int = 65536, env: Mapping[str, str] | None = None
     ) -> ExecResult:
-        """Runs a program. Of stdout and of stderr, the first and the last `output_bytes / 2` bytes are kept."""
+        """Runs a program. Keeps the first and the last `output_bytes / 2` bytes of stdout, and of stderr."""
         fields = arguments.program(argv, env) | arguments.limits(timeout_s, output_bytes)
         return await self._run("exec", fields, arguments.content(stdin, "stdin"))
 
     async def python(self, code: str, *, timeout_s: float, output_bytes: int = 65536, session: str = "") -> ExecResult:
         """Runs `code` like `python3 -I -c`, in a fork of a warm interpreter.
 
-        With `session`, runs it in the persistent interpreter of that name, which keeps its names. A sandbox has at most four.
+        If `session` is set, runs the code in the persistent interpreter of that name, which keeps its variables. A sandbox has at
+        most four.
         """
         fields = {"session": arguments.session_name(session)} | arguments.limits(timeout_s, output_bytes)
         result = await self._run("python", fields, arguments.code(code))
@@ -76,18 +77,18 @@ class ChannelSandbox(ClosesOnce):
             raise
 
     async def read(self, path: str, *, max_bytes: int) -> bytes:
-        """Returns the bytes of a regular file. Raises `ValueError` for a link anywhere in the path."""
+        """Returns the bytes of a regular file. Raises `ValueError` if any part of the path is a link."""
         fields = {"path": arguments.plain_path(path), "max_bytes": arguments.size(max_bytes, "max_bytes", arguments.MAX_READ_BYTES)}
         async with self._turn:
             _, body = await self._channel.call("read", fields, schema=frames.CHUNK, max_body=max_bytes, timeout_s=FILE_S)
         return body
 
     async def write(self, path: str, data: bytes) -> None:
-        """Replaces `path`; a link is replaced, not followed. Raises `ValueError` if there is no space, or the path is invalid."""
+        """Replaces `path`; a link is replaced, not followed. Raises `ValueError` if there is no space or the path is invalid."""
         await self.write_all({path: data})
 
     async def write_all(self, files: Mapping[str, bytes]) -> None:
-        """Writes several files in one round trip. With none, it checks that the sandbox answers."""
+        """Writes several files in one round trip. If `files` is empty, it only checks that the sandbox answers."""
         contents = arguments.contents(files)
         listing = [[path, len(data)] for path, data in contents.items()]
         async with self._turn:
@@ -97,8 +98,8 @@ class ChannelSandbox(ClosesOnce):
         """Returns the working directory as a tar archive: regular files, folders and links, with their modes and times, readable or not.
 
         Programs are stopped meanwhile. Hard links are kept; pipes, sockets and devices are omitted. Raises `ValueError` only if the
-        directory is too large: more than `disk_mb`, 20,000 entries, 64 levels or 20 s of work. The archive is hostile data: pass it to
-        `open(snapshot=...)`, never unpack it on the host.
+        directory is too large: more than `disk_mb`, 20,000 entries, 64 levels or 20 s of work. The archive is untrusted data: pass it to
+        `open(snapshot=...)`, and never unpack it on the host.
         """
         limit = (self.spec.disk_mb << 20) + _ARCHIVE_HEADERS_BYTES
         async with self._turn:
@@ -107,13 +108,13 @@ class ChannelSandbox(ClosesOnce):
         return archive
 
     async def restore(self, archive: bytes) -> None:
-        """Unpacks a snapshot into the working directory. It contains no sessions; the first call in one reports a restart."""
+        """Unpacks a snapshot into the working directory. A snapshot contains no sessions; the first call in a session reports a restart."""
         self._restored = True
         async with self._turn:
             await self._channel.call("restore", body=arguments.content(archive, "a snapshot"), timeout_s=2 * FILE_S)
 
     async def pause(self) -> None:
-        """Stops every program and its clock, even while one runs. Memory stays in use. A program that wakes itself up is killed."""
+        """Stops every program and its clock, also during a call. Memory stays in use. A program that wakes itself up is killed."""
         self._channel.pause_deadlines()
         await self._channel.call("pause", timeout_s=GRACE_S)
 
@@ -130,5 +131,5 @@ class ChannelSandbox(ClosesOnce):
         try:
             ended = await self._channel.close(_CLOSE_S)
             await self._destroy(ended)
-        except SandboxError as error:  # what remains has a label, by which agentrl.sandbox.cleanup removes it later
+        except SandboxError as error:  # agentrl.sandbox.cleanup finds what remains by its label and removes it later
             log.warning("sandbox %s could not be removed: %s", self.id, error)

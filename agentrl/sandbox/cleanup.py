@@ -1,10 +1,11 @@
-"""What is open on this machine, and the removal of what is no longer needed: leftovers of dead drivers, and unused images.
+"""Lists the open sandboxes of this machine, and removes leftovers of dead drivers and unused images.
 
 A killed driver leaves containers behind. Bubblewrap sandboxes end with their driver; only their folders and control groups remain. Each
-sandbox carries the lease of its driver, which shows whether that driver still runs.
+sandbox is labelled with the lease of its driver, which shows whether that driver still runs.
 
 An image has a folder in the cache and, for the Docker backend, images in the daemon with tags that end in the folder's name. Opening a
-sandbox records its use (`images.record_use`). Images of the daemon without a folder in this cache are kept: another cache may use them.
+sandbox records its use (`images.record_use`). Images of the daemon that have no folder in this cache are kept: a different cache may use
+them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from agentrl.sandbox.lease import alive, read_run_label, runtime_folder
 
 _DAY_S = 86400.0
 _KEY = re.compile(r"[0-9a-f]{16}")
-_PART = re.compile(r"rootfs\.[0-9]+|base\.[0-9]+\.tar")  # left by a killed build; checked only while nothing is being built
+_PART = re.compile(r"rootfs\.[0-9]+|base\.[0-9]+\.tar")  # left by a killed build; checked only while no image is being built
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,13 +37,13 @@ class OpenSandbox:
     """A sandbox on this machine: `OpenSandbox(name="agentrl-...-0", backend="docker", run="quickstart", driver_alive=False)`."""
 
     name: str
-    backend: str  # "docker", "bubblewrap", or "container" for one that several Docker sandboxes share
+    backend: str  # "docker", "bubblewrap", or "container" for a container that several Docker sandboxes share
     run: str
     driver_alive: bool
 
 
 def list_open() -> list[OpenSandbox]:
-    """Returns every sandbox of this user's drivers, dead ones included.
+    """Returns every sandbox of this user's drivers, including dead drivers.
 
     Raises `SandboxError`, or `SandboxTimeout` if the daemon is silent.
     """
@@ -59,7 +60,7 @@ def list_open() -> list[OpenSandbox]:
 
 
 def prune() -> int:
-    """Removes the containers, folders and control groups of dead drivers. Returns the number of sandboxes. Blocking."""
+    """Removes the containers, folders and control groups of dead drivers. Returns the number of removed sandboxes. Blocking."""
     dead = {sandbox.name for sandbox in list_open() if not sandbox.driver_alive}
     for name in dead & _containers().keys():
         docker_client.remove(name)
@@ -81,7 +82,7 @@ def lease_in_name(name: str) -> str:
 
 
 def _subfolders(folder: Path) -> list[Path]:
-    """Returns the folders in `folder`; none if it has just been removed, like a driver's folder with its last sandbox."""
+    """Returns the folders in `folder`; none if it was just removed, as a driver's folder is with its last sandbox."""
     try:
         return [path for path in folder.iterdir() if path.is_dir()]
     except FileNotFoundError:
@@ -94,17 +95,18 @@ def _containers() -> dict[str, dict[str, str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnusedFile:
-    """Something unused for `days`: `UnusedFile(name="agentrl/tables:0123456789abcdef", size=170_000_000, days=40.2)`."""
+    """A file or image unused for `days`: `UnusedFile(name="agentrl/tables:0123456789abcdef", size=170_000_000, days=40.2)`."""
 
     name: str  # tag of an image in the daemon, or path below the cache
-    size: int  # bytes; layers that several images of the daemon share count for each
+    size: int  # bytes; layers that several images of the daemon share are counted for each image
     days: float
 
 
 def evict(*, days: float, dry: bool) -> list[UnusedFile]:
-    """Removes, unless `dry`, images and old exec servers that were unused for `days`, and parts left by killed builds. Blocking.
+    """Removes images and old exec servers that were unused for `days`, and parts left by killed builds. Blocking.
 
-    Keeps what is being built and what a container uses. Returns what was, or would be, removed. Raises `SandboxError`.
+    Keeps what is being built and what a container uses. Returns what was removed; with `dry`, what would be removed. Raises
+    `SandboxError`.
     """
     unused: list[UnusedFile] = []
     tags = _tags()
@@ -129,7 +131,7 @@ def _evict(folder: Path, tags: dict[str, int], days: float, dry: bool) -> list[U
                 path.unlink(missing_ok=True)
                 continue
             tree = path.with_name(f"rootfs.{os.getpid()}") if path.name == "rootfs" else path
-            path.rename(tree)  # so that half of it is never mistaken for a complete tree
+            path.rename(tree)  # so that a half-removed tree is never mistaken for a complete one
             shutil.rmtree(tree, ignore_errors=True)
     if age >= days:
         removed = tags if dry else {tag: size for tag, size in tags.items() if _untag(tag)}
@@ -157,7 +159,7 @@ def _try_lock(folder: Path) -> Iterator[bool]:
 
 
 def _tags() -> dict[str, dict[str, int]]:
-    """Image key -> tag -> size in bytes, for the daemon's images. Empty without a daemon."""
+    """Returns image key -> tag -> size in bytes for the daemon's images; empty if there is no daemon."""
     sizes: dict[str, dict[str, int]] = {}
     if not docker_client.reachable():
         return sizes
@@ -169,7 +171,7 @@ def _tags() -> dict[str, dict[str, int]]:
 
 
 def _untag(tag: str) -> bool:
-    """Removes a tag, and the image with its last tag. False if a container uses it."""
+    """Removes a tag, and the image if this was its last tag. Returns False if a container uses it."""
     with docker_client.connection() as api:
         try:
             api.remove_image(tag)

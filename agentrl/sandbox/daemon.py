@@ -1,8 +1,8 @@
 """Starts, stops and checks the local Docker daemon, for set-up: `python -m agentrl.sandbox.daemon start|stop|status`.
 
-The library never starts a daemon. With systemd, `start` starts the distribution's service. Without it (containers, small virtual
-machines), `dockerd` runs in a new process session, without iptables rules and bridges, because sandboxes have no network. `stop` only
-stops a daemon that `start` started.
+The library never starts a daemon. If the machine has systemd, `start` starts the distribution's service. Otherwise (containers, small
+virtual machines) `dockerd` runs in a new process session, without iptables rules and bridges, because sandboxes have no network. `stop`
+only stops a daemon that `start` started.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from agentrl.sandbox import docker_client
 _STATE = Path("/var/run/agentrl-docker")
 _PIDFILE, _LOG = _STATE / "dockerd.pid", _STATE / "dockerd.log"
 _POLL_S = 0.1
-_TAIL_BYTES = 1500  # of the log, in errors
+_TAIL_BYTES = 1500  # how much of the log an error quotes
 
 
 def start(*, timeout_s: float) -> None:
-    """Makes sure that a daemon answers. Raises `SandboxUnavailable` with what to install or run, or `SandboxError` if it does not start."""
+    """Starts a daemon if none answers. Raises `SandboxUnavailable` with what to install or run, or `SandboxError` if it does not start."""
     if docker_client.daemon_answers():
         return
     if shutil.which("dockerd") is None:
@@ -57,7 +57,7 @@ def start(*, timeout_s: float) -> None:
 
 
 def stop(*, timeout_s: float) -> bool:
-    """Stops the daemon that `start` started, and so its containers. False if there is none."""
+    """Stops the daemon that `start` started, and its containers. Returns False if there is none."""
     pid = _own_pid()
     if pid is None:
         return False
@@ -85,7 +85,7 @@ def _command() -> list[str]:
 
 
 def _own_pid() -> int | None:
-    """Pid of the daemon that `start` started, if it is alive. Checks the name, because pids are reused."""
+    """Returns the pid of the daemon that `start` started, if it is alive. Checks the name, because pids are reused."""
     try:
         pid = int(_PIDFILE.read_text())
         name = Path(f"/proc/{pid}/comm").read_text().strip()
@@ -96,7 +96,7 @@ def _own_pid() -> int | None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line. Exits with 0 on success (status: a daemon answers), 1 on failure, 2 if something must be installed or changed."""
+    """Runs the command line. Returns 0 on success (status: a daemon answers), 1 on failure, 2 if something must be installed or changed."""
     parser = argparse.ArgumentParser(prog="python -m agentrl.sandbox.daemon", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("action", choices=["start", "stop", "status"])
     parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS")

@@ -1,8 +1,9 @@
-"""Sandboxes in containers of this machine's Docker daemon: several per container (`agentrl.sandbox.shared_containers`), or one.
+"""Sandboxes in containers of this machine's Docker daemon: several in a shared container (`agentrl.sandbox.shared_containers`), or one.
 
-Starting a container takes two daemon calls, using it none. Process 1 inside connects to a socket that is mounted into the container. When
-the driver closes the connection, that process ends, the kernel ends the others, and the daemon removes the container; what remains is
-removed by force. With one sandbox in it, process 1 is the exec server; in a shared container it is a keeper, which creates the sandboxes.
+Starting a container takes two daemon calls; using it takes none. Process 1 of the container connects to a socket that is mounted into it.
+When the driver closes the connection, that process ends, the kernel ends the others, and the daemon removes the container; what remains is
+removed by force. In a container with one sandbox, process 1 is the exec server; in a shared container it is a keeper, which creates the
+sandboxes.
 
 `NetworkDisabled` halves the CPU time of a container: its network namespace stays empty without a helper process of the daemon.
 """
@@ -38,7 +39,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SHARING = ("", "crun", "runc")
-"""Runtimes whose containers share the host's kernel; the empty one is the daemon's default."""
+"""Runtimes whose containers share the host's kernel. The empty name is the daemon's default runtime."""
 TERMINALS = {
     "Type": "volume",
     "Target": "/dev/pts",
@@ -50,13 +51,13 @@ TERMINALS = {
         },
     },
 }
-"""Pseudo terminals for one container, instead of the daemon's, which may take all of the machine. Removed with the container."""
+"""Pseudo terminals for one container. They replace the daemon's, which may take all of the machine's. Removed with the container."""
 UNDO_S = 5.0
-"""How long a failed opening waits for its clean-up, which continues in the background."""
+"""How long a failed opening waits for its clean-up. The clean-up then continues in the background."""
 LOOK_S = 1.0
 LEAVING_S = 10.0
 PATIENCE_S = 1.0
-"""How long a sandbox may take to end after its connection was closed; then it is killed."""
+"""How long a sandbox may take to end after its connection was closed. Then it is killed."""
 _SWEEP_AT = 64
 _STREAM_BYTES = 1 << 20
 _READ_ONLY = ["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger", "/sys/fs/cgroup"]
@@ -78,7 +79,7 @@ class DockerBackend(ChannelBackend):
         self._threads = ThreadPoolExecutor(MAX_OPENING, thread_name_prefix="docker")
         self._background: set[asyncio.Task[None]] = set()  # clean-up of failed openings and of shared containers
         self._shared = ContainerPool(self._stop)
-        self._has_shared = False  # a sandbox has opened in a shared container
+        self._has_shared = False  # whether a sandbox has opened in a shared container
         self._sharing_problem = ""  # why sandboxes cannot share containers here
         self._leaving: dict[str, float] = {}  # containers that the daemon should be removing -> since when
 
@@ -99,7 +100,7 @@ class DockerBackend(ChannelBackend):
         return await asyncio.to_thread(images.ensure_docker_image, image, self._progress)
 
     async def _start(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
-        """Starts a sandbox in a shared container, or alone if the spec names a runtime or containers cannot be shared here.
+        """Starts a sandbox in a shared container, or in a separate one if the spec names a runtime or containers cannot be shared here.
 
         The keeper of a shared container has capabilities that no process has in a sandbox's own container, and the image's python3
         runs it. So only images built from a distribution's packages share containers, never those from a task's Dockerfile.
@@ -110,7 +111,7 @@ class DockerBackend(ChannelBackend):
             except SandboxError as error:
                 if self._has_shared or not (self._sharing_problem or isinstance(error, CannotShare | NeverAnswered)):
                     raise
-                if not self._sharing_problem:  # otherwise another opening has noticed, and ended the container of this one
+                if not self._sharing_problem:  # otherwise a concurrent opening noticed it and ended this container
                     self._sharing_problem = str(error)
                     self._shared.close()
                     log.warning("containers of this daemon cannot be shared, so each sandbox gets its own, which costs more: %s", error)
@@ -131,7 +132,7 @@ class DockerBackend(ChannelBackend):
     # Shared containers ------------------------------------------------------------------------------------------------
 
     async def _start_shared(self, spec: SandboxSpec, image: ReadyImage) -> ChannelSandbox:
-        """Raises `CannotShare` if the very first sandbox fails for a reason that applies to all others too."""
+        """Starts a sandbox in a shared container. Raises `CannotShare` if the first one fails for a reason that applies to all of them."""
         async with self._startup(spec) as start:
             key = (image.tree, image.server, spec)
             container = await self._shared.acquire(key, lambda name: self._start_keeper(name, spec, image))
@@ -181,7 +182,7 @@ class DockerBackend(ChannelBackend):
         self._in_background(self._end_container(container), f"end {container.name}")
 
     async def _end_container(self, container: Container) -> None:
-        container.starting.cancel()  # has no effect if it has started
+        container.starting.cancel()  # has no effect if the container has started
         await asyncio.wait([container.starting])
         if not container.starting.cancelled() and container.starting.exception() is None:
             container.starting.result().close()
@@ -217,7 +218,7 @@ class DockerBackend(ChannelBackend):
                 raise
 
     async def _accept(self, listener: socket.socket, name: str) -> socket.socket:
-        """Returns the container's connection. Raises `SandboxError` as soon as it ends without one; the caller sets the deadline."""
+        """Returns the container's connection. Raises `SandboxError` if it ends before it connects. The caller sets the deadline."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
@@ -226,14 +227,14 @@ class DockerBackend(ChannelBackend):
                 raise NeverAnswered(f"container {name} ended before its exec server answered; does its image have python3 (3.9 or later)?")
 
     async def _undo(self, starting: asyncio.Future[None], name: str) -> None:
-        """Removes a container after a failed start, once the daemon has answered. `close` retries if this fails."""
+        """Removes a container after a failed start, once the daemon has answered. If this fails, `close` retries it."""
         with contextlib.suppress(SandboxError):
             await starting
         with contextlib.suppress(SandboxError):
             await self._discard(name)
 
     async def _leave(self, name: str) -> None:
-        """Leaves the removal to the daemon. Every `_SWEEP_AT` calls, forces the removal of containers that are overdue."""
+        """Leaves the removal of a container to the daemon. Every `_SWEEP_AT` calls, forces the removal of overdue containers."""
         now = time.monotonic()
         self._leaving[name] = now
         if len(self._leaving) >= _SWEEP_AT:
@@ -261,7 +262,7 @@ class DockerBackend(ChannelBackend):
         """Returns the create request of a container for one sandbox, whose exec server gets `options`."""
         mounts = {"/agentrl": folder, **limits.write_system_files(folder, options)}
         shares_kernel = spec.runtime in SHARING
-        if not shares_kernel:  # another kernel shows its own cores, and has its own terminals and buffers
+        if not shares_kernel:  # a separate kernel shows its own cores, and has separate terminals and buffers
             del mounts[limits.CORES_FILE]
         binds = [{"Type": "bind", "Source": str(source), "Target": target, "ReadOnly": True} for target, source in mounts.items()]
         host = {
@@ -281,7 +282,7 @@ class DockerBackend(ChannelBackend):
     def _shared_container(self, name: str, spec: SandboxSpec, image: ReadyImage, folder: Path) -> dict[str, Any]:
         """Returns the create request of a shared container. Its limits fit all of its sandboxes, each of which has its own.
 
-        Its keeper may create namespaces and mounts; the processes it starts give that up before they run a program.
+        Its keeper may create namespaces and mounts; the processes that it starts give up these rights before they run a program.
         """
         memory = shared_containers.SLOTS * (spec.memory_mb << 20) + shared_containers.KEEPER_BYTES
         processes = shared_containers.SLOTS * (spec.processes + 1) + 1
@@ -342,7 +343,7 @@ def _host_config(memory: int, socket_bytes: int, processes: int) -> dict[str, An
 
 
 def _tmpfs(spec: SandboxSpec) -> dict[str, str]:
-    """Mount options of each writable folder."""
+    """Returns the mount options of each writable folder."""
     sizes = dict.fromkeys(limits.WRITABLE_FOLDERS, limits.disk_bytes(spec)) | {"/dev/shm": limits.shared_memory_bytes(spec)}
     return {path: f"mode=1777,size={size},nr_inodes={limits.max_inodes(spec)}" for path, size in sizes.items()}
 
@@ -350,7 +351,7 @@ def _tmpfs(spec: SandboxSpec) -> dict[str, str]:
 def _request_sandbox(
     keeper: KeeperClient, description: dict[str, Any], link: socket.socket, listener: Path | None, server: Path | None
 ) -> SharedSandbox:
-    """Requests a sandbox that gets these descriptors: its connection, one to the egress listener's socket, a replacement server."""
+    """Requests a sandbox that gets these descriptors: its connection, one to the egress listener's socket, and a replacement server."""
     with contextlib.ExitStack() as stack:
         descriptors = {"link": link.fileno()}
         if listener is not None:

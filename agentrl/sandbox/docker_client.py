@@ -28,14 +28,14 @@ REQUEST_S = 60.0
 QUICK_S = 15.0
 """Timeout of requests that only inspect or remove."""
 _PING_S = 2.0
-_POOLS = 2  # connections per thread; the library opens one per requested URL host, and each container has its own
+_POOLS = 2  # connections per thread; the library opens one per requested URL host, and each container has a different host
 _thread = threading.local()
 
 State = Literal["answers", "silent", "absent"]
 
 
 def daemon_address() -> str:
-    """Returns the local daemon's socket: `$DOCKER_HOST`, or the default. Raises `SandboxUnavailable` for a daemon on another machine.
+    """Returns the local daemon's socket: `$DOCKER_HOST`, or the default. Raises `SandboxUnavailable` if the daemon is on another machine.
 
     Sandboxes reach the driver through a mounted socket, which a remote daemon cannot offer.
     """
@@ -70,7 +70,7 @@ def new_client(timeout_s: float) -> docker.APIClient:
 
 
 def client() -> docker.APIClient:
-    """This thread's client. The library's clients are not thread-safe."""
+    """Returns this thread's client. The library's clients are not thread-safe."""
     if getattr(_thread, "address", "") != daemon_address():
         api = new_client(REQUEST_S)
         # For local sockets the library ignores `num_pools` (docker 7.2).
@@ -81,7 +81,7 @@ def client() -> docker.APIClient:
 
 @contextlib.contextmanager
 def connection(timeout_s: float = REQUEST_S) -> Iterator[docker.APIClient]:
-    """This thread's client with this timeout, for the block. Errors of the library are raised as `SandboxError`."""
+    """Yields this thread's client with this timeout. Errors of the library are raised as `SandboxError`."""
     api = client()
     previous, api.timeout = api.timeout, timeout_s
     try:
@@ -95,10 +95,10 @@ def connection(timeout_s: float = REQUEST_S) -> Iterator[docker.APIClient]:
 
 
 def reachable(timeout_s: float = _PING_S) -> bool:
-    """Whether there is a local daemon. Raises `SandboxTimeout` if it does not answer within `timeout_s`."""
+    """Whether there is a local daemon. Raises `SandboxTimeout` if the daemon does not answer within `timeout_s`."""
     try:
         current = daemon_state(timeout_s)
-    except SandboxUnavailable:  # one on another machine
+    except SandboxUnavailable:  # the daemon is on another machine
         return False
     if current == "silent":
         raise SandboxTimeout(f"the Docker daemon at {daemon_address()} accepts connections but does not answer; restart it")
@@ -122,14 +122,14 @@ def is_running(name: str) -> bool:
 
 
 def containers(label: str) -> dict[str, dict[str, str]]:
-    """Returns the labels of every container, by name, running or not, with `label` (`key` or `key=value`). Raises `SandboxError`."""
+    """Returns name -> labels of every container with `label` (`key` or `key=value`), running or not. Raises `SandboxError`."""
     with connection(QUICK_S) as api:
         listed = api.containers(all=True, filters={"label": [label]})
     return {item["Names"][0].lstrip("/"): item["Labels"] for item in listed if item["Names"]}
 
 
 def remove(name: str) -> None:
-    """Kills and removes a container. Does nothing if it is gone or being removed. Raises `SandboxError`."""
+    """Kills and removes a container. Does nothing if it is gone or is being removed. Raises `SandboxError`."""
     with connection(QUICK_S) as api:
         try:
             api.remove_container(name, force=True, v=True)
@@ -139,7 +139,7 @@ def remove(name: str) -> None:
 
 
 def await_removed(names: frozenset[str], timeout_s: float) -> None:
-    """Gives the daemon `timeout_s` to remove these containers of this process, then removes the rest. Raises `SandboxError`."""
+    """Waits up to `timeout_s` for the daemon to remove these containers of this process, then removes the rest. Raises `SandboxError`."""
     deadline = time.monotonic() + timeout_s
     while left := names & containers(f"{LABEL_LEASE}={lease()}").keys():
         if time.monotonic() >= deadline:

@@ -1,7 +1,7 @@
-"""The wire format between host and exec server, as the host reads it. Every byte from a sandbox is hostile.
+"""The wire format between host and exec server, as the host reads it. No byte from a sandbox is trusted.
 
-A frame is `!II` (length of a JSON header, length of a body), then both. The host bounds sizes before it reads, and accepts a header only
-with exactly the keys and types of the expected reply. Anything else raises `FrameError`.
+A frame is `!II` (length of a JSON header, length of a body), the header and the body. The host checks the lengths before it reads, and
+accepts a header only if it has exactly the keys and types of the expected reply. Anything else raises `FrameError`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class FrameError(SandboxError):
 
 
 def encode(header: Mapping[str, Any], body: bytes = b"") -> bytes:
-    """Returns a request frame. Raises `ValueError` if header or body are too large, and `TypeError` for what is not JSON."""
+    """Returns a request frame. Raises `ValueError` if header or body is too large, and `TypeError` if the header is not JSON."""
     try:
         text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
     except RecursionError:
@@ -50,7 +50,7 @@ def encode(header: Mapping[str, Any], body: bytes = b"") -> bytes:
 
 
 def parse_prefix(data: bytes) -> tuple[int, int]:
-    """(header length, body length) of a reply. The caller bounds the body."""
+    """Returns (header length, body length) of a reply. The caller limits the body's length."""
     header_size, body_size = PREFIX.unpack(data)
     if not 2 <= header_size <= MAX_REPLY_HEADER:
         raise FrameError(f"a reply header of {header_size} bytes (at most {MAX_REPLY_HEADER})")
@@ -79,7 +79,7 @@ def check_fields(value: Mapping[str, Any], schema: Schema) -> Mapping[str, Any]:
 
 
 def parse_failure(value: Mapping[str, Any]) -> tuple[str, str]:
-    """(kind, message) of a reply with `ok` false. The message is printable."""
+    """Returns (kind, message) of a reply whose `ok` is false. The message is printable."""
     checked = check_fields(value, _FAILURE)
     if checked["error"] not in _ERRORS:
         raise FrameError("a failure of unknown kind")

@@ -1,4 +1,4 @@
-"""Sandbox images: folders with an `image.toml`, or with a `Dockerfile` and no `image.toml`. Each is built once per content and machine.
+"""Sandbox images: folders with an `image.toml`, or else a `Dockerfile`. Each is built once per content and machine.
 
     suite = "bookworm"            # Debian release
     packages = ["python3"]        # the exec server runs on python3
@@ -6,8 +6,8 @@
 
 The hash of the recipe, or of the build context (`agentrl.sandbox.builds`), names the result: `<cache>/images/<hash>/base.tar`,
 unpacked next to it for bubblewrap and imported as `agentrl/<folder name>:<hash>` for Docker, so both backends run the same tree.
-WORKDIR and ENV of a Dockerfile are kept as files of that tree (see `agentrl.sandbox.layout`); entry point and user are ignored. The exec
-server is not part of an image: each sandbox gets the current one when it opens.
+WORKDIR and ENV of a Dockerfile are stored as files of that tree (see `agentrl.sandbox.layout`); entry point and user are ignored. The exec
+server is not part of an image: each sandbox gets the current exec server when it opens.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from agentrl.sandbox.builds import Progress as Progress
 
 PREPARE_S = 10.0
 LAYOUT = 3
-"""Increment when the way images are built changes, so that old ones are not used."""
+"""Increment it when the build process changes, so that images from the old process are not used."""
 _PULL_S = 300.0
 _LOOK_S = 0.5
 _RECORD_USE_S = 3600.0
@@ -48,7 +48,7 @@ _EXCLUDED = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/us
 
 
 def no_progress(message: str) -> None:
-    """A progress callback that does nothing."""
+    """Does nothing: a progress callback."""
 
 
 class ImageRecipe(BaseModel):
@@ -79,7 +79,7 @@ _FORMS = {
 
 
 class StoredImage(BaseModel):
-    """An image of the cache, known by its key only."""
+    """An image of the cache of which only the key is known."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -122,7 +122,7 @@ class Image(BaseModel):
 
 
 def cache_folder() -> Path:
-    """`$AGENTRL_CACHE`, or `~/.cache/agentrl`."""
+    """Returns `$AGENTRL_CACHE`, or `~/.cache/agentrl`."""
     return Path(os.environ.get("AGENTRL_CACHE") or Path.home() / ".cache" / "agentrl")
 
 
@@ -154,7 +154,7 @@ def _read(path: Path) -> ImageRecipe:
 
 
 def ensure_tarball(image: Image, progress: Progress = no_progress) -> Path:
-    """Returns the path of the image's file tree as a tar archive. Builds it unless it is cached (minutes the first time)."""
+    """Returns the path of the image's file tree as a tar archive. Builds it if it is not cached, which takes minutes."""
     if image.tarball.exists():
         return image.tarball
     with locked(image):
@@ -173,7 +173,7 @@ def ensure_tarball(image: Image, progress: Progress = no_progress) -> Path:
 
 
 def ensure_built(image: Image, progress: Progress = no_progress) -> None:
-    """Builds the image's Dockerfile unless the Docker daemon has it (see `agentrl.sandbox.builds.ensure_built`)."""
+    """Builds the image's Dockerfile if the Docker daemon does not have the image (see `agentrl.sandbox.builds.ensure_built`)."""
     assert isinstance(image.recipe, BuildContext)
     with locked(image, "build"):
         builds.ensure_built(image.built_tag, image.recipe, progress)
@@ -195,8 +195,8 @@ def ensure_rootfs(image: Image, progress: Progress = no_progress) -> Path:
 
 
 def ensure_docker_image(image: Image, progress: Progress = no_progress) -> str:
-    """Returns the image's tag, after making sure that the Docker daemon has it. Blocking; may take minutes the first time."""
-    docker_client.reachable(PREPARE_S)  # raises if it is silent
+    """Returns the image's tag. First builds, pulls or imports the image if the daemon lacks it, which may take minutes. Blocking."""
+    docker_client.reachable(PREPARE_S)  # raises if the daemon is silent
     with docker_client.connection() as api:
         if builds.has_image(api, image.tag):
             return image.tag
@@ -213,7 +213,7 @@ def ensure_docker_image(image: Image, progress: Progress = no_progress) -> str:
 
 
 def _tagged(api: docker.APIClient, image: Image, progress: Progress) -> bool:
-    """Tags the image that the daemon has built or pulled. False if its file tree must be imported instead."""
+    """Tags the image that the daemon built or pulled. Returns False if the file tree must be imported instead."""
     source = image.built_tag
     if isinstance(image.recipe, BuildContext):
         ensure_built(image, progress)
@@ -229,7 +229,7 @@ def _tagged(api: docker.APIClient, image: Image, progress: Progress) -> bool:
 
 
 def _pulled(image: Image, reference: str, progress: Progress) -> bool:
-    """Tries to pull `reference`. False if the registry does not answer or does not have it."""
+    """Tries to pull `reference`. Returns False if the registry does not answer or does not have it."""
     progress(f"pulling {reference} for sandbox image {image.name}")
     with contextlib.closing(docker_client.new_client(_PULL_S)) as api:
         try:
@@ -242,7 +242,7 @@ def _pulled(image: Image, reference: str, progress: Progress) -> bool:
 
 
 def record_use(file: Path) -> None:
-    """Updates the time of a file in use, at most once an hour. Does nothing in a cache that this user cannot write to."""
+    """Updates the time of a file in use, at most once an hour. Does nothing if this user cannot write to the cache."""
     with contextlib.suppress(OSError):
         if file.stat().st_mtime < time.time() - _RECORD_USE_S:
             os.utime(file)
@@ -250,7 +250,7 @@ def record_use(file: Path) -> None:
 
 @contextlib.contextmanager
 def locked(image: Image, name: str = "files", *, timeout_s: float = BUILD_S + 60) -> Iterator[None]:
-    """Holds one of the image's inter-process locks, which ends with its process. Not re-entrant."""
+    """Holds one of the image's inter-process locks for the block. A lock ends with its process. Not re-entrant."""
     image.folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + timeout_s
     with open(image.folder / f"{name}.lock", "w") as lock:
@@ -270,7 +270,7 @@ def locked(image: Image, name: str = "files", *, timeout_s: float = BUILD_S + 60
 
 @contextlib.contextmanager
 def _part(path: Path) -> Iterator[Path]:
-    """Yields a temporary path, renamed to `path` after the block, or removed if it raises."""
+    """Yields a temporary path. Renames it to `path` after the block, or removes it if the block raises."""
     part = path.with_name(f"{path.stem}.{os.getpid()}{path.suffix}")
     try:
         yield part
@@ -284,7 +284,7 @@ def _part(path: Path) -> Iterator[Path]:
 
 
 def _build(image: Image) -> None:
-    """Builds the file tree from Debian packages. Raises `UserError` if it fails, or has no python3 for the exec server."""
+    """Builds the file tree from Debian packages. Raises `UserError` if that fails, or the tree has no python3 for the exec server."""
     recipe = image.recipe
     assert isinstance(recipe, ImageRecipe)
     if shutil.which("mmdebstrap") is None:
@@ -309,7 +309,10 @@ def _build(image: Image) -> None:
 
 
 def _private_mounts() -> list[str]:
-    """A command prefix that hides the mounts of a command from other processes, and removes them when it ends; empty without the right."""
+    """Returns a command prefix that hides a command's mounts from other processes, and removes them when the command ends.
+
+    Empty if this process may not create a mount namespace.
+    """
     prefix = ["unshare", "--mount", "--propagation", "private"]
     try:
         allowed = subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode == 0

@@ -1,6 +1,6 @@
-"""Leases: identities of driver processes, from which any process can tell later whether the owner of a sandbox still runs.
+"""Leases: identities of driver processes, with which any process can check later whether the owner of a sandbox still runs.
 
-A lease is `<boot>-<pid>-<start time>`, which no other process ever has. Each driver keeps one folder per sandbox in
+A lease is `<boot>-<pid>-<start time>` and identifies one process forever. Each driver has one folder per sandbox in
 `<runtime>/<lease>/`, and labels its containers with the lease.
 """
 
@@ -22,13 +22,13 @@ from agentrl.errors import SandboxError
 
 _LEASE = re.compile(r"[0-9a-f]{8}-([0-9]{1,10})-([0-9]{1,20})")
 _numbers = itertools.count()
-_creating = threading.Lock()  # a lease's folder is not removed while a folder is being created in it
+_creating = threading.Lock()  # prevents the removal of a lease's folder while a folder is being created in it
 _stuck: set[Path] = set()
-"""Folders that could not be removed, for example without a free descriptor. Each later removal retries them."""
+"""Folders that could not be removed, for example because no descriptor was free. Each later removal retries them."""
 
 
 def lease() -> str:
-    """This process's lease. Raises `SandboxError` if no descriptor is free to read it the first time."""
+    """Returns this process's lease. Raises `SandboxError` if no descriptor is free to read it the first time."""
     return _lease_of(os.getpid())
 
 
@@ -38,9 +38,9 @@ def _lease_of(pid: int) -> str:
 
 
 def alive(other: str) -> bool:
-    """Whether the process with the lease `other` still runs. True for text that is not a lease, because it may not be ours.
+    """Whether the process with the lease `other` still runs. True if `other` is not a lease, because it may not be ours.
 
-    Raises `SandboxError` if no descriptor is free to find out.
+    Raises `SandboxError` if no descriptor is free to check it.
     """
     match = _LEASE.fullmatch(other)
     if match is None:
@@ -81,12 +81,12 @@ async def sandbox_folder(name: str) -> AsyncIterator[Path]:
 
 
 def write_run_label(folder: Path, backend: str, run_label: str) -> None:
-    """Writes what `agentrl sandbox ls` shows of a sandbox to its folder."""
+    """Writes the values that `agentrl sandbox ls` shows of a sandbox to the sandbox's folder."""
     (folder / "run").write_text(f"{backend}\n{run_label}")
 
 
 def read_run_label(folder: Path) -> tuple[str, str]:
-    """(backend, run label) of a sandbox's folder. Both are empty while it is being created or removed."""
+    """Returns (backend, run label) of a sandbox's folder. Both are empty while it is being created or removed."""
     try:
         backend, _, run_label = (folder / "run").read_text().partition("\n")
     except FileNotFoundError:
@@ -95,7 +95,7 @@ def read_run_label(folder: Path) -> tuple[str, str]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes a sandbox's runtime folder, and its lease's folder after the last one. Blocking."""
+    """Removes a sandbox's runtime folder, and the lease's folder if that is now empty. Blocking."""
     for path in (folder, *_stuck):
         shutil.rmtree(path, ignore_errors=True)
         (_stuck.add if path.exists() else _stuck.discard)(path)
@@ -109,7 +109,7 @@ def _boot() -> str:
 
 
 def start_time(pid: int) -> int | None:
-    """Clock ticks after boot at which the process started. None if it does not exist or is a zombie. Raises `SandboxError`."""
+    """Returns when the process started, in clock ticks after boot; None if it does not exist or is a zombie. Raises `SandboxError`."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Kernel limits of a sandbox, computed from its spec, and the control groups of bubblewrap sandboxes. Both backends use the numbers."""
+"""Computes the kernel limits of a sandbox from its spec, for all backends, and manages the control groups of bubblewrap sandboxes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from agentrl.sandbox.inside.users import HOME
 
 MEBIBYTE = 1 << 20
 RESERVED_BYTES = 48 * MEBIBYTE
-"""Memory that files cannot take: enough for the exec server and the start of one program."""
+"""Memory that files cannot use: enough for the exec server and the start of one program."""
 INODE_BYTES = 1100
 """Kernel memory of an empty file: its inode and its name."""
 WRITABLE_FOLDERS = ("/home/agent", "/tmp", "/dev/shm")
 CORES_FILE = "/sys/devices/system/cpu/online"
-"""The C library counts the machine's cores here, whatever cores a program may run on."""
+"""The C library counts the machine's cores here, even if a program may run on only some of them."""
 MAX_TERMINALS = 16
 """Pseudo terminals of a sandbox. The machine has 3,072 in total (`kernel.pty.max` minus `kernel.pty.reserve`)."""
 TERMINAL_OPTIONS = f"newinstance,ptmxmode=0666,mode=0620,max={MAX_TERMINALS}"
@@ -35,7 +35,7 @@ NETWORK_SETTINGS = {
     "net.ipv4.tcp_wmem": "4096 16384 262144",
     "net.ipv4.tcp_max_tw_buckets": "4096",
 }
-"""Settings of a sandbox's network namespace. A connection that is not accepted yet is charged to no process; its buffer keeps the
+"""Settings of a sandbox's network namespace. A connection that is not accepted yet is not charged to any process; its buffer keeps the
 second size."""
 AGENT_USERS, SERVER_USERS = 0x70000000, 0x78000000
 """First user id of agents and of exec servers, in a range that systemd leaves free (systemd.io/UIDS-GIDS)."""
@@ -43,7 +43,7 @@ AGENT_USERS, SERVER_USERS = 0x70000000, 0x78000000
 _USER_RANGE = 0x07FFFFFF
 _MIN_DISK_BYTES = 4 * MEBIBYTE
 _INODES_PER_MEBIBYTE = 40
-_SOCKET_SHARE = 8  # TCP and UDP buffers may take this fraction of the memory; cgroup v1 counts them in addition to it
+_SOCKET_SHARE = 8  # TCP and UDP buffers may take 1/8 of the memory; cgroup v1 counts them in addition to the memory
 _LIMITS = {"RLIMIT_NICE": 0, "RLIMIT_CORE": 0, "RLIMIT_SIGPENDING": 4096, "RLIMIT_MSGQUEUE": 262_144}
 _CAPABILITIES = {"KILL": 5, "SETGID": 6, "SETUID": 7}
 _CAP_SYS_RESOURCE = 24
@@ -57,28 +57,28 @@ _next_core = itertools.count()
 
 
 def shared_memory_bytes(spec: SandboxSpec) -> int:
-    """Size of /dev/shm."""
+    """Returns the size of /dev/shm."""
     return min(16 * MEBIBYTE, spec.memory_mb * MEBIBYTE // 8)
 
 
 def disk_bytes(spec: SandboxSpec) -> int:
-    """Size of the working directory, and of /tmp. Both are in memory; when both are full, `RESERVED_BYTES` must remain."""
+    """Returns the size of the working directory, and of /tmp. Both are in memory; when both are full, `RESERVED_BYTES` must remain."""
     free = spec.memory_mb * MEBIBYTE - shared_memory_bytes(spec) - len(WRITABLE_FOLDERS) * max_inodes(spec) * INODE_BYTES - RESERVED_BYTES
     return min(spec.disk_mb * MEBIBYTE, max(free // 2, _MIN_DISK_BYTES))
 
 
 def max_inodes(spec: SandboxSpec) -> int:
-    """Returns the number of files and folders that each writable folder may hold. Empty ones take kernel memory too."""
+    """Returns the maximum number of files and folders in each writable folder. Even empty files take kernel memory."""
     return _INODES_PER_MEBIBYTE * spec.memory_mb
 
 
 def socket_bytes(spec: SandboxSpec) -> int:
-    """Size of all TCP and UDP buffers together."""
+    """Returns the size of all TCP and UDP buffers together."""
     return spec.memory_mb * MEBIBYTE // _SOCKET_SHARE
 
 
 def group_limits(spec: SandboxSpec, helpers: int) -> dict[str, int]:
-    """Limits of the control group of a sandbox in which `helpers` of our processes run too."""
+    """Returns the limits of the control group of a sandbox in which `helpers` of our processes run too."""
     return {
         "memory": spec.memory_mb * MEBIBYTE,
         "processes": spec.processes + helpers,
@@ -88,7 +88,7 @@ def group_limits(spec: SandboxSpec, helpers: int) -> dict[str, int]:
 
 
 def system_files(options: dict[str, Any]) -> dict[str, str]:
-    """System files that write_system_files the sandbox to its programs: path in the sandbox -> content."""
+    """Returns the system files that describe the sandbox to its programs: path in the sandbox -> content."""
     agent = options["agent"]
     passwd = (
         f"root:x:0:0:root:/root:/usr/sbin/nologin\nagent:x:{agent}:{agent}:agent:{HOME}:/bin/sh\n"
@@ -116,10 +116,10 @@ def cores(spec: SandboxSpec) -> list[int]:
 
 @functools.cache
 def server_capabilities() -> dict[str, int]:
-    """Capabilities (name -> number) that the exec server keeps, to end programs of another user and to become that user.
+    """Returns name -> number of the capabilities that the exec server keeps, to kill programs of a different user and to become that user.
 
-    SYS_RESOURCE prevents a program from becoming a less likely victim than the server when memory runs out. It is included only
-    if this process may have it, because some machines withhold it.
+    With SYS_RESOURCE, the server prevents programs from becoming less likely victims than itself when memory runs out. It is included
+    only if this process may have it, because some machines withhold it.
     """
     status = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines())
     available = int(status["CapBnd"], 16) >> _CAP_SYS_RESOURCE & 1
@@ -130,7 +130,7 @@ def server_options(name: str, spec: SandboxSpec, *, grouped: bool = True) -> dic
     """Returns the start options of the exec server of sandbox `name`. `grouped`: the sandbox has a control group for CPU time.
 
     Each sandbox has two user ids, because the kernel counts inotify instances, queued signals and bytes in queues and pipes per user.
-    They are derived from a hash of the name; if two sandboxes collide, they only share those counts.
+    They are derived from a hash of the name. If the ids of two sandboxes collide, the sandboxes only share those counts.
     """
     number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % _USER_RANGE
     return {
@@ -162,11 +162,11 @@ class ControlGroups(Groups):
         self.add(name, pid)
 
     def names(self) -> list[str]:
-        """Sandboxes of any driver that have a group, or on version 1 at least one of their folders."""
+        """Returns the names of the sandboxes, of any driver, that have a group, or on version 1 at least one of its folders."""
         return sorted({path.name for base in map(Path, self.folders()) if base.exists() for path in base.iterdir() if path.is_dir()})
 
     def end(self, name: str) -> None:
-        """Kills all processes of a group and removes it. Blocking. Raises `SandboxError` if a process does not end."""
+        """Kills all processes of a group and removes the group. Blocking. Raises `SandboxError` if a process does not end."""
         deadline = time.monotonic() + _REMOVE_S
         while not self.remove(name):
             if time.monotonic() > deadline:
@@ -190,13 +190,13 @@ def find_control_groups() -> ControlGroups | None:
             folder.mkdir(exist_ok=True)
             if groups.unified:
                 _delegate(folder)
-    except OSError:  # this machine lets no control groups be created; the backend uses resource limits
+    except OSError:  # control groups cannot be created on this machine; the backend uses resource limits
         return None
     return groups
 
 
 def _delegate(folder: Path) -> None:
-    """Enables the controllers for the folders below. Fails with EBUSY if the machine keeps processes in `folder` itself."""
+    """Enables the controllers for the folders below. Fails with EBUSY if processes of the machine are in `folder` itself."""
     missing = {"memory", "pids", "cpu"} - set((folder / "cgroup.subtree_control").read_text().split())
     if missing:
         (folder / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in sorted(missing)))

@@ -1,4 +1,4 @@
-"""A pool in front of any backend: it keeps sandboxes ready, and limits how many are in use.
+"""A pool in front of any backend. It keeps sandboxes ready, and limits how many are in use.
 
 A sandbox leaves the pool once and never returns: `close` destroys it. Replacements open in the background, a few at a time.
 """
@@ -19,17 +19,17 @@ from agentrl.sandbox.waiting import ClosesOnce
 log = logging.getLogger(__name__)
 
 WARM = 8
-"""Sandboxes of a spec that are opened ahead of use, so that episodes that start together do not wait for theirs."""
+"""Number of sandboxes of a spec that are opened ahead of use, so that episodes that start together do not wait."""
 
 MAX_SPECS = 4
-"""Specs kept ready at once. The least recently used one gives way."""
+"""Number of specs kept ready at once. A new spec replaces the least recently used one."""
 _MAX_FILLING = 2
 _MAX_REFILL_FAILURES = 3  # in a row; then a spec is not refilled until a caller requests it again
 _ANSWER_S = 60.0
 
 
 class WarmPool(ClosesOnce):
-    """A `SandboxBackend` that keeps `warm` sandboxes of each spec ready and lets callers use `max_open`; further callers wait.
+    """A `SandboxBackend` that keeps `warm` sandboxes of each spec ready. At most `max_open` are in use; additional callers wait.
 
     At most `max_open + MAX_SPECS * warm` sandboxes exist.
     """
@@ -58,7 +58,7 @@ class WarmPool(ClosesOnce):
         snapshot: bytes | None = None,
         timeout_s: float = OPEN_TIMEOUT_S,
     ) -> Sandbox:
-        """Returns a ready sandbox, or a new one. Raises `SandboxTimeout` after `timeout_s`, waiting for a slot included."""
+        """Returns a ready sandbox, or a new one. Raises `SandboxTimeout` after `timeout_s`, which includes the wait for a slot."""
         if self._closing is not None:
             raise SandboxError("the sandbox pool is closed")
         deadline = asyncio.get_running_loop().time() + timeout_s
@@ -80,7 +80,7 @@ class WarmPool(ClosesOnce):
         return _PooledSandbox(sandbox, self._slots.release)
 
     async def _close(self) -> None:
-        """Closes the backend, and with it every sandbox, ready or in use."""
+        """Closes the backend and every sandbox, ready or in use."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -88,9 +88,9 @@ class WarmPool(ClosesOnce):
         await self._backend.close()
 
     async def _take(self, spec: SandboxSpec, files: Mapping[str, bytes], deadline: float) -> Sandbox | None:
-        """Returns a ready sandbox, after writing `files` to it, which shows that it answers. Closes those that do not.
+        """Returns a ready sandbox after writing `files` to it, which shows that it answers. Closes sandboxes that do not answer.
 
-        Each gets half of the remaining time, so that some is left to open a new one.
+        Each sandbox gets half of the remaining time, so that some time is left to open a new one.
         """
         ready = self._ready.get(spec)
         while ready:
@@ -109,7 +109,7 @@ class WarmPool(ClosesOnce):
         return None
 
     def _refill(self, spec: SandboxSpec) -> None:
-        """Opens the missing ready sandboxes of `spec` in the background."""
+        """Opens sandboxes of `spec` in the background until enough are ready."""
         if self._closing is not None or self._warm == 0:
             return
         ready = self._ready.setdefault(spec, deque())
@@ -147,7 +147,7 @@ class WarmPool(ClosesOnce):
 
 
 class _PooledSandbox(ClosesOnce, ForwardingSandbox):
-    """A sandbox in use, whose slot is released once it is closed."""
+    """A sandbox in use. Closing it releases its slot."""
 
     def __init__(self, sandbox: Sandbox, release: Callable[[], None]) -> None:
         super().__init__(sandbox)

@@ -1,6 +1,6 @@
 """The processes of a sandbox as the host sees them, and how the host kills its programs.
 
-Normally an exec server ends its programs. If it does not answer in time, either it is at fault, or programs take all CPU time.
+Normally an exec server ends its programs. If it does not answer in time, either it is at fault or programs take all CPU time.
 `SandboxProcesses.kill_programs` distinguishes the two, so that a program cannot turn its timeout into an infrastructure fault.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 DEAD = "ZX"
 """States of a process that has ended."""
 _WAITING = "RD"  # states of a process that runs, or waits for a CPU or the kernel
-_FRESH_S = 0.5  # maximum age of a process list, which sandboxes that are late at the same time share
+_FRESH_S = 0.5  # maximum age of a process list; sandboxes that are late at the same time share a list
 _END_S = 5.0
 _PAUSE_S = 0.2
 
@@ -30,13 +30,13 @@ class Process:
     pid: int
     parent: int
     user: int
-    inner_pid: int  # pid in its innermost namespace
+    inner_pid: int  # pid in the innermost namespace
     state: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxProcesses:
-    """The users of one sandbox, which identify its processes. With `top`, its processes are the descendants of that process instead."""
+    """Identifies the processes of one sandbox by their users, or as the descendants of the process `top` if that is set."""
 
     server: int
     agent: int
@@ -44,15 +44,15 @@ class SandboxProcesses:
 
     @classmethod
     def from_options(cls, options: dict[str, Any], top: int) -> SandboxProcesses:
-        """Returns the processes of an exec server with these start options, which runs below the process `top` if this user is not root."""
+        """Returns the processes of an exec server with these start options. `top`: a process above it, used if this user is not root."""
         if os.geteuid() == 0 or not top:
             return cls(server=options["server"], agent=options["agent"])
         return cls(server=os.geteuid(), agent=os.geteuid(), top=top)
 
     async def kill_programs(self) -> bool:
-        """Kills the programs, and waits up to 5 seconds for their end.
+        """Kills the programs and waits up to 5 seconds for their end.
 
-        Returns whether there were any, or the exec server was waiting for a CPU: then a late answer is not the server's fault.
+        Returns whether there were any programs, or the exec server was waiting for a CPU. If so, a late answer is not the server's fault.
         """
         processes = await asyncio.to_thread(_processes, _FRESH_S)
         programs = self._programs(processes)
@@ -82,7 +82,7 @@ class SandboxProcesses:
         return [process for process in processes if process.pid in inside and process.pid != self.top]
 
     def _kill(self, process: Process) -> None:
-        """Kills a process, unless its pid now belongs to another one, or this user may not."""
+        """Kills a process. Does nothing if its pid now belongs to a different process, or this user may not kill it."""
         with contextlib.suppress(OSError):
             descriptor = os.pidfd_open(process.pid)
             try:
@@ -98,7 +98,7 @@ _last: tuple[float, list[Process]] = (0.0, [])
 
 
 def _processes(age_s: float) -> list[Process]:
-    """Returns the machine's processes, at most `age_s` ago."""
+    """Returns the machine's processes from a list that is at most `age_s` old."""
     global _last
     called = time.monotonic()
     with _lock:
@@ -112,7 +112,7 @@ def _all() -> list[Process]:
 
 
 def read_process(pid: int) -> Process | None:
-    """Returns the process `pid`. None if it has ended."""
+    """Returns the process `pid`; None if it has ended."""
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
             lines = dict(line.split(":", 1) for line in file if ":" in line)

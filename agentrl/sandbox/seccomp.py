@@ -1,14 +1,14 @@
-"""The system call filter of sandboxes, the same for every backend: a classic BPF program that the exec server installs.
+"""The system call filter of sandboxes: a classic BPF program that the exec server installs, the same for every backend.
 
-It allows a list of calls (the tables below), so calls that future kernels add are refused. The errors are those that programs expect:
-ENOSYS if libraries have an alternative, EPERM for what needs rights, EOPNOTSUPP and similar where the kernel itself would answer so. For
+It allows only the calls in the tables below, so calls that future kernels add are refused. The errors are those that programs expect:
+ENOSYS if libraries have an alternative, EPERM for calls that need rights, EOPNOTSUPP and similar if the kernel itself would return it. For
 some calls the arguments decide: no new namespaces, no socket families except local and IP, no huge pages (the machine has one supply), and
 no socket options, terminal commands or process properties that use kernel memory, load modules or affect other processes. A wrong
 architecture kills the process. A binary search finds a call's number in about seven steps.
 
 Each entry of a table is `name:x86_64:aarch64`, with `-` if an architecture lacks the call. A number never changes once a kernel has it
-(`asm/unistd_64.h`, `asm-generic/unistd.h`). A call in no table here, and so every future one, fails with ENOSYS, for which libraries
-have alternatives. `scripts/system_calls.py` shows what programs need.
+(`asm/unistd_64.h`, `asm-generic/unistd.h`). A call that is not in any table, such as a future one, fails with ENOSYS; libraries then use
+alternatives. `scripts/system_calls.py` shows what programs need.
 
 These calls are missing on purpose:
 
@@ -92,17 +92,17 @@ CONDITIONAL = _table("""
 clone:56:220 socket:41:198 socketpair:53:199 setsockopt:54:208 fcntl:72:25 ioctl:16:29 prctl:157:167 shmget:29:194 mmap:9:222
 memfd_create:319:279 personality:135:92
 """)
-"""Allowed or not depending on the arguments."""
+"""Allowed or refused depending on the arguments."""
 
 NO_OP = _table("""
 sync:162:81 syncfs:306:267
 """)
-"""Return 0 without effect: a sandbox's files are in memory, and the kernel would write out those of the whole machine."""
+"""Return 0 without effect: a sandbox's files are in memory, and the kernel would write out the files of the entire machine."""
 
 UNSUPPORTED = _table("""
 setxattr:188:5 lsetxattr:189:6 fsetxattr:190:7
 """)
-"""Fail as on a file system without extended attributes, whose kernel memory is charged to no process. `cp -a` and `tar` continue."""
+"""Fail as if files had no extended attributes, because no process is charged for their kernel memory. `cp -a` and `tar` continue."""
 
 FORBIDDEN = _table("""
 ptrace:101:117 process_vm_readv:310:270 process_vm_writev:311:271 kcmp:312:272 pidfd_getfd:438:438 syslog:103:116 mount:165:40
@@ -136,8 +136,8 @@ _SOCKET_TYPE = 0xF
 _QUERY_PERSONALITY = 0xFFFFFFFF
 _TCP, _UDP, _SOL_SOCKET, _SOL_IPV6 = 6, 17, 1, 41
 
-# Without 36 to 38 (locks of open files, which belong to no process and so cannot be counted), 1024 and 1040 (leases, which delay
-# processes that open the file), and 1026 (notifications).
+# Without 36 to 38 (locks of open files, which cannot be counted because they do not belong to a process), 1024 and 1040 (leases, which
+# delay processes that open the file), and 1026 (notifications).
 _FCNTL = ((0, 11), (15, 17), (1025, 1025), (1027, 1028), (1030, 1038))
 # Terminals (0x54..) without TIOCSTI, TIOCLINUX, TIOCCONS (input and output of others) and TIOCSETD (loads line disciplines); sockets
 # without bridges (which load a module); FICLONE, FICLONERANGE, FS_IOC_GETFLAGS.
@@ -150,8 +150,8 @@ _IOCTL = (
 # PR_{SET,GET}_ PDEATHSIG, DUMPABLE, KEEPCAPS, NAME, SECCOMP (get only), CAPBSET, SECUREBITS (get only), TIMERSLACK, CHILD_SUBREAPER,
 # NO_NEW_PRIVS, TID_ADDRESS, THP_DISABLE, CAP_AMBIENT, vector lengths, speculation, tagged addresses, MDWE.
 _PRCTL = ((1, 4), (7, 8), (15, 16), (21, 21), (23, 24), (27, 27), (29, 30), (36, 42), (47, 47), (50, 56), (65, 66))
-# By level. The missing ones use memory that is charged to no process (filters, memberships, keys, options; SO_RCVLOWAT raises the
-# buffers of connections that are not accepted yet) or load modules.
+# By level. The missing options use memory that is not charged to any process (filters, memberships, keys, options; SO_RCVLOWAT enlarges
+# the buffers of connections that are not accepted yet) or load modules.
 _SOCKET_OPTIONS: dict[int, Ranges] = {
     0: ((1, 2), (8, 8), (10, 13), (15, 15), (24, 24), (32, 34)),
     _SOL_SOCKET: ((2, 2), (5, 6), (9, 10), (12, 13), (15, 16), (19, 21), (25, 25), (29, 29), (35, 35), (42, 42), (66, 67)),
@@ -185,7 +185,7 @@ def filter_program() -> bytes:
 
 
 def simulate(number: int, *arguments: int, arch: int) -> tuple[int, int]:
-    """Returns the filter's answer to system call `number`, and the steps it takes: for tests, without the kernel."""
+    """Returns the filter's answer to system call `number`, and the steps that it takes. Simulates the kernel, for tests."""
     program = list(struct.iter_unpack("=HBBI", filter_program()))
     data = struct.pack("=IIQ6Q", number, arch, 0, *(value % (1 << 64) for value in arguments[:6]), *[0] * (6 - len(arguments)))
     at = accumulator = step = 0
@@ -239,7 +239,7 @@ def _conditional() -> dict[str, Block]:
 
 
 def _permitted(offset: int, ranges: Ranges, otherwise: Block) -> Block:
-    """Allows a call whose argument at `offset` is in one of `ranges`, both ends included."""
+    """Allows a call if its argument at `offset` is in one of `ranges`, which include both ends."""
     return _choice(offset, _each(ranges, _allow()), otherwise)
 
 
@@ -249,7 +249,7 @@ def _without(offset: int, flag: int, code: int) -> Block:
 
 
 def _kinds(protocols: dict[socket.SocketKind, int], no_protocol: Block) -> Block:
-    """Sockets of these types, each with its protocol or 0. For any other pair the kernel would run modprobe as the host's root."""
+    """Allows sockets of these types, each with its protocol or 0. For any other pair the kernel would run modprobe as the host's root."""
     unknown, raw = _answer(errno.ESOCKTNOSUPPORT), _answer(errno.EPERM)
     blocks = {int(kind): _permitted(_ARG2, ((0, 0), (number, number)), no_protocol) for kind, number in protocols.items()}
     steps: list[tuple[int, Block]] = [(0, unknown), *blocks.items(), (int(socket.SOCK_RAW), raw), (int(socket.SOCK_RAW) + 1, unknown)]

@@ -1,4 +1,4 @@
-"""Selection of a run's sandbox backend: a shipped or a user-supplied one. Programs never run on the host instead."""
+"""Selects the sandbox backend of a run, shipped or user-supplied. Programs never run on the host instead."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def select_backend(
 ) -> DockerBackend | BubblewrapBackend:
     """Returns the shipped backend `name`. `auto` is Docker if a local daemon answers, or bubblewrap if that works.
 
-    Blocks for a moment and never starts a daemon. Raises `UserError` for an unknown name, and `SandboxUnavailable` with the command
+    Blocks briefly and never starts a daemon. Raises `UserError` for an unknown name, and `SandboxUnavailable` with the command
     that corrects the problem.
 
     Args:
-        run_label: marks what the run leaves open.
+        run_label: label of everything that the run opens.
         root: the folder that `SandboxSpec.image` is relative to.
     """
     if name not in _LOCAL:
@@ -69,15 +69,15 @@ open_bubblewrap = functools.partial(select_backend, "bubblewrap")
 
 
 def open_backend(config: SandboxConfig, *, run_label: str, root: Path) -> SandboxBackend:
-    """Returns the backend that a recipe names. Raises `SandboxUnavailable`, or `PluginError` for an invalid user-supplied one."""
+    """Returns the backend that a recipe names. Raises `SandboxUnavailable`, or `PluginError` if a user-supplied backend is invalid."""
     backend: SandboxBackend = parts.make_part(parts.BACKEND, config.backend, run_label=run_label, root=root)
     return backend
 
 
 async def open_sandboxes(config: SandboxConfig, *, run_label: str, root: Path, warm: int = WARM, lazily: bool = False) -> SandboxBackend:
-    """Opens the sandboxes of a run: removes what dead drivers left, opens the backend, and puts a warm pool in front of it.
+    """Removes what dead drivers left behind, opens the backend of a run, and puts a warm pool in front of it.
 
-    `lazily`: only when the first sandbox is needed, for a run whose tasks have none.
+    `lazily`: do so only when the first sandbox is needed, for runs whose tasks may not need any.
     """
     if lazily:
         return LazySandboxes(functools.partial(open_sandboxes, config, run_label=run_label, root=root, warm=warm))
@@ -92,7 +92,7 @@ async def open_sandboxes(config: SandboxConfig, *, run_label: str, root: Path, w
 
 
 class LazySandboxes:
-    """A `SandboxBackend` that opens another one when the first image or sandbox is needed."""
+    """A `SandboxBackend` that opens the real backend when the first image or sandbox is needed."""
 
     name = "none"
 

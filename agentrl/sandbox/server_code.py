@@ -1,6 +1,6 @@
-"""The exec server's code for sandboxes: one file, compiled once per image, because compilation would cost each start 8 ms.
+"""The exec server's code for sandboxes: one file, compiled once per image, because compilation would add 8 ms to each start.
 
-Only the image's own interpreter can compile for itself. So the first sandbox of an image starts from source and compiles it, before any
+Only the image's interpreter can compile code for itself. So the first sandbox of an image starts from source and compiles it before any
 agent's program runs. The host stores the compiled bytes and mounts them; it never loads them.
 """
 
@@ -22,7 +22,7 @@ from agentrl.sandbox.images import Image
 
 FOLDER = Path(inside.__file__).parent
 MODULES = ("wire", "users", "child", "files", "program", "snapshot", "spawn", "isolation", "keeper", "server")
-"""The modules of the exec server, each after those that it imports."""
+"""The modules of the exec server. Each comes after the modules that it imports."""
 _IMPORT = re.compile(r"^( *)from (?:__future__|agentrl\.sandbox\.inside\.\w+) import (?:\([^)]*\)|.*)$", re.MULTILINE)
 _MAX_BYTES = 1 << 20
 _COMPILE_S = 60.0

@@ -1,8 +1,8 @@
 """Containers that several sandboxes share: the connection to each container's keeper, and the allocation of slots.
 
-A container costs a tenth of a second of CPU time in the daemon, while isolation is cheap. So one container is the outer wall of up to
-`SLOTS` sandboxes at a time and `LIFETIME` in total, each of which is isolated from the others (see `agentrl.sandbox.inside.isolation`). A
-container that fails ends the sandboxes in it, and no others.
+A container costs the daemon a tenth of a second of CPU time; isolation inside it is cheap. So one container holds up to `SLOTS` sandboxes
+at a time and `LIFETIME` in total, each isolated from the others (see `agentrl.sandbox.inside.isolation`). If a container fails, only the
+sandboxes in it end.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ LIFETIME = 256
 KEEPER_BYTES = 64 << 20
 """Memory of a container in addition to that of its sandboxes."""
 MAX_IDLE = 8
-"""Containers without a sandbox that stay ready. The least recently used one is stopped first."""
+"""Number of containers that stay ready without a sandbox. The least recently used one is stopped first."""
 ENDING_S = 60.0
-"""How long a killed sandbox may take to end. Then its container gets no further sandbox."""
+"""How long a killed sandbox may take to end. After that, its container gets no new sandboxes."""
 _RETRY_S = 0.1
 _PACKET = 1 << 17
 _SHORTAGES = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOSPC)
@@ -51,17 +51,17 @@ class SharedSandbox:
 
     @property
     def refused(self) -> bool:
-        """Whether it failed for a reason that applies to other sandboxes too, rather than for a shortage."""
+        """Whether the sandbox failed for a reason that applies to other sandboxes too, rather than a shortage."""
         return bool(self.failure) and self.code not in _SHORTAGES
 
 
 class KeeperClient:
-    """The connection to the keeper of one container. Any protocol violation closes it, and so ends everything in the container."""
+    """The connection to the keeper of one container. A protocol violation closes it, which ends everything in the container."""
 
     def __init__(self, link: socket.socket, name: str) -> None:
         self.name = name
         self.gone = asyncio.Event()
-        self.retired = False  # gets no further sandbox; the present ones continue
+        self.retired = False  # if True, the container gets no new sandboxes; the present ones continue
         self._problem = ""
         self._link = link
         self._sandboxes: dict[int, SharedSandbox] = {}
@@ -87,7 +87,7 @@ class KeeperClient:
         return sandbox
 
     async def end(self, sandbox: SharedSandbox, patience_s: float) -> None:
-        """Waits `patience_s` for a sandbox to end, then kills it. Returns once nothing of it is left. Raises `SandboxError`."""
+        """Waits `patience_s` for a sandbox to end, then kills it. Returns when nothing of the sandbox is left. Raises `SandboxError`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 await sandbox.ended.wait()
@@ -116,7 +116,7 @@ class KeeperClient:
             self._sandboxes.clear()
 
     def _send(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> bool:
-        """Sends a request. False if the keeper has too many unread ones, for example because it gets no CPU time."""
+        """Sends a request. Returns False if the keeper has too many unread requests, for example because it gets no CPU time."""
         if self.gone.is_set():
             raise SandboxError(f"container {self.name} is gone")
         try:
@@ -169,7 +169,7 @@ class Container:
 
     @property
     def failed(self) -> bool:
-        """Whether it did not start, has ended, or gets no further sandbox."""
+        """Whether the container did not start, has ended, or gets no new sandboxes."""
         if not self.starting.done():
             return False
         if self.starting.cancelled() or self.starting.exception() is not None:
@@ -178,19 +178,19 @@ class Container:
 
     @property
     def has_free_slot(self) -> bool:
-        """Whether it can get another sandbox."""
+        """Whether the container can get another sandbox."""
         return self.taken < SLOTS and self.served < LIFETIME and not self.failed
 
 
 class ContainerPool:
-    """The shared containers of a backend, by a key that only interchangeable sandboxes have in common. `stop` ends a container."""
+    """The shared containers of a backend, by a key. Only interchangeable sandboxes have the same key. `stop` ends a container."""
 
     def __init__(self, stop: Callable[[Container], None]) -> None:
         self._stop = stop
         self._containers: list[Container] = []
 
     async def acquire(self, key: Hashable, start: Callable[[str], Awaitable[KeeperClient]]) -> Container:
-        """Returns a running container with a slot for the caller, who must call `release`. Raises what its start raises."""
+        """Returns a running container with a slot for the caller, who must call `release`. Raises the exceptions of `start`."""
         container = next((container for container in self._containers if container.key == key and container.has_free_slot), None)
         if container is None:
             name = sandbox_name()
@@ -206,7 +206,7 @@ class ContainerPool:
         return container
 
     def release(self, container: Container) -> None:
-        """Releases a slot. Stops containers without a sandbox that are used up or have failed, and all but `MAX_IDLE` others."""
+        """Releases a slot. Stops containers without a sandbox that failed or are used up, and all but `MAX_IDLE` of the others."""
         container.taken -= 1
         container.used = asyncio.get_running_loop().time()
         idle = sorted((other for other in self._containers if not other.taken), key=lambda other: other.used)

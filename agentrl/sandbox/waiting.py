@@ -1,6 +1,7 @@
-"""Waiting that can be cancelled: for sockets, and in threads, which check whether their caller was cancelled. And closing, which cannot.
+"""Waits for sockets and in threads, which can be cancelled, and closing, which cannot.
 
-A thread checks because otherwise a run that is interrupted while an image is being built would end only with the build, many minutes later.
+A thread checks whether its caller was cancelled. Otherwise a run that is interrupted while an image is being built would end only with the
+build, many minutes later.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class ClosesOnce(abc.ABC):
     _closing: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
-        """Closes it, and what belongs to it."""
+        """Closes the object and what belongs to it."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close(), name=f"close {type(self).__name__}")
         await asyncio.shield(self._closing)
@@ -85,4 +86,4 @@ async def readable(sock: socket.socket) -> None:
     try:
         await ready.wait()
     finally:
-        loop.remove_reader(sock)  # also after a cancellation, so that the event loop never watches a closed socket
+        loop.remove_reader(sock)  # also after a cancellation, so the event loop never watches a closed socket

@@ -21,7 +21,7 @@ from typing import Any
 from agentrl.base.files import write_atomically
 
 KEY_VARIABLE = "AGENTRL_SERVER_KEY"
-"""Environment variable with the key of a server process, which removes it before the engine starts."""
+"""Environment variable that contains the key of a server process. The process removes it before the engine starts."""
 MIDDLEWARE = f"{__name__}.RequireKey"
 """Value of vLLM's option `--middleware`."""
 _OPEN = ("GET", "/health")
@@ -37,7 +37,7 @@ def new_key() -> str:
 
 
 def auth_headers(key: str) -> dict[str, str]:
-    """Returns the headers of a request to a server with this key; none for an empty key."""
+    """Returns the headers of a request to a server with this key; empty if the key is empty."""
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
@@ -101,7 +101,7 @@ def withdraw_server(run_dir: Path) -> None:
 
 
 def announced_server(run_dir: Path) -> ServerAddress | None:
-    """Returns the current server, or None."""
+    """Returns the current server; None if no server runs."""
     try:
         record = json.loads((run_dir / NAME).read_text())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The token client of an inference server: token ids in, token ids with logprobs and weight versions out."""
+"""The token client of an inference server: sends token ids, and returns token ids with logprobs and weight versions."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _CONNECT_TRIES = 3
 _CONNECT_WAIT_S = 0.2
 # vLLM returns -9999 for a logprob of NaN or minus infinity, which no sampled token can have.
 _IMPOSSIBLE_LOGPROB = -9000.0
-_SUM_TOLERANCE = 1e-3  # of the sum of a support's probabilities; float32 sums are within 1e-6
+_SUM_TOLERANCE = 1e-3  # for the sum of a support's probabilities; float32 sums are within 1e-6
 _VERSION = re.compile(r"[0-9]{1,18}")
 
 
 class TokenClient:
-    """A `Policy` on one vLLM server. It keeps connections open and has up to `max_connections` requests at once.
+    """A `Policy` on one vLLM server. It keeps connections open and sends up to `max_connections` requests at once.
 
     Logprobs are those of the distribution that the token was drawn from: the server applies temperature and truncation first
     (`--logprobs-mode processed_logprobs`). At temperature 0 the most likely token is taken, with its logprob at temperature 1.
@@ -50,7 +50,7 @@ class TokenClient:
         answered: Callable[[], None] = lambda: None,
         images: PromptImages | None = None,
     ) -> None:
-        """`answered` is called for each completion from the server. `images`: of a model that reads images."""
+        """`answered` is called for each completion from the server. `images`: the run's images, if the model reads images."""
         self._answered, self._images = answered, images
         self._control = ControlPlane(url, key=key, max_connections=max_connections)
         self._weights = weights
@@ -101,7 +101,7 @@ class TokenClient:
         return body if self._images is None else body | self._images.fields(prompt_ids, salt)
 
     async def _cut_off(self, request_id: str) -> None:
-        """Requests the abort repeatedly: the server ignores it for a request that it has not started."""
+        """Requests the abort repeatedly, because the server ignores it if it has not started the request."""
         while True:
             await self._control.abort(request_id)
             await asyncio.sleep(_CUT_AGAIN_S)
@@ -128,7 +128,7 @@ def generate_body(prompt_ids: Sequence[int], params: SamplingParams, request_id:
         "logprobs": params.top_k + TIES if params.supports else 0,  # 0: only the sampled token's
         **({"stop": list(params.stop)} if params.stop else {}),
         **({"structured_outputs": {"structural_tag": params.constraint}} if params.constraint else {}),
-        "detokenize": bool(params.stop),  # only stop texts need it
+        "detokenize": bool(params.stop),  # only stop strings need it
     }
     return {
         "request_id": request_id,
@@ -145,7 +145,7 @@ def request_priority(tokens: int) -> int:
 
 
 def sampling_parameters(sampling: Sampling) -> dict[str, Any]:
-    """Returns vLLM's sampling parameters; explicit, because a model's generation_config must not change the meaning of logprobs."""
+    """Returns vLLM's sampling parameters. They are explicit, so that a model's generation_config cannot change the meaning of logprobs."""
     return {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
 
 
@@ -184,9 +184,9 @@ class _Generated(_Answer):
 
 
 def parse_completion(answer: Any, params: SamplingParams, *, cut: bool = False) -> Completion:
-    """Returns the server's answer as a record, after checking everything that a training sample relies on. Raises `ServingError`.
+    """Returns the server's answer as a record. Raises `ServingError` if anything that a training sample relies on is wrong.
 
-    `cut`: the request was cut off, so it may have ended with "abort", which becomes `CUT`, and without any token.
+    `cut`: whether the request was cut off. If it was, the answer may have no tokens, and the finish reason "abort" becomes `CUT`.
     """
     if cut and _cut_at_once(answer):
         return Completion(token_ids=(), logprobs=(), versions=(), finish_reason=CUT)
@@ -241,7 +241,7 @@ def parse_alternatives(answer: Any) -> list[dict[int, float]]:
 
 
 def proven_support(table: dict[int, float], most: int) -> dict[int, float]:
-    """Returns the entries of `table` that could have been sampled, proven to be complete. Raises `ServingError`.
+    """Returns the entries of `table` that could have been sampled. Raises `ServingError` if they cannot be proven complete.
 
     Args:
         table: logprobs of the most likely tokens by id; outside of the support vLLM returns minus infinity, or -9999 over HTTP.

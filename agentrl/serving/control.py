@@ -1,4 +1,4 @@
-"""vLLM's HTTP routes as typed calls. HTTP errors become `ServingError` only here; every call has a deadline.
+"""Calls vLLM's HTTP routes with typed arguments. HTTP errors become `ServingError` only here; every call has a deadline.
 
 The control routes need `VLLM_SERVER_DEV_MODE=1`. Every request carries the server's key (`agentrl.serving.access`).
 """
@@ -33,7 +33,7 @@ _METRIC = re.compile(r"^(vllm:[a-z0-9_]{1,80}(?<!_bucket))(?:\{[^\n]{0,2000}\})?
 
 
 class ControlPlane:
-    """Calls to one server; an empty `key` means that it needs none. Use it from one event loop, and `close` it.
+    """Calls to one server. An empty `key` means that the server needs no key. Use it from one event loop, and `close` it.
 
     `max_connections` bounds concurrent requests; others wait.
     """
@@ -50,7 +50,7 @@ class ControlPlane:
     async def request(self, method: Literal["GET", "POST"], path: str, *, timeout_s: float, json: Any = None, last: bool = False) -> Any:
         """Returns the decoded JSON of a 200 answer, None if it is empty. Raises `ServingError`, or `UnsentError` if it was not sent.
 
-        `last`: no other request uses the connection.
+        `last`: whether this is the last request on its connection.
         """
         status, content = await self._answer(method, path, b"" if json is None else _encoded(json), timeout_s=timeout_s, last=last)
         return decode_answer(status, content, f"{self.url}{path}")
@@ -74,7 +74,7 @@ class ControlPlane:
         return "answers"
 
     async def pause(self, *, abort: bool = False) -> None:
-        """Stops the engine between two steps; requests in flight wait, or end with finish reason "abort"."""
+        """Stops the engine between two steps; requests in flight wait, or if `abort` is True, end with finish reason "abort"."""
         self.paused = True
         await self._control(f"/pause?mode={'abort' if abort else 'keep'}")
 
@@ -113,15 +113,15 @@ class ControlPlane:
         await self.set_version(version)
 
     async def metrics(self) -> dict[str, float]:
-        """Returns vLLM's counters and gauges by name, such as `vllm:kv_cache_usage_perc`; the maximum over labels."""
+        """Returns vLLM's counters and gauges by name, such as `vllm:kv_cache_usage_perc`, each with its maximum over labels."""
         status, content = await self._answer("GET", "/metrics", timeout_s=METRICS_TIMEOUT_S)
         if status != HTTPStatus.OK:
             raise ServingError(f"{self.url}/metrics returned status {status}")
         return parse_metrics(content[:_METRICS_BYTES].decode(errors="replace"))
 
     def generate(self, body: Mapping[str, Any], *, timeout_s: float) -> Awaitable[Any]:
-        """Requests token ids for token ids; `body` is vLLM's `GenerateRequest`. Raises as `request` does."""
-        return self._generated(_encoded(body), timeout_s)  # only bytes are kept while thousands wait
+        """Requests a completion of token ids; `body` is vLLM's `GenerateRequest`. Raises as `request` does."""
+        return self._generated(_encoded(body), timeout_s)  # keeps only bytes while thousands of requests wait
 
     async def abort(self, request_id: str) -> None:
         """Ends a request of `generate`, which then returns the tokens sampled so far. Failures are only logged."""

@@ -1,7 +1,7 @@
-"""The images of a prompt in a request to vLLM, which expands and processes them with the model's own processor.
+"""Adds the images of a prompt to a request to vLLM, which expands and processes them with the model's processor.
 
-vLLM returns the prompt's token ids as it has expanded them. They must be those of the prompt, so that the server cannot have seen other
-image tokens than the learner.
+vLLM returns the prompt's token ids as it expanded them. They are compared with the ids of the prompt, which ensures that server and learner
+see the same image tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PromptImages:
 
     Args:
         run_dir: the run folder.
-        token: the id that stands for a part of an image.
+        token: the token id that represents a part of an image.
     """
 
     def __init__(self, run_dir: Path, token: int) -> None:
@@ -38,9 +38,10 @@ class PromptImages:
         return None if token is None else cls(run_dir, token)
 
     def fields(self, prompt_ids: Sequence[int], cache_salt: str) -> dict[str, Any]:
-        """Returns the fields of a request with the prompt. Raises `RequestRefused` and `InfrastructureError`.
+        """Returns the fields of a request with the prompt.
 
-        vLLM keeps the outputs of the vision tower by `uuid`, so it contains the salt of the weights.
+        vLLM caches the outputs of the vision tower by `uuid`, so each `uuid` contains the salt of the weights. Raises `RequestRefused` if
+        the prompt contains an image token outside of an image or too many images, and `InfrastructureError` if an image cannot be read.
         """
         parts: list[dict[str, str]] = []
         token_ids: list[int] = []

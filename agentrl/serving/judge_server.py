@@ -37,7 +37,7 @@ class JudgeServer(ServerProcess):
         self.config = config
         self.model = model.resolve()
         self.reward_model = reward_model
-        self._copy = f"judges/{name}" if launcher is not None and not launcher.shared_folder else ""  # of the model, on its host
+        self._copy = f"judges/{name}" if launcher is not None and not launcher.shared_folder else ""  # the model's copy on its host
         self.url = ""  # http://HOST:PORT, once started
         self._threads = thread_count(config.threads or self._cores) if device == "cpu" else None
 
@@ -63,7 +63,7 @@ class JudgeServer(ServerProcess):
         return (self._copy,) if self._copy else ()
 
     async def _prepare(self, control: ControlPlane) -> None:
-        """Compares a chat model that a run has published with its probe. Raises `ServingError`."""
+        """Compares a chat model that a run published with its probe. Raises `ServingError` if they disagree."""
         if self.reward_model or (probe := read_probe(self.model)) is None:
             return
         diff = await judge_logprob_difference(control, self.name, probe, max_model_len=self.config.max_model_len, timeout_s=WARM_S)
@@ -77,7 +77,7 @@ class JudgeServer(ServerProcess):
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of the longest prompt."""
+        """The number of tokens of the longest prompt."""
         return self.config.max_model_len
 
     async def _token(self, control: ControlPlane, *, tokens: int, timeout_s: float) -> None:

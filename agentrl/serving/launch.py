@@ -1,4 +1,4 @@
-"""The start of a server process: sets its parent death signal, shortens its start, then runs vLLM's server.
+"""Starts a server process: sets its parent death signal, shortens its start, and runs vLLM's server.
 
     python -m agentrl.serving.launch --driver-pid 4711 [--cpu-threads 2] -- <vLLM api_server arguments>
 
@@ -19,8 +19,8 @@ from agentrl.serving import access
 
 _SERVER = "vllm.entrypoints.openai.api_server"
 
-# vLLM and transformers import these if installed, but a text server on CPU never uses them: a fifth of the start. joblib (through
-# sklearn) would leave a semaphore in /dev/shm.
+# vLLM and transformers import these if installed, but a text server on CPU never uses them. The imports take a fifth of the start, and
+# joblib (through sklearn) would leave a semaphore in /dev/shm.
 _UNUSED_ON_CPU = ("cv2", "pandas", "pyarrow", "scipy", "sklearn", "triton")
 
 

@@ -33,21 +33,21 @@ STOP_TIMEOUT_S = 10.0
 WARM_S = 120.0
 _COMPUTING = "computing tokens"
 _FIRST_S = 600.0
-"""Deadline for a server's first tokens: a first request may compile."""
+"""Deadline for a server's first tokens. The first request may have to wait for compilation."""
 READ_TOKENS = 256
 """Tokens of the prompt that measures a server's speed."""
-_CHECK_S = 5.0  # between two checks for computed tokens
+_CHECK_S = 5.0  # seconds between two checks for computed tokens
 _COMPUTED = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total", "vllm:request_success_total")
-_END_S = 1.0  # between the loss of a connection and the end of its process
-_MEASURE_TRIES = 3  # starts of a server that is disturbed while it measures the GPU's memory
+_END_S = 1.0  # longest wait for the end of a process after its connection was lost
+_MEASURE_TRIES = 3  # starts of a server if other processes disturb its measurement of the GPU's memory
 _DISTURBED = "Error in memory profiling"  # in vLLM's message
-_LOG_BYTES = 1 << 20  # searched at the end of a log for a cause
+_LOG_BYTES = 1 << 20  # bytes at the end of a log that are searched for a cause
 
 
 class ServerProcess(ABC):
     """One vLLM server, from its start to `stop`.
 
-    It and its engine die with the driver. Start it from a thread that lives as long as the server.
+    The process and its engine die with the driver. Start it from a thread that lives as long as the server.
     """
 
     def __init__(self, what: str, *, folder: Path, name: str, log: str, scratch: str, launcher: Launcher | None = None) -> None:
@@ -58,8 +58,8 @@ class ServerProcess(ABC):
         self.key = access.new_key()
         self._what, self._name, self._scratch_of = what, name, scratch
         self._launcher = launcher or LocalLauncher(folder)
-        self._cores = self._launcher.cores(name) or 0  # that are reserved for it; 0 means that it shares the driver's machine
-        self._threads: int | None = None  # of the engine on CPU; None means a GPU
+        self._cores = self._launcher.cores(name) or 0  # cores reserved for it; 0 means that it shares the driver's machine
+        self._threads: int | None = None  # threads of the engine on CPU; None means a GPU
         self._process: PartHandle | None = None
         self._control: ControlPlane | None = None
         self.prompt_token_s = 0.0  # seconds per prompt token, measured at the start
@@ -75,7 +75,7 @@ class ServerProcess(ABC):
 
     @property
     def control(self) -> ControlPlane:
-        """The server's routes. Raises `ServingError` before it is started."""
+        """The server's routes. Raises `ServingError` if the server is not started."""
         if self._control is None:
             raise ServingError(f"{self._what} is not running")
         return self._control
@@ -86,14 +86,14 @@ class ServerProcess(ABC):
         return None if self._process is None else self._process.pid
 
     async def alive(self) -> bool:
-        """Whether the process lives and runs, and its engine computes tokens; if not, `end_reason` has the reason. Waits at most 20 s.
+        """Whether the process is alive and not stopped, and its engine computes tokens. If not, sets `end_reason`. Waits at most 20 s.
 
-        A server that does not answer counts as one that computes nothing.
+        If a server does not answer, its engine counts as computing nothing.
         """
         if self._process is None or self._process.returncode is not None or self._control is None:
             self.end_reason = (self._process and self._process.lost) or "it died"
             return False
-        if stuck := self.stopped.overdue(self._process.pid):  # first: its routes may not answer
+        if stuck := self.stopped.overdue(self._process.pid):  # checked first, because its routes may not answer
             self.end_reason = stuck
             return False
         control, health = self._control, await self._control.health(timeout_s=HEALTH_TIMEOUT_S)
@@ -105,7 +105,7 @@ class ServerProcess(ABC):
         return not self.end_reason
 
     async def was_killed(self) -> bool:
-        """Whether the kernel (out of memory) or a person killed the process before `stop`. Waits up to a second for its end."""
+        """Whether the kernel (out of memory) or a user killed the process before `stop`. Waits up to a second for its end."""
         if self._process is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_END_S):
@@ -114,7 +114,7 @@ class ServerProcess(ABC):
         return self._killed
 
     def answered(self) -> None:
-        """Records an answer to a client: it is progress, even if other routes are slow under load."""
+        """Records an answer to a client, which counts as progress even if other routes are slow under load."""
         self._answers += 1
 
     async def _check_progress(self, control: ControlPlane, *, answers: bool) -> None:
@@ -171,10 +171,10 @@ class ServerProcess(ABC):
 
     @abstractmethod
     def _command(self) -> list[str]:
-        """Returns the command to run, with slots: `launch_command`."""
+        """Returns the command to run, with slots; see `launch_command`."""
 
     def _needs(self) -> tuple[str, ...]:
-        """Returns the folders of the run that its host must have before the start."""
+        """Returns the folders of the run that must be on the server's host before the start."""
         return ()
 
     def _environment(self) -> dict[str, str]:
@@ -188,10 +188,10 @@ class ServerProcess(ABC):
     @property
     @abstractmethod
     def max_tokens(self) -> int:
-        """Tokens of the longest prompt that the server accepts."""
+        """The number of tokens of the longest prompt that the server accepts."""
 
     async def _measure(self, control: ControlPlane) -> None:
-        """Measures the idle server's speed. It shows no progress while it computes a long prompt, so the deadline follows from it."""
+        """Measures the idle server's speed. The deadline depends on it, because a long prompt is computed without visible progress."""
         tokens = max(1, min(READ_TOKENS, self.max_tokens - 2))
         start = time.monotonic()
         await self._token(control, tokens=tokens, timeout_s=_FIRST_S)
@@ -204,7 +204,8 @@ class ServerProcess(ABC):
     async def _begin(self, *, timeout_s: float) -> None:
         """Starts the process and returns when it is ready.
 
-        On a shared GPU, a server ends if another process frees memory while the server measures what is free. It is then restarted.
+        On a shared GPU, a server ends if another process frees memory while the server measures what is free. In this case, it is
+        restarted.
 
         Raises `ServingError`, with the cause from the log, if the process dies or `timeout_s` passes.
         """
@@ -231,7 +232,7 @@ class ServerProcess(ABC):
                 f"{self._what} was not ready after {timeout_s:g} s; its log ends with: {cause}\n  all of its output: {self.log_path}"
             ) from None
         except ServingError:
-            await self.was_killed()  # recorded before the process is stopped
+            await self.was_killed()  # records the signal before the process is stopped
             await self.stop()
             raise
         except LaunchError as error:
@@ -267,9 +268,9 @@ class ServerProcess(ABC):
 def launch_command(
     config: ServingConfig | JudgeServerConfig, arguments: Mapping[str, str], flags: Sequence[str], *, cpu_threads: int | None
 ) -> list[str]:
-    """Returns the command of a vLLM server that dies with its parent: with `arguments` and `flags`, and those that all servers get.
+    """Returns the command of a vLLM server that dies with its parent.
 
-    `cpu_threads`: of the engine on CPU; None means a GPU.
+    It contains `arguments`, `flags` and the options that all servers get. `cpu_threads`: threads of the engine on CPU; None means a GPU.
     """
     launch = [PYTHON, "-P", "-m", "agentrl.serving.launch", "--driver-pid", PARENT]
     common = {
@@ -287,7 +288,7 @@ def launch_command(
     else:
         launch += ["--cpu-threads", str(cpu_threads)]
         common["--kv-cache-memory-bytes"] = str(int(config.kv_cache_gb * 2**30))
-        # The minimum of its CPU kernels. Only complete blocks are shared between requests; with vLLM's default of 128 tokens, about
+        # The minimum of vLLM's CPU kernels. Only complete blocks are shared between requests: with vLLM's default of 128 tokens, about
         # a turn, requests would recompute most of their context.
         common["--block-size"] = "32"
         options.append("--enforce-eager")  # compilation takes minutes and gains nothing at this model size
@@ -297,8 +298,8 @@ def launch_command(
 def server_environment(scratch: str, *, cpu_threads: int | None, alone: bool = False) -> dict[str, str]:
     """Returns the variables that a vLLM server's environment adds to that of its host.
 
-    `scratch`: path of an empty folder. `cpu_threads`: of the engine on CPU; None means a GPU. `alone`: no other process computes at the
-    same time.
+    `scratch`: path of an empty folder. `cpu_threads`: threads of the engine on CPU; None means a GPU. `alone`: whether no other process
+    computes at the same time.
     """
     common = {
         "VLLM_NO_USAGE_STATS": "1",
@@ -307,14 +308,14 @@ def server_environment(scratch: str, *, cpu_threads: int | None, alone: bool = F
         "TMPDIR": scratch,
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",  # the model is a folder
-        "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",  # no file of it is unpickled
+        "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",  # no file of the model is unpickled
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
         "PYTHONUNBUFFERED": "1",
     }
     if cpu_threads is None:
         return common
     return common | {
-        # The worker runs in the engine's process: no second spawn, no shared-memory queue to poll.
+        # The worker runs in the engine's process, which avoids a second spawn and polling of a shared-memory queue.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         # Even with --enforce-eager one helper would be compiled with g++ during the first request.

@@ -19,7 +19,7 @@ from agentrl.serving.weight_state import WeightState
 from agentrl.version.model_folder import check_model_files
 
 PROBE_PRIORITY = -(1 << 62)
-"""Priority of a probe: before every completion (`agentrl.serving.client.request_priority`)."""
+"""Priority of a probe, which comes before every completion (`agentrl.serving.client.request_priority`)."""
 WRITE_TOKENS = 16
 """Tokens sampled at the start to measure the time per token."""
 _SAMPLING = {"max_tokens": 2, "temperature": 1.0, "logprobs": 0, "detokenize": False}
@@ -38,7 +38,7 @@ class VLLMServer(ServerProcess):
         name: str = "",
         launcher: Launcher | None = None,
     ) -> None:
-        """`model`: folder of policy version `version`. `name`: of one of a run's several servers; empty for the only one.
+        """`model`: folder of policy version `version`. `name`: distinguishes a run's servers; empty if there is only one.
         `launcher`: as for `ServerProcess`.
         """
         self.run_dir = run_dir.resolve()
@@ -60,14 +60,14 @@ class VLLMServer(ServerProcess):
 
     @property
     def url(self) -> str:
-        """`http://host:port`. Raises `ServingError` before the server is started."""
+        """`http://host:port`. Raises `ServingError` if the server is not started."""
         return self.control.url
 
     async def start(self) -> None:
         """Starts the process and returns when it has sampled a token.
 
-        Raises `UserError` for what the user can change (model folder, port, installation), and `ServingError`, with the cause from the log,
-        if the process dies or `serving.startup_timeout_s` passes.
+        Raises `UserError` for a problem that the user can fix (model folder, port, installation), and `ServingError`, with the cause from
+        the log, if the process dies or `serving.startup_timeout_s` passes.
         """
         if self._process is not None:
             raise ServingError("the inference server is already started")
@@ -83,7 +83,7 @@ class VLLMServer(ServerProcess):
         return not self._condemned and await super().alive()
 
     async def stage(self, folder: Path) -> None:
-        """Returns when the server's host has a folder of the run. No effect with a shared disk. Raises `ServingError`."""
+        """Returns when a folder of the run is on the server's host. Does nothing if the disk is shared. Raises `ServingError`."""
         process = self._process
         if process is not None and folder.is_relative_to(self.run_dir):
             try:
@@ -122,7 +122,7 @@ class VLLMServer(ServerProcess):
         }
         if self.images is not None:
             arguments |= SERVER_ARGUMENTS
-        # No limit on logprobs per token: the engine dies of a request above its limit.
+        # No limit on logprobs per token, because the engine dies if a request exceeds its limit.
         return launch_command(serving, arguments, ["--max-logprobs=-1", "--enable-scale-out"], cpu_threads=self._threads)
 
     def _environment(self) -> dict[str, str]:
@@ -137,7 +137,7 @@ class VLLMServer(ServerProcess):
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of the longest prompt."""
+        """The number of tokens of the longest prompt."""
         return self.recipe.policy.max_model_len
 
     async def _measure(self, control: ControlPlane) -> None:

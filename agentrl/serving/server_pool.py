@@ -1,8 +1,8 @@
 """One policy on several servers. An episode stays with the server that has its context cached, unless that server is lost.
 
-Staleness stays bounded: `version` is what all answering servers have reached, and what rollouts wait for. A server with an older version
-(it started while the others swapped) gets no request until it has caught up. So whatever is sampled after `version` was n was sampled
-with n or newer weights.
+Staleness stays bounded: rollouts wait for `version`, which all answering servers have reached. A server with an older version, because it
+started while the others swapped, gets no request until it has caught up. So after `version` is n, every token is sampled with version n or
+a newer one.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ class _Placed:
 
     task_key: str
     replica: int | None = None  # None before its first request
-    tokens: int = 0  # of its longest context so far
+    tokens: int = 0  # tokens of its longest context so far
 
 
 class EpisodeRouter:
     """Tracks which episode is on which replica. It does no I/O, so a choice and its record are atomic.
 
-    An episode stays on its replica while the replica can serve. Otherwise it goes to a replica that has an episode of the same task, whose
-    prompt is cached there, unless that one is ahead of the least loaded replica by more than `apart` contexts of this length. A replica's
-    load is the tokens of the longest context of each of its episodes, including those that wait for tools.
+    An episode stays on its replica while the replica can serve. Otherwise it goes to a replica that has an episode of the same task,
+    because the prompt is cached there. If that replica's load is larger than the smallest load by more than `apart` contexts of this
+    length, the episode goes to the least loaded replica. A replica's load is the sum of the longest context, in tokens, of each of its
+    episodes, including episodes that wait for tools.
     """
 
     def __init__(self, replicas: int, *, apart: int) -> None:
@@ -56,7 +57,7 @@ class EpisodeRouter:
         self._tasks: dict[str, Counter[int]] = {}  # task -> replica -> its episodes there
 
     def begin(self, episode_id: str, task_key: str) -> None:
-        """Registers an episode, which its first request places. Replaces an earlier one with that id."""
+        """Registers an episode. Its first request assigns it to a replica. Replaces an earlier episode with the same id."""
         self.end(episode_id)
         self._episodes[episode_id] = _Placed(task_key)
 
@@ -73,7 +74,8 @@ class EpisodeRouter:
     def choose(self, episode_id: str, tokens: int, *, able: Sequence[int], full: Collection[int] = ()) -> int:
         """Returns the replica for a request of `tokens` tokens; the least loaded one if the episode is unknown.
 
-        `able`: replicas that may get it, at least one. `full`: replicas without room for another episode; ignored if all are full.
+        `able`: replicas that may get it, at least one. `full`: replicas that have no room for an additional episode; ignored if all are
+        full.
         """
         placed = self._episodes.get(episode_id)
         if placed is None:
@@ -120,8 +122,8 @@ class EpisodeRouter:
 class ServerPool:
     """A `PolicyServer` on `serving.replicas` supervised vLLM servers with the same weights and separate caches.
 
-    A request that a dying server never received goes to another one; requests in flight on it fail, as with a single server. A server that
-    died too often is abandoned, and `watch` raises if none is left.
+    A request that a dying server never received goes to a different server. Requests in flight on the dying server fail, as with a single
+    server. A server that died too often is abandoned, and `watch` raises if none is left.
     """
 
     def __init__(
@@ -152,7 +154,7 @@ class ServerPool:
         ]
         self._routing = EpisodeRouter(count, apart=max_load_lead(recipe))
         self._sampled = [0] * count  # tokens since the last call of `figures`
-        self._floor = -1  # a server with an older version gets no request: `version`, or less during a fall-back
+        self._floor = -1  # a server with an older version than this gets no request; it is `version`, or less during a fall-back
         self._moving = asyncio.Lock()  # one version at a time is loaded
         self._looking = asyncio.Lock()  # one waiting request looks for a server on behalf of all
         self._changed = asyncio.Condition()
@@ -169,7 +171,7 @@ class ServerPool:
 
     @property
     def cache_use(self) -> CacheUse | None:
-        """Cache use of the servers that answer. It counts as a new reading when all of them have been read again."""
+        """The cache use of the servers that answer. It counts as a new reading once all of them were read again."""
         uses = [replica.cache_use for replica in self._replicas if replica.accepts_requests and replica.cache_use is not None]
         if not uses:
             return None
@@ -220,8 +222,9 @@ class ServerPool:
     async def swap(self, version: PolicyVersion) -> SwapReport:
         """Loads a published version into one server and, if its probe agrees, into the others concurrently.
 
-        A server that dies meanwhile catches up later. One that rejects what another has loaded is replaced. Returns the longest stall and
-        the largest difference. Raises `SwapError` if the first server rejects the version three times; then all serve the old version.
+        A server that dies meanwhile catches up later. A server that rejects a version that another server loaded is replaced. Returns the
+        longest stall and the largest difference. If the first server rejects the version three times, raises `SwapError`, and all servers
+        keep the old version.
         """
         async with self._moving:
             start, former = time.perf_counter(), await asyncio.to_thread(self._registry.get, self.version)
@@ -240,7 +243,7 @@ class ServerPool:
         )
 
     async def fall_back(self, version: PolicyVersion) -> None:
-        """Serves `version`, published earlier, instead of one that the learner has retracted."""
+        """Serves the earlier version `version` instead of a version that the learner retracted."""
         async with self._moving:
             self._floor = min(self._floor, version.number)
             await self._move(version, SupervisedServer.load_or_restart)
@@ -277,7 +280,7 @@ class ServerPool:
         await asyncio.gather(*(replica.close() for replica in self._replicas))
 
     def _choose(self, episode_id: str, tokens: int) -> int | None:
-        """Returns the server for a request, None if none is able. It reads the state of all servers only to place an episode."""
+        """Returns the server for a request; None if no server may get it. Reads the state of all servers only to place an episode."""
         current = self._routing.replica(episode_id)
         if current is not None and self._is_able(current):
             return self._routing.choose(episode_id, tokens, able=(current,))
@@ -285,7 +288,7 @@ class ServerPool:
         return self._routing.choose(episode_id, tokens, able=able, full=self._full()) if able else None
 
     def _ready(self) -> list[int]:
-        """Servers that may get a request now."""
+        """Returns the servers that may get a request now."""
         return [number for number in range(len(self._replicas)) if self._is_able(number)]
 
     def _is_able(self, number: int) -> bool:
@@ -294,7 +297,7 @@ class ServerPool:
         return replica.accepts_requests and replica.version >= self._floor
 
     def _full(self) -> list[int]:
-        """Servers whose caches have no room for another episode, by the newest readings."""
+        """Returns the servers whose caches have no room for an additional episode, by the newest readings."""
         uses = [replica.cache_use for replica in self._replicas]
         return [number for number, use in enumerate(uses) if use is not None and max(use.shares) >= MAX_CACHE_USE]
 
@@ -305,7 +308,7 @@ class ServerPool:
                 await asyncio.sleep(POLL_S)
 
     async def _move(self, version: PolicyVersion, take: _Take) -> list[SwapReport]:
-        """Loads a version into every server. Raises `SwapError`; then some may have it."""
+        """Loads a version into every server. If it raises `SwapError`, some servers may have loaded the version."""
         reports = [await self._first(version, take)]
         while late := self._late(version):
             done = await asyncio.gather(*(self._follow(replica, version, take) for replica in late), return_exceptions=True)
@@ -315,7 +318,7 @@ class ServerPool:
         return [report for report in reports if report is not None]
 
     async def _first(self, version: PolicyVersion, take: _Take) -> SwapReport | None:
-        """Loads a version into one server, or into another one if it dies meanwhile."""
+        """Loads a version into one server; if that server dies meanwhile, into the next one."""
         async with in_time(self._recipe.serving.startup_timeout_s, "no inference server came back") as deadline:
             while True:
                 replica = next((replica for replica in self._replicas if replica.accepts_requests), None)
@@ -330,7 +333,7 @@ class ServerPool:
                     deadline.reschedule(asyncio.get_running_loop().time() + self._recipe.serving.startup_timeout_s)
 
     async def _follow(self, replica: SupervisedServer, version: PolicyVersion, take: _Take) -> SwapReport | None:
-        """Loads a version that another server serves. Raises `SwapError` if the version was retracted meanwhile."""
+        """Loads a version that a different server serves. Raises `SwapError` if the version was retracted meanwhile."""
         try:
             return await take(replica, version)
         except ServerLost:
@@ -343,9 +346,9 @@ class ServerPool:
             return None
 
     async def _restore(self, former: PolicyVersion | None) -> None:
-        """Restores the served version on servers that have loaded a rejected one."""
+        """Restores the served version on servers that loaded a rejected version."""
         if former is None or former.sha256 != self.sha256:
-            return  # it was retracted too, and the run falls back to another one
+            return  # it was retracted too, and the run falls back to a different version
         for replica in self._late(former):
             try:
                 await replica.load_or_restart(former)
@@ -353,7 +356,7 @@ class ServerPool:
                 replica.request_replacement(f"it cannot restore version {former.number}: {error}")
 
     def _late(self, version: PolicyVersion) -> list[SupervisedServer]:
-        """Answering servers with another version."""
+        """Returns the answering servers with a different version."""
         wanted = (version.number, version.sha256)
         return [replica for replica in self._replicas if replica.accepts_requests and (replica.version, replica.sha256) != wanted]
 
@@ -366,7 +369,7 @@ class ServerPool:
             async with self._moving:
                 version = await asyncio.to_thread(self._registry.get, self.version)
                 if version is None or version.sha256 != self.sha256:
-                    continue  # it was retracted, and the run falls back to another one
+                    continue  # it was retracted, and the run falls back to a different version
                 for replica in self._late(version):
                     try:
                         await self._follow(replica, version, SupervisedServer.load_or_restart)
@@ -374,7 +377,7 @@ class ServerPool:
                         log.warning("%s stays behind version %d: %s", replica.title, version.number, error)
 
     async def _keep(self, number: int, abandoned: list[int], on_loss: Callable[[], Awaitable[None]]) -> None:
-        """Watches one server until it is abandoned. Raises `ServingError` if it was the last one."""
+        """Watches one server until it is abandoned. Raises `ServingError` if it was the last server."""
         replica = self._replicas[number]
         try:
             await replica.watch(on_loss=on_loss)
@@ -386,7 +389,7 @@ class ServerPool:
             self._alert(f"{replica.title} is abandoned, and the run continues without it: {error}")
 
     async def _newest(self) -> PolicyVersion | None:
-        """Returns the version that a restarted server loads: what the others serve, or if none answers, what a single server would load."""
+        """Returns the version for a restarted server: what the others serve, or if none answers, what a single server would load."""
         current = await asyncio.to_thread(self._registry.get, self.version)
         if any(replica.accepts_requests for replica in self._replicas) and current is not None and current.sha256 == self.sha256:
             return current
@@ -403,9 +406,10 @@ class ServerPool:
 
 
 def max_load_lead(recipe: Recipe) -> int:
-    """Returns how many contexts a server may be ahead and still get an episode of a task that it has.
+    """Returns by how many contexts a server's load may exceed the smallest load while it still gets episodes of its tasks.
 
-    That is a group, so groups stay together, but at most the server's share of the episodes in flight, so a few large groups are split.
+    The limit is one group, so that groups stay together, but at most the server's share of the episodes in flight, so that a few large
+    groups are split.
     """
     rollout, servers = recipe.rollout, recipe.serving.replicas
     in_flight = min(rollout.concurrency, rollout.group.size * rollout.groups_per_step)

@@ -1,4 +1,4 @@
-"""A supervised vLLM server: the policy as rollouts see it, while its server may die, restart and load new weights."""
+"""A supervised vLLM server: rollouts see one policy, although its server may die, restart and load new weights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ServerLost(SwapError):
 
 @asynccontextmanager
 async def in_time(seconds: float, problem: str) -> AsyncIterator[asyncio.Timeout]:
-    """Context whose block raises `ServerDied` with `problem` after `seconds`, or the time that it sets."""
+    """Context that raises `ServerDied` with `problem` if the block takes longer than `seconds`, or the deadline that it sets."""
     try:
         async with asyncio.timeout(seconds) as deadline:
             yield deadline
@@ -52,7 +52,8 @@ class SupervisedServer:
     """A `PolicyServer` on a supervised vLLM server. Requests wait while the server restarts.
 
     `version` is the number of the serving version. After `_RESTARTS` restarts in a row it raises `ServingError`. `ServerPool` uses
-    several of these without waiting for a successor: `accepts_requests`, `try_generate`, `load_version`, `load_or_restart`.
+    several of these servers and does not wait for successors. It calls `accepts_requests`, `try_generate`, `load_version`,
+    `load_or_restart`.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class SupervisedServer:
         that a restarted server loads; None uses `version_to_serve`. `alert`: called with a message for the user when a server is restarted.
         """
         self.version = -1
-        self.sha256 = ""  # of its weights: a resumed learner may publish the same number again
+        self.sha256 = ""  # hash of its weights, because a resumed learner may publish a number again
         self._restarts = Restarts()
         self.cache_use: CacheUse | None = None
         self._recipe, self._run_dir, self._registry = recipe, run_dir, registry
@@ -78,7 +79,7 @@ class SupervisedServer:
         self.title, self._launcher = server_title(name), launcher
         self._nccl = recipe.serving.weight_transfer.ref == "nccl"
         self._server: VLLMServer | None = None
-        self._gone: VLLMServer | None = None  # the server, once found dead
+        self._gone: VLLMServer | None = None  # the server, after a check showed that it is dead
         self._client: TokenClient | None = None
         self._channel: WeightChannel | None = None
         self._ready = asyncio.Event()
@@ -88,8 +89,9 @@ class SupervisedServer:
     async def start(self, version: PolicyVersion, *, await_probe: bool = False) -> None:
         """Starts a server with the weights of `version`, and admits requests when the probe agrees.
 
-        A version 0 that was copied from a model of no run has no probe, and is served without one. An adapter is swapped into a server that
-        was started with version 0. `await_probe` waits until the learner, which is starting, has written the probe of version 0.
+        If version 0 is a copy of a model that no run produced, it has no probe, and is served without a comparison. An adapter is swapped
+        into a server that was started with version 0. `await_probe` waits until the learner, which is starting, has written the probe of
+        version 0.
 
         Raises `ServingError` if the server does not start or the probe disagrees, and `SwapError` if the adapter is rejected.
         """
@@ -130,7 +132,7 @@ class SupervisedServer:
 
     @property
     def restarts(self) -> int:
-        """Restarts so far."""
+        """The number of restarts so far."""
         return self._restarts.total
 
     @property
@@ -200,7 +202,7 @@ class SupervisedServer:
         return report
 
     async def fall_back(self, version: PolicyVersion) -> None:
-        """Returns to `version`, published earlier, after the serving one was retracted by the learner or rejected by the gate."""
+        """Returns to the earlier version `version`, after the learner retracted the serving version or the gate rejected it."""
         if self._can_swap(version):
             await self.swap(version)
             return
@@ -217,7 +219,7 @@ class SupervisedServer:
         return report
 
     async def load_or_restart(self, version: PolicyVersion) -> SwapReport | None:
-        """Swaps a version in as `load_version` does, or restarts the server with it if it cannot be swapped in; then there is no report."""
+        """Swaps a version in as `load_version` does. If it cannot be swapped in, restarts the server with it and returns None."""
         if self._can_swap(version):
             return await self.load_version(version)
         await self._start_with(version)
@@ -247,7 +249,7 @@ class SupervisedServer:
             await self.start(version)
 
     async def _with_successor(self, take: Callable[[PolicyVersion], Awaitable[_Taken]], version: PolicyVersion) -> _Taken:
-        """Calls `take`, and again for the server's successor if the server dies meanwhile."""
+        """Calls `take`. If the server dies meanwhile, calls it again for the server's successor."""
         while True:
             server = await self._opened_server()
             try:
@@ -292,7 +294,7 @@ class SupervisedServer:
         return self._server
 
     async def _replaced(self, server: VLLMServer) -> None:
-        """Returns when `watch` has started to replace `server`, or `server` turns out to be alive."""
+        """Returns when `watch` has started to replace `server`, or when `server` is found to be alive."""
         async with in_time(self._recipe.serving.startup_timeout_s, "the inference server died and was not replaced"):
             while self._server is server and self._ready.is_set() and not await server.alive():
                 await asyncio.sleep(_WATCH_S)
@@ -321,12 +323,12 @@ class SupervisedServer:
             if self._server is not server or not self._ready.is_set():
                 continue  # `fall_back` is restarting it
             self._ready.clear()
-            server.kill()  # a swap that waits for a silent server ends, and with it the lock that it holds
+            server.kill()  # ends a swap that waits for a silent server, which releases the lock
             async with self._busy:
                 await self._replace(server.end_reason, on_loss)
 
     async def _replace(self, reason: str, on_loss: Callable[[], Awaitable[None]]) -> None:
-        """Starts the server's successor, and another one if it is killed while it starts. Raises `ServingError` if it cannot start."""
+        """Starts the server's successor. Tries again if it is killed while it starts. Raises `ServingError` if it cannot start."""
         while True:
             failures = self._restarts.failed()
             if failures > _RESTARTS:
@@ -356,7 +358,7 @@ class SupervisedServer:
         await self._stop()
 
     async def _prove(self, server: VLLMServer, version: PolicyVersion, *, await_probe: bool) -> None:
-        """Compares a new server's logprobs with the probe of its version. Raises `ServingError`."""
+        """Compares a new server's logprobs with the probe of its version. Raises `ServingError` if they disagree."""
         folder, serving = self._run_dir / version.folder, self._recipe.serving
         until = asyncio.get_running_loop().time() + serving.startup_timeout_s
         while (probe := read_probe(folder)) is None and await_probe:
@@ -389,7 +391,7 @@ class SupervisedServer:
         self._ready.clear()  # a restart may have admitted requests while `fall_back` waited for it
         if not self._name:
             withdraw_server(self._run_dir)
-        closing, self._channel, self._client = (self._channel, self._client), None, None  # requests see that it is gone
+        closing, self._channel, self._client = (self._channel, self._client), None, None  # requests then detect that it is gone
         for part in closing:
             if part is not None:
                 await part.close()
@@ -414,7 +416,7 @@ async def _cache_use(server: VLLMServer, reading: int) -> CacheUse | None:
 
 
 def open_channel(config: ServingConfig, server: VLLMServer, *, registry_folder: Path) -> WeightChannel:
-    """Returns the weight channel in a recipe, on one server. Raises `PluginError`."""
+    """Returns the recipe's weight channel for one server. Raises `PluginError`."""
     channel: WeightChannel = parts.make_part(parts.CHANNEL, config.weight_transfer, server, registry_folder=registry_folder)
     return channel
 

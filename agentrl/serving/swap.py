@@ -25,7 +25,7 @@ class HotSwap(ABC):
     """Base class of weight channels on one server.
 
     The engine pauses between two steps, loads and resumes; requests in flight continue with the new weights, and their version spans record
-    where. On any failure the last good version is restored; if that fails too, the server counts as dead (`VLLMServer.alive`).
+    the change. On any failure the last good version is restored; if that fails too, the server counts as dead (`VLLMServer.alive`).
     """
 
     def __init__(self, server: VLLMServer, *, registry_folder: Path) -> None:
@@ -39,7 +39,7 @@ class HotSwap(ABC):
         """Closes nothing."""
 
     async def swap(self, version: PolicyVersion, folder: Path, probe: Probe, *, max_abs_diff: float, timeout_s: float) -> SwapReport:
-        """Swaps `version` in. Raises `SwapError` if it is rejected; then its predecessor keeps serving.
+        """Swaps `version` in. If it is rejected, raises `SwapError`, and its predecessor keeps serving.
 
         A version is rejected if its file does not match its record, if loading fails or takes longer than `timeout_s`, or if a probe
         logprob differs by more than `max_abs_diff` nats. Requests that sampled from rejected weights fail with `ServingError`.
@@ -107,7 +107,7 @@ class HotSwap(ABC):
 
 
 class FileWeightChannel(HotSwap):
-    """A `WeightChannel` whose server maps version folders from the run folder, or from its host's mirror of it."""
+    """A `WeightChannel` whose server maps version folders from the run folder, or from a mirror of it on its host."""
 
     def __init__(self, server: VLLMServer, *, registry_folder: Path, store: str = "") -> None:
         """`store`: the object store from which the server's host fetches versions (`agentrl.cluster.object_store`)."""
@@ -115,7 +115,7 @@ class FileWeightChannel(HotSwap):
         self._update_open = False  # the server's update has not ended
 
     async def _load(self, number: int, folder: Path) -> None:
-        """Loads one version into the paused server: its delta if that fits the server's weights, otherwise the whole file."""
+        """Loads one version into the paused server: its delta if it fits the server's weights, otherwise the complete file."""
         if (folder / deltas.WEIGHTS).exists() or not (folder / deltas.DELTA_RECORD).exists():
             await self._update(number, folder, _file_sizes(folder))
             return

@@ -1,7 +1,7 @@
-"""HTTP/1.1 requests to one server over persistent connections, among them every turn of thousands of episodes.
+"""HTTP/1.1 requests to one server over persistent connections. They include every turn of thousands of episodes.
 
-A general HTTP client takes a millisecond of CPU time per request and searches all of its connections. Here free connections are a stack,
-and only h11 is between a request and the socket.
+A general HTTP client takes a millisecond of CPU time per request and searches all of its connections. This module
+keeps free connections in a stack and uses only h11 between a request and the socket.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from agentrl.errors import ServingError
 from agentrl.serving.access import auth_headers as access
 
 MAX_ANSWER_BYTES = 256 << 20
-"""Limit of one answer; the longest completion with the largest supports takes some tens of MiB."""
+"""Maximum bytes of one answer. The longest completion with the largest supports takes some tens of MiB."""
 IDLE_S = 10.0
-"""Seconds after which a free connection is not used again; the server drops it after 30 s, and a request on a closing one would be lost."""
+"""Seconds after which a free connection is not used again. The server drops it after 30 s, and a request sent then would be lost."""
 _MAX_HEAD = 64 << 10
 
 
@@ -31,7 +31,7 @@ class HttpTransport:
     """Requests to one `http://host:port`, at most `max_connections` at once; others wait. Use it from one event loop."""
 
     def __init__(self, url: str, *, key: str = "", max_connections: int, what: str = "the inference server") -> None:
-        """`key`: of the server (`agentrl.serving.access`); empty means that it needs none. `what`: the server in error messages."""
+        """`key`: the server's key (`agentrl.serving.access`); empty means that it needs none. `what`: the server's name in errors."""
         parts = urlsplit(url)
         self.url, self._what = url, what
         self.closed = False
@@ -39,14 +39,14 @@ class HttpTransport:
         self._head = [(b"host", parts.netloc.encode())]
         self._head += [(name.encode(), value.encode()) for name, value in access(key).items()]
         self._slots = asyncio.Semaphore(max_connections)
-        self._free: deque[tuple[float, _Connection]] = deque()  # with the time since when; newest last
+        self._free: deque[tuple[float, _Connection]] = deque()  # with the time since which each is free; newest last
         self._busy: set[_Connection] = set()
 
     async def request(self, method: str, path: str, body: bytes = b"", *, last: bool = False) -> tuple[int, bytes]:
         """Returns status and content of the answer; the caller sets the deadline. A cancellation closes the connection.
 
-        `body`: JSON. `last`: no other request uses the connection. Raises `UnsentError` if the server cannot be reached or this end is
-        closed, and `ServingError` if the connection breaks later or the answer is not HTTP.
+        `body`: JSON. `last`: whether this is the last request on its connection. Raises `UnsentError` if the server cannot be reached or
+        this transport is closed, and `ServingError` if the connection breaks later or the answer is not HTTP.
         """
         async with self._slots:
             connection = self._reuse() or await self._open()
@@ -129,7 +129,7 @@ class _Connection(asyncio.Protocol):
         return await self._answer
 
     def reset(self) -> bool:
-        """Prepares it for another exchange; False if the server wants it closed or sent extra data."""
+        """Prepares the connection for the next exchange. Returns False if the server wants it closed or sent extra data."""
         self._answer, self._status, self._content = None, 0, bytearray()
         if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE or self._http.trailing_data[0]:
             return False  # extra data would become part of the next answer

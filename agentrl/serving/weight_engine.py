@@ -1,9 +1,9 @@
 """The file weight channel's engine inside vLLM: maps a version's safetensors files and loads them in place, on CPU and GPU.
 
-A version is checked completely before the first parameter is touched, because vLLM's layerwise reload starts by moving parameters away:
-after a rejected file the old weights serve. A delta (`agentrl.version.deltas`) is applied to a copy of its parent's file, and the result
-must have the published checksum. An adapter is merged while it is loaded, into the weights that the server was started with. So requests
-name no adapter, and decoding costs the same as without adapters.
+A version is checked completely before the first parameter is touched, because vLLM's layerwise reload starts by moving parameters away. So
+if a file is rejected, the old weights keep serving. A delta (`agentrl.version.deltas`) is applied to a copy of its parent's file, and the
+result must have the published checksum. An adapter is merged while it is loaded, into the weights that the server was started with. So
+requests do not refer to an adapter, and decoding costs the same as without adapters.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from agentrl.version import deltas
 from agentrl.version.adapters import Adapter, read_adapter, read_tensors
 from agentrl.version.weight_files import WeightCopy, check_same_shapes, checked_weight_paths, tensor_shapes
 
-EMBEDDING = ".embed_tokens.weight"  # of a model of text: model.embed_tokens.weight
+EMBEDDING = ".embed_tokens.weight"  # in a text model: model.embed_tokens.weight
 LM_HEAD = "lm_head.weight"
 
 
 @dataclass
 class FileInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM's types are not followed
-    """The folder that versions may be loaded from; set once, after the server has started."""
+    """The folder from which versions may be loaded. It is set once, after the server has started."""
 
     versions_folder: str
 
@@ -44,7 +44,7 @@ class FileUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):  # type: ignore[misc]
-    """Loads versions from files: whole models, deltas, or adapters to the first version. One `update_weights` call loads one version."""
+    """Loads versions from files: complete models, deltas, or adapters to the first version. One `update_weights` call loads one version."""
 
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo

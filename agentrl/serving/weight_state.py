@@ -1,4 +1,4 @@
-"""The driver's state of a server's weights, which token client and weight channel share."""
+"""The driver's record of a server's weights, which its token client and its weight channel share."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class WeightState:
         self._end_probation()
 
     def refuse(self) -> None:
-        """Rejects the version on probation, if any: everything it sampled is void."""
+        """Rejects the version on probation, if there is one. All tokens that it sampled are invalid."""
         if self._probation is not None:
             self._rejected.add(self._probation)
         self.cache_salt = _salt(self.number)

@@ -1,4 +1,4 @@
-"""Builds the parts of a run that a rollout worker has, too: the runners of episodes and groups, and the policy's servers."""
+"""Builds the parts of a run that a rollout worker also has: the runners of episodes and groups, and the policy's servers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ log = logging.getLogger(__name__)
 
 
 def fault_rate(recipe: Recipe) -> FaultRate:
-    """Returns the fault rate of all attempts in flight, including those of a gate with its own server, because a dead daemon fails both."""
+    """Returns the fault rate of all attempts in flight.
+
+    It includes the attempts of a gate with a separate server, because a dead daemon affects both.
+    """
     return FaultRate(concurrency=recipe.max_concurrent_episodes)
 
 

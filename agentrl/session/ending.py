@@ -1,6 +1,6 @@
-"""Reports how a run failed: one error and one cause in a few lines. The traceback goes to the driver's log.
+"""Reports why a run failed: one error and one cause in a few lines. The traceback goes to the driver's log.
 
-An error raised while handling another one is logged and never replaces it.
+An error that is raised while an earlier error is handled is logged, and never replaces the earlier error.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from agentrl.session.folder import check_disk
 log = logging.getLogger(__name__)
 
 DRIVER_LOG = "logs/driver.log"
-_MAX_CHARS = 100_000  # characters
+_MAX_CHARS = 100_000  # maximum characters of a message
 _ROOM_S, _ROOM_LOOK_S = 86_400.0, 1.0
-"""Seconds that a run waits for room on its disk, and between two looks at it."""
+"""Maximum seconds that a run waits for space on its disk, and seconds between two checks of the disk."""
 _CROWDED = 16 << 20
 """Free bytes on a run's disk below which a failure is attributed to the full disk. The smallest checkpoint is larger."""
 
 
 @contextmanager
 def warn_on_error(folder: Path, doing: str) -> Iterator[None]:
-    """Runs a step on which no result depends. An error in it becomes a warning, and its traceback goes to the driver's log."""
+    """Runs a block on which no result depends. An error in the block becomes a warning, and its traceback goes to the driver's log."""
     try:
         yield
     except Exception as second:
@@ -43,8 +43,11 @@ def warn_on_error(folder: Path, doing: str) -> Iterator[None]:
 
 @asynccontextmanager
 async def closing_stack(folder: Path) -> AsyncIterator[AsyncExitStack]:
-    """An exit stack whose errors on closing go to the driver's log. If the block succeeded, they become a warning, because its results are
-    complete and only open resources may be left behind. A cancellation is raised."""
+    """Yields an exit stack whose errors on closing go to the driver's log.
+
+    If the block succeeded, the errors become a warning, because its results are complete and only open resources may be left behind. A
+    cancellation is raised.
+    """
     body: BaseException | None = None
     try:
         async with AsyncExitStack() as stack:
@@ -97,7 +100,10 @@ def append_driver_log(folder: Path, what: str, error: BaseException | None = Non
 
 
 def ended_by_user(error: BaseException) -> bool:
-    """Whether a user stopped the command, and nothing else failed. A KeyboardInterrupt of user-supplied code does not get here."""
+    """Whether a user stopped the command, and nothing else failed.
+
+    A KeyboardInterrupt from user-supplied code does not reach this function.
+    """
     return all(isinstance(leaf, asyncio.CancelledError | KeyboardInterrupt) for leaf in group_members(error))
 
 
@@ -105,7 +111,7 @@ def report_error(error: BaseException, *, folder: Path | None = None, go_on: str
     """Prints on standard error why a command failed, with one cause, and returns the exit code.
 
     Args:
-        folder: the run folder, whose `logs/driver.log` gets the traceback. Without it, the traceback of a bug is printed.
+        folder: the run folder, whose `logs/driver.log` gets the traceback. If it is None, the traceback of a bug is printed.
         go_on: the command that continues the run, if there is one.
     """
     cause = main_error(error)
@@ -132,9 +138,9 @@ def is_disk_full(error: BaseException, folder: Path) -> bool:
 
 
 def pause_until_room(error: BaseException, folder: Path) -> None:
-    """Reports that a run pauses because its disk is full, and returns when the disk has room again.
+    """Reports that a run pauses because its disk is full, and returns when the disk has space again.
 
-    Raises `error` if it has none within a day.
+    Raises `error` if the disk has no space within a day.
     """
     until = time.monotonic() + _ROOM_S
     append_driver_log(folder, "the run pauses, because its disk is full", error)
@@ -171,7 +177,7 @@ def _words(cause: BaseException, folder: Path | None) -> list[str]:
     ]
     if not _crowded(folder):
         return [f"failed: {lines[0]}", *lines[1:]]
-    # The full disk may appear as another error: a library reports a broken file, and the kernel kills writers to mapped memory.
+    # A full disk may appear as a different error: a library reports a broken file, and the kernel kills writers to mapped memory.
     return [f"failed: {_disk(folder)}, which is the likely cause: {lines[0]}", "  fix: free space there; finished work is kept"]
 
 

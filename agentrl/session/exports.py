@@ -27,7 +27,7 @@ _ROWS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What an export has written."""
+    """The result of an export."""
 
     folder: Path
     files: int
@@ -38,9 +38,9 @@ class Exported:
 def export_episodes(
     run_dir: Path, to: Format, out: Path | None = None, *, query: EpisodeQuery, progress: Progress = lambda done, total: None
 ) -> Exported:
-    """Writes the matching episodes of a run to a folder, `exports/FORMAT` of the run folder by default. Files are replaced.
+    """Writes the matching episodes of a run to a folder, by default `exports/FORMAT` in the run folder. Existing files are replaced.
 
-    Raises `UserError` if no episode matches, and `StoreError` for a damaged one.
+    Raises `UserError` if no episode matches, and `StoreError` if an episode is damaged.
     """
     folder = out or _default_folder(run_dir, to)
     with EpisodeIndex(run_dir, timeout_s=300.0) as index:
@@ -64,7 +64,10 @@ def export_episodes(
 
 
 def _default_folder(run_dir: Path, to: str) -> Path:
-    """Returns the folder of exports in a run folder. Raises `UserError` if a link in it leads elsewhere: the run may be a stranger's."""
+    """Returns the folder of exports in a run folder.
+
+    Raises `UserError` if a link in it leads outside of it, because the run may come from a third party.
+    """
     folder = run_dir / FOLDER / to
     if not folder.resolve().is_relative_to(run_dir.resolve()):
         raise UserError(f"{run_dir / FOLDER} is a link to a folder outside of the run", fix="give a folder with --out")
@@ -78,7 +81,7 @@ def _counted(records: Iterable[EpisodeRecord], total: int, progress: Progress) -
 
 
 def _write_logs(index: EpisodeIndex, numbers: list[int], folder: Path, run: str, progress: Progress) -> int:
-    """Writes a log for each step of training and each evaluation, and returns their number."""
+    """Writes a log for each training step and each evaluation, and returns the number of logs."""
     parts: list[tuple[str, int]] = []
     for start in range(0, len(numbers), _ROWS):
         parts += [(_part(row.phase, row.step), row.number) for row in index.rows(numbers[start : start + _ROWS])]
@@ -93,7 +96,7 @@ def _write_logs(index: EpisodeIndex, numbers: list[int], folder: Path, run: str,
 
 
 def _part(phase: str, step: int | None) -> str:
-    """Returns the name of a log. A phase of a third party's run may be any text."""
+    """Returns the name of a log. In a third party's run, a phase may be any string."""
     if phase != "train":
         return f"evaluation-{safe_name(phase)}"
     return "train-open" if step is None else f"train-{step:06d}"

@@ -1,6 +1,6 @@
-"""Run folders: their names, locks, and how a run was started.
+"""Run folders: their names, their locks, and the record of how a run was started.
 
-`run.json` stores the overrides that a run was started with. A resumed run uses them again; new overrides replace them.
+`run.json` stores the overrides with which a run was started. A resumed run uses them again, unless new overrides replace them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from agentrl.plugins.parts import Part
 
 _RECIPE, _STARTED = "recipe.json", "run.json"
 _FREE_BYTES = 1 << 30
-_LARGEST = 16 << 20  # bytes of run.json
+_LARGEST = 16 << 20  # maximum bytes of run.json
 _SANDBOX = "sandbox.backend="
 
 
@@ -76,8 +76,8 @@ def merge_overrides(earlier: Sequence[str], later: Sequence[str]) -> tuple[str, 
 def claim_run_folder(wanted: Path | None, runs: Path, name: str, *, resume: bool, command: str, resumable: bool = True) -> Iterator[Path]:
     """Yields the run folder, with this process as its only driver: `wanted`, or the first free of `name`, `name-2`, ... in `runs`.
 
-    With `resume` it is the last of them that contains a run. Two commands that start at once get different folders. Raises `UserError` for
-    a folder that another process drives, that already contains a run, or that with `resume` contains none.
+    With `resume`, it is the last of these folders that contains a run. Two commands that start at once get different folders. Raises
+    `UserError` if another process drives the folder, if the folder already contains a run, or, with `resume`, if it contains no run.
     """
     with ExitStack() as stack:
         folder = _first_free(stack, runs, name, command) if wanted is None and not resume else wanted or _last(runs, name)
@@ -108,7 +108,11 @@ def _no_run(folder: Path) -> UserError:
 
 
 def _first_free(stack: ExitStack, runs: Path, name: str, command: str) -> Path:
-    """The lock decides between two processes that choose the same folder; the winner checks again that it is vacant."""
+    """Returns the first free folder, locked.
+
+    If two processes choose the same folder, the lock decides between them. The process that gets the lock checks again that the folder is
+    free.
+    """
     for folder in _names(runs, name):
         if not is_vacant(folder):
             continue
@@ -132,7 +136,7 @@ def _names(runs: Path, name: str) -> Iterator[Path]:
 
 
 def recorded_overrides(folder: Path) -> tuple[str, ...]:
-    """Returns the overrides that the run in a folder was started with."""
+    """Returns the overrides with which the run in a folder was started."""
     return tuple(str(item) for item in _started(folder).get("overrides", ()))
 
 
@@ -142,7 +146,7 @@ def resume_command(folder: Path) -> str:
 
 
 def check_same_command(folder: Path, verb: str) -> None:
-    """Raises `UserError` if another command created the content of a folder, which this one would damage."""
+    """Raises `UserError` if a different command created the content of a folder, because this command would damage it."""
     command = str(_started(folder).get("verb", "train"))
     if command != verb:
         raise UserError(f"{folder} was created by `agentrl {command}`", fix=f"choose another --run-dir, or use agentrl {command}")
@@ -164,7 +168,7 @@ def _started(folder: Path) -> dict[str, Any]:
 
 
 def finished_summary(folder: Path, recipe: Recipe) -> Summary | None:
-    """Returns the summary of a run that has finished under this recipe; None if it has not, or has no last step."""
+    """Returns the summary of a run that finished under this recipe; None if the run did not finish, or if it has no last step."""
     starts = read_sessions(folder)
     if not starts or starts[-1].ended != "finished" or check_resumed_recipe(folder, recipe) or recipe.steps is None:
         return None
@@ -174,8 +178,11 @@ def finished_summary(folder: Path, recipe: Recipe) -> Summary | None:
 
 
 def check_resumed_recipe(folder: Path, recipe: Recipe) -> list[str]:
-    """Returns the changed keys of a resumed run, one line each. Raises `RecipeError` for a key that `agentrl.config.section.resumable` does
-    not list, because data sampled under one recipe must not be trained under another."""
+    """Returns the changed keys of a resumed run, one line for each.
+
+    Raises `RecipeError` if `agentrl.config.section.resumable` does not list a changed key, because data sampled under one recipe must not
+    be trained under a different one.
+    """
     before, after = _flat(load(folder / _RECIPE)), _flat(recipe)
     keys = [key for key in (*before, *(key for key in after if key not in before)) if before.get(key) != after.get(key)]
     changes = {key: f"{key} {before.get(key)} -> {after.get(key)}" for key in keys}
@@ -226,7 +233,7 @@ def write_start(folder: Path, recipe: Recipe, start: RunStart) -> None:
     }
     files.write_atomically(folder / _STARTED, json.dumps(started, indent=2) + "\n")
     if start.verb == "train":
-        record_start(folder)  # first, so that no earlier session counts as finished under this recipe
+        record_start(folder)  # recorded first, so that no earlier session counts as finished under this recipe
     files.write_atomically(folder / _RECIPE, recipe.model_dump_json(indent=2) + "\n")
 
 

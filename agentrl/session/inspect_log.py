@@ -1,8 +1,8 @@
 """Writes `.eval` logs, which the viewer of inspect_ai opens: one file for each learner step or evaluation, one sample for each attempt.
 
 A log is a zip file of JSON (`inspect_ai.log`, version 2 of its schema): `header.json`, `summaries.json`, `_journal/start.json`, and
-`samples/ID_epoch_N.json`. The id of a sample is its group, its epoch the attempt. The metadata of a sample have, under `agentrl`, what
-inspect_ai has no field for: versions, parts of the score, and for each turn the exact token ids, logprobs and version spans.
+`samples/ID_epoch_N.json`. The id of a sample is its group, and its epoch is the attempt. The metadata of a sample contain, under `agentrl`,
+the data for which inspect_ai has no field: versions, parts of the score, and for each turn the exact token ids, logprobs and version spans.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ SCHEMA = 2
 METADATA = "agentrl"
 """Key in the metadata of a sample."""
 SCORER = "reward"
-_MOST = 1e100  # absolute value of a score that has a mean; sums and squares of larger ones overflow
-_STOPS = {"stop": "stop", "length": "max_tokens"}  # finish reason of a turn -> that of inspect_ai
-_LIMITS = {"turn_limit": "message", "token_limit": "token", "wall_limit": "time"}  # stop reason of an episode -> its limit
+_MOST = 1e100  # maximum absolute value of a score in a mean; sums and squares of larger scores would overflow
+_STOPS = {"stop": "stop", "length": "max_tokens"}  # finish reason of a turn -> finish reason in inspect_ai
+_LIMITS = {"turn_limit": "message", "token_limit": "token", "wall_limit": "time"}  # stop reason of an episode -> limit in inspect_ai
 
 
 @dataclass(slots=True, kw_only=True)
 class _Log:
-    """What is known of a log after some samples."""
+    """The state of a log after some samples."""
 
-    name: str  # of the task: the run and its step
+    name: str  # name of the task: the run and its step
     model: str
     ids: dict[str, None] = field(default_factory=dict)
     epochs: int = 1
@@ -52,7 +52,8 @@ class _Log:
 
 
 def write_log(records: Iterable[EpisodeRecord], path: Path, *, run: str, part: str) -> int:
-    """Writes the log of a step or an evaluation, and returns the number of its samples. The file is replaced once it is complete.
+    """Writes the log of a step or an evaluation, and returns the number of its samples. Replaces an existing file only when the new one is
+    complete.
 
     Args:
         run: name of the run.
@@ -63,7 +64,7 @@ def write_log(records: Iterable[EpisodeRecord], path: Path, *, run: str, part: s
         names = set[tuple[str, int]]()
         for record in records:
             sample = _sample(record)
-            if (sample["id"], sample["epoch"]) in names:  # of episodes whose ids differ only in characters that a file name cannot have
+            if (sample["id"], sample["epoch"]) in names:  # their ids differ only in characters that a file name cannot have
                 sample["id"] = f"{sample['id']}-{record.row.number}"
             names.add((sample["id"], sample["epoch"]))
             _put(archive, f"samples/{sample['id']}_epoch_{sample['epoch']}.json", sample)
@@ -77,7 +78,7 @@ def write_log(records: Iterable[EpisodeRecord], path: Path, *, run: str, part: s
 
 
 def safe_name(text: str) -> str:
-    """Returns a text of a run as part of a file name, which it may not choose: letters, digits, `-` and `_`, at most 80."""
+    """Converts a string of a run to a safe part of a file name: letters, digits, `-` and `_`, at most 80 characters."""
     return "".join(one if one.isascii() and (one.isalnum() or one in "-_") else "_" for one in text)[:80]
 
 
@@ -159,7 +160,10 @@ def _sample(record: EpisodeRecord) -> dict[str, Any]:
 
 
 def _exact(record: EpisodeRecord, others: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """Returns what inspect_ai has no field for. The tokens of a trajectory follow each other: prompt, completion, prompt, completion."""
+    """Returns the data for which inspect_ai has no field.
+
+    The tokens of a trajectory are in order: prompt, completion, prompt, completion.
+    """
     row, trajectories = record.row, record.scored.episode.trajectories
     exact = [
         {
@@ -222,5 +226,5 @@ def _output(main: Trajectory, model: str) -> dict[str, Any]:
 def _time(seconds: float) -> str:
     try:
         return datetime.fromtimestamp(max(seconds, 0.0), UTC).isoformat()
-    except (ValueError, OverflowError, OSError):  # of a stranger's run
+    except (ValueError, OverflowError, OSError):  # a third party's run may have any number
         return datetime.fromtimestamp(0, UTC).isoformat()

@@ -1,6 +1,7 @@
-"""The judges' servers of a run: started with the policy's server, restarted when they die, and stopped with it.
+"""The judges' servers of a run. They are started and stopped with the policy's server, and restarted when they die.
 
-A judge waits for its starting server, within its patience. So a dying server delays scores, but never causes a score of 0.
+A judge waits for a server that is starting, for as long as its patience allows. A server that dies therefore delays scores, but never
+causes a score of 0.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _WATCH_S = 0.5
-_MAX_RESTARTS = 5  # in a row, of one server; then its judges get an error
+_MAX_RESTARTS = 5  # maximum restarts of one server in a row; then its judges get an error
 _DECIDES = ("*.safetensors", "config.json", "tokenizer*", "chat_template*")  # files that determine a model's answers
 _CLASSIFIES = "ForSequenceClassification"
 
 
 def declare_judge_servers(recipe: Recipe, folders: Mapping[str, Path], *, weights: Mapping[str, str] | None = None) -> None:
-    """Registers the servers that will be started with the judges of this process. Raises `UserError` for a model that cannot be served.
+    """Registers the servers that will be started with the judges of this process. Raises `UserError` if a model cannot be served.
 
     Args:
         folders: model folders by server name.
@@ -70,7 +71,7 @@ def is_reward_model(config: Mapping[str, Any]) -> bool:
 
 
 def check_judge_servers_used() -> None:
-    """Raises `UserError` for a registered server that no judge uses. Call it after the recipe's verifiers are loaded."""
+    """Raises `UserError` if no judge uses a registered server. Call it after the recipe's verifiers are loaded."""
     if idle := known_servers.unused_servers():
         raise UserError(
             f"judge_servers.{idle[0]} would start a server that no judge of the recipe uses",
@@ -79,7 +80,7 @@ def check_judge_servers_used() -> None:
 
 
 def check_reward_model_vocabulary(policy: Path) -> None:
-    """Raises `UserError` for a reward model that reads the policy's tokens but has another vocabulary.
+    """Raises `UserError` if a reward model reads the policy's tokens but has a different vocabulary.
 
     Args:
         policy: folder of the policy's model.
@@ -125,7 +126,7 @@ class JudgeServers:
             folders: model folders by server name.
             folder: the run folder, for logs.
             launcher: starts the servers; None starts them on this machine.
-            alert: called with a message for the user when a server is restarted or given up.
+            alert: called with a message for the user when a server is restarted or is no longer restarted.
         """
         self._restarts = {name: Restarts() for name in folders}
         self._recipe, self._models, self._folder, self._alert = recipe, folders, folder, alert
@@ -137,7 +138,7 @@ class JudgeServers:
 
     @property
     def restarts(self) -> dict[str, int]:
-        """Restarts of each server so far."""
+        """The number of restarts of each server so far."""
         return {name: one.total for name, one in self._restarts.items()}
 
     def start(self) -> None:
@@ -145,7 +146,7 @@ class JudgeServers:
         self._watching = [asyncio.create_task(self._keep(name), name=f"judge server {name}") for name in self._models]
 
     async def ready(self) -> None:
-        """Waits until each server has answered. Raises the error of the first that could not be started."""
+        """Waits until each server has answered. Raises the error of the first server that could not be started."""
         for name, event in self._first.items():
             await event.wait()
             if (error := self._failed.get(name)) is not None:
@@ -166,7 +167,7 @@ class JudgeServers:
         self._running.clear()
 
     async def _keep(self, name: str) -> None:
-        """Supervises one server until it has died too often; then its judges get an error."""
+        """Supervises one server until it dies too often. Then its judges get an error."""
         known = known_servers.registered_servers()[name]
         try:
             while True:
@@ -186,7 +187,7 @@ class JudgeServers:
             self._first[name].set()
 
     async def _serve(self, name: str, known: known_servers.JudgeServer) -> str:
-        """Runs the server. Returns the reason once it has died or makes no progress."""
+        """Runs the server. When it dies or makes no progress, returns the reason."""
         from agentrl.serving.judge_server import JudgeServer
 
         server = JudgeServer(
@@ -234,9 +235,9 @@ async def running_judge_servers(
 
 @asynccontextmanager
 async def standalone_judge_servers(recipe: Recipe | None, *, root: Path) -> AsyncIterator[None]:
-    """Serves the judges of a recipe, if it has any. Their logs are kept if something fails.
+    """Serves the judges of a recipe, if it has any. If there is an error, the logs of the servers are kept.
 
-    Raises `UserError` for a model that cannot be served, and `ServingError` for a server that does not start.
+    Raises `UserError` if a model cannot be served, and `ServingError` if a server does not start.
     """
     models = {} if recipe is None else declare_judges(recipe, root=root)
     if recipe is None or not models:
@@ -251,7 +252,7 @@ async def standalone_judge_servers(recipe: Recipe | None, *, root: Path) -> Asyn
 
 
 def _hash(folder: Path) -> str:
-    """sha256 of the files that determine a model's answers."""
+    """Returns the sha256 of the files that determine a model's answers."""
     whole = hashlib.sha256()
     for path in sorted({path for pattern in _DECIDES for path in folder.glob(pattern) if path.is_file()}):
         whole.update(f"{path.name} {sha256_file(path)}\n".encode())

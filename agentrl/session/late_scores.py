@@ -1,9 +1,9 @@
-"""Late scores as their senders write them: one JSON object per score, and one answer per score.
+"""The format of late scores: senders send one JSON object per score, and get one answer per score.
 
     {"episode_id": "g12-3", "part": "review", "value": 0.5, "scored_by": "anna", "key": "review-812"}
 
-`scored_by` and `key` are optional. The default key is a hash of the other fields, so a repeated sending of the same score is recognized.
-`"replace": true` corrects an earlier value. A correction that was sent before, and itself corrected, needs another key.
+`scored_by` and `key` are optional. The default key is a hash of the other fields, so a score that is sent twice is recognized. `"replace":
+true` corrects an earlier value. If a correction was itself corrected and is to be sent again, it needs a different key.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from agentrl.records import LateScore, ScoreReceipt, codec
 
 FIELDS = ("episode_id", "part", "value", "scored_by", "key", "replace")
 ANONYMOUS = "anonymous"
-"""`LateScore.scored_by` of a score without a sender."""
+"""`LateScore.scored_by` if a score does not name its sender."""
 MAX_LINE = 64 << 10
-"""Bytes of one line of an imported file."""
+"""Maximum bytes of one line of an imported file."""
 MAX_LINES = 200_000
-_SHOWN = 300  # characters of a text in an error
-_MAX_REPORTED = 1000  # rejected lines with their reason in a report
+_SHOWN = 300  # characters of a string in an error message
+_MAX_REPORTED = 1000  # maximum number of rejected lines in a report, with their reasons
 
 
 def read_score(data: Any, *, scored_by: str = "", sent: Counter[str] | None = None) -> LateScore:
     """Returns the score in a JSON value. Raises `ScoreRejected` with the cause `malformed` or `not_finite`.
 
     Args:
-        scored_by: the sender of a score that names none.
-        sent: default keys of the corrections before it in a file; a repeated one gets another key. None for a score that stands alone.
+        scored_by: the sender, if the score does not name one.
+        sent: default keys of the earlier corrections in a file. A repeated default key is replaced by a different key. None if the score is
+            not part of a file.
     """
     fix = f"send an object with episode_id, part and value, such as {_EXAMPLE}"
     if not isinstance(data, dict):
@@ -89,7 +90,8 @@ def _brief(value: object) -> str:
 
 
 def pending_pages(store: ExperienceStore, *, limit: int, now: float, after: str = "") -> Iterator[list[dict[str, Any]]]:
-    """Yields pages of pending parts as JSON data, `limit` episodes per page. First records expiries, which works without a driver too.
+    """Yields pages of pending parts as JSON data, `limit` episodes per page. First records expiries, so that they are recorded even if no
+    driver runs.
 
     `left_s`: remaining seconds; None means no limit.
     """
@@ -100,14 +102,14 @@ def pending_pages(store: ExperienceStore, *, limit: int, now: float, after: str 
 
 
 def error_data(error: UserError) -> dict[str, Any]:
-    """Returns an error as JSON data: its cause, its message and what to do."""
+    """Returns an error as JSON data: its cause, its message and its fix."""
     cause = error.cause if isinstance(error, ScoreRejected) else "malformed"
     return {"error": {"cause": cause, "message": error.message, "fix": error.fix}}
 
 
 @dataclass(slots=True)
 class ImportReport:
-    """The result of importing a file. `rejected` has the first 1,000 of them: number of the line, cause, message, fix."""
+    """The result of importing a file. `rejected` has the first 1,000 rejected lines: number of the line, cause, message, fix."""
 
     counts: Counter[str] = field(default_factory=lambda: Counter(accepted=0, repeated=0, rejected=0))
     rejected: list[dict[str, Any]] = field(default_factory=list)
@@ -126,8 +128,8 @@ class ImportReport:
 def import_scores(store: ExperienceStore, path: Path, *, scored_by: str = "") -> ImportReport:
     """Sends the scores of a file of JSON lines to a store, in order. A rejected line does not stop the import.
 
-    An interrupted import can be repeated: its first lines are then counted as repeated, or rejected if later lines corrected them.
-    Raises `UserError` for a file that cannot be read or has more than `MAX_LINES` lines, and `StoreError`.
+    An interrupted import can be repeated. The lines that were already imported are then counted as repeated, or rejected if later lines
+    corrected them. Raises `UserError` if the file cannot be read or has more than `MAX_LINES` lines, and `StoreError`.
     """
     report, clock, sent = ImportReport(), Clock(), Counter[str]()
     try:
@@ -153,7 +155,7 @@ def import_scores(store: ExperienceStore, path: Path, *, scored_by: str = "") ->
 
 
 def parse(text: bytes) -> Any:
-    """Returns the JSON value of a text, in which numbers may be infinite or NaN. Raises `ScoreRejected` for anything else."""
+    """Returns the value of a JSON string, in which numbers may be infinite or NaN. Raises `ScoreRejected` if the string is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

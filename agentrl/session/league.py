@@ -1,7 +1,7 @@
 """The league of a run: past versions of the policy on an additional server, one at a time.
 
-The opponent changes when the policy's servers have a new version: games that start then wait until the running ones have ended and the
-server has loaded the next opponent. A version whose weights are missing or damaged leaves the league.
+The opponent changes when the policy's servers have a new version. New games then wait until the running games end and the server has loaded
+the next opponent. A version whose weights are missing or damaged leaves the league.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agentrl.version import FolderRegistry
 from agentrl.version.league import LeagueTable
 
 EVERY = 5
-"""Versions between two members of the league."""
+"""Number of versions between two members of the league."""
 CHANGE_S = 600.0
 """Seconds in which the running games must end and the next opponent must be loaded."""
 _TRIES = 3
@@ -56,7 +56,7 @@ class RunLeague:
         self._changing, self._changed = asyncio.Lock(), asyncio.Condition()
 
     async def start(self, version: PolicyVersion) -> None:
-        """Starts the server with version 0. Raises as `SupervisedServer.start` does."""
+        """Starts the server with version 0. Raises the errors of `SupervisedServer.start`."""
         base = await asyncio.to_thread(self._registry.get, 0)
         await self.server.start(base or version)
 
@@ -67,7 +67,7 @@ class RunLeague:
 
     @asynccontextmanager
     async def opponent(self) -> AsyncIterator[ServedOpponent]:
-        """Context of one game with the current opponent, which does not change meanwhile."""
+        """Yields the current opponent for one game. The opponent does not change during the game."""
         try:
             async with asyncio.timeout(CHANGE_S), self._changing:
                 if self._served.version != self._chosen_for:
@@ -87,7 +87,7 @@ class RunLeague:
         self.table.record(version, opponent, gain)
 
     async def _change(self) -> None:
-        """Draws the next opponent and loads it, once no game is running."""
+        """Draws the next opponent and loads it when no game is running."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self._games)
         version = self._served.version
@@ -105,7 +105,7 @@ class RunLeague:
         await asyncio.to_thread(self.table.save)
 
     async def _serve(self, number: int) -> str:
-        """Loads a version. Returns what prevents it."""
+        """Loads a version. Returns the reason if it cannot be loaded, or ""."""
         version = await asyncio.to_thread(self._registry.get, number)
         if version is None:
             return "it is not registered"
@@ -138,7 +138,7 @@ def open_league(
     launcher: Launcher | None = None,
     alert: Callable[[str], None],
 ) -> RunLeague | None:
-    """Returns the league of a run, which is not started yet; None if its agent needs none. Raises `UserError`."""
+    """Returns the league of a run, not started yet; None if the agent of the run needs no league. Raises `UserError`."""
     if not recipe.rollout.needs_league:
         return None
     if recipe.rollout.workers:

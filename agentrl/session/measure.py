@@ -1,4 +1,4 @@
-"""The metrics of a run: of each step from its groups, and of the whole run from its files."""
+"""The metrics of a run: the metrics of each step, computed from its groups, and of the entire run, computed from its files."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ log = logging.getLogger(__name__)
 
 EXCLUDED_FILE = "failures/left_out.jsonl"
 MAX_PARTS = 24
-"""Maximum score parts with metrics in a step. Verifiers name the parts, so there may be any number."""
-_PART_NAME = 120  # characters
+"""Maximum number of score parts with metrics in a step. Verifiers name the parts, so their number is not bounded."""
+_PART_NAME = 120  # maximum characters of a part's name
 _ALERT_BYTES = 1 << 18  # newest lines of metrics.jsonl from which the alerts of a step are computed
 _OF_ROLLOUTS = frozenset({"step_s", "tokens_per_s"})
 _OF_A_RATE = ("value", "ci_low", "ci_high", "n")
@@ -54,8 +54,8 @@ _OF_A_RATE = ("value", "ci_low", "ci_high", "n")
 def handle_interrupts(first: Callable[[], None], *, in_hand: str = "the step") -> Iterator[None]:
     """Calls `first` at the first ctrl-C or SIGTERM, and cancels the current task at the second. Restores the handlers afterwards.
 
-    If the event loop has been blocked for `HOLD_S` since the first signal that it has not handled, the next one also raises
-    KeyboardInterrupt in the code that blocks it.
+    If the event loop is blocked and has not handled a signal for `HOLD_S`, the next signal also raises KeyboardInterrupt in the code that
+    blocks the loop.
 
     Args:
         in_hand: the work that finishes after the first signal, for the message.
@@ -94,12 +94,12 @@ def step_metrics(
 ) -> dict[str, float]:
     """Returns the metrics of one learner step.
 
-    A metric without data is absent: `reward_mean` without a score, staleness without sampled tokens.
+    A metric without data is absent: `reward_mean` if there is no score, staleness if there are no sampled tokens.
 
     Args:
         report: report of the swap; None if the version never served.
         step: the learner's version before the update.
-        wall_s: None for a step that an earlier driver finished.
+        wall_s: duration of the step; None if an earlier driver finished the step.
     """
     episodes = [scored for group in groups for scored in group.episodes]
     counted = [scored for group in groups for scored in group.scored]
@@ -139,14 +139,14 @@ def step_metrics(
     update = json.loads(learner.read_text()) if learner.exists() else {}
     if wall_s and isinstance(update.get("optimizer_steps"), int | float):
         metrics["updates_per_h"] = 3600 * update["optimizer_steps"] / wall_s
-    # If both define a metric, the rollouts decide, even if their value is absent. The learner's value stays in update.json.
+    # If both define a metric, the value of the rollouts is used, even if it is absent. The learner's value stays in update.json.
     return {key: value for key, value in update.items() if isinstance(value, int | float) and key not in _OF_ROLLOUTS} | metrics
 
 
 def cancelled_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Returns the number and length of cancelled attempts, next to those that count; empty if there are none.
+    """Returns the number and length of cancelled attempts and of those that count; empty if no attempt was cancelled.
 
-    The lengths end at the cancellation; complete attempts would be longer.
+    The lengths end at the cancellation, so complete attempts would be longer.
     """
     cancelled = [one for group in groups for one in group.cancelled]
     if not cancelled:
@@ -169,7 +169,7 @@ def cancelled_metrics(groups: Sequence[Group]) -> dict[str, float]:
 def score_part_means(counted: Sequence[ScoredEpisode]) -> dict[str, float]:
     """Returns the mean of each score part over the episodes that have it, as `part/NAME`, for the `MAX_PARTS` most frequent parts.
 
-    The audit is `audit_mean`, and the mean disagreement of all judge ensembles is `judge_disagreement`.
+    The mean of the audit has the name `audit_mean`, and the mean disagreement of all judge ensembles has the name `judge_disagreement`.
     """
     values: dict[str, list[float]] = {}
     for name, value in (item for scored in counted for item in scored.score.parts.items() if math.isfinite(item[1])):
@@ -209,7 +209,7 @@ def record_excluded(folder: Path, step: int, groups: Sequence[Group]) -> None:
 
 
 def _left_out(folder: Path, steps: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Reason -> number of excluded episodes of these steps. Only the last line of a step counts, because a resumed run may repeat it."""
+    """Returns reason -> excluded episodes of these steps. Only the last line of a step counts: a resumed run may repeat the step."""
     by_step = {line["step"]: line["left_out"] for line in read_json_lines(folder / EXCLUDED_FILE)}
     excluded = [by_step[line["step"]] for line in steps if line.get("episodes_left_out") and line["step"] in by_step]
     return merge_counts(*({reason: len(ids) for reason, ids in reasons.items()} for reasons in excluded))
@@ -232,7 +232,7 @@ def save_evaluation(
     *,
     of: str = "",
 ) -> None:
-    """Adds one phase to `evaluations.json`. A split without scored episodes has no value.
+    """Adds one phase to `evaluations.json`. A split has no value if it has no scored episodes.
 
     Args:
         bounded: evaluations with bounded thinking: split -> bound -> evaluation.
@@ -259,7 +259,7 @@ def save_evaluation(
 
 
 def rename_evaluation(folder: Path, phase: str, to: str | None, *, of: str = "") -> None:
-    """Renames a phase that is not the run's result any more, and its transcripts; removes it if `to` is None or `of` is not its hash."""
+    """Renames an outdated phase and its transcripts. Removes them if `to` is None or `of` is not the hash of the phase."""
     path, transcripts = folder / "evaluations.json", folder / "episodes" / f"{phase}.jsonl"
     phases: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if (result := phases.pop(phase, None)) is None:
@@ -278,8 +278,7 @@ def _thought(most: int, result: SplitEvaluation) -> dict[str, Any]:
 
 
 def recorded_rates(folder: Path, phase: str, *, of: str, splits: Iterable[Split]) -> dict[Split, Rate] | None:
-    """Returns the recorded rates of a phase, or None if they must be measured: one is absent, or `of` (the hash of weights and settings)
-    differs."""
+    """Returns the recorded rates of a phase; None if a rate is absent or `of` (the hash of weights and settings) differs."""
     path = folder / "evaluations.json"
     recorded: dict[str, Any] = json.loads(path.read_text()).get(phase, {}) if path.exists() else {}
     wanted = {split: recorded.get(str(split), {}) for split in splits}
@@ -318,7 +317,7 @@ def summarize(
 
     Args:
         begun: the stored groups of unfinished steps.
-        ledger: the counts of the run's ledger; None if it cannot be read.
+        ledger: the counts of the run's ledger; None if the ledger cannot be read.
     """
     phases = _phases(folder)
     steps = _steps(folder / "metrics.jsonl")
@@ -392,7 +391,7 @@ def _update_failures(folder: Path) -> dict[str, int]:
 
 
 def judge_costs(folder: Path) -> dict[str, float]:
-    """Returns the requests and costs of the run's judges; empty without judges, or if their ledger cannot be read, which is logged."""
+    """Returns the requests and costs of the run's judges; empty if there are none, or if their ledger is unreadable, which is logged."""
     try:
         spent = usage_in(folder)
     except StoreError as error:
@@ -406,7 +405,7 @@ def _steps(path: Path) -> list[dict[str, Any]]:
 
 
 def _last_lines(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the last line of every step; a step that a resumed run repeated counts once."""
+    """Returns the last line of every step. A step that a resumed run repeated counts once."""
     return list({line["step"]: line for line in lines if "episodes" in line}.values())
 
 
@@ -416,7 +415,7 @@ def recorded_steps(folder: Path) -> frozenset[int]:
 
 
 def gate_problems(folder: Path, *, finished: bool) -> tuple[str, ...]:
-    """Returns why a finished run with a gate has no result: the gate promoted no version except the base policy."""
+    """Returns the reason why a finished run has no result, if its gate promoted no version except the base policy."""
     verdicts = read_verdicts(folder)
     base = {one.sha256 for one in verdicts if one.version == 0}
     if not finished or any(one.promoted and one.sha256 not in base and not is_zero_version(folder, one.version) for one in verdicts):
@@ -441,7 +440,7 @@ def weights_changed(folder: Path) -> bool:
 
 
 def _kinds(splits: Mapping[str, Any]) -> dict[str, Any]:
-    """Rates by kind of the generated held-out tasks. The real tasks may share kind names and are not included."""
+    """Returns the rates by kind of the generated held-out tasks. The real tasks may share kind names and are not included."""
     kinds: dict[str, Any] = splits.get(str(Split.HELDOUT), {}).get("by_kind", {})
     return kinds
 

@@ -69,7 +69,7 @@ def _download(model: str, key: str) -> Path:
 def copy_base_version(model: Path, target: Path, *, template: str | None = None) -> None:
     """Copies the base policy atomically into the run folder as version 0, so that later changes of the source do not affect the run.
 
-    A chat `template` of the recipe replaces the model's own, and is copied from here into every version and into the result.
+    A chat `template` of the recipe replaces the model's own. It is copied from version 0 into every version and into the result.
     """
     if target.exists():
         return
@@ -86,7 +86,8 @@ def copy_base_version(model: Path, target: Path, *, template: str | None = None)
 
 
 def copy_version(source: Path, target: Path, *, weights: str) -> None:
-    """Copies a published version atomically to another run folder: its complete weights, or adapter, and what a server needs to load them.
+    """Copies a published version atomically to a different run folder: its complete weights or adapter, and the files that a server needs
+    to load them.
 
     Raises `StoreError` if the weights are missing or damaged.
     """
@@ -103,7 +104,7 @@ def copy_version(source: Path, target: Path, *, weights: str) -> None:
 
 
 def _merge_shards(shards: list[Path], target: Path) -> None:
-    """Joins a sharded model, because a version is one weight file with one hash."""
+    """Joins the shards of a model, because a version is one weight file with one hash."""
     from safetensors.torch import load_file, save_file
 
     tensors = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
@@ -114,7 +115,7 @@ def export_model(source: Path, target: Path, *, base: Path, sampling: SamplingCo
     """Writes the policy as a Hugging Face folder (with hard links if the disk allows) and replaces an older export.
 
     An adapter version is merged with `base`, and also copied unmerged to `adapter/` next to it. `sampling`, from the run's evaluations, is
-    stored with it. Raises `StoreError` for a delta version whose base is missing.
+    stored with it. Raises `StoreError` if the base of a delta version is missing.
     """
     if not (source / ADAPTER).is_file():
         try:
@@ -140,8 +141,8 @@ def _export(
     """Copies a version's folder without the files that only the run needs.
 
     Args:
-        weights: writes the weight file; None copies the source's.
-        probe: file with the probe logprobs of these weights; None copies the source's, if it has one.
+        weights: writes the weight file; None copies the weight file of the source.
+        probe: file with the probe logprobs of these weights; None copies the file of the source, if there is one.
         sampling: written as `SAMPLING_FILE`.
     """
     partial = partial_folder(target)
@@ -164,7 +165,7 @@ def _link_or_copy(source: Path, target: Path) -> None:
         shutil.copy2(source, target)
 
 
-_WORTH_SAYING = 2 << 30  # bytes above which a note is printed above which a note is printed
+_WORTH_SAYING = 2 << 30  # bytes above which a note is printed
 _MASTERS = 12  # bytes per trained weight in a checkpoint in addition to the weight: a float32 master and two optimizer moments
 
 
@@ -180,12 +181,12 @@ class DiskSpace:
 
     @property
     def first(self) -> int:
-        """Bytes until the first step is done."""
+        """The bytes that the run needs until the first step is done."""
         return self.base + self.version + self.checkpoint
 
     @property
     def total(self) -> int:
-        """Maximum bytes, including the result."""
+        """The maximum bytes that the run needs, including the result."""
         return 2 * self.base + self.versions * self.version + self.checkpoints * self.checkpoint
 
 
@@ -206,7 +207,7 @@ def required_disk_space(recipe: Recipe, model: Path) -> DiskSpace:
 
 
 def check_disk_space(recipe: Recipe, model: Path, folder: Path) -> tuple[str, ...]:
-    """Notes on the disk space that a run needs in its folder; empty if it needs little and the disk has enough.
+    """Returns notes on the disk space that a run needs in its folder; empty if the run needs little and the disk has enough.
 
     Raises `UserError` if the first step does not fit on the disk.
     """

@@ -78,22 +78,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
-    """How far a run is in this session."""
+    """The progress of a run in this session."""
 
     stop_at: float  # learner step after which the run ends; the first ctrl-C lowers it
     end: float = field(
         init=False
-    )  # learner step after which the run is finished: the recipe's last one, or that at which an endless run is stopped
+    )  # learner step after which the run is finished: the recipe's last step, or the step at which an endless run is stopped
     learning: bool = False
     interrupted: bool = False
-    timeline: Timeline = field(default_factory=Timeline)  # its interval starts with training, and again after each step
+    timeline: Timeline = field(default_factory=Timeline)  # an interval starts with training, and after each step
 
     def __post_init__(self) -> None:
         self.end = self.stop_at
 
     @property
     def plan(self) -> str:
-        """When the training ends."""
+        """A description of when the training ends."""
         return f"{self.stop_at:.0f} steps" if math.isfinite(self.stop_at) else "until it is stopped"
 
 
@@ -125,9 +125,9 @@ class Run:
     judges: JudgeServers
     suite: Suite | None = None  # suite of the gate
     memory: RunMemory | None = None
-    gate_server: VersionServer | None = None  # with gate.server=own
-    league: RunLeague | None = None  # with rollout.agent=players and past versions as opponents
-    workers: WorkerPool | None = None  # with rollout.workers
+    gate_server: VersionServer | None = None  # only with gate.server=own
+    league: RunLeague | None = None  # only with rollout.agent=players and past versions as opponents
+    workers: WorkerPool | None = None  # only with rollout.workers
 
     @property
     def version_servers(self) -> list[VersionServer]:
@@ -141,7 +141,7 @@ class Run:
         return base
 
     async def start_serving(self, version: PolicyVersion, *, gating: bool = False, learning: bool = False) -> None:
-        """Starts the servers with a version, and builds the images of the family's sandboxes in the meantime.
+        """Starts the servers with a version, and builds the images of the family's sandboxes at the same time.
 
         Args:
             gating: whether the gate will run; otherwise its server is not started.
@@ -159,7 +159,7 @@ class Run:
         self.groups.runner.pace.set_idle_token_s(self.served.token_s)
 
     def stop_after_step(self) -> None:
-        """Ends the run after the current step, if there is one. That is the regular end of a run without a last step."""
+        """Ends the run after the current step, if there is one. A run without a last step regularly ends this way."""
         progress, serving = self.progress, self.served.version
         progress.stop_at = min(progress.stop_at, serving + 1 if progress.learning else max(serving, 0))
         if progress.learning and math.isinf(progress.end):
@@ -175,7 +175,7 @@ async def open_run(
     """Runs the slow checks, then opens the parts of a run. Closes them in reverse order.
 
     Args:
-        order: which groups the run samples, and in which order the learner takes them; None means those of the recipe.
+        order: the groups that the run samples, and the order in which the learner selects them; None means the order of the recipe.
     """
     order = order or GroupOrder.from_recipe(recipe)
     check_order(order, *(f"verifier {name}" for name in checked.scorer.late))
@@ -194,7 +194,10 @@ async def open_run(
 
 
 async def open_launcher(plan: ClusterPlan, folder: Path, *, root: Path) -> Launcher:
-    """Returns what starts the parts of a plan. Raises `UserError` if the cluster does not answer, or has no room for the plan."""
+    """Returns the launcher that starts the parts of a plan.
+
+    Raises `UserError` if the cluster does not answer, or has too few resources for the plan.
+    """
     if plan.is_local:
         return LocalLauncher(folder, root=root, devices=plan.devices, wrap=plan.wrap)
     from agentrl.cluster.ray_launcher import RayLauncher  # Ray may not be installed
@@ -225,7 +228,7 @@ async def _check_slowly(
 
 
 def _write_folder(recipe: Recipe, start: RunStart, checked: PreflightResult, tools: RunTools, *, root: Path) -> None:
-    """Creates the run folder with what the run must keep: its start, tool lists, practice files and version 0."""
+    """Creates the run folder with the data that the run must keep: its start, tool lists, practice files and version 0."""
     write_start(start.folder, recipe, start)
     save_tool_offers(tools, start.folder)
     copy_practice_files(start.folder, recipe, root=root)
@@ -318,10 +321,10 @@ def _open_groups(
 
 
 def _open_workers(run: Run, root: Path, launcher: Launcher, services: RunServices, record_event: Record) -> WorkerPool | None:
-    """Returns the rollout workers of a run, which are not started yet; None if the driver runs the episodes."""
+    """Returns the rollout workers of a run, not started yet; None if the driver runs the episodes."""
     if not run.recipe.rollout.workers:
         return None
-    from agentrl.run.worker_pool import WorkerPool  # its worker opens its parts with this package
+    from agentrl.run.worker_pool import WorkerPool  # imported late: its worker opens its parts with this package
 
     return WorkerPool(
         run.recipe,
@@ -358,7 +361,7 @@ async def _open_tracker(
 
 
 def _report_fault(loop: asyncio.AbstractEventLoop, tracker: Tracker, fault: str) -> None:
-    """Alerts about a fault of another thread."""
+    """Alerts about a fault in a different thread."""
     with suppress(RuntimeError):  # the loop has ended
         loop.call_soon_threadsafe(tracker.alert, fault)
 
@@ -394,7 +397,7 @@ async def _open_experience(
     for index in checkpoints.groups():
         if await store.has(index):  # the driver died after storing it
             await asyncio.to_thread(checkpoints.remove_group, index)
-    if recipe.store.ref == "sqlite":  # others may hold groups that are not stored yet
+    if recipe.store.ref == "sqlite":  # other stores may hold groups that are not stored yet
         await store.call(lambda store: drop_unused_images(folder, store, checkpoints))
     starts = BlockStarts(order, await store.call(lambda store: store.block_versions()))
     memory = await asyncio.to_thread(open_memory, recipe, folder, store, order, starts)

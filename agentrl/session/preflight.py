@@ -1,4 +1,4 @@
-"""The checks before a run starts anything: installed packages, the model and user-supplied code."""
+"""The checks before a run starts its parts: installed packages, the model and user-supplied code."""
 
 from __future__ import annotations
 
@@ -60,23 +60,23 @@ _COPY_PATH, _COPY_DATA = ".agentrl-copy", b"a file that is to be in the copy"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightResult:
-    """The objects that the checks before a start have opened. Nothing in it is running."""
+    """The objects that the checks before a start opened. None of them is running."""
 
     model: Path  # folder of the initial policy
     template: str | None  # a chat template that replaces the model's own, in a new run
     family: TaskFamily
     scorer: TaskScorer  # has loaded the verifiers of the first task
-    plan: ClusterPlan  # which parts start, and their GPUs
+    plan: ClusterPlan  # the parts to start, and their GPUs
     suite: Suite | None = None  # suite of the gate, if the recipe has a gate
-    withheld: WithheldTasks = field(default_factory=lambda: WithheldTasks(()))  # tasks that are never trained on
+    withheld: WithheldTasks = field(default_factory=lambda: WithheldTasks(()))  # tasks that are never used for training
     practice: PracticeSchedule | None = None  # tasks generated from cases, if the recipe has any
     group_judge: GroupJudge | None = None  # judges all attempts of a group together, if the recipe has one
     judges: Mapping[str, Path] = field(default_factory=dict)  # model folders of the judges' servers, by name
-    notes: tuple[str, ...] = ()  # alerts that do not forbid the run
+    notes: tuple[str, ...] = ()  # alerts that do not prevent the run
 
 
 def run_preflight(recipe: Recipe, folder: Path, *, root: Path, training: bool = True) -> PreflightResult:
-    """Runs all checks that take a second or two, the cheapest first. Raises `UserError`.
+    """Runs all checks that take at most a few seconds, the cheapest first. Raises `UserError`.
 
     `training`: whether a learner and the recipe's gate will start and need GPUs.
     """
@@ -147,7 +147,7 @@ def check_parts(recipe: Recipe) -> None:
 
 
 def _check_agent(recipe: Recipe) -> None:
-    """Raises `UserError` if the recipe needs something that its agent declares not to support: states between turns, or the tools of
+    """Raises `UserError` if the recipe needs a feature that its agent declares as not supported: states between turns, or the tools of
     tasks."""
     rollout = recipe.rollout
     if recipe.agent.ref in parts.AGENT.shipped:
@@ -208,7 +208,7 @@ def _check_installed(recipe: Recipe) -> None:
 
 
 def _check_known(kind: str) -> None:
-    """Raises `UserError` for a model type that the installed transformers does not know.
+    """Raises `UserError` if the installed transformers does not support the model type.
 
     It searches the source of the automatic classes, because importing them takes many seconds.
     """
@@ -223,7 +223,8 @@ def _check_known(kind: str) -> None:
 
 
 def open_tasks(recipe: Recipe, *, root: Path, folder: Path | None = None, held_out: bool = True) -> tuple[TaskFamily, TaskScorer]:
-    """Returns the recipe's task family, and a scorer with the verifiers of its first task. Raises `UserError`, even for a bug in them.
+    """Returns the recipe's task family, and a scorer with the verifiers of its first task. Raises `UserError`, even if the cause is a bug
+    in their code.
 
     Args:
         held_out: whether the family must have the recipe's held-out tasks.
@@ -266,7 +267,10 @@ def open_group_judge(recipe: Recipe, *, root: Path, folder: Path | None = None) 
 
 
 def open_gate_suite(recipe: Recipe, scorer: TaskScorer, *, root: Path) -> Suite | None:
-    """Returns the suite of the recipe's gate; None without a gate. Raises `UserError` if it is invalid or a verifier or tool is missing."""
+    """Returns the suite of the recipe's gate; None if there is no gate.
+
+    Raises `UserError` if the suite is invalid or a verifier or tool is missing.
+    """
     if recipe.gate is None:
         return None
     if recipe.serving.weight_transfer.ref == "nccl":
@@ -280,16 +284,16 @@ def open_gate_suite(recipe: Recipe, scorer: TaskScorer, *, root: Path) -> Suite 
 
 
 def measured_suites(recipe: Recipe) -> list[str]:
-    """Returns the suites whose cases must not be trained on."""
+    """Returns the suites whose cases must not be used for training."""
     tasks = recipe.tasks
     gate = [recipe.gate.suite] if recipe.gate is not None else []
     return list(dict.fromkeys([*tasks.withhold, *gate, *tasks.practice]))
 
 
 def check_suite(suite: Suite, scorer: TaskScorer, tools: ToolSource | None = None, *, root: Path | None) -> None:
-    """Resolves the verifiers and tools of every case. Raises `PluginError` for one that does not resolve.
+    """Resolves the verifiers and tools of every case. Raises `PluginError` if one of them does not resolve.
 
-    `root`: the project. A case that names code or images outside it raises `UserError`. None disables this check, for cases from the
+    `root`: the project. Raises `UserError` if a case names code or images outside of it. None disables this check, for cases from the
     recipe's own family.
     """
     if root is not None:
@@ -318,10 +322,11 @@ def _check_sizes(family: TaskFamily, recipe: Recipe) -> None:
 def open_chat(
     model: Path, template: str | None = None, *, policy: PolicyConfig | None = None, media: MediaFolder | None = None
 ) -> ChatFormat:
-    """Returns the chat format of a model's tokenizer. `template` replaces the model's own. Imports transformers, so it is checked last.
+    """Returns the chat format of a model's tokenizer. `template` replaces the model's own. It imports transformers, so this check is the
+    last.
 
     `policy` sets the format of tool calls and the handling of a template that cannot be extended. `media`: where images are stored.
-    Raises `UserError` for a tokenizer that does not load, an unusable template, or an unknown format of tool calls.
+    Raises `UserError` if the tokenizer does not load, the template is unusable, or the format of tool calls is unknown.
     """
     from agentrl.agent.chat import load_chat
 
@@ -349,12 +354,12 @@ def check_prompt(
     first = family.task(Split.TRAIN, 0)
     thinking_bound(first, chat.thinking)
     schemas = [tool.schema for tool in load_tools(first.tools, None, tools, memory).values()]
-    if first.environment is None:  # `check_environment` does this for a task whose prompt ends with an observation
+    if first.environment is None:  # if the prompt ends with an observation, `check_environment` does this
         chat.opening(with_instructions(first.prompt, instructions), schemas)
 
 
 def check_thinking(chat: ChatFormat, family: TaskFamily, config: EvalConfig) -> None:
-    """Raises `UserError` if the thinking bounds of the recipe's evaluations cannot be enforced, or leave no room for an answer."""
+    """Raises `UserError` if the thinking bounds of the recipe's evaluations cannot be enforced or leave no tokens for an answer."""
     if not config.thinking_tokens:
         return
     if chat.thinking is None:
@@ -368,7 +373,7 @@ def check_thinking(chat: ChatFormat, family: TaskFamily, config: EvalConfig) -> 
 
 
 async def check_snapshots(recipe: Recipe, task: Task, sandboxes: SandboxBackend) -> None:
-    """Opens a sandbox from the snapshot of another one, if the recipe needs that. Built-in backends are not checked.
+    """Opens a sandbox from the snapshot of a different sandbox, if the recipe needs that. Built-in backends are not checked.
 
     Raises `UserError` if no snapshot can be taken or it does not restore the same files, and `InfrastructureError` if no sandbox opens.
     """
@@ -396,7 +401,7 @@ async def check_snapshots(recipe: Recipe, task: Task, sandboxes: SandboxBackend)
 
 
 async def _copy_problem(recipe: Recipe, task: Task, sandboxes: SandboxBackend, first: Sandbox) -> str:
-    """Returns what is wrong with a copy of the first sandbox's working directory; empty if nothing is."""
+    """Returns the problem of a copy of the first sandbox's working directory; empty if there is none."""
     await first.write(_COPY_PATH, _COPY_DATA)
     try:
         archive = await first.snapshot()

@@ -1,4 +1,4 @@
-"""The practice of a run: opened before the start, kept separate from the evaluated tasks, and copied to the run folder.
+"""The practice tasks of a run. They are opened before the start, kept separate from the evaluated tasks, and copied to the run folder.
 
 Cases are often failures of an evaluation, so their tasks may be held-out tasks of the same recipe. Generated practice tasks are not copies
 of held-out tasks but resemble them, which can raise the held-out rate. The run prints a note about it.
@@ -27,16 +27,17 @@ from agentrl.reward import TaskScorer
 from agentrl.task import make_task
 
 PRACTICE_FOLDER = "practice"
-"""Folder within a run folder: the practice files that the run trains on."""
+"""Folder within a run folder with the practice files on which the run trains."""
 
 
 def open_run_practice(
     recipe: Recipe, family: TaskFamily, scorer: TaskScorer, kept_away: WithheldTasks, *, root: Path, folder: Path
 ) -> tuple[PracticeSchedule | None, tuple[str, ...]]:
-    """Opens the recipe's practice, with the verifiers and tools of its tasks. Returns it (None without practice) and notes for the user.
+    """Opens the recipe's practice, with the verifiers and tools of its tasks. Returns the practice (None if there is none) and notes for
+    the user.
 
-    A resumed run uses the files that it started with. Raises `UserError` if practice is missing, or if a task equals or nearly equals one
-    that the run evaluates.
+    A resumed run uses the files with which it started. Raises `UserError` if practice is missing, or if a task equals or nearly equals a
+    task that the run evaluates.
     """
     config = recipe.tasks
     if not config.practice:

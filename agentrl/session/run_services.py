@@ -39,11 +39,11 @@ async def open_services(
     judges: Mapping[str, Path],
     alert: Callable[[str], None],
 ) -> RunServices:
-    """Opens the interface if parts do not share the run folder. Otherwise it is opened by the first part that needs it.
+    """Opens the interface if parts do not share the run folder. Otherwise, the first part that needs the interface opens it.
 
     `judges`: model folders of judge servers by name. `alert`: called with messages for the user.
 
-    Raises `InfrastructureError` if the driver's address is not available, and `UserError` if the recipe's object store is not.
+    Raises `InfrastructureError` if the driver's address is not available, and `UserError` if the recipe's object store is not available.
     """
     service = RunService(host=launcher.driver_host)
     objects = await _open_store(stack, recipe, folder, launcher, alert)

@@ -32,8 +32,8 @@ from agentrl.task.schedule import ReservedGroups
 if TYPE_CHECKING:
     from agentrl.session.opening import Run
 
-_SEARCHED = 10_000  # tasks of a family in which a name is looked up
-_TRIED = 256  # tasks of a family of which one must remain
+_SEARCHED = 10_000  # maximum tasks of a family in which a name is looked up
+_TRIED = 256  # tasks of a family that are checked: one of them must remain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +42,10 @@ class TaskRow:
 
     task: str
     kind: str
-    weight: float  # within its family, after all changes
+    weight: float  # weight within its family, after all changes
     state: str  # in use, removed, or broken
     groups: int  # scored groups
-    success: float | None  # mean score of these groups; None without any
+    success: float | None  # mean score of these groups; None if there are none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +54,8 @@ class FamilyRow:
 
     name: str
     ref: str
-    weight: float  # 0 for a removed one
-    share: float  # of the groups
+    weight: float  # 0 for a removed family
+    share: float  # share of the groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,8 @@ def _base(recipe: Recipe) -> TaskChange:
 def open_added_family(change: TaskChange, recipe: Recipe, root: Path, folder: Path) -> TaskFamily:
     """Opens the family of a change and checks its first training task, with its verifiers and tools. Raises `UserError`.
 
-    Also for a verifier whose scores are late in a run that accepts none: the first group would end the run, and each resumed run.
+    Also raises it if a verifier's scores are late and the run accepts no late scores, because the first group would end the run and each
+    resumed run.
     """
     part: dict[str, Any] = {"ref": change.family, "options": dict(change.options)}
     changed = recipe.but({"tasks.family": part, "seed": recipe.seed if change.seed is None else change.seed})
@@ -101,7 +102,10 @@ def open_changes(recipe: Recipe, folder: Path, family: TaskFamily, root: Path, p
 
 
 def planned_mix(recipe: Recipe, logged: Iterable[LoggedChange]) -> TaskMix:
-    """Returns the tasks in use once all changes have started that are not rejected, and will not be, because an earlier one was."""
+    """Returns the tasks in use after all changes have started.
+
+    Excludes changes that are rejected, or will be because an earlier change was rejected.
+    """
     mix = TaskMix.of_family(family_label(recipe.tasks.family.ref))
     for one in logged:
         with suppress(UserError):
@@ -110,7 +114,7 @@ def planned_mix(recipe: Recipe, logged: Iterable[LoggedChange]) -> TaskMix:
 
 
 def list_tasks(run_dir: Path) -> RunTasks:
-    """Returns the tasks that a run has used, its families and the changes. Raises `UserError`, and `StoreError` for damaged files."""
+    """Returns the tasks that a run has used, its families and the changes. Raises `UserError`, and `StoreError` if a file is damaged."""
     recipe = run_recipe(run_dir)
     logged = read_changes(run_dir)
     mix, base = planned_mix(recipe, logged), family_label(recipe.tasks.family.ref)
@@ -126,7 +130,7 @@ def list_tasks(run_dir: Path) -> RunTasks:
 def _rows(run_dir: Path, mix: TaskMix) -> Iterator[TaskRow]:
     groups, quarantine = defaultdict[tuple[str, str], dict[int, GroupOutcome]](dict), Quarantine(run_dir)
     for outcome in _outcomes(run_dir):
-        groups[outcome.task, outcome.kind][outcome.group] = outcome  # the last line of a group has its late scores
+        groups[outcome.task, outcome.kind][outcome.group] = outcome  # the last line of a group includes its late scores
     for (task, kind), outcomes in groups.items():
         scored = [one.mean for one in outcomes.values() if one.counted]
         weight = mix.kinds.get(kind, 1.0) * mix.tasks.get(task, 1.0)
@@ -140,10 +144,10 @@ def _outcomes(run_dir: Path) -> Iterator[GroupOutcome]:
 
 
 def request_change(run_dir: Path, change: TaskChange) -> TaskChange:
-    """Logs a change, which applies from the next group to start. Returns it with its target: family, kind or task.
+    """Logs a change, which applies from the next group that starts. Returns the change with its target: family, kind or task.
 
-    For remove and reweight the name is that of a family, a kind or a task. Raises `UserError` for an unknown one, for a family that is used
-    already or cannot be opened, and if no task would remain.
+    For remove and reweight, the name is that of a family, a kind or a task. Raises `UserError` if the name is unknown, if the family is
+    already used or cannot be opened, or if no task would remain.
     """
     recipe, root = run_recipe(run_dir), project_root(Path.cwd() / "recipe")
     with changing(run_dir) as append:
@@ -173,7 +177,10 @@ def _tasks(family: TaskFamily, most: int) -> Iterator[Task]:
 
 
 def _target(name: str, mix: TaskMix, run_dir: Path, opened: Callable[[str], TaskFamily]) -> str:
-    """Returns `kind` or `task`: what a name refers to, used or not. Raises `UserError` for an unknown name."""
+    """Returns `kind` or `task`, depending on what a name refers to, even if it was not used yet.
+
+    Raises `UserError` if the name is unknown.
+    """
     kinds, tasks = set(mix.kinds), set(mix.tasks)
     for outcome in _outcomes(run_dir):
         kinds.add(outcome.kind)
@@ -202,7 +209,7 @@ def _check_remaining(change: TaskChange, after: TaskMix, opened: Callable[[str],
 
 
 async def start_changes(run: Run, group: int) -> None:
-    """Applies the changes that were logged, from `group` on, which has not started, and reports them."""
+    """Applies the logged changes from `group` on, which must not have started, and reports them."""
     changes = run.task_changes
     for logged in await asyncio.to_thread(changes.pending):
         start, change = await asyncio.to_thread(changes.start, logged, group), logged.change
@@ -214,5 +221,5 @@ async def start_changes(run: Run, group: int) -> None:
             try:
                 for spec in sandbox_specs(changes.family(change.name)):
                     await run.sandboxes.prepare(spec)
-            except (UserError, InfrastructureError) as error:  # the groups of the family report it too
+            except (UserError, InfrastructureError) as error:  # the groups of the family also report it
                 run.tracker.alert(f"task family {change.name}: {error}")

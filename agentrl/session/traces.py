@@ -1,7 +1,7 @@
 """Opens the OpenTelemetry traces of a run (`agentrl.observe.traces`) if environment variables enable them.
 
 The standard variables enable and configure them: `OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_TRACES_EXPORTER`, `OTEL_TRACES_SAMPLER`,
-`OTEL_SERVICE_NAME` and so on. Without them a run has no such tracker, and nothing of OpenTelemetry is imported.
+`OTEL_SERVICE_NAME` and so on. If they are not set, a run has no such tracker, and OpenTelemetry is not imported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from agentrl.observe.traces import EpisodeTraces
 
 CLOSE_S = 5.0
-"""Seconds that the end of a run waits for a collector."""
+"""Maximum seconds that the end of a run waits for a collector."""
 _NEEDED = "a trace exporter, which environment variables such as OTEL_EXPORTER_OTLP_ENDPOINT enable,"
 _GROUP = "opentelemetry_traces_exporter"  # entry points of exporters
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -42,7 +42,7 @@ def open_traces(recipe: Recipe, folder: Path, *, alert: Callable[[str], None]) -
     Args:
         alert: called once, in the event loop, if spans cannot be exported.
 
-    Raises `UserError` if a package is missing, or for an unknown exporter.
+    Raises `UserError` if a package is missing or an exporter is unknown.
     """
     if not (names := exporters_wanted()):
         return []
@@ -68,7 +68,7 @@ def _open(names: Sequence[str], recipe: Recipe, folder: Path, alert: Callable[[s
     sdk, resources = (import_optional(f"opentelemetry.sdk.{name}", "opentelemetry", needed_for=_NEEDED) for name in ("trace", "resources"))
     from agentrl.observe.traces import EpisodeTraces
 
-    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # a failed export is one alert of the run, not a line each
+    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # failed exports cause one alert of the run, not one line each
     named = os.environ.get("OTEL_SERVICE_NAME") or "service.name" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
     own = {"agentrl.run": printable(folder.name, 200)} | ({} if named else {"service.name": "agentrl"})
     provider = sdk.TracerProvider(resource=resources.Resource.create(own), shutdown_on_exit=False)  # reads the variables of the sampler

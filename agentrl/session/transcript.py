@@ -1,4 +1,4 @@
-"""Episodes as plain text, for the report: one JSON object per line in `episodes/`. Those with a pending score are in `pending/`."""
+"""Episodes as plain text, for the report: one JSON object per line in `episodes/`. Episodes with a pending score are in `pending/`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from agentrl.experience.episode_rows import outcome
 from agentrl.observe.rundata import read_object
 from agentrl.records import Group, Message, ScoredEpisode, Task, Trajectory, codec, sampled_index
 
-_MAX_BYTES = 256 << 20  # of the transcripts of one group
+_MAX_BYTES = 256 << 20  # maximum bytes of the transcripts of one group
 
 
 def transcript(task: Task, scored: ScoredEpisode, *, phase: str, step: int) -> dict[str, Any]:
-    """Returns one episode as JSON data: `messages` of its first trajectory, and the others in `trajectories`."""
+    """Returns one episode as JSON data: `messages` has its first trajectory, and `trajectories` the others."""
     episode = scored.episode
     main, *others = episode.trajectories or (None,)
     return {
@@ -69,10 +69,10 @@ def append_transcripts(path: Path, lines: Iterable[dict[str, Any]]) -> None:
 
 
 class PendingTranscripts:
-    """The tasks and transcripts of attempts whose scores are still to come: `pending/000012.json` for group 12 or its residual.
+    """The tasks and transcripts of attempts whose scores have not arrived: `pending/000012.json` for group 12 or its residual.
 
-    People who score them read the transcripts. The file of a group is written before the group is stored, and removed after the driver has
-    recorded the outcome, so a later driver records what an earlier one has not.
+    People who score them read the transcripts. The file of a group is written before the group is stored, and removed after the driver
+    records the outcome. A later driver therefore records the outcomes that an earlier driver did not record.
     """
 
     def __init__(self, run_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""Changes that a person makes to the versions of a run: promote, pin, and return to an earlier one."""
+"""Changes that a person makes to the versions of a run: promote, pin, and return to an earlier version."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class RequestedRollback:
     """A rollback that the learner will perform with its next step."""
 
     to: int
-    undone: tuple[int, ...]  # versions that it undoes, including later ones of a run that continues
-    live: bool  # whether a driver is running, whose learner performs it
-    needs_steps: bool  # whether the run has finished its steps, so that it continues only with more
-    replaced: int | None  # target of a pending request that this one replaces
+    undone: tuple[int, ...]  # versions that it undoes, including later versions of a run that continues
+    live: bool  # whether a driver is running, so that its learner performs the rollback
+    needs_steps: bool  # whether the run finished its steps, so that it continues only with more steps
+    replaced: int | None  # target of the pending request that this request replaces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Promotion:
 
 
 def known_version(registry: FolderRegistry, number: int) -> PolicyVersion:
-    """Returns a version of a run. Raises `UserError` for an unknown one."""
+    """Returns a version of a run. Raises `UserError` if the version is unknown."""
     version = registry.get(number)
     if version is None:
         numbers = [one.number for one in registry.versions()]
@@ -48,14 +48,14 @@ def known_version(registry: FolderRegistry, number: int) -> PolicyVersion:
 
 
 def set_pinned(run_dir: Path, number: int, *, pinned: bool) -> None:
-    """Pins or unpins a version: a pinned one keeps its weights and its checkpoint. Idempotent.
+    """Pins or unpins a version. A pinned version keeps its weights and its checkpoint. Idempotent.
 
-    Raises `UserError` for an unknown version, and for a version to pin whose weights were deleted.
+    Raises `UserError` if the version is unknown, or if the weights of a version to pin were deleted.
     """
     registry = open_registry(run_dir)
     version = known_version(registry, number)
     registry.pin(number, pinned=pinned)
-    if pinned and not _has_weights(registry, version):  # looked at after the pin, so that no other process can delete them
+    if pinned and not _has_weights(registry, version):  # checked after pinning, so that no other process can delete them afterwards
         registry.pin(number, pinned=False)
         raise _deleted(run_dir, number)
 
@@ -99,8 +99,9 @@ def promote(run_dir: Path, number: int) -> Promotion:
 def request_rollback(run_dir: Path, number: int) -> RequestedRollback:
     """Requests that server and learner return to a version: weights, optimizer, random state and schedule.
 
-    The learner performs it instead of its next update, at once in a live run and else after `--resume`. The request replaces a pending one.
-    Raises `UserError` if the version is unknown, was rolled back, has the newest weights already, or has no intact checkpoint.
+    The learner performs the rollback instead of its next update: at once in a live run, otherwise after `--resume`. The request replaces a
+    pending request. Raises `UserError` if the version is unknown, was rolled back, has the newest weights already, or has no intact
+    checkpoint.
     """
     registry = open_registry(run_dir)
     target, versions, steps = known_version(registry, number), registry.versions(), run_recipe(run_dir).step_limit
@@ -120,7 +121,7 @@ def request_rollback(run_dir: Path, number: int) -> RequestedRollback:
         reason="agentrl versions rollback",
         by_user=True,
     )
-    rollback.request_rollback(run_dir / "versions", request)  # first: from now on the learner keeps the checkpoint
+    rollback.request_rollback(run_dir / "versions", request)  # written first: from now on the learner keeps the checkpoint
     if not has_checkpoint(run_dir, number):
         _restore(run_dir, pending)
         raise UserError(f"version {number} of {run_dir} has no intact checkpoint of the learner", fix=_with_checkpoints(run_dir))
@@ -189,7 +190,7 @@ def run_recipe(run_dir: Path) -> Recipe:
 
 @contextmanager
 def _stopped(run_dir: Path, verb: str) -> Iterator[None]:
-    """Locks the run, so that no other process can drive it. Raises `RunFolderBusy`."""
+    """Locks the run during the block, so that no other process can drive it. Raises `RunFolderBusy`."""
     with drive_folder(run_dir, command=f"agentrl versions {verb} {run_dir}"):
         yield
 

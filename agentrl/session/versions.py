@@ -1,4 +1,5 @@
-"""What a run folder records about its policy versions: their evaluations, staleness and size, and the differences between two of them."""
+"""Reads the records of a run folder about its policy versions: evaluations, staleness and size, and the differences between two
+versions."""
 
 from __future__ import annotations
 
@@ -24,16 +25,16 @@ _TRANSCRIPT: Mapping[str, type] = {"task_id": str, "split": str}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRecord:
-    """A policy version with everything that the run folder records about it."""
+    """A policy version with all records of the run folder about it."""
 
     version: PolicyVersion
     pinned: bool
-    weights_bytes: int  # of the version's folder without its record; 0 if the weights were deleted
-    checkpoint_bytes: int | None  # of the learner's checkpoint, to which the run can return; None if it was deleted
-    verdict: GateVerdict | None  # of the gate, on exactly these weights
+    weights_bytes: int  # size of the version's folder without its record; 0 if the weights were deleted
+    checkpoint_bytes: int | None  # size of the learner's checkpoint, to which the run can return; None if it was deleted
+    verdict: GateVerdict | None  # verdict of the gate on exactly these weights
     held_out: Mapping[str, Rate] = field(default_factory=dict)  # split -> rate of the newest evaluation of these weights
-    phase: str = ""  # of that evaluation: before, step12 or after
-    metrics: Mapping[str, float] = field(default_factory=dict)  # of the learner step that produced the version
+    phase: str = ""  # phase of that evaluation: before, step12 or after
+    metrics: Mapping[str, float] = field(default_factory=dict)  # metrics of the learner step that produced the version
 
     @property
     def number(self) -> int:
@@ -58,10 +59,10 @@ def open_registry(run_dir: Path) -> FolderRegistry:
 
 
 def read_versions(run_dir: Path) -> tuple[VersionRecord, ...]:
-    """Returns all registered versions of a run, oldest first. Works during the run.
+    """Returns all registered versions of a run, oldest first. Can be called during the run.
 
-    Raises `UserError` if the folder has no versions, `StoreError` for a damaged record of a version or verdict. Other records that cannot
-    be read count as missing.
+    Raises `UserError` if the folder has no versions, and `StoreError` if the record of a version or verdict is damaged. Other records that
+    cannot be read count as missing.
     """
     registry = open_registry(run_dir)
     versions, pinned = registry.versions(), registry.pinned()
@@ -94,7 +95,7 @@ def checkpoint_folder(run_dir: Path, number: int) -> Path:
 
 
 def folder_bytes(folder: Path, *, without: str = "") -> int:
-    """Returns the total size of all files in a folder. Files that are deleted meanwhile, and links, count as 0."""
+    """Returns the total size of all files in a folder. Links, and files that are deleted in the meantime, count as 0."""
     total = 0
     for directory, _, names in os.walk(folder):
         for name in names:
@@ -105,7 +106,7 @@ def folder_bytes(folder: Path, *, without: str = "") -> int:
 
 
 def _held_out_evaluations(run_dir: Path, hashes: Iterable[str]) -> dict[str, tuple[str, dict[str, Rate]]]:
-    """Hash of weights -> phase and rates of their newest held-out evaluation. Versions with equal weights share it."""
+    """Returns hash of weights -> phase and rates of their newest held-out evaluation. Versions with equal weights share an evaluation."""
     config = _evaluation_config(run_dir)
     if config is None:
         return {}
@@ -135,10 +136,9 @@ def _rate(result: Mapping[str, object]) -> Rate | None:
 
 
 def lineage(versions: Sequence[PolicyVersion], before: int, after: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Describes how two versions descend from a common one.
+    """Returns the newest common ancestor of two versions, the versions from it to `before`, and the versions from it to `after`.
 
-
-    Returns the newest common ancestor, the versions from there to `before` and those to `after`, each without the ancestor, oldest first.
+    Both sequences of versions exclude the ancestor and start with the oldest version.
     """
     parents = {version.number: version.parent for version in versions}
     ways = [_ancestors(parents, number) for number in (before, after)]
@@ -148,7 +148,7 @@ def lineage(versions: Sequence[PolicyVersion], before: int, after: int) -> tuple
 
 
 def _ancestors(parents: Mapping[int, int | None], number: int) -> list[int]:
-    """Returns the version and its ancestors, newest first. A parent is always older, which bounds the walk even if a record is damaged."""
+    """Returns the version and its ancestors, newest first. A parent is always older, so the walk ends even if a record is damaged."""
     way = [number]
     while (parent := parents.get(way[-1])) is not None and parent < way[-1]:
         way.append(parent)
@@ -156,9 +156,9 @@ def _ancestors(parents: Mapping[int, int | None], number: int) -> list[int]:
 
 
 def evaluation_differences(run_dir: Path, before: VersionRecord, after: VersionRecord) -> tuple[EvaluationDifference, ...]:
-    """Compares the evaluations that a run recorded of both versions: of the gate's suite, and of the held-out tasks.
+    """Compares the evaluations that a run recorded for both versions: on the gate's suite, and on the held-out tasks.
 
-    Raises `UserError` if an evaluation cannot be read, or scipy is missing.
+    Raises `UserError` if an evaluation cannot be read or scipy is missing.
     """
     differences = []
     if before.verdict is not None and after.verdict is not None:

@@ -23,7 +23,7 @@ class Preference:
 
     task_key: str
     prompt_ids: tuple[int, ...]  # the shared prompt
-    chosen_ids: tuple[int, ...]  # what followed, including tool output
+    chosen_ids: tuple[int, ...]  # the tokens after the prompt, including tool output
     chosen_mask: tuple[bool, ...]  # True where the policy wrote it
     rejected_ids: tuple[int, ...]
     rejected_mask: tuple[bool, ...]
@@ -32,9 +32,10 @@ class Preference:
 
 def select_demonstrations(groups: Iterable[Group], *, min_score: float | None = None, per_task: int = 1) -> list[dict[str, list[int]]]:
     """Returns rows `input_ids`, `labels` of the best episodes with a score of at least `min_score`, at most `per_task` per task.
-    None means the threshold of the task, and 1 without one.
+    None means the threshold of the task, or 1 if the task has none.
 
-    Among equal scores the shortest come first; duplicate attempts count once. Each trajectory of an episode is a separate row.
+    Among episodes with equal scores, the shortest come first. Duplicate attempts count once. Each trajectory of an episode is a separate
+    row.
     """
     by_task: dict[str, list[tuple[float, int, list[Sample]]]] = defaultdict(list)
     for group in groups:

@@ -87,7 +87,8 @@ def train_reward_model(
     """Trains a model that scores an episode, higher for the better of a pair (Bradley-Terry), from `model`'s trunk.
 
     Writes a folder for `AutoModelForSequenceClassification` with a record of the model's input and scale, and returns the last loss. Raises
-    `UserError` if the trained model does not separate the pairs. `shows`: the fields that the texts of `TextPreference` contain.
+    `UserError` if the trained model does not separate the pairs. `shows`: the prompt fields that the text of each `TextPreference`
+    contains.
     """
     from datasets import Dataset
     from transformers import AutoModelForSequenceClassification, set_seed
@@ -116,7 +117,7 @@ def _require(rows: Sequence[Any], what: str, fix: str) -> None:
 
 
 def _start(kind: Any, model: Path, **options: Any) -> Any:
-    """Loads the model with float32 weights: at these learning rates most updates of a bfloat16 weight would be lost in rounding."""
+    """Loads the model with float32 weights, because rounding would lose most updates of bfloat16 weights at these learning rates."""
     import torch
 
     return kind.from_pretrained(model, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, **options)
@@ -160,7 +161,7 @@ def _tokenizer(model: Path) -> Any:
 
 
 def _train(trainer: Any, model: Path, out: Path, *, finish: Callable[[Any, Path], None] = lambda trained, folder: None) -> float:
-    """Trains and writes the folder; returns the last loss. `finish` gets the trained model and the unfinished folder."""
+    """Trains and writes the folder; returns the last loss. Calls `finish` with the trained model and the unfinished folder."""
     trainer.train()
     if not all(parameter.isfinite().all() for parameter in trainer.model.parameters()):  # TRL logs a NaN loss as 0
         raise UserError("the training diverged: weights are not finite, so no model is written", fix="lower --lr")
@@ -176,7 +177,7 @@ def _train(trainer: Any, model: Path, out: Path, *, finish: Callable[[Any, Path]
 
 
 def _reward_row(pair: Preference | TextPreference, tokenizer: Any, longest: int) -> dict[str, list[int]]:
-    """Token ids of both sides, truncated to their last `longest`; text is tokenized as a server does."""
+    """Returns the token ids of both sides, truncated to their last `longest` tokens. Text is tokenized as a server does."""
     if isinstance(pair, Preference):
         sides = [[*pair.prompt_ids, *pair.chosen_ids], [*pair.prompt_ids, *pair.rejected_ids]]
     else:
@@ -225,7 +226,7 @@ def _exact_dpo_trainer() -> Any:
 
 
 def _masked_collator(pad_token_id: int) -> Any:
-    """TRL's collator, with tool output excluded from the completion."""
+    """Returns TRL's collator with tool output excluded from the completion."""
     import torch
     from trl.trainer.dpo_trainer import DataCollatorForPreference
 

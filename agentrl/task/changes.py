@@ -1,10 +1,10 @@
-"""Changes to the tasks of a run while it runs: added families, and families, kinds and tasks that are removed or get another weight.
+"""Changes the tasks of a run while it runs: adds families, and removes or reweights families, kinds and tasks.
 
     task_changes.jsonl   a `TaskChange` per line, appended by `agentrl tasks`
-    task_starts.jsonl    a `ChangeStart` for each of them, appended by the driver before the first group with the change starts
+    task_starts.jsonl    a `ChangeStart` for each change, appended by the driver before the first group with the change starts
 
-So the task of a group stays a pure function of the seed, the group's index and the recorded changes, and a resumed run gives each group the
-same task. A change that cannot be applied is recorded as rejected.
+So the task of a group is a pure function of the seed, the group's index and the recorded changes, and a resumed run assigns the same task
+to each group. A change that cannot be applied is recorded as rejected.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from agentrl.records.fields import JsonObject, Record, Text
 
 CHANGES_FILE, STARTS_FILE = "task_changes.jsonl", "task_starts.jsonl"
 MAX_WEIGHT, MIN_WEIGHT = 1000.0, 0.001
-_DENOMINATOR = 1_000_000  # of a weight as a fraction
+_DENOMINATOR = 1_000_000  # largest denominator of a weight as a fraction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,15 +40,15 @@ class TaskChange(Record):
 
     action: str  # add, remove or reweight
     target: str  # family, kind or task
-    name: str  # of the family in this run, the kind, or the id of the task
-    at: str  # when it was requested, UTC, ISO 8601
+    name: str  # name of the family in this run, name of the kind, or id of the task
+    at: str  # time of the request, UTC, ISO 8601
     weight: float = 1.0  # relative to other families, or to other tasks of its family; ignored for remove
     family: str = ""  # added family: folder of task folders, or plug-in reference
-    options: JsonObject = field(default_factory=dict)  # of an added family
-    seed: int | None = None  # of an added family; None means that of the recipe
+    options: JsonObject = field(default_factory=dict)  # options of an added family
+    seed: int | None = None  # seed of an added family; None means that of the recipe
 
     def __post_init__(self) -> None:
-        if not MIN_WEIGHT <= self.weight <= MAX_WEIGHT:  # not true of NaN either
+        if not MIN_WEIGHT <= self.weight <= MAX_WEIGHT:  # also rejects NaN
             fix = "" if self.weight else "; to stop using it, remove it"
             raise ValueError(f"weight {self.weight:g} is not a number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}{fix}")
         Record.__post_init__(self)
@@ -64,16 +64,16 @@ class TaskChange(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangeStart(Record):
-    """From which group on a change applies. Groups are counted in the order in which they start, without extra ones."""
+    """The first group to which a change applies. Groups are counted in the order in which they start, without extra groups."""
 
-    sha256: str  # of the record before, the change's line and the other fields
+    sha256: str  # hash of the previous record, the change's line and the other fields
     first: int
-    rejected: Text = ""  # why it does not apply
+    rejected: Text = ""  # reason why the change does not apply
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedChange:
-    """A change of a run, the hash of its line, and its start; None if no driver has seen it."""
+    """A change of a run, the hash of its line, and its start. The start is None if no driver has applied or rejected the change."""
 
     change: TaskChange
     sha256: str
@@ -82,7 +82,7 @@ class LoggedChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskMix:
-    """The tasks in use: the families with their shares of the groups, and the weights of kinds and tasks, where 0 means removed."""
+    """The tasks in use: the families with their shares of the groups, and the weights of kinds and tasks. Weight 0 means removed."""
 
     families: Mapping[str, Fraction]
     kinds: Mapping[str, float] = field(default_factory=dict)
@@ -90,22 +90,22 @@ class TaskMix:
 
     @classmethod
     def of_family(cls, name: str) -> TaskMix:
-        """Returns the tasks of a run without changes."""
+        """Returns the tasks in use by a run that has no changes."""
         return cls(families={name: Fraction(1)})
 
     def weight_of(self, task: Task) -> float:
-        """Returns the weight of a task within its family; 0 for a removed one."""
+        """Returns the weight of a task within its family; 0 for a removed task."""
         return self.kinds.get(task.kind, 1.0) * self.tasks.get(task.id, 1.0)
 
     def accepts(self, task: Task, *, seed: int, group: int, turn: int) -> bool:
-        """Whether the group uses this task after `turn` skipped ones; deterministic."""
+        """Whether the group uses this task after it skipped `turn` tasks; deterministic."""
         if not self.kinds and not self.tasks:
             return True
         heaviest = max([1.0, *self.kinds.values()]) * max([1.0, *self.tasks.values()])
         return random.Random(f"{seed}/{group}/{turn}/mix").random() < self.weight_of(task) / heaviest
 
     def after(self, change: TaskChange) -> TaskMix:
-        """Returns the tasks in use after a change. Raises `UserError` if it does not fit."""
+        """Returns the tasks in use after a change. Raises `UserError` if the change does not fit the families in use."""
         weight = 0.0 if change.action == "remove" else change.weight
         if change.target != "family":
             weights = {**(self.kinds if change.target == "kind" else self.tasks), change.name: weight}
@@ -122,7 +122,7 @@ class TaskMix:
         return replace(self, families=families)
 
     def split(self, groups: int) -> Iterator[tuple[str, int, bool]]:
-        """Yields for each family how many of the first `groups` groups are of it, and whether the next one is."""
+        """Yields for each family how many of the first `groups` groups use it, and whether the next group uses it."""
         rest, claimed = sum(self.families.values()), False
         for number, (name, weight) in enumerate(self.families.items(), 1):
             share = weight / rest if number < len(self.families) else Fraction(1)
@@ -137,17 +137,17 @@ class _Segment:
 
     first: int
     mix: TaskMix
-    used: Mapping[str, int]  # groups of each family before it
+    used: Mapping[str, int]  # number of groups of each family before this segment
 
 
 class TaskChanges:
-    """The tasks in use by each group of a run, and the changes that have not started.
+    """The tasks in use for each group of a run, and the changes that have not started.
 
     Args:
         folder: the run folder.
-        base: the recipe's family, as a change that would add it.
+        base: the recipe's family, with a change that would add it.
         open_added: opens the family of a change. Raises `UserError`.
-        position: maps the number of a group to its position in the families' schedule, which skips groups reserved for practice.
+        position: maps the number of a group to its position in the families' schedule. The schedule skips groups reserved for practice.
 
     Raises `StoreError` if the two files do not belong together.
     """
@@ -161,7 +161,7 @@ class TaskChanges:
     ) -> None:
         self._folder, self._open, self._position = folder, open_added, position
         self._families = {base[0].name: base[1]}
-        self._changes = {base[0].name: base[0]}  # the families by name
+        self._changes = {base[0].name: base[0]}  # the change that added each family, by name
         self._segments = [_Segment(first=0, mix=TaskMix.of_family(base[0].name), used={})]
         self._read_size, self._newest = -1, ""
         for logged in read_changes(folder):
@@ -182,8 +182,8 @@ class TaskChanges:
         """Returns the family of a group, the position in its schedule, and the weights of its tasks.
 
         Args:
-            position: of the group in the schedule of the families.
-            group: number of the group; that of the first of its block for an extra group.
+            position: position of the group in the schedule of the families.
+            group: number of the group; for an extra group, the number of the first group of its block.
         """
         segment = self._segments[bisect_right(self._segments, group, key=lambda one: one.first) - 1]
         for name, before, drawn in segment.mix.split(position - self._position(segment.first)):
@@ -205,7 +205,8 @@ class TaskChanges:
         return changes
 
     def start(self, logged: LoggedChange, first: int) -> ChangeStart:
-        """Records durably that a change applies from group `first` on, or that it is rejected. Call it in the order of `pending`."""
+        """Records durably that a change applies from group `first` on, or that it is rejected. Call it for each change in the order of
+        `pending`."""
         first, rejected = max(first, self._segments[-1].first), ""
         try:
             self._apply(logged.change, first)
@@ -226,7 +227,7 @@ class TaskChanges:
         for name, before, _ in last.mix.split(self._position(first) - self._position(last.first)):
             used[name] = used.get(name, 0) + before
         if first == last.first:
-            self._segments.pop()  # no group used it, and each has all weights
+            self._segments.pop()  # no group used the last segment, and each segment has all weights
         self._segments.append(_Segment(first=first, mix=mix, used=used))
 
     def _add(self, change: TaskChange) -> None:
@@ -238,13 +239,13 @@ class TaskChanges:
 
 
 def check_same_family(known: TaskChange, change: TaskChange) -> None:
-    """Raises `UserError` if a change adds another family under the name of one that the run has used."""
+    """Raises `UserError` if a change adds a different family under a name that the run has used."""
     if (known.family, known.options, known.seed) != (change.family, change.options, change.seed):
         raise UserError(f"the run has used another task family {change.name}", fix="give the new one another name: --name NAME")
 
 
 def read_changes(folder: Path) -> list[LoggedChange]:
-    """Returns the changes of a run in order. Raises `StoreError` for damaged files."""
+    """Returns the changes of a run in order. Raises `StoreError` if the files are damaged."""
     try:
         starts, changes = complete_lines(folder / STARTS_FILE), complete_lines(folder / CHANGES_FILE)  # each start follows its change
         started = [codec.from_json(ChangeStart, line) for line in starts]
@@ -264,9 +265,9 @@ def read_changes(folder: Path) -> list[LoggedChange]:
 
 @contextmanager
 def changing(folder: Path) -> Iterator[Callable[[TaskChange], None]]:
-    """Yields a function that appends a change durably. No other process appends one during the block.
+    """Yields a function that appends a change durably. No other process can append a change during the block.
 
-    Raises `UserError` if another process prevents it for too long.
+    Raises `UserError` if another process holds the lock for too long.
     """
     handle = os.open(folder / CHANGES_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -278,7 +279,7 @@ def changing(folder: Path) -> Iterator[Callable[[TaskChange], None]]:
 
 
 def _chain(before: str, line: str, start: ChangeStart) -> str:
-    """Returns the hash of a start: a damaged one would give groups other tasks."""
+    """Returns the hash of a start. It detects a damaged start, which would assign different tasks to groups."""
     return _hash(codec.to_json(replace(start, sha256=f"{before} {line}")))
 
 

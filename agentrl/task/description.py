@@ -164,7 +164,7 @@ class TaskDescription(_Table):
         )
 
     def sandbox(self, image: str) -> SandboxSpec:
-        """Returns the spec of the sandbox, with this image."""
+        """Returns the spec of the sandbox with this image."""
         environment = self.environment
         return SandboxSpec(
             image=image,
@@ -187,7 +187,7 @@ class RunsFile(BaseModel):
 
 
 def parse_toml(kind: type[M], text: str) -> M:
-    """Parses a model from TOML. Raises `ValueError` with one line for each wrong key: its name, the problem, the allowed values."""
+    """Parses a model from TOML. Raises `ValueError` with one line for each wrong key: the key's name, the problem, the allowed values."""
     try:
         return kind.model_validate(untrusted_files.loads(text))
     except ValidationError as error:

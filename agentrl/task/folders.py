@@ -1,12 +1,12 @@
-"""A task family of folders, in the format of Harbor and terminal-bench.
+"""A task family that consists of folders in the format of Harbor and terminal-bench.
 
     FAMILY/
-        image.toml              the image of tasks without one
+        image.toml              the image of tasks that have none
         TASK/
             task.toml           limits, outputs, mode of grading (agentrl.task.description)
             instruction.md      the prompt of the agent
             environment/        image.toml or Dockerfile; files/ is copied to the working directory
-            tests/              hidden: test_*.py with runs.toml, or test.sh (as in Harbor: one that writes a reward)
+            tests/              hidden: test_*.py with runs.toml, or test.sh, which may write a reward as in Harbor
             solution/           hidden: solve.sh or solve.py, the gold solution
 
 All folders are read and checked when the family is opened. The error lists all mistakes, with task, file, field and fix.
@@ -77,7 +77,7 @@ class _Checks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderTask:
-    """One task from its folder. Its split is drawn later if the folder does not set one."""
+    """One task from its folder. If the folder does not set a split, it is drawn later."""
 
     name: str
     description: TaskDescription
@@ -85,7 +85,7 @@ class FolderTask:
     instruction: str
     files: Mapping[str, bytes]
     grading: Grading
-    context: str  # hash of the Dockerfile's build context; empty without a Dockerfile
+    context: str  # hash of the Dockerfile's build context; empty if there is no Dockerfile
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -102,8 +102,8 @@ class FolderTask:
 class TaskFolders:
     """The task family in a folder (`agentrl.protocols.TaskFamily`). Training and held-out tasks are different folders.
 
-    Image paths are relative to `root`. `heldout` is the fraction of the tasks without a `split` that the seed holds out: at least one of
-    two or more, and never all. Raises `TaskError` with all mistakes.
+    Image paths are relative to `root`. `heldout` is the fraction of the tasks without a `split` that are held out, chosen with the seed. If
+    it is not 0 and there are two or more such tasks, at least one is held out, and never all. Raises `TaskError` with all mistakes.
     """
 
     def __init__(self, folder: Path, *, root: Path, seed: int = 0, heldout: float = 0.25) -> None:
@@ -120,7 +120,7 @@ class TaskFolders:
         return len(self._splits[split])
 
     def task(self, split: Split, index: int) -> Task:
-        """Returns the task at an index of the split. Raises `UserError` for an index outside the split."""
+        """Returns the task at an index of the split. Raises `UserError` if the index is outside the split."""
         if not 0 <= index < len(self._splits[split]):
             raise UserError(f"{self.name} has {len(self._splits[split])} tasks in split {split}; index {index} is out of range")
         folder_task = self._splits[split][index]
@@ -146,7 +146,7 @@ class TaskFolders:
         )
 
     def gold(self, task: Task) -> str:
-        """Python source that runs solution/, which writes the right outputs to the working directory."""
+        """Returns Python source that runs solution/, which writes the correct outputs to the working directory."""
         return str(task.data[GRADING_KEY]["gold"])
 
     def _image(self, folder: Path) -> str:
@@ -154,7 +154,7 @@ class TaskFolders:
 
 
 def _draw(tasks: list[FolderTask], *, seed: int, heldout: float) -> dict[Split, list[FolderTask]]:
-    """Returns the tasks of each split, by name. Those without a split are ordered by a seeded hash, and the first ones are held out."""
+    """Returns the tasks of each split. Tasks without a split are ordered by a seeded hash, and the first of them are held out."""
     free = [task for task in tasks if task.description.split is None]
     free.sort(key=lambda task: hashlib.sha256(f"{seed}:{task.name}".encode()).digest())
     count = min(max(1, round(heldout * len(free))), len(free) - 1) if heldout and len(free) > 1 else 0
@@ -188,7 +188,7 @@ def _load_all(folder: Path) -> list[FolderTask]:
 
 
 def _load(folder: Path) -> FolderTask | list[_Mistake]:
-    """Returns the task of a folder, or all its mistakes."""
+    """Returns the task of a folder, or all mistakes in the folder."""
     check = _Checks()
     check(_check_names, folder)
     description = check(_parsed, TaskDescription, folder, "task.toml", 'write it, with a line such as outputs = ["answer.txt"]')
@@ -220,7 +220,7 @@ def _load(folder: Path) -> FolderTask | list[_Mistake]:
 
 
 def _check_names(folder: Path) -> None:
-    """Checks the names of the folder and of its entries."""
+    """Raises `_Mistake` if the name of the folder or of an entry is invalid."""
     if not is_plain_path(folder.name):
         raise _Mistake(repr(folder.name), "is not a valid name", "rename the folder")
     unknown = [
@@ -252,7 +252,7 @@ def _given_files(folder: Path) -> dict[str, bytes]:
 
 
 def _digest(folder: Path) -> str:
-    """Hash of the image's build context; it is part of the task's identity."""
+    """Returns the hash of the image's build context. It is part of the task's identity."""
     digest = hashlib.sha256()
     for path in _walk(folder):
         digest.update(f"{path.relative_to(folder).as_posix()}\0".encode("utf-8", "surrogateescape"))
@@ -261,7 +261,7 @@ def _digest(folder: Path) -> str:
 
 
 def _fits_harbor(folder: Path, description: TaskDescription, grading: Grading, from_dockerfile: bool) -> None:
-    """Raises `_Mistake` for a Harbor folder whose scripts cannot work in a sandbox."""
+    """Raises `_Mistake` if the scripts of a Harbor folder cannot work in a sandbox."""
     if not from_dockerfile:
         fix = "write environment/Dockerfile, such as FROM python:3.11-slim and WORKDIR /app"
         raise _Mistake("tests/test.sh", "writes a reward to /logs/verifier, which exists only in images from a Dockerfile", fix)
@@ -274,7 +274,7 @@ def _fits_harbor(folder: Path, description: TaskDescription, grading: Grading, f
 
 
 def _image(folder: Path, description: TaskDescription) -> Path:
-    """Returns the folder with the image's recipe: the task's or the family's."""
+    """Returns the folder with the image's recipe: that of the task, else that of the family."""
     environment = folder / "environment"
     own = [name for name in _IMAGES if (environment / name).is_file()]
     if len(own) == 2:
@@ -290,7 +290,7 @@ def _image(folder: Path, description: TaskDescription) -> Path:
                 raise _Mistake(f"environment/{path.name}", "is not used", "move files for the working directory to environment/files")
     if own:
         return environment
-    if (folder.parent / "image.toml").is_file():  # not a Dockerfile, whose build context would contain the tests of all tasks
+    if (folder.parent / "image.toml").is_file():  # a Dockerfile's build context would contain the tests of all tasks
         return folder.parent
     raise _Mistake(
         "environment", "has no image", f"write environment/image.toml, environment/Dockerfile, or one image.toml in {folder.parent.name}/"
@@ -326,7 +326,7 @@ def _writes_a_reward(tests: Mapping[str, bytes]) -> bool:
 
 
 def _runs_name_outputs(runs: tuple[GradingRun, ...], description: TaskDescription) -> None:
-    """Rejects a run that overwrites a declared output, because the tests would then grade their own file."""
+    """Raises `_Mistake` if a run overwrites a declared output, because the tests would then grade their own file."""
     for run in runs:
         for path in run.files:
             if any(is_exact(pattern) and pattern == path for pattern in description.outputs or ()):
@@ -363,7 +363,8 @@ def _text(folder: Path, path: str, fix: str) -> str:
 
 
 def _tree(folder: Path, name: str) -> dict[str, bytes]:
-    """Relative path -> content of every file in a folder of the task, which may contain only regular files and folders."""
+    """Returns the content of every file in a folder of the task by relative path. Raises `_Mistake` if the folder is missing, is too large,
+    or contains links or devices."""
     top = folder / name
     if not top.is_dir():
         raise _Mistake(name, "is missing", f"create the folder {name}/")
@@ -392,7 +393,7 @@ def _walk(top: Path) -> Iterator[Path]:
 
 
 def _split_texts(files: Mapping[str, bytes]) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the text files, and the other files as base64."""
+    """Returns the text files, and all other files as base64."""
     texts: dict[str, str] = {}
     binaries: dict[str, bytes] = {}
     for path, data in files.items():

@@ -1,4 +1,4 @@
-"""How a task folder is graded: tests, runs, mode. Stored in `Task.data["grading"]`, which stays on the host.
+"""Describes how a task folder is graded: tests, runs, mode. The description is in `Task.data["grading"]`, which stays on the host.
 
 Four modes, strongest first:
 
@@ -23,7 +23,7 @@ from agentrl.records.fields import json_value
 from agentrl.records.paths import is_plain_path
 
 MAX_RUNS = 64
-MAX_RUN_SECONDS = 300.0  # limit for all runs of a task together, so that a program under test cannot delay the grading for longer
+MAX_RUN_SECONDS = 300.0  # limit for all runs of a task together, which limits how long a program under test can delay the grading
 MAX_TEST_SECONDS = 3600.0  # largest deadline that a task can set for its tests
 GRADING_KEY = "grading"
 JUDGE_ARGUMENTS = ("outputs", "runs")
@@ -72,7 +72,7 @@ class GradingRun(BaseModel):
     @field_validator("args", "kwargs")
     @classmethod
     def _as_json(cls, value: Any) -> Any:
-        json_value(value)  # functions receive JSON, which has no dates, for example
+        json_value(value)  # functions receive JSON, which has no dates, for instance
         return value
 
     @model_validator(mode="after")
@@ -128,7 +128,8 @@ class Grading(BaseModel):
         return {path: base64.b64decode(text) for path, text in self.tests.items()}
 
     def test_names(self) -> tuple[str, ...]:
-        """Returns names of the tests that must all pass, parsed from their source on the host. Raises `ValueError` if there are none."""
+        """Returns the names of the tests that must all pass, parsed from their source on the host. Raises `ValueError` if there are
+        none."""
         if self.mode in SCRIPTED:
             return ("test.sh",)
         files = self.files()
@@ -163,7 +164,7 @@ def _tests(path: str, source: bytes, *, judge: bool) -> Iterator[str]:
         body = ast.parse(source).body
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"tests/{path}: {error}") from None
-    except (RecursionError, MemoryError):  # the parser's own stack
+    except (RecursionError, MemoryError):  # the source exceeds the parser's stack
         raise ValueError(f"tests/{path}: is nested too deeply") from None
     for node in body:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):

@@ -1,9 +1,9 @@
 """The tasks of a run's groups, the outcome of each group (a line in `tasks.jsonl`), and the resulting task weights.
 
-The weights of a block are a pure function of the groups that the steps before its version consumed (`agentrl.experience.BlockStarts`),
-which are known when the block starts. So a resumed run gives each group the same task. The file avoids rereading the groups, and the report
-uses it. After a crash, a group may be missing in the file; it is then read from the store, and its task is created again. A group with late
-scores is recorded before it is stored, without them, and again when it has them.
+The weights of a block are a pure function of the groups that the steps before its version consumed (`agentrl.experience.BlockStarts`).
+These groups are known when the block starts, so a resumed run assigns the same task to each group. The file makes it unnecessary to reread
+the groups, and the report uses it. After a crash, the file may lack a group; the group is then read from the store, and its task is created
+again. A group with late scores is recorded twice: before it is stored, without these scores, and again when it has them.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ class GroupTasks:
         if recipe.tasks.weighting:
             by_task = schedule.family.size(Split.TRAIN) is not None
             self._record = TaskHistory(min_group_size=order.min_group_size, by_task=by_task)
-        self._lines: dict[int, GroupOutcome] | None = None  # outcomes from the file that are not in the history yet
-        self._reached = 0  # steps that are in the history
-        self._open_block = 0  # first block with groups that these steps have not consumed, other than late ones
+        self._lines: dict[int, GroupOutcome] | None = None  # outcomes from the file that are not yet in the history
+        self._reached = 0  # number of steps that are in the history
+        self._open_block = 0  # first block with groups, except late ones, that these steps did not consume
         self._weights = {0: self._record.weights()} if self._record is not None else {}  # by version
         self._reaching = asyncio.Lock()
 
     async def prepare_block(self, block: int) -> None:
-        """Computes the weights of a block. Call it once the block may start, when the groups that they depend on are known."""
+        """Computes the weights of a block. Call it when the block may start, because then the groups that determine the weights are
+        known."""
         if self._record is None:
             return
         async with self._reaching:
@@ -57,15 +58,15 @@ class GroupTasks:
                 self._reached += 1
                 self._weights[self._reached] = self._record.weights()
                 await self._drop_weights()
-                await asyncio.sleep(0)  # a resumed run may have many steps, and other tasks wait
+                await asyncio.sleep(0)  # a resumed run may have many steps, and other asyncio tasks wait
 
     def task(self, index: int) -> Task:
-        """Returns the task of group `index`. Raises like `GroupSchedule.task`."""
+        """Returns the task of group `index`. Raises the errors of `GroupSchedule.task`."""
         weights = None if self._record is None else self._weights[self._starts.version_of(self._order.block_of(index))]
         return self._schedule.task(self._order.position(index), weights, slot=self._order.slot(index))
 
     def record(self, task: Task, group: Group) -> None:
-        """Records the outcome of a group, unless its task is practice. If some of its scores are late, `record_scores` follows."""
+        """Records the outcome of a group, unless its task is practice. If some of its scores are late, call `record_scores` later."""
         if self._schedule.is_practice(self._order.position(group.index)):
             return
         taught = GroupOutcome.from_group(task, group)
@@ -74,19 +75,19 @@ class GroupTasks:
             self._lines[group.index] = taught
 
     def record_scores(self, scored: Iterable[tuple[Task, Group]], *, again: bool) -> None:
-        """Records the outcomes of groups whose late scores have arrived or expired. `again`: skips those that are recorded."""
+        """Records the outcomes of groups whose late scores have arrived or expired. `again`: skips outcomes that are already recorded."""
         recorded = self._read() if again else {}
         taught = [GroupOutcome.from_group(*one) for one in scored if not self._schedule.is_practice(self._order.position(one[1].index))]
         append_lines(self._path, [codec.to_json(line) + b"\n" for line in taught if line != recorded.get(line.group)])
 
     async def _needed_groups(self, entries: Sequence[LedgerEntry]) -> dict[int, Group]:
-        """Returns the groups of a step whose outcome is not recorded, or was recorded before their late scores."""
+        """Returns the groups of a step whose outcome is not recorded, or was recorded before their late scores arrived."""
         assert self._lines is not None, "the file is read first"
         indices = [entry.index for entry in entries if entry.late_parts or entry.index not in self._lines]
         return {group.index: group for group in await self._store.groups(indices)} if indices else {}
 
     def _outcomes(self, entries: Sequence[LedgerEntry], groups: Mapping[int, Group]) -> Iterator[GroupOutcome]:
-        """Yields the outcomes of the groups that a step took. `groups`: those of `_needed_groups`."""
+        """Yields the outcomes of the groups that a step consumed. `groups`: the result of `_needed_groups`."""
         assert self._lines is not None, "the file is read first"
         if not entries:
             raise StoreError(f"the outcomes of step {self._reached} are unknown: the ledger has no groups of this step")
@@ -99,7 +100,8 @@ class GroupTasks:
                     yield GroupOutcome.from_group(task, group)
 
     async def _drop_weights(self) -> None:
-        """Forgets the weights of blocks that the steps so far have consumed, up to groups with late scores, whose tasks are recorded."""
+        """Deletes the weights of consumed blocks. A block whose only missing groups have late scores counts as consumed, because their
+        tasks are recorded."""
         stored = await self._store.entries(first=self._order.block(self._open_block).start)
         self._open_block = self._order.first_open_block(stored, before=self._reached, start=self._open_block)
         oldest = self._starts.oldest_version(self._open_block)
@@ -107,7 +109,8 @@ class GroupTasks:
             del self._weights[version]
 
     def _again(self, group: Group) -> Task | None:
-        """Returns the task of a group without a recorded outcome; None if it had none. Raises `TaskError` if it cannot be created again."""
+        """Returns the task of a group that has no recorded outcome; None if the group had no task. Raises `TaskError` if the task cannot be
+        created again."""
         try:
             return self.task(group.index)
         except Exception as error:  # a family may raise anything

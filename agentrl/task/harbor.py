@@ -1,7 +1,7 @@
-"""Harbor's task folders: translates its keys to ours, and rejects keys that need something unavailable.
+"""Harbor's task folders: translates Harbor's keys to agentrl's, and rejects keys that need something unavailable.
 
 Harmless keys are accepted. A key that changes what a sandbox provides (a network, a GPU, root, a second container) is an error with the
-reason and the fix. Ignoring it would change the task.
+reason and the fix, because ignoring it would change the task.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _anything(value: Any) -> bool:
     return True
 
 
-# Table -> key -> (test for harmless values, which are removed; why other values are an error).
+# Table -> key -> (test for harmless values, which are removed; reason why other values are an error).
 _KEYS: Mapping[str, Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "": {
         "task": (_anything, ""),
@@ -72,9 +72,9 @@ _ASKS_FOR_NETWORK = ("allow_internet", "network_mode")
 
 
 def translate_keys(description: dict[str, Any]) -> dict[str, Any]:
-    """Returns a `task.toml` with Harbor's keys removed or replaced by ours.
+    """Returns a `task.toml` with Harbor's keys removed or replaced by agentrl's.
 
-    Raises a validation error with one line for each rejected key.
+    Raises `PydanticCustomError` with one line for each rejected key.
     """
     ours = {key: dict(value) if isinstance(value, dict) else value for key, value in description.items()}
     hosts_named = isinstance(ours.get("environment"), dict) and "network" in ours["environment"]
@@ -100,7 +100,7 @@ def translate_keys(description: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sizes(environment: dict[str, Any]) -> list[str]:
-    """Replaces `memory = "2G"` by `memory_mb = 2048`, and storage likewise. Returns the problems."""
+    """Replaces `memory = "2G"` with `memory_mb = 2048`, and `storage` with `storage_mb`. Returns the problems."""
     wrong = []
     for key in ("memory", "storage"):
         if key not in environment:
@@ -125,9 +125,9 @@ _DOWNLOADS = re.compile(
 
 
 def script_problem(script: str, *, network: bool) -> str:
-    """Returns why a script cannot work in a sandbox, as "line 3: ..."; empty if it can.
+    """Returns why a script cannot work in a sandbox, as "line 3: ..."; empty if no problem is found.
 
-    Only commands at the start of a line count, because they always run. A command inside an `if`, or after `||`, may be meant for other
+    Only commands at the start of a line count, because they always run. A command inside an `if`, or after `||`, may be intended for other
     machines.
     """
     for number, line in enumerate(re.sub(r"\\\n", "  ", script).splitlines(), 1):

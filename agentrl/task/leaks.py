@@ -1,11 +1,11 @@
 """Finds answers that an agent can read: in its task's files, its prompt, the image's files, or its notes.
 
-The truth of a task is the values in `Task.data` under keys such as `answer`, the output of the gold solution, and the tests and solution
-of a task folder. A leak is
+The truth of a task consists of the values in `Task.data` under keys such as `answer`, the output of the gold solution, and the tests and
+solution of a task folder. A leak is
 
     a failure  if a file contains only the truth, and the truth has LONG characters or the file is named like an answer; if the truth is
                next to a key or in a column such as `answer`; or if the file contains a test or the gold solution
-    a note     if a truth of LONG characters or more appears verbatim, which is right if the task is to look it up
+    a note     if a truth of LONG characters or more appears verbatim, which is correct if the task is to look it up
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from agentrl.task.grading import GRADING_KEY, Grading
 LONG = 8  # minimum length of a truth that does not appear by chance, in characters
 SOURCE = 32  # minimum length of a test or solution that is recognised in another file, in characters
 LONGEST = 10_000
-MAX_FILE = 4 << 20  # maximum number of bytes searched in a file
+MAX_FILE = 4 << 20  # maximum number of bytes that are searched in a file
 
 _TRUE_KEYS = r"answers?|solutions?|expected(?:_\w+)?|ground_?truth|truths?|gold(?:en)?(?:_\w+)?|correct(?:_\w+)?"
 _DATA_KEY = re.compile(rf"(?:{_TRUE_KEYS}|targets?|labels?|results?|references?)", re.IGNORECASE)
@@ -37,17 +37,17 @@ _PAIR = re.compile(rf"(?<![A-Za-z])(?:{_TRUE_KEYS})\b[\"']?\s*(?::|=>|=|\bis\b)\
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truth:
-    """A text that an agent must not see, and its origin."""
+    """A string that an agent must not see, and its origin."""
 
     text: str
     origin: str  # such as data.answer
     is_source: bool = False  # the full text of a test or solution
-    is_compared: bool = False  # a test compares with it, perhaps to check that an input is unchanged
+    is_compared: bool = False  # a test compares a value with it, perhaps to check that an input is unchanged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leak:
-    """A truth that an agent could read. `certain`: it is hardly intended."""
+    """A truth that an agent could read. `certain`: whether the leak is almost certainly a mistake."""
 
     path: str
     how: str
@@ -56,7 +56,7 @@ class Leak:
 
 
 def hidden_truths(task: Task, printed: str = "") -> tuple[Truth, ...]:
-    """Returns the texts that must not be readable. `printed`: the gold solution's output, if that is the answer."""
+    """Returns the strings that an agent must not be able to read. `printed`: the gold solution's output, if that is the answer."""
     known = [
         Truth(text=text, origin=f"data.{key}") for key, value in task.data.items() if key != GRADING_KEY for text in _answers(key, value)
     ]
@@ -68,7 +68,7 @@ def hidden_truths(task: Task, printed: str = "") -> tuple[Truth, ...]:
 
 
 def _answers(key: str, value: Any) -> Iterator[str]:
-    """Yields the texts under a key that is named like an answer."""
+    """Yields the strings under keys that are named like an answer."""
     if not _DATA_KEY.fullmatch(key.rpartition(".")[2]):
         if isinstance(value, Mapping):
             for inner, part in value.items():
@@ -83,7 +83,7 @@ def _answers(key: str, value: Any) -> Iterator[str]:
 
 
 def _hidden(grading: Grading) -> Iterator[Truth]:
-    """Yields the tests and solution, and the longer texts that the tests compare with."""
+    """Yields the tests and the solution, and strings of `LONG` characters or more that the tests use in comparisons."""
     tests = {f"tests/{path}": data for path, data in grading.files().items()}
     for path, data in {**tests, **_solution(grading.gold)}.items():
         text = data.decode("utf-8", "replace").strip()
@@ -95,7 +95,7 @@ def _hidden(grading: Grading) -> Iterator[Truth]:
 
 
 def _solution(gold: str) -> dict[str, bytes]:
-    """Returns the files of solution/, from a task folder's gold program."""
+    """Returns the files of solution/ that a task folder's gold program contains."""
     for node in ast.walk(ast.parse(gold or "pass")):
         if isinstance(node, ast.Dict):
             try:
@@ -115,7 +115,7 @@ def _compared(source: str) -> Iterator[str]:
 
 
 def find_leaks(files: Mapping[str, bytes], wanted: Iterable[Truth]) -> list[Leak]:
-    """Returns all truths that can be read in these files, each with its most obvious leak."""
+    """Returns the leaks in these files: for each file and truth, the most obvious one."""
     readable: list[Leak] = []
     known = list(wanted)
     for path, data in files.items():
@@ -144,7 +144,7 @@ def _leak(path: str, text: str, beside: list[str], truth: Truth) -> Leak | None:
 
 
 def _labelled_texts(text: str) -> Iterator[str]:
-    """Yields the texts after a key such as `answer:`, and in columns with such a name."""
+    """Yields the text after each key such as `answer:`, and the values in columns with such a name."""
     for match in _PAIR.finditer(text):
         yield text[match.end() : match.end() + LONGEST + 2]
     lines = text.splitlines()
@@ -170,7 +170,7 @@ def _begins(rest: str, wanted: str) -> bool:
 
 
 def without_truth(value: Any) -> Any:
-    """The readable part of a task's JSON data: without values under keys that are named like an answer, and without tests and solution."""
+    """Returns the readable part of a task's JSON data. Excludes values under keys that are named like an answer, and tests and solution."""
     if isinstance(value, Mapping):
         readable = (
             (str(key), entry) for key, entry in value.items() if key != GRADING_KEY and not _DATA_KEY.fullmatch(str(key).rpartition(".")[2])

@@ -1,9 +1,9 @@
-"""Declared outputs: the files that are graded, and how they are collected from the agent's sandbox.
+"""Declared outputs, which are the files that are graded. Collects them from the agent's sandbox.
 
 A task declares patterns of paths relative to the working directory: `report.json`, `src/*.py`, `site/**`. In a pattern, `*` and `?` match
-characters of one name, and a name `**` matches any number of folders. `WHOLE_DIRECTORY`, used by Harbor's tasks, means every file that
-differs from the image's. Only regular files are collected, never the target of a link, and only within limits. The agent is responsible
-for the state of its files; it is never an infrastructure fault.
+characters of one name, and a name `**` matches any number of folders. `WHOLE_DIRECTORY`, which Harbor's tasks use, matches every file that
+differs from the image's. Only regular files are collected, never the target of a link, and only within limits. The agent is responsible for
+the state of its files, so this state is never an infrastructure fault.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ WHOLE_DIRECTORY = "."
 INITIAL_FILES = "/opt/agentrl/start"
 """In a sandbox from a Dockerfile: the image's original working directory (see `agentrl.sandbox.layout`)."""
 COLLECT_S = 90.0
-"""Deadline of collecting. A sandbox that takes longer has failed, because its server answers regardless of the agent's programs."""
+"""Deadline for collecting outputs. A sandbox that takes longer has failed, because its server answers regardless of the agent's
+programs."""
 LISTING_S = 20.0
 LISTING_BYTES = 1 << 20
 
 MAX_INVALID_NAMES = 16  # maximum number of invalid names that an episode reports
 
-# Kills the agent's processes: otherwise files could vanish while they are read, or reading could get no CPU time.
+# Kills the agent's processes, because otherwise files could disappear while they are read, or the reader could get no CPU time.
 _ALONE = """
 import os
 try: os.kill(-1, 9)
 except OSError: pass
 """
 
-# Prints the files under the working directory as JSON. The agent can make it print anything, so its output only proposes names.
+# Prints the files under the working directory as JSON. The agent can change the output, so it only proposes names.
 _LISTING = (
     _ALONE
     + """
@@ -53,7 +54,7 @@ print(json.dumps(names))
 """
 )
 
-# The same for files that differ from the image's working directory.
+# Prints the files that differ from the image's working directory, and the removed files, in the same way.
 _CHANGES = (
     _ALONE
     + """
@@ -81,7 +82,7 @@ print(json.dumps([names, gone]))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectedOutputs:
-    """The collected files, and the rejected ones: path or pattern -> reason. Missing files are in neither."""
+    """The collected files, and the rejected files: path or pattern -> reason. Missing files are in neither."""
 
     files: Mapping[str, bytes]
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -94,7 +95,7 @@ def is_exact(pattern: str) -> bool:
 
 
 def matches_pattern(pattern: str, path: str) -> bool:
-    """Whether a pattern matches a path. Takes time at most proportional to the product of their lengths."""
+    """Whether a pattern matches a path. The time is at most proportional to the product of their lengths."""
     if pattern == WHOLE_DIRECTORY:
         return True
     steps, reached = pattern.split("/"), {0}
@@ -108,7 +109,7 @@ def matches_pattern(pattern: str, path: str) -> bool:
 
 
 def _skip(steps: Sequence[str], reached: set[int]) -> set[int]:
-    """Returns the positions in the pattern that are reachable if `**` matches no folder."""
+    """Returns the positions in the pattern that can be reached if `**` matches no folder."""
     positions = set(reached)
     for at, step in enumerate(steps):
         if step == "**" and at in positions:
@@ -151,7 +152,7 @@ async def collect_outputs(sandbox: Sandbox, patterns: Sequence[str], *, timeout_
     """Collects the files that match `patterns` from an agent's sandbox, at most `OUTPUT_FILES` files and `OUTPUT_BYTES` bytes.
 
     If a pattern has wildcards, all processes in the sandbox are killed first. The agent is responsible for links, devices, files that are
-    too large and folders that cannot be listed; they are among the rejected.
+    too large and folders that cannot be listed. They are reported as rejected.
 
     Raises `SandboxError` if the sandbox fails, and `SandboxTimeout` after `timeout_s`.
     """
@@ -200,7 +201,7 @@ _INVALID_NAME = f"not a valid path: it is not UTF-8, not below the folder, or ha
 
 
 def _printable(name: str) -> str:
-    """Returns the start of an invalid name as valid text, with escapes for undecodable bytes."""
+    """Returns the start of an invalid name as valid text. Bytes that cannot be decoded are escaped."""
     return name[:100].encode("utf-8", "backslashreplace").decode()
 
 
@@ -212,7 +213,7 @@ def _root(pattern: str) -> str:
 
 
 async def _listing(sandbox: Sandbox, roots: Sequence[str]) -> tuple[list[str], str]:
-    """Returns the names of files below `roots` according to the sandbox, and what is wrong with its answer."""
+    """Returns the names of files below `roots` as the sandbox reports them, and the problem with its answer; empty if there is none."""
     answer, problem = await _answer(sandbox, _LISTING % (list(roots), MAX_DEPTH, MAX_PATH))
     names = _names(answer)
     if not problem and names is None:
@@ -221,7 +222,7 @@ async def _listing(sandbox: Sandbox, roots: Sequence[str]) -> tuple[list[str], s
 
 
 async def _changes(sandbox: Sandbox) -> tuple[list[str], list[str], str]:
-    """Names of new or changed files, and of removed ones, according to the sandbox, and what is wrong with its answer."""
+    """Returns the names of new or changed files, and of removed files, as the sandbox reports them, and the problem with its answer."""
     answer, problem = await _answer(sandbox, _CHANGES % (MAX_DEPTH, INITIAL_FILES))
     if problem:
         return [], [], problem
@@ -233,7 +234,7 @@ async def _changes(sandbox: Sandbox) -> tuple[list[str], list[str], str]:
 
 
 async def _answer(sandbox: Sandbox, program: str) -> tuple[object, str]:
-    """Returns the parsed output of a listing program, and what is wrong with it."""
+    """Returns the parsed output of a listing program, and the problem with it; empty if there is none."""
     result = await sandbox.python(program, timeout_s=LISTING_S, output_bytes=LISTING_BYTES)
     if not result.ok or result.truncated:
         return None, f"the working directory cannot be listed: {(result.reason or result.stderr or 'too many names')[-200:]}"
@@ -256,7 +257,7 @@ def sandbox_of(task: Task) -> SandboxSpec:
 
 
 async def run_and_collect(task: Task, program: str, sandboxes: SandboxBackend, *, timeout_s: float) -> tuple[ExecResult, CollectedOutputs]:
-    """Runs a Python program in place of an agent. Returns its result and the outputs. Raises as `collect_outputs`."""
+    """Runs a Python program instead of an agent. Returns its result and the outputs. Raises the errors of `collect_outputs`."""
     sandbox = await sandboxes.open(sandbox_of(task), files=task.contents())
     try:
         result = await sandbox.python(program, timeout_s=timeout_s, output_bytes=4 * task.limits.tool_output_chars)

@@ -1,6 +1,6 @@
 """The tools of an imported trace: their schemas, and the result of each call.
 
-A task with the tool `recorded` has the recording in its data. Its tools answer only the recorded calls.
+A task with the tool `recorded` contains the recording in its data. Its tools answer only recorded calls.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RecordedCall(Record):
 
 
 def arguments_key(arguments: Mapping[str, Any]) -> str:
-    """Returns a text that is equal for equal arguments."""
+    """Returns a string that is equal for equal arguments."""
     return json.dumps(arguments, sort_keys=True)
 
 

@@ -1,6 +1,6 @@
 """The schedule of tasks: a pure function of the seed and the group's index.
 
-There is no random state to advance, so a resumed run knows which groups are missing, and neither skips nor repeats a task.
+There is no random state to advance. So a resumed run can compute which groups are missing, and neither skips nor repeats a task.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def open_family(config: TasksConfig, *, seed: int, root: Path | None = None) -> 
 
     If the recipe lists verifiers, they replace those of every task.
 
-    Raises `PluginError` if the reference does not resolve or rejects its options, and `TaskError` for task folders with mistakes.
+    Raises `PluginError` if the reference does not resolve or rejects its options, and `TaskError` if task folders contain mistakes.
     """
     family = _open(config, seed=seed, root=root or Path.cwd())
     if not config.verifiers:
@@ -51,7 +51,7 @@ def _open(config: TasksConfig, *, seed: int, root: Path) -> TaskFamily:
     factory = resolve(reference if kind is None else kind.family)
     if kind is not None:
         factory = partial(factory, reference)
-    elif inspect.isclass(factory) and callable(getattr(factory, "reset", None)):  # an environment: each task is one of its seeds
+    elif inspect.isclass(factory) and callable(getattr(factory, "reset", None)):  # an environment; each of its seeds is a task
         factory = partial(resolve(ENVIRONMENT_FAMILY), reference)
     else:
         options = secrets.resolve_options(options)
@@ -98,7 +98,8 @@ def _share(value: object) -> float:
 
 
 def sandbox_specs(family: TaskFamily) -> list[SandboxSpec]:
-    """Returns the specs to prepare before a run: one for each image of the family's tasks; only the first task's for an endless family."""
+    """Returns the specs to prepare before a run: one for each image of the family's tasks. For an endless family, returns only that of the
+    first task."""
     if family.size(Split.TRAIN) is None:
         tasks = iter([family.task(Split.TRAIN, 0)])
     else:
@@ -111,15 +112,15 @@ def make_task(family: TaskFamily, split: Split, index: int) -> Task:
     """Creates one task of a family.
 
     Raises:
-        TaskError: the family returned something other than a task, or tried to end the run.
-        Exception: any other exception of the family.
+        TaskError: the family returned something other than a valid task, or tried to end the run.
+        Exception: the family raised any other exception.
     """
     fix = "repair the family's task()"
     task: object = None
     with fault_boundary() as fault:
         task = family.task(split, index)
     if (error := fault.error) is not None:
-        invalid = isinstance(error, ValueError)  # raised by agentrl.records
+        invalid = isinstance(error, ValueError)  # agentrl.records raised it
         if isinstance(error, UserError) or (isinstance(error, Exception) and not invalid):
             raise error
         why = error_text(error) if invalid else describe_error(error)
@@ -140,9 +141,9 @@ def _family_name(family: TaskFamily) -> str:
     return str(getattr(family, "name", type(family).__name__))
 
 
-_STRIDE = 1_000_003  # distance between substitutes in an endless split, far from the tasks of neighbouring groups
+_STRIDE = 1_000_003  # distance between substitutes in an endless split; large, to be far from the tasks of neighbouring groups
 _SUBSTITUTES = 256
-_ORDERS = 16  # shuffled epochs in memory
+_ORDERS = 16  # number of shuffled epochs in memory
 
 
 class ReservedGroups(Protocol):
@@ -161,11 +162,11 @@ class WeightedTasks(Protocol):
     """Weights of the tasks of a family; `agentrl.task.changes.TaskMix`."""
 
     def weight_of(self, task: Task) -> float:
-        """Returns the weight of a task; 0 for one that must not be used."""
+        """Returns the weight of a task; 0 if the task must not be used."""
         ...
 
     def accepts(self, task: Task, *, seed: int, group: int, turn: int) -> bool:
-        """Whether the group uses this task after `turn` skipped ones; deterministic."""
+        """Whether the group uses this task after it skipped `turn` tasks; deterministic."""
         ...
 
 
@@ -179,13 +180,14 @@ class ChangingFamilies(Protocol):
 
 @dataclass(frozen=True)
 class GroupSchedule:
-    """Group index -> training task. A finite split is shuffled in each epoch; an endless one is used in order.
+    """Maps each group index to a training task. A finite split is shuffled in each epoch; an endless split is used in order.
 
-    A task in `withheld` is replaced by a distant one. In a finite split the distance differs between groups: if all took the next task of
-    the epoch, neighbouring groups would have the same one. Groups that `practice` reserves get its tasks; the other groups use the family's
-    tasks as if those groups did not exist. `changes` may add families, and remove tasks or weight them, from a group on.
+    A task in `withheld` is replaced by a distant task. In a finite split the distance differs between groups, because neighbouring groups
+    would have the same task if all used the next task of the epoch. Groups that `practice` reserves get its tasks. The other groups use the
+    family's tasks as if the reserved groups did not exist. `changes` may add families, remove tasks or weight them, each from some group
+    on.
 
-    `task` raises `TaskError` if the family cannot create it, and `RecipeError` if no task may be trained on.
+    `task` raises `TaskError` if the family cannot create the task, and `RecipeError` if no task may be trained on.
     """
 
     family: TaskFamily
@@ -196,7 +198,8 @@ class GroupSchedule:
     _orders: dict[tuple[int, int], list[int]] = field(default_factory=dict, repr=False)
 
     def task(self, group_index: int, weights: Weights | None = None, *, slot: int | None = None) -> Task:
-        """Returns the task of a group. A task that `weights` skip is replaced by a distant one; if they skip all, the first stays.
+        """Returns the task of a group. A task that `weights` skip is replaced by a distant task. If they skip all tasks, the first one is
+        used.
 
         Args:
             group_index: position of the group in the schedule.
@@ -236,14 +239,15 @@ class GroupSchedule:
         return self.practice is not None and self.practice.task_of_group(group_index) is not None
 
     def _index(self, group_index: int, turn: int, size: int | None) -> int:
-        """Index of a group's task, or of its substitute number `turn`."""
+        """Returns the index of a group's task, or of its substitute number `turn`."""
         if size is None:
             return group_index + turn * _STRIDE
         epoch, position = divmod(group_index, size)
         return self._order(epoch, size)[(position + turn * self._stride(group_index, size)) % size]
 
     def _stride(self, group_index: int, size: int) -> int:
-        """Distance between a group's substitutes in an epoch's order. Coprime to `size`, so that they are all tasks in turn."""
+        """Returns the distance between a group's substitutes in an epoch's order. It is coprime to `size`, so the substitutes include every
+        task."""
         draw = random.Random(f"{self.seed}/{group_index}/stride")
         return next(stride for stride in iter(lambda: draw.randrange(1, size + 1), 0) if math.gcd(stride, size) == 1)
 

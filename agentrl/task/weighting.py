@@ -1,7 +1,8 @@
 """Task weighting: tasks with different scores among their recent attempts are used more often.
 
-A group with equal scores trains nothing, and a task that is nearly always solved has little left to learn. Both are estimated from the
-task's recent groups, with the rates of its kind as prior: a few groups of a kind that is never solved are evidence about all its tasks.
+A group with equal scores trains nothing, and a task that is nearly always solved has little left to learn. Both properties are estimated
+from the task's recent groups, with the rates of its kind as prior. So a few groups of a kind that is never solved are evidence about all
+its tasks.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from agentrl.records import Group, Task, codec
 
 MOST_KIND = 200  # maximum length of a kind's name, in characters
 TASK_WINDOW, KIND_WINDOW = 8, 64
-"""Newest groups, per task and per kind, that determine a weight: few, because the policy changes with every step."""
+"""Numbers of newest groups, per task and per kind, that determine a weight. They are small, because the policy changes with every step."""
 PRIOR = 4.0
 """Number of groups of a task that have as much influence on its weight as the rates of its kind."""
 MIN_WEIGHT = 0.1
-"""Minimum probability that a drawn task is accepted: a tenth, so that a kind that was never solved is tried again."""
+"""Minimum probability that a drawn task is accepted. It is not 0, so that a kind that was never solved is tried again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupOutcome:
-    """The scores of one group of the family's tasks, as far as weighting needs them."""
+    """The properties of one group's scores that weighting needs."""
 
     __pydantic_config__: ClassVar[Any] = {"strict": True, "extra": "forbid", "allow_inf_nan": False}  # for agentrl.records.codec
 
@@ -38,7 +39,7 @@ class GroupOutcome:
     counted: int  # number of scored attempts
     lowest: float
     mean: float
-    highest: float  # highest score; 0.0 without scores, as for `lowest` and `mean`
+    highest: float  # highest score; 0.0 if there are no scores, as for `lowest` and `mean`
     broken: bool  # whether no attempt was scored because of a task fault
 
     @classmethod
@@ -51,7 +52,7 @@ class GroupOutcome:
         return blank.with_scores(group)
 
     def with_scores(self, group: Group) -> GroupOutcome:
-        """Returns the outcome of the same task with the scores that the group has now."""
+        """Returns the outcome of the same task with the current scores of the group."""
         scores = [scored.score.value for scored in group.scored if scored.score.value is not None]
         return replace(
             self,
@@ -69,7 +70,7 @@ class GroupOutcome:
 
     @property
     def headroom(self) -> float:
-        """How far the mean score is from 1, from 0 to 1; 0 for a broken task."""
+        """The difference between 1 and the mean score, from 0 to 1; 0 for a broken task."""
         return 0.0 if self.broken else min(max(1.0 - self.mean, 0.0), 1.0)
 
     @classmethod
@@ -82,15 +83,15 @@ class GroupOutcome:
 
 
 class Tally(NamedTuple):
-    """What the newest groups of a task, or of a kind, have shown."""
+    """Counts over the newest groups of a task or of a kind."""
 
     groups: int
-    differed: int  # those with different scores
+    differed: int  # number of groups with different scores
     headroom: float  # sum over the groups
 
     def rates(self, prior: tuple[float, float], strength: float) -> tuple[float, float]:
-        """Returns the estimated share of groups with different scores, and the estimated headroom. `strength`: groups that the prior counts
-        for."""
+        """Returns the estimated share of groups with different scores, and the estimated headroom. `strength`: number of groups to which
+        the prior is equivalent."""
         total = strength + self.groups
         return (strength * prior[0] + self.differed) / total, (strength * prior[1] + self.headroom) / total
 
@@ -100,19 +101,19 @@ NO_GROUPS = Tally(0, 0, 0.0)
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of tasks, relative to the kind with the largest weight, which has 1. Between `MIN_WEIGHT` and 1.
+    """Weights of tasks, between `MIN_WEIGHT` and 1. They are relative to the kind with the largest weight, which has weight 1.
 
-    The weight is the probability that the next group has different scores, times what is left to learn. Both are estimated from the n
-    newest groups: (PRIOR * r + s) / (PRIOR + n) for a task, where r is the rate of its kind, and (1 + s) / (1 + n) for a kind.
+    The weight is the probability that the next group has different scores, times the headroom. Both are estimated from the n newest groups,
+    with their sum s: (PRIOR * r + s) / (PRIOR + n) for a task, where r is the rate of its kind, and (1 + s) / (1 + n) for a kind.
     """
 
-    tasks: Mapping[str, Tally]  # by `Task.key`, of the tasks that were used
+    tasks: Mapping[str, Tally]  # by `Task.key`, for the tasks that were used
     kinds: Mapping[str, Tally]
 
     def weight_of(self, task: Task) -> float:
         """Returns the weight of a task."""
         rates = _kind_rates(self.kinds.get(task.kind[:MOST_KIND], NO_GROUPS))
-        if self.tasks:  # computing a key hashes the full task
+        if self.tasks:  # the check avoids computing a key, which hashes the full task
             rates = self.tasks.get(task.key, NO_GROUPS).rates(rates, PRIOR)
         return min(1.0, max(MIN_WEIGHT, rates[0] * rates[1] / self._best))
 
@@ -121,17 +122,17 @@ class Weights:
         return max((differed * headroom for differed, headroom in map(_kind_rates, self.kinds.values())), default=1.0)
 
     def accepts(self, task: Task, *, seed: int, group: int, turn: int) -> bool:
-        """Whether the group uses this task after `turn` skipped ones; deterministic."""
+        """Whether the group uses this task after it skipped `turn` tasks; deterministic."""
         return random.Random(f"{seed}/{group}/{turn}/weight").random() < self.weight_of(task)
 
 
 def _kind_rates(tally: Tally) -> tuple[float, float]:
-    """Returns the rates of a kind; 1 for a kind without groups, so that it is tried. Never 0."""
+    """Returns the rates of a kind. They are 1 if the kind has no groups, so that it is tried, and never 0."""
     return tally.rates((1.0, 1.0), 1.0)
 
 
 class TaskHistory:
-    """The recent groups of each kind, and with `by_task` of each task. `add` them in order of their steps."""
+    """The recent groups of each kind, and of each task if `by_task` is set. Call `add` in the order of the steps."""
 
     def __init__(self, *, min_group_size: int, by_task: bool) -> None:
         self._counts = min_group_size
@@ -140,7 +141,7 @@ class TaskHistory:
         self._kinds = _RecentGroups(KIND_WINDOW)
 
     def add(self, groups: Iterable[GroupOutcome]) -> None:
-        """Adds groups. Those with fewer scored attempts than the learner needs do not count, except those of broken tasks."""
+        """Adds groups. Skips groups with fewer scored attempts than the learner needs, except those of broken tasks."""
         for outcome in groups:
             if outcome.broken or outcome.counted >= self._counts:
                 self._kinds.note(outcome.kind, outcome)
@@ -148,7 +149,7 @@ class TaskHistory:
                     self._tasks.note(outcome.key, outcome)
 
     def weights(self) -> Weights:
-        """Returns the current weights, as a copy."""
+        """Returns a copy of the current weights."""
         return Weights(self._tasks.tallies.copy(), self._kinds.tallies.copy())
 
 

@@ -1,6 +1,6 @@
 """A chat endpoint with scripted answers, over HTTP on loopback, for tests of judges.
 
-with ChatServer(lambda body, number: Says('{"reasoning": "", "scores": {"correct": 1}, "abstain": false}')) as server:
+with ChatServer(lambda body, number: ScriptedAnswer('{"reasoning": "", "scores": {"correct": 1}, "abstain": false}')) as server:
     endpoint = Endpoint(url=server.url, model="scripted")
 
 It also serves the route of a reward model: `ScriptedAnswer(number=1.5)` is an answer of `/classify`.
@@ -51,11 +51,11 @@ class ScriptedAnswer:
 
 
 Script = Callable[[Body, int], ScriptedAnswer]
-"""Gets the JSON of a request and its number, from 0; may be called from several threads at once."""
+"""Takes the JSON of a request and its number, counted from 0. It may be called from several threads concurrently."""
 
 
 class ChatServer:
-    """Serves `POST /v1/chat/completions` and `/classify`, from a script or from a list of answers, of which the last is repeated."""
+    """Serves `POST /v1/chat/completions` and `/classify`, from a script or from a list of answers. The last answer is repeated."""
 
     def __init__(self, script: Script | Iterable[ScriptedAnswer]) -> None:
         self._script: Script = script if callable(script) else _in_turn(list(script))

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class JumpingClock:
-    """A clock that advances only while code sleeps; `slept` has the duration of each sleep."""
+    """A clock that advances only while code sleeps; `slept` contains the duration of each sleep."""
 
     def __init__(self, now: float = 1_000_000.0) -> None:
         self.now = now
@@ -33,7 +33,7 @@ class JumpingClock:
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time advances only while nothing can run, so that waits take no time. For code without threads."""
+    """An event loop whose time advances only while nothing can run, so that waits take no time. Use it only for code without threads."""
 
     def __init__(self) -> None:
         self._selected = _Skipping()
@@ -44,7 +44,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._selected.now
 
     def hold(self, seconds: float) -> None:
-        """Lets time pass at once, as code that computes without awaiting does."""
+        """Advances the time at once, like code that computes without awaiting."""
         self._selected.now += seconds
 
 

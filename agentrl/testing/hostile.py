@@ -1,4 +1,4 @@
-"""Scripts of texts that a policy may sample at temperature 1, by accident or because they are rewarded. Each once broke a component.
+"""Scripts of strings that a policy may sample at temperature 1, by accident or because of a reward. Each script once broke a component.
 
 A script is the turns of one episode. Its tools are `python`, `shell` and `submit`; any other name is a tool that the task does not have,
 or that raises on its arguments.

@@ -27,7 +27,7 @@ _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</too
 
 
 def byte_tokenizer(*more: str) -> Any:
-    """Returns a Hugging Face tokenizer of 256 bytes, the chat's control tokens and `more` of them, built in memory."""
+    """Returns a Hugging Face tokenizer of 256 bytes, the chat's control tokens and the control tokens `more`, built in memory."""
     return byte_level_tokenizer(_TEMPLATE, pad="<|endoftext|>", more=[*_SPECIAL, *more])
 
 
@@ -46,12 +46,12 @@ def byte_level_tokenizer(template: str, *, pad: str, more: Sequence[str]) -> Any
 
 
 class ScriptedPolicy:
-    """Answers each request with the next text of a script, tokenized, with logprob -0.5 a token.
+    """Answers each request with the next text of a script, tokenized, with logprob -0.5 per token.
 
     If supports are requested, token t of a completion was drawn from 1 + t % top_k tokens: itself and the ids that follow.
 
-    `script` gets the number of the turn in this episode (0, 1, ...) and the episode id. For the answer after a limit on thinking was
-    reached, the id ends in ".answer". It returns the text, or raises like a failing server.
+    `script` gets the number of the turn in this episode (0, 1, ...) and the episode id. If an answer is sampled after a limit on thinking,
+    the id ends in ".answer". The script returns the text, or raises like a failing server.
     """
 
     def __init__(self, tokenizer: Any, script: Callable[[int, str], str], *, version: int = 0) -> None:
@@ -86,7 +86,7 @@ class ScriptedPolicy:
 
 
 class ReadingPolicy(ScriptedPolicy):
-    """A scripted policy that answers by context, so several agents of one episode may use it in any order.
+    """A scripted policy whose answers depend on the context, so several agents of one episode may use it in any order.
 
     `reads` gets the text of the context, including control tokens, and returns the text of the turn; it may be async.
     """
@@ -101,9 +101,9 @@ class ReadingPolicy(ScriptedPolicy):
 
 
 class ReplayPolicy:
-    """Answers each prompt with a token sequence, with logprob -0.5 a token, and stores nothing: for long sessions.
+    """Answers each prompt with a token sequence, with logprob -0.5 per token. Stores nothing, so it is suitable for long sessions.
 
-    `script` returns the ids for a prompt; the last one ends the turn.
+    `script` returns the token ids for a prompt. The last id ends the turn.
     """
 
     def __init__(self, script: Callable[[Sequence[int]], Sequence[int]]) -> None:
@@ -128,7 +128,7 @@ class PacedPolicy:
     Args:
         tokenizer: tokenizer of the sampled ids.
         wants: returns the number of tokens of a turn, including its end, by episode id and turn number.
-        speed: tokens per second of one request, by the time of the event loop and the requests in flight; 0: a stalled server.
+        speed: tokens per second of one request, by the time of the event loop and the requests in flight; 0 means a stalled server.
         cuts: whether it returns the tokens so far at a deadline, as the policy's servers do, or ignores deadlines.
         dies: whether a request fails, by the time of the event loop.
         reading: prompt tokens per second; tokens that were computed earlier for the episode take no time.

@@ -1,4 +1,5 @@
-"""Sandboxes that run no programs: a function returns the result of each. And a task for tests that need any task."""
+"""Sandboxes that run no programs: a function returns the result of each program. `sample_task` returns a task for tests that need any
+task."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def sample_task(**changes: Any) -> Task:
 
 
 def printing(text: str) -> Answer:
-    """Every program prints `text` and succeeds."""
+    """Returns a function that lets every program print `text` and succeed."""
     return lambda code: ExecResult(exit_code=0, stdout=text, stderr="", wall_s=0.0)
 
 
@@ -86,7 +87,7 @@ class ScriptedSandbox:
 
 
 class ScriptedSandboxes:
-    """A backend of scripted sandboxes; `opened` has all that were opened."""
+    """A backend of scripted sandboxes; `opened` contains all sandboxes that were opened."""
 
     name = "scripted"
 

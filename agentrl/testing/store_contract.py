@@ -31,7 +31,7 @@ _TIMEOUT_S = 120.0
 
 
 class StoreContract:
-    """Tests of an experience store, by its name or plug-in reference. All of them use the store as driver and learner do."""
+    """Tests of an experience store, by its name or plug-in reference. All tests use the store as driver and learner do."""
 
     store: ClassVar[str]
     options: ClassVar[Mapping[str, Any]] = {}
@@ -44,7 +44,7 @@ class StoreContract:
 
     @contextmanager
     def opened(self, folder: Path, groups: int = 0) -> Iterator[ExperienceStore]:
-        """The open store of a run folder, which has `groups` groups."""
+        """Yields the open store of a run folder, which contains `groups` groups."""
         store = self.open(folder)
         try:
             for index in range(groups):
@@ -54,7 +54,7 @@ class StoreContract:
             store.close()
 
     def test_groups_are_returned_equal_and_in_the_requested_order(self, tmp_path: Path) -> None:
-        """Also after the store is closed and opened."""
+        """The groups are also equal after the store was closed and opened again."""
         with self.opened(tmp_path) as store:
             assert [store.put(make_group(index)) for index in (2, 0, 1)] == [True] * 3
         with self.opened(tmp_path) as store:
@@ -63,7 +63,7 @@ class StoreContract:
             _rejects(lambda: store.groups([0, 9]), "9")
 
     def test_an_index_is_stored_once(self, tmp_path: Path) -> None:
-        """The first group stays. Threads that store the same groups at the same moment store each once."""
+        """The group that was stored first is kept. If threads store the same groups at the same moment, each group is stored once."""
         stored: list[int] = []
         with self.opened(tmp_path, 1) as store, self.opened(tmp_path) as other:
             assert not store.put(make_group(0, "another")) and store.groups([0]) == (make_group(0),)
@@ -82,14 +82,14 @@ class StoreContract:
             assert [entry.index for entry in store.entries()] == list(range(9))
 
     def test_groups_of_one_commit_are_stored_like_others(self, tmp_path: Path) -> None:
-        """Only for stores with `GroupCommit`."""
+        """Runs only for stores with `GroupCommit`."""
         with self.opened(tmp_path, 1) as store:
             if isinstance(store, GroupCommit):
                 assert store.put_all([make_group(1), make_group(0, "another"), make_group(2), make_group(2)]) == (True, False, True, False)
                 assert store.groups([0, 1, 2]) == tuple(map(make_group, range(3)))
 
     def test_a_group_is_ready_then_assigned_then_consumed(self, tmp_path: Path) -> None:
-        """The ledger's counts of its tokens follow."""
+        """The ledger's token counts change with the state."""
         with self.opened(tmp_path, 4) as store:
             assert [entry.state for entry in store.entries()] == ["ready"] * 4
             store.assign(0, [2, 3])
@@ -112,7 +112,7 @@ class StoreContract:
             assert store.entries() == before
 
     def test_reconcile_sets_the_ledger_to_a_checkpoint(self, tmp_path: Path) -> None:
-        """Steps after it keep their groups, so that they are repeated with the same ones."""
+        """Steps after the checkpoint keep their groups, so that they are repeated with the same groups."""
         with self.opened(tmp_path, 6) as store:
             for step in range(3):
                 store.commit(step, _used(2 * step, 2 * step + 1), f"checkpoints/{step + 1:06d}")
@@ -124,7 +124,7 @@ class StoreContract:
             assert {entry.index for entry in store.entries() if entry.state == "ready"} == {2, 3}
 
     def test_of_two_learners_that_commit_the_same_groups_one_wins(self, tmp_path: Path) -> None:
-        """Each is a process of its own."""
+        """Each learner is a separate process."""
         with self.opened(tmp_path, 3) as store:
             learners = [self._process(tmp_path, "commit", str(step)) for step in (5, 6)]
             won = [learner.communicate("go\n", timeout=_TIMEOUT_S)[0].split() for learner in learners]
@@ -132,7 +132,8 @@ class StoreContract:
             assert _consumed(store) == dict.fromkeys(range(3), 5 if won[0] == ["won"] else 6)
 
     def test_kill_9_loses_nothing_that_was_acknowledged(self, tmp_path: Path) -> None:
-        """The process is killed while it stores, assigns and commits. An interrupted call has happened completely or not at all."""
+        """The process is killed while it stores, assigns and commits. An interrupted call has taken effect completely, or has had no
+        effect."""
         for acknowledged in (5, 30):
             folder = tmp_path / str(acknowledged)
             writer = self._process(folder, "write")
@@ -152,7 +153,7 @@ class StoreContract:
                 assert store.put(make_group(len(entries))), "the store still works"
 
     def _process(self, folder: Path, *what: str) -> subprocess.Popen[str]:
-        """Returns a process that uses the store of a run folder, and has opened it."""
+        """Returns a process that has opened the store of a run folder and uses it."""
         command = [sys.executable, "-m", __name__, type(self).__module__, type(self).__qualname__, str(folder), *what]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
@@ -193,7 +194,7 @@ def _rejects(call: Callable[[], object], text: str) -> None:
 
 
 def _write(store: ExperienceStore) -> None:
-    """Stores groups, and assigns and commits each two of them, until the process is killed. Prints each call that has returned."""
+    """Stores groups, and assigns and commits them in pairs, until the process is killed. Prints each call that has returned."""
     for index in range(100_000):
         store.put(make_group(index))
         print("put", index, flush=True)
@@ -215,7 +216,7 @@ def _commit(store: ExperienceStore, step: int) -> None:
 
 
 def main(module: str, contract: str, folder: str, what: str, *step: str) -> None:
-    """Uses the store of a run folder as a test requests."""
+    """Uses the store of a run folder as the arguments specify."""
     contract_class: type[StoreContract] = getattr(importlib.import_module(module), contract)
     with contract_class().opened(Path(folder)) as store:
         print("open", flush=True)

@@ -24,13 +24,13 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, plus three special ones."""
+    """Returns a tokenizer with one token per byte and three special tokens."""
     tokenizer: PreTrainedTokenizerFast = byte_level_tokenizer(CHAT_TEMPLATE, pad="<|pad|>", more=["<|im_start|>"])
     return tokenizer
 
 
 def make_model(seed: int, *, hidden: int = 128, layers: int = 4, vocabulary: int = VOCABULARY) -> Qwen3ForCausalLM:
-    """Tied embeddings, and weights large enough that two seeds disagree by whole nats. `hidden` is a multiple of 64."""
+    """Returns a model with tied embeddings and weights so large that two seeds disagree by whole nats. `hidden`: a multiple of 64."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -53,7 +53,7 @@ def make_model(seed: int, *, hidden: int = 128, layers: int = 4, vocabulary: int
 
 
 def write_version(run_dir: Path, number: int, model: Qwen3ForCausalLM) -> PolicyVersion:
-    """Writes `model` as versions/<number>, the way the learner publishes one."""
+    """Writes `model` as versions/<number>, the way the learner publishes a version."""
     folder = run_dir / "versions" / str(number)
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
@@ -62,7 +62,7 @@ def write_version(run_dir: Path, number: int, model: Qwen3ForCausalLM) -> Policy
 
 
 def token_logprobs(model: Qwen3ForCausalLM, ids: tuple[int, ...], *, temperature: float = 1.0) -> list[float]:
-    """Reference: logprob of every token after the first, from transformers' own forward pass. Length T-1."""
+    """Returns the logprobs [T-1] of every token after the first, from transformers' own forward pass, as a numerical reference."""
     import torch
 
     with torch.no_grad():

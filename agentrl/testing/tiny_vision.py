@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import Idefics3ForConditionalGeneration
 
 SIDE = 56
-"""Pixels of a side of an image; a larger image is shown in up to four parts of this size, and as a whole."""
+"""Pixels of a side of an image; a larger image is shown in up to four parts of this size, and as a complete image."""
 _TOKENS = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
 _PARTS = [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
 

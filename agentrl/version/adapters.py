@@ -32,7 +32,7 @@ class Adapter:
     layers: frozenset[str]  # names in the model, without ".weight"
 
     def merge(self, tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Yields the model's tensors with the adapter merged. Sums are at least float32 and rounded once, to the weight's dtype."""
+        """Yields the model's tensors with the adapter merged. Sums are at least float32, and are rounded once, to the weight's dtype."""
         with safe_open(self.path, framework="pt", device="cpu") as file:
             for name, weight in tensors:
                 layer = name.removesuffix(".weight")
@@ -58,7 +58,7 @@ def read_adapter(path: Path, model: Mapping[str, Shape]) -> Adapter:
 
 
 def merge_folder(base: Path, version: Path, target: Path) -> None:
-    """Writes `base` with the adapter of `version` merged to the file `target`. Raises `ValueError` if they do not fit."""
+    """Writes the weights of `base`, merged with the adapter of `version`, to the file `target`. Raises `ValueError` if they do not fit."""
     from safetensors.torch import save_file
 
     files = sorted(base.glob("*.safetensors"))
@@ -74,7 +74,7 @@ def is_zero_adapter(path: Path) -> bool:
 
 
 def read_tensors(paths: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
-    """Yields every tensor of some safetensors files, mapped into memory one at a time."""
+    """Yields every tensor of the safetensors files, mapped into memory one at a time."""
     for path in paths:
         with safe_open(path, framework="pt", device="cpu") as file:
             for name in file.keys():  # noqa: SIM118 - a safetensors handle is not a mapping

@@ -1,11 +1,11 @@
-"""Weights as a difference from the parent's weights. A version folder may have them instead of `model.safetensors`.
+"""Weights as a difference from the parent's weights. A version folder may contain a delta instead of `model.safetensors`.
 
     delta.json   `Delta`: the parent, and the checksums of both files and of the delta
     model.delta  for each CHUNK of the file: the length of a zstd frame (uint32, little-endian; 0 if nothing changed), then the frame.
                  It contains the bytes XORed with the parent's, grouped by significance: sign and exponent bytes rarely change, so
                  they form long runs of zeros
 
-`materialize` restores the complete file if the chain of parents ends at one. Every file is checked by its sha256.
+`materialize` restores the complete file if the chain of parents ends at a complete file. Every file is checked by its sha256.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Delta:
     parent: int  # version
     parent_sha256: str  # hash of the parent's model.safetensors
     sha256: str  # hash of the resulting model.safetensors
-    delta_sha256: str  # of model.delta
+    delta_sha256: str  # hash of model.delta
     size: int  # bytes of both model.safetensors
     stride: int  # bytes of a number
 
@@ -84,7 +84,7 @@ def write_delta(parent: Path, target: Path, folder: Path, *, number: int) -> Del
 
 
 def read_delta(folder: Path) -> Delta | None:
-    """Returns the delta of a version folder, or None. Raises `ValueError` if it is damaged."""
+    """Returns the delta of a version folder; None if it has none. Raises `ValueError` if it is damaged."""
     path = folder / DELTA_RECORD
     return codec.from_json(Delta, path.read_bytes()) if path.exists() else None
 
@@ -135,7 +135,7 @@ def delta_chain(folder: Path) -> list[Path]:
 
 
 def materialize(folder: Path) -> Path:
-    """Returns `folder/model.safetensors`, built from the delta if it is missing, atomically.
+    """Returns `folder/model.safetensors`. If the file is missing, builds it atomically from the delta.
 
     Raises `ValueError` if a link of the chain is missing or damaged.
     """
@@ -169,7 +169,7 @@ def verify_weights(folder: Path, sha256: str) -> None:
 
 
 def base_folders(folder: Path) -> list[Path]:
-    """Returns the version folders that `folder` is built from; none if the chain is broken."""
+    """Returns the version folders that `folder` is built from; empty if the chain is broken."""
     try:
         return delta_chain(folder)[:-1]
     except (ValueError, OSError):
@@ -191,7 +191,7 @@ def _build(links: list[Path], target: Path) -> None:
 
 
 def _stride(path: Path) -> int:
-    """Size in bytes of a safetensors file's most common dtype; 1 if unknown."""
+    """Returns the size in bytes of a safetensors file's most common dtype; 1 if it is unknown."""
     sizes: Counter[int] = Counter()
     try:
         for entry in read_safetensors_header(path).values():

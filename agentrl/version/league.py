@@ -7,7 +7,7 @@ probability that the policy beats member j, member j is drawn with a probability
 
 Ratings are maximum a posteriori strengths s of a Bradley-Terry model, P(i beats j) = 1 / (1 + exp(s_j - s_i)); a draw is half a win for
 both. The prior of a strength is a normal distribution with mean 0 and deviation 2. They are printed on the scale of Elo (400 / ln 10),
-relative to version 0. The 95% interval of a difference to version 0 is that of the normal approximation of the posterior.
+relative to version 0. The 95% interval of the difference from version 0 comes from the normal approximation of the posterior.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class LeagueTable:
 
     Args:
         folder: the run folder.
-        size: largest number of members. Version 0 and the newest member stay; the others are thinned out evenly.
+        size: largest number of members. Version 0 and the newest member stay. Other members are removed so that the rest is spread evenly.
 
     Raises `StoreError` for a damaged file.
     """
@@ -113,11 +113,11 @@ class LeagueTable:
         return tuple(left)
 
     def remove(self, member: int) -> None:
-        """Removes a member, whose weights are gone."""
+        """Removes a member whose weights no longer exist."""
         self.members.remove(member)
 
     def record(self, version: int, opponent: int, gain: float) -> None:
-        """Counts a game, which the version won by `gain`."""
+        """Counts a game. The version won it if `gain` is positive, and lost it if `gain` is negative."""
         results = self.results[version, opponent]
         if gain > 0:
             results.wins += 1
@@ -138,7 +138,7 @@ class LeagueTable:
         return {member: weight / total for member, weight in weights.items()}
 
     def draw(self, version: int, *, seed: int) -> int:
-        """Returns the opponent of a version; the same one for the same results."""
+        """Returns the opponent of a version. The same results and the same seed give the same opponent."""
         weights = self.weights(version)
         return random.Random(f"{seed} {version}").choices(list(weights), list(weights.values()))[0]
 

@@ -1,4 +1,4 @@
-"""Checks that a model folder can be served and trained, from its files only: no heavy imports, no tensor is read."""
+"""Checks that a model folder can be served and trained, from its files only. Imports no heavy library and reads no tensor."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def check_model_files(folder: Path, *, chat_template: bool = True, key: str = "p
 
 
 def check_growth(path: Path, tokenizer: dict[str, Any]) -> None:
-    """Raises `UserError` for a tokenizer.json whose rules expand a short text so much that encoding it would use all memory."""
+    """Raises `UserError` if a tokenizer.json has rules that expand a short string so much that encoding it would use all memory."""
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         if _growth(tokenizer.get(part), 0) > _MOST_GROWTH:
             raise UserError(
@@ -79,7 +79,7 @@ def check_growth(path: Path, tokenizer: dict[str, Any]) -> None:
 
 
 def _growth(rule: Any, depth: int) -> float:
-    """Returns the maximum number of characters into which the rule turns one; infinite if it may match the empty text."""
+    """Returns the maximum number of characters that the rule returns for one character; infinite if it may match the empty string."""
     if not isinstance(rule, dict):
         return 1
     growth = 1.0
@@ -101,7 +101,7 @@ def _growth(rule: Any, depth: int) -> float:
 
 
 def _matches_nothing(expression: str) -> bool:
-    """Whether a pattern matches the empty text; False if Python cannot compile it."""
+    """Whether a pattern matches the empty string; False if Python cannot compile it."""
     try:
         return re.match(expression, "") is not None
     except (re.error, RecursionError, OverflowError):
@@ -172,7 +172,7 @@ def _check_model(folder: Path, recipe: Recipe | None) -> None:
 
 
 def check_architecture(config: dict[str, Any]) -> None:
-    """Rejects by config.json what the learner would reject after loading (`agentrl.learner.token_scorer.check_scorer`)."""
+    """Raises `UserError` for a model that the learner would reject after loading it (`agentrl.learner.token_scorer.check_scorer`)."""
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise UserError("policy.model: config.json has no model_type", fix=_SAVE_AGAIN)
@@ -235,7 +235,7 @@ def _stretched(config: dict[str, Any]) -> bool:
 
 
 def _largest_token(path: Path) -> int | None:
-    """Returns the largest token id in tokenizer.json; None without that file."""
+    """Returns the largest token id in tokenizer.json; None if there is no such file."""
     if not path.is_file():
         return None
     tokenizer = read_json(path)
@@ -259,7 +259,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _value(config: dict[str, Any], key: str, kind: type[T]) -> T | None:
-    """Returns a value of config.json, or None. Raises `UserError` if it has another type."""
+    """Returns a value of config.json, or None. Raises `UserError` if it has a different type."""
     value = config.get(key)
     if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
         raise UserError(f"policy.model: config.json: {key} is a {type(value).__name__}, not a {kind.__name__}", fix=_SAVE_AGAIN)

@@ -35,7 +35,7 @@ from agentrl.records import ADAPTER, PolicyVersion, VersionState, codec
 from agentrl.version import deltas, rollback
 
 MAX_RECORDS = 10_000
-"""Records of versions that a run keeps, in addition to those with weights: an endless run would have a folder for each version."""
+"""Records that a run keeps in addition to those of versions with weights. A limit is needed because a run may be endless."""
 _RECORD = "version.json"
 _HELD, _PINNED = "held", "pinned"
 _LARGEST = 1 << 20  # bytes of a record
@@ -52,9 +52,9 @@ _LEGAL = {
 class FolderRegistry:
     """A `VersionRegistry` kept as files in `folder` (the `versions/` of a run folder).
 
-    Writes hold an exclusive file lock and reads of several records a shared one, so no process sees a half-done change of SERVING. The
-    kernel releases the lock when a process dies. Each record is replaced atomically, so `get` needs no lock. Methods block: call them in a
-    thread from an event loop.
+    Writes hold an exclusive file lock, and reads of several records hold a shared one, so no process sees an incomplete change of SERVING.
+    The kernel releases the lock when a process dies. Each record is replaced atomically, so `get` needs no lock. Methods block: call them
+    in a thread from an event loop.
 
     Raises `StoreError` if a record is damaged, a change is illegal, or the lock is not free within `lock_timeout_s`.
     """
@@ -68,7 +68,7 @@ class FolderRegistry:
             folder.mkdir(parents=True, exist_ok=True)
 
     def add(self, version: PolicyVersion) -> None:
-        """Registers a published version. Repeating it with the same weights does nothing; other weights raise `StoreError`."""
+        """Registers a published version. Adding it again does nothing; with different weights it raises `StoreError`."""
         with self._locked(fcntl.LOCK_EX):
             known = self._read(version.number)
             if known is None:
@@ -77,7 +77,7 @@ class FolderRegistry:
                 raise StoreError(f"version {version.number} is already registered with other weights in {self.folder}")
 
     def get(self, number: int) -> PolicyVersion | None:
-        """Returns a version; None if it is not registered. Waits for no other process."""
+        """Returns a version; None if it is not registered. Never waits for other processes."""
         self._check_open()
         return self._read(number)
 
@@ -134,14 +134,14 @@ class FolderRegistry:
                 raise StoreError(str(error)) from error
 
     def reconcile(self, newest: int) -> tuple[int, ...]:
-        """After a crash: deletes every version newer than the learner's checkpoint, with its weights, and returns their numbers.
+        """Deletes every version newer than the learner's checkpoint, with its weights, and returns their numbers. Call it after a crash.
 
-        The learner will publish other weights under these numbers. If the serving version is among them, the newest remaining version that
-        was not rolled back becomes the serving one, so `latest(SERVING, PROMOTED)` never names a deleted version.
+        The learner will publish different weights under these numbers. If the serving version is among them, the newest remaining version
+        that was not rolled back becomes the serving one, so `latest(SERVING, PROMOTED)` never names a deleted version.
         """
         with self._locked(fcntl.LOCK_EX):
             lost = [number for number in self._numbers() if number > newest]
-            if (pins := self._read_numbers(_PINNED)) & set(lost):  # other weights get these numbers
+            if (pins := self._read_numbers(_PINNED)) & set(lost):  # different weights get these numbers
                 self._write_numbers(_PINNED, pins - set(lost))
             for number in lost:
                 self._remove(number)
@@ -151,12 +151,12 @@ class FolderRegistry:
             return tuple(lost)
 
     def hold(self, number: int) -> None:
-        """Makes `prune`, in any process, keep the weights of this version until another one is held."""
+        """Makes `prune`, in any process, keep the weights of this version until a different version is held."""
         with self._locked(fcntl.LOCK_EX):
             self._write_numbers(_HELD, {number})
 
     def pin(self, number: int, *, pinned: bool = True) -> None:
-        """Makes `prune` keep the weights of a version, and the learner its checkpoint, until it is unpinned. Idempotent.
+        """Pins or unpins a version. `prune` keeps the weights of a pinned version, and the learner keeps its checkpoint. Idempotent.
 
         Raises `StoreError` if the version is not registered.
         """
@@ -174,7 +174,7 @@ class FolderRegistry:
         """Deletes the weights of old versions and returns their numbers. The newest `MAX_RECORDS` records stay as history.
 
         It keeps the `keep` newest versions, the `keep` newest promoted ones, version 0, the serving one, the held one, the pinned ones, the
-        target of a rollback request, and those that a kept version is a delta of. Folders outside `versions/` are never touched.
+        target of a rollback request, and the versions from which a kept delta is built. Folders outside `versions/` are never touched.
         """
         with self._locked(fcntl.LOCK_EX):
             numbers = self._numbers()
@@ -196,7 +196,7 @@ class FolderRegistry:
             return dropped
 
     def close(self) -> None:
-        """Forbids further use. Nothing is open between calls."""
+        """Prevents later use. No file is open between calls."""
         self._closed = True
 
     def _serve(self, version: PolicyVersion) -> None:
@@ -214,7 +214,7 @@ class FolderRegistry:
                     f"version {version.number} cannot serve while the newer version {other.number} is promoted; roll that back first"
                 )
             if other.state is VersionState.SERVING and other.number != version.number:
-                # Written first, so that a crash in between leaves no serving version, never two.
+                # Written first, so that a crash in between leaves no serving version instead of two.
                 self._write(replace(other, state=VersionState.SERVED))
         if version.state in (VersionState.CANDIDATE, VersionState.SERVED):
             self._write(replace(version, state=VersionState.SERVING))
@@ -226,7 +226,7 @@ class FolderRegistry:
         self._write(replace(version, state=state))
 
     def _read_numbers(self, name: str) -> set[int]:
-        """Returns the version numbers in a file of the registry, one per line; empty without the file."""
+        """Returns the version numbers in a file of the registry, one per line; empty if there is no file."""
         path = self.folder / name
         try:
             return {int(line) for line in read_bytes(path, most=_LARGEST, inside=self.folder).split()}
@@ -240,7 +240,7 @@ class FolderRegistry:
             write_atomically(self.folder / name, "".join(f"{number}\n" for number in sorted(numbers)), durable=True)
 
     def _rollback_target(self) -> set[int]:
-        """Returns the target of a rollback request (`agentrl.version.rollback`), answered or not."""
+        """Returns the target of the last rollback request (`agentrl.version.rollback`), answered or not; empty if there is none."""
         request = rollback.read_request(self.folder)
         return set() if request is None else {request.to}
 
@@ -287,7 +287,7 @@ class FolderRegistry:
 
     def _remove(self, number: int) -> None:
         with _translated(self._home(number)):
-            (self._home(number) / _RECORD).unlink(missing_ok=True)  # first, because without it the folder is not a version
+            (self._home(number) / _RECORD).unlink(missing_ok=True)  # deleted first, because a folder without it is not a version
             shutil.rmtree(self._home(number))
 
     def _drop_weights(self, number: int) -> bool:

@@ -1,10 +1,10 @@
-"""How the gate or a person requests a rollback from the learner: one file in the registry's folder, which the learner reads before every
-step, also at the start of a resumed run.
+"""The file in the registry's folder with which the gate or a user requests a rollback from the learner.
 
-The learner owns the weights, and the writer does not wait for it. A request names the rejected version and its target, with the hashes of
-their weights. It is valid until the learner has published a successor and rolled the version back. It becomes void if the version is
-retracted or gets other weights, or, for a request of the gate, if a later version is promoted. So it can be written and read any number
-of times, even after a crash. A request of a person replaces any other, and the gate does not replace it while it is pending.
+The learner reads the file before every step, including the first step of a resumed run. The learner owns the weights, and the writer of a
+request does not wait for it. A request contains the rejected version and its target, with the hashes of their weights. It is valid until
+the learner has published a successor and rolled the version back. It becomes void if the version is retracted or gets different weights. A
+request of the gate also becomes void if a later version is promoted. So a request can be written and read any number of times, even after a
+crash. A user's request replaces any other request, and the gate does not replace it while it is pending.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from agentrl.records.fields import Record, Text
 _LARGEST = 1 << 20  # bytes
 ROLLBACK_FILE = "rollback.json"
 BUDGET_STEPS = 256
-"""Steps after which a setback counts against no budget any more, so that rare setbacks do not end an endless run."""
+"""Steps after which a setback no longer counts against a budget, so that rare setbacks do not end an endless run."""
 
 
 def recent_steps(steps: Iterable[int], now: int) -> tuple[int, ...]:
@@ -66,7 +66,7 @@ def withdraw_request(versions: Path) -> None:
 
 
 def read_request(versions: Path) -> RollbackRequest | None:
-    """Returns the last request, answered or not; None if there was none. Raises `StoreError` if it cannot be read."""
+    """Returns the last request, answered or not; None if there is none. Raises `StoreError` if it cannot be read."""
     path = versions / ROLLBACK_FILE
     try:
         return codec.from_json(RollbackRequest, read_bytes(path, most=_LARGEST, inside=versions))
@@ -77,7 +77,7 @@ def read_request(versions: Path) -> RollbackRequest | None:
 
 
 def pending_request(versions: Path, registry: VersionRegistry) -> RollbackRequest | None:
-    """Returns the request that is not answered yet, if any. Raises `StoreError` if it cannot be read."""
+    """Returns the pending request; None if there is none. Raises `StoreError` if it cannot be read."""
     request = read_request(versions)
     if request is None:
         return None

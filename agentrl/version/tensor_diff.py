@@ -39,7 +39,7 @@ class TensorChange:
 
     @property
     def relative(self) -> float:
-        """The norm of the difference relative to the norm before; infinite if only the latter is 0."""
+        """The norm of the difference relative to the norm before; infinite if only the norm before is 0."""
         if not self.difference:
             return 0.0
         return self.difference / self.before if self.before else math.inf
@@ -55,8 +55,8 @@ class _Stored:
 def compare_weights(before: Path, after: Path) -> Iterator[TensorChange]:
     """Yields the change of each tensor between two version folders, by name.
 
-    Versions are complete, deltas, or adapters. If one version is an adapter, the adapters are compared, and a version without one counts
-    as an adapter of zeros. Raises `ValueError` if weights are missing or damaged, or if the tensors do not match.
+    Versions are complete, deltas, or adapters. If one version is an adapter, the adapters are compared, and a version that has no adapter
+    counts as an adapter of zeros. Raises `ValueError` if weights are missing or damaged, or if the tensors do not match.
     """
     adapters = [(folder / ADAPTER).is_file() for folder in (before, after)]
     with ExitStack() as stack:
@@ -133,7 +133,7 @@ def _change(name: str, old: Path | None, one: _Stored | None, new: Path | None, 
 
 
 def _block(file: BinaryIO | None, stored: _Stored | None, start: int, count: int) -> NDArray[np.float64]:
-    """Numbers `start` to `start + count` of a tensor; zeros without a tensor."""
+    """Returns the numbers `start` to `start + count` of a tensor; zeros if there is no tensor."""
     import numpy as np
 
     if file is None or stored is None:

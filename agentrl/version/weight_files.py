@@ -34,19 +34,19 @@ def checked_weight_paths(folder: Path, sizes: Mapping[str, int], *, below: Path,
 
 
 def tensor_shapes(paths: Iterable[Path]) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every tensor in some safetensors files by name. Raises `ValueError` if one is not safetensors."""
+    """Returns the shape of every tensor in the safetensors files, by name. Raises `ValueError` if a file is not safetensors."""
     return {name: _shape(path, entry) for path in paths for name, entry in deltas.read_safetensors_header(path).items()}
 
 
 def check_same_shapes(expected: Mapping[str, tuple[int, ...]], actual: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises `ValueError` for the first tensor that is missing, unknown or of another shape."""
+    """Raises `ValueError` for the first tensor that is missing, is unknown or has a different shape."""
     for name in sorted(expected.keys() | actual.keys()):
         if expected.get(name) != actual.get(name):
             raise ValueError(f"tensor {name}: the served model has shape {expected.get(name)}, the new version {actual.get(name)}")
 
 
 class WeightCopy:
-    """The weights that deltas are applied to: a file in `folder`, created for the first delta and changed in place by each."""
+    """The weights that deltas are applied to: a file in `folder` that the first delta creates and each delta changes in place."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / f"agentrl-weights-{os.getpid()}.safetensors"
@@ -55,8 +55,8 @@ class WeightCopy:
     def apply_delta(self, folder: Path) -> Path:
         """Returns the complete weights of the delta version in `folder`; the file is valid until the next call.
 
-        Raises `ValueError` if the delta is damaged, if neither these weights nor its parent's file fit it, or if the result has another
-        checksum.
+        Raises `ValueError` if the delta is damaged, if neither these weights nor its parent's file fit it, or if the result has a
+        different checksum.
         """
         delta = deltas.read_delta(folder)
         if delta is None:

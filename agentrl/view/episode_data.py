@@ -16,14 +16,14 @@ from agentrl.view.training import GroupTraining, explain, recorded_tokens, sampl
 from agentrl.view.vocabulary import Vocabulary
 
 MAX_TURNS = 200
-"""Turns of one answer, over all trajectories."""
+"""Maximum turns of one answer, over all trajectories."""
 MAX_TOKENS = 2000
-"""Tokens of one answer."""
-_TEXT = 40_000  # characters of one text
+"""Maximum tokens of one answer."""
+_TEXT = 40_000  # characters of one string
 _ALL_TEXT = 2_000_000  # characters of one answer
 _FILES = 64
 _FILE_CHARS = 8000
-_PROMPT_TOKENS = 4000  # tokens of a prompt that are decoded
+_PROMPT_TOKENS = 4000  # maximum tokens of a prompt that are decoded
 
 
 def episode_data(source: RunSource, index: int, attempt: int, *, offset: int = 0) -> Data:
@@ -58,7 +58,7 @@ def episode_data(source: RunSource, index: int, attempt: int, *, offset: int = 0
 
 
 def evaluated_data(source: RunSource, episode_id: str) -> Data:
-    """Returns an episode of an evaluation. Nothing of it was trained. Raises `Missing`, `UserError` and `StoreError`."""
+    """Returns an episode of an evaluation, none of which was trained. Raises `Missing`, `UserError` and `StoreError`."""
     notes = source.refresh()
     record = source.index().episode(episode_id)
     if record is None:
@@ -104,7 +104,7 @@ def episode_tree(
 
 
 def tokens_data(source: RunSource, index: int, attempt: int, trajectory: int, turn: int, *, offset: int = 0) -> Data:
-    """Returns what was sampled and trained in a turn: `MAX_TOKENS` tokens from number `offset` on, as columns.
+    """Returns the sampled and trained values of a turn: `MAX_TOKENS` tokens from number `offset` on, as columns.
 
     Raises `Missing` and `StoreError`.
     """
@@ -154,13 +154,13 @@ def tokens_data(source: RunSource, index: int, attempt: int, trajectory: int, tu
 
 
 class Budget:
-    """Characters that one answer may still contain."""
+    """The number of characters that one answer may still contain."""
 
     def __init__(self, left: int) -> None:
         self.left = left
 
     def cut(self, text: str) -> Data:
-        """Returns the start of a text, and how many characters were cut off."""
+        """Returns the start of a string, and how many characters were cut off."""
         shown = text[: max(0, min(_TEXT, self.left))]
         self.left -= len(shown)
         return {"text": shown, "cut": len(text) - len(shown)}
@@ -243,7 +243,7 @@ def _turn(number: int, turn: Turn, trained: Data, budget: Budget, vocabulary: Vo
 
 
 def _arguments(arguments: Any, budget: Budget) -> list[Data]:
-    """Returns the arguments of a call, in order: texts as they are, other values as JSON."""
+    """Returns the arguments of a call, in order: strings unchanged, other values as JSON."""
     rows = []
     for name, value in list(arguments.items())[:64]:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -262,7 +262,7 @@ def _trained(sample: Sample | None, trajectory: Trajectory, turn: int) -> Data:
 
 
 def _bounds(trajectory: Trajectory, turn: int) -> tuple[int, int]:
-    """Returns where the completion of a turn starts and ends in the tokens of its trajectory."""
+    """Returns the start and end of a turn's completion in the tokens of its trajectory."""
     start = sum(len(one.prompt_ids) + len(one.completion_ids) for one in trajectory.turns[:turn]) + len(trajectory.turns[turn].prompt_ids)
     return start, start + len(trajectory.turns[turn].completion_ids)
 
@@ -280,7 +280,7 @@ def _columns(sample: Sample | None, trajectory: Trajectory, turn: int, offset: i
 
 
 def _learned(record: TokenRecord | None, sample: Sample | None, trajectory: Trajectory, turn: int, offset: int, end: int) -> Data:
-    """Returns what the learner computed for the tokens; None where a token is masked, or for all if nothing is recorded."""
+    """Returns the values that the learner computed for the tokens; None for masked tokens, or for all tokens if nothing is recorded."""
     names = {"new_logprobs": "logprobs", "entropies": "entropies", "weights": "weights", "clipped": "clipped"}
     if record is None or sample is None:
         return dict.fromkeys(names)
@@ -298,7 +298,7 @@ def _number(value: float | bool) -> float | bool | None:
 
 
 def _why_not(training: GroupTraining, sample: Sample | None, reason: str, *, consumed: bool) -> str:
-    """Returns why the tokens of a turn were not trained; empty if they were."""
+    """Returns the reason why the tokens of a turn were not trained; empty if they were trained."""
     if reason:
         return explain(reason)
     if training.reason:
@@ -314,7 +314,7 @@ def _versions(turn: Turn, offset: int, end: int) -> list[Data]:
 
 
 def _prompt(turn: Turn, vocabulary: Vocabulary | None) -> Data:
-    """Returns the tokens before the completion, which the policy read and did not write: their number, and the last of them as text."""
+    """Returns the tokens before the completion, which the policy read but did not write: their number, and the last of them as text."""
     ids: Sequence[int] = turn.prompt_ids[-_PROMPT_TOKENS:]
     return {"tokens": len(turn.prompt_ids), "text": None if vocabulary is None else vocabulary.decode(ids)[-_TEXT:]}
 

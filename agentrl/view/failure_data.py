@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from agentrl.view.routes import Query
 
 _PAGE = 100
-_MAX_BODY = 4 << 20  # compressed bytes of a trace that is shown
+_MAX_BODY = 4 << 20  # maximum compressed bytes of a trace that is shown
 _MAX_TRANSCRIPTS = 64 << 20
 _CLUSTER_S = 45.0
 _CLUSTERS = 40
@@ -58,9 +58,9 @@ def failures_data(source: RunSource, query: Query) -> dict[str, Any]:
 
 
 def clusters_data(source: RunSource, query: Query) -> dict[str, Any]:
-    """Returns clusters of similar failures. The command computes them in a process of its own, whose memory ends with it."""
+    """Returns clusters of similar failures. A separate process computes them, so its memory is freed when it ends."""
     filters = [f"--{name}={value}" for name in ("tag", "kind", "phase") if (value := query.text(name))]
-    # -P: the current folder may be a stranger's, and must not provide modules
+    # -P: the current folder may come from a third party, and must not provide modules
     command = [sys.executable, "-P", "-m", "agentrl", "failures", "cluster", str(source.path), "--json", *filters]
     try:
         done = subprocess.run(command, capture_output=True, timeout=_CLUSTER_S, check=False, stdin=subprocess.DEVNULL)
@@ -133,7 +133,7 @@ def _elsewhere(path: Path, task: str) -> list[dict[str, Any]]:
 
 
 def transcript_data(phase: str, line: Line) -> dict[str, Any]:
-    """Returns a transcript of the folder `episodes`, or of an evaluation, with bounded texts."""
+    """Returns a transcript of the folder `episodes`, or of an evaluation, with strings of bounded length."""
     messages = [message for message in line["messages"][:100] if isinstance(message, dict)]
     score = line.get("score")
     return {

@@ -18,8 +18,8 @@ from agentrl.view.source import Missing, RunSource
 from agentrl.view.training import GroupTraining, explain, train_group
 
 MAX_GROUPS = 64
-"""Groups of one answer."""
-_MAX_CHARS = 400  # of a text in a table
+"""Maximum groups of one answer."""
+_MAX_CHARS = 400  # characters of a string in a table
 _MAX_FAILURES = 12
 _CACHED = 4096
 
@@ -27,7 +27,7 @@ Data = dict[str, Any]
 
 
 class _Cache:
-    """Lines of groups that were read, of all runs. A line changes with the group's ledger entry."""
+    """Cached lines of groups of all runs. A line changes with the group's ledger entry."""
 
     def __init__(self) -> None:
         self._lines: OrderedDict[tuple[Path, LedgerEntry], Data] = OrderedDict()
@@ -50,7 +50,7 @@ _cache = _Cache()
 def step_data(source: RunSource, step: int, *, offset: int = 0) -> Data:
     """Returns a learner step, counted from 1: its metrics, its groups, and the kinds whose scores changed since the step before.
 
-    Raises `Missing` if there is neither a metric nor a group of it.
+    Raises `Missing` if the step has neither a metric nor a group.
     """
     notes = source.refresh()
     metrics = source.metrics.row(step)
@@ -128,7 +128,7 @@ def group_data(source: RunSource, index: int) -> Data:
 
 
 def question_of(source: RunSource, group: Group) -> str:
-    """Returns the prompt of a group's task, or what its first turn read; empty if neither is known."""
+    """Returns the prompt of a group's task, or else the context of its first turn; empty if neither is known."""
     if group.prompt:
         return "\n\n".join(message.content for message in group.prompt)
     vocabulary, _ = source.vocabulary()
@@ -226,7 +226,7 @@ def _attempt(number: int, scored: ScoredEpisode, advantage: float | None, *, tra
 
 
 def score_data(scored: ScoredEpisode, *, chars: int = _MAX_CHARS) -> Data:
-    """Returns a score: value, parts, reason and evidence, and the parts that are still to come."""
+    """Returns a score: value, parts, reason and evidence, and the parts that have not arrived."""
     score = scored.score
     return {
         "value": finite(score.value),
@@ -253,7 +253,7 @@ def failures_data(scored: ScoredEpisode, *, chars: int = _MAX_CHARS) -> list[Dat
 
 
 def _neighbours(source: RunSource, entry: LedgerEntry) -> Data:
-    """Returns the group before and after a group: in its step, or by index."""
+    """Returns the groups before and after a group, in its step or by index."""
     if entry.step is None:
         indices = [other.index for other in source.store().newest_entries(before=entry.index + 2, limit=3)][::-1]
     else:
@@ -265,7 +265,7 @@ def _neighbours(source: RunSource, entry: LedgerEntry) -> Data:
 
 
 def _kinds(source: RunSource, entries: Sequence[LedgerEntry], step: int) -> list[Data]:
-    """Returns the mean score by kind of task in a step and in the one before, the largest fall first."""
+    """Returns the mean score by kind of task in a step and in the previous step, the largest fall first."""
     now = _kind_means(source, [entry.index for entry in entries])
     try:
         earlier = _kind_means(source, [entry.index for entry in source.store().entries(step=step - 2)] if step > 1 else [])

@@ -1,4 +1,4 @@
-"""Finds the run folders in a folder, which may come from a third party. The id of a run is the name of its folder; links are skipped."""
+"""Finds the run folders in a folder, which may come from a third party. The id of a run is the name of its folder. Links are skipped."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from agentrl.observe.summary import SUMMARY_FILE
 from agentrl.view.source import RunSource
 
 MAX_RUNS = 2000
-"""Runs that a folder shows; the newest are kept."""
+"""Maximum number of runs that a folder shows. The newest runs are shown."""
 MAX_OPEN = 8
-"""Runs whose metrics stay in memory."""
+"""Maximum number of runs whose metrics stay in memory."""
 _MAX_SUMMARY = 2 << 20
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEntry:
-    """A run folder: its id in addresses of pages, its name as text, and its path."""
+    """A run folder: its id in page addresses, its printable name, and its path."""
 
     id: str
     name: str
@@ -50,7 +50,7 @@ class RunLibrary:
         self._lock = Lock()
 
     def entries(self) -> list[RunEntry]:
-        """Returns the runs, by name. Links to folders elsewhere are not followed."""
+        """Returns the runs in order of their names. Links are not followed."""
         if self.is_single:
             return [RunEntry(id=_run_id(self.root.name), name=_shown(self.root.name), path=self.root)]
         return sorted(self._children(), key=lambda run: run.name)
@@ -76,7 +76,7 @@ class RunLibrary:
             self._sources.clear()
 
     def _entry(self, run_id: str) -> RunEntry | None:
-        """Returns the run with an id, without a look at the others; None if there is none."""
+        """Returns the run with an id, without reading other runs; None if there is no such run."""
         if self.is_single:
             return next((entry for entry in self.entries() if entry.id == run_id), None)
         try:
@@ -97,7 +97,7 @@ class RunLibrary:
                     path = Path(entry.path)
                     if entry.is_dir() and path.resolve().is_relative_to(self.root) and is_run(path):
                         folders.append((entry.stat().st_mtime, path))
-                except OSError:  # removed meanwhile, or not readable
+                except OSError:  # removed in the meantime, or not readable
                     continue
         folders.sort(reverse=True)
         for _, path in folders[:MAX_RUNS]:
@@ -105,7 +105,10 @@ class RunLibrary:
 
 
 def _close_unused(source: RunSource) -> None:
-    """Closes the store of a run, unless a request reads it: then the end of the request does, which has the last reference."""
+    """Closes the store of a run if no request reads it.
+
+    Otherwise the store is closed when the request, which has the last reference, ends.
+    """
     if source.lock.acquire(blocking=False):
         try:
             source.close()
@@ -114,7 +117,7 @@ def _close_unused(source: RunSource) -> None:
 
 
 def _run_id(name: str) -> str:
-    """Returns a plain name unchanged, and any other name as `~` and its bytes in hexadecimal."""
+    """Returns a plain name unchanged, and any other name as `~` followed by its bytes in hexadecimal."""
     return name if _PLAIN.fullmatch(name) else f"~{os.fsencode(name).hex()}"
 
 
@@ -123,13 +126,13 @@ def _shown(name: str) -> str:
 
 
 def list_runs(entries: Sequence[RunEntry]) -> list[dict[str, Any]]:
-    """Returns the lines of runs in the list of runs, as JSON data. A run whose files have not changed is not read again."""
+    """Returns the entries of the list of runs, as JSON data. A run whose files have not changed is not read again."""
     locks = held_locks()
     return [{**_line(entry, _marks(entry.path)), "state": run_state(entry.path, locks)} for entry in entries]
 
 
 def _marks(path: Path) -> tuple[tuple[int, int], ...]:
-    """Time and size of the files that a line is read from."""
+    """Returns the time and size of each file from which a line is read."""
     marks = []
     for name in (SUMMARY_FILE, "recipe.json", "metrics.jsonl"):
         try:

@@ -1,4 +1,4 @@
-"""The events of a run: the newest ones, and a stream that notifies pages when the run has changed. All viewers of a run share one poll."""
+"""The newest events of a run, and a stream that notifies pages when the run changes. All viewers of a run share one poll."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
     from agentrl.view.library import RunLibrary
 
 MAX_STREAMS = 32
-"""Pages that are updated live at a time."""
+"""Maximum number of pages that are updated live at a time."""
 MAX_ACTIVITY = 60
-"""Events that a page gets at a time: the newest ones, and all notable ones."""
+"""Number of newest events that a page gets at a time, in addition to all notable events."""
 LOOK_S = 1.0
-"""Seconds between two looks at a run."""
+"""Seconds between two readings of a run."""
 NEWEST_EVENTS = 40
-"""Events that a page shows at first."""
+"""Number of events that a page shows initially."""
 NOTABLE = (AlertRaised, PartRestarted, VersionJudged, EvaluationFinished, RunStarted, StageStarted, VersionServed, StepFinished)
-_EVENTS_BACK = 64 << 10  # bytes before the end of the stream that the newest events are read from
+_EVENTS_BACK = 64 << 10  # bytes at the end of the stream from which the newest events are read
 _NOTABLE_BACK = 4 << 20
 _MAX_NOTABLE = 200
 _PAGES = 8
-_SILENCE_S = 15.0  # after which a comment keeps the connection open
+_SILENCE_S = 15.0  # time without events after which a comment keeps the connection open
 GONE = {"gone": True}
 
 
@@ -60,10 +60,11 @@ class Live:
         self._stopped.set()
 
     async def events(self, run: str, *, is_closed: Callable[[], bool] = lambda: False) -> AsyncIterator[bytes]:
-        """Yields an event when the run has changed: its newest step, its groups, its state. The last one says that the run is gone.
+        """Yields an event when the run changed: its newest step, its groups or its state. The last event reports that the run was removed.
 
         Args:
-            is_closed: returns whether the page was left. A closed connection counts as one whose client may still wait for the answer.
+            is_closed: returns whether the page was closed. A closed connection looks like a connection whose client still waits for the
+                answer.
         """
         self.streams += 1
         loop, last, spoke = asyncio.get_running_loop(), None, 0.0
@@ -92,7 +93,7 @@ class Live:
             self.streams -= 1
 
     async def _look(self, run: str) -> dict[str, Any]:
-        """Returns the newest mark of a run, which is at most `LOOK_S` old."""
+        """Returns the newest mark of a run, which is at most `LOOK_S` seconds old."""
         now = asyncio.get_running_loop().time()
         known = self._looks.get(run)
         if known is None or now - known[0] > 0.9 * LOOK_S:
@@ -133,7 +134,7 @@ class Live:
 
 
 def events_data(source: RunSource) -> dict[str, Any]:
-    """Returns the newest events and the newest notable ones, the newest first. A run without events has neither."""
+    """Returns the newest events and the newest notable events, the newest first. Both are empty if the run has no events."""
     try:
         newest = _read_back(source.path, _EVENTS_BACK)
         notable = [event for event in _read_back(source.path, _NOTABLE_BACK) if isinstance(event, NOTABLE)]

@@ -1,6 +1,7 @@
 """The operations that change a run: the functions behind `agentrl failures tag`, `failures promote`, `label` and `score`.
 
-A page asks for a confirmation before it sends one. Each is recorded in `operations.jsonl` of the run folder, with its sender and result.
+A page asks for confirmation before it sends an operation. Each operation is recorded in `operations.jsonl` of the run folder, with its
+sender and result.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def _text(body: Body, name: str, *, optional: bool = False) -> str:
 
 
 def _check_text(body: Body) -> None:
-    """Raises `UserError` for half a surrogate pair, which no file can store."""
+    """Raises `UserError` if a string contains half a surrogate pair, which no file can store."""
     try:
         json_line(dict(body))
     except UnicodeEncodeError:

@@ -1,4 +1,7 @@
-"""The addresses of the JSON, and the function that computes each. They only read; `operations` has those that change a run."""
+"""The addresses of the JSON, and the function that computes each.
+
+These functions only read. `operations` has the functions that change a run.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from agentrl.view.source import Missing, RunSource
 
 MAX_COMPARED = 8
 MAX_CURVES = 40
-_PAGE = 200  # runs of one answer
+_PAGE = 200  # maximum runs of one answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ class Query:
         return values
 
     def number(self, name: str, default: int | None = None) -> int | None:
-        """Returns an integer of the path or the query. Raises `RequestError` if it is not one."""
+        """Returns an integer parameter of the path or the query. Raises `RequestError` if it is not an integer."""
         value = self.path.get(name) or self.text(name)
         if not value:
             return default
@@ -49,7 +52,7 @@ class Query:
         return int(value)
 
     def count(self, name: str) -> int:
-        """Returns a number from 0 on; 0 if it is missing. Raises `RequestError`."""
+        """Returns a parameter that is 0 or larger; 0 if it is missing. Raises `RequestError` if it is not such a number."""
         value = self.number(name, 0)
         if value is None or value < 0:
             raise RequestError("invalid", f"{name} must not be negative.")

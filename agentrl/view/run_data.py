@@ -24,16 +24,16 @@ from agentrl.view.source import RunSource
 
 _ALERTED = 400  # newest steps whose alerts are computed
 _DROPS = 8
-_NEWEST = 10  # steps that the remaining time is estimated from
+_NEWEST = 10  # steps from which the remaining time is estimated
 _MAX_FILE = 2 << 20  # a small JSON text may need twenty times its size in memory
 _MAX_SETBACKS = 64 << 20
 _SETBACKS = 50
-_MAX_ENTRIES = 200  # of a table in summary.json
+_MAX_ENTRIES = 200  # maximum entries of a table in summary.json
 _SETBACK: Mapping[str, type] = {"step": int, "action": str, "reasons": list, "groups": list, "episodes": list}
 
 
 def run_data(source: RunSource) -> dict[str, Any]:
-    """Returns what the page of a run shows first."""
+    """Returns the data that the page of a run shows first."""
     notes = source.refresh()
     recipe, metrics = source.recipe_data(), source.metrics
     steps = metrics.steps
@@ -63,7 +63,7 @@ def run_data(source: RunSource) -> dict[str, Any]:
 
 
 def ledger_data(source: RunSource) -> dict[str, Any]:
-    """Returns the ledger's counts, or why there are none."""
+    """Returns the ledger's counts, or the reason why there are none."""
     try:
         return {"counts": asdict(source.store().counts()), "problem": None}
     except StoreError as error:
@@ -71,7 +71,7 @@ def ledger_data(source: RunSource) -> dict[str, Any]:
 
 
 def curves_data(source: RunSource, keys: Sequence[str]) -> dict[str, Any]:
-    """Returns the curves of some metrics, and the names of all."""
+    """Returns the curves of some metrics, and the names of all metrics."""
     notes = source.refresh()
     return {"notes": notes, "keys": source.metrics.keys, "curves": {key: source.metrics.curve(key, MAX_POINTS) for key in keys}}
 
@@ -113,7 +113,7 @@ def _alerts(source: RunSource) -> list[dict[str, Any]]:
 
 
 def _parts(source: RunSource) -> list[dict[str, Any]]:
-    """Returns what each part did: in the newest step, and over all steps with a timeline."""
+    """Returns the seconds of each part by state: in the newest step, and over all steps with a timeline."""
     numbers = [step for step, _ in source.metrics.series(f"{PREFIX}server/busy")] or source.metrics.steps[-1:]
     newest = time_by_state(source.metrics.rows(numbers[-1:]))
     total = time_by_state(source.metrics.rows(numbers[-2000:]))
@@ -142,7 +142,7 @@ def _recipe_facts(recipe: Line) -> dict[str, str]:
 
 
 def _summary_facts(summary: Line) -> Line:
-    """Returns the figures of summary.json, without texts that may be large."""
+    """Returns the figures of summary.json, without strings that may be long."""
     facts: Line = {key: value for key, value in summary.items() if is_finite(value) or isinstance(value, bool) or _is_rate(value)}
     for key in ("failures", "left_out_reasons", "tokens", "versions", "judges"):
         if isinstance(summary.get(key), dict):
@@ -164,7 +164,7 @@ def _is_rate(value: Any) -> TypeGuard[Line]:
 
 
 def _setbacks(source: RunSource, notes: list[str]) -> list[Line]:
-    """Returns the newest updates and groups that were not trained on, with reasons."""
+    """Returns the newest updates and groups that were not trained, with reasons."""
     path = source.path / "failures" / "updates.jsonl"
     lines = deque(iter_lines(path, _SETBACK, notes, most=_MAX_SETBACKS, inside=source.path), maxlen=_SETBACKS)
     names = ("step", "what", "action")
@@ -202,7 +202,7 @@ def compare_runs(sources: Sequence[RunSource]) -> dict[str, Any]:
 
 
 def _shortened(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Cuts the values of settings, which a third party may have written."""
+    """Truncates the values of settings, which a third party may have written."""
     settings = [
         {"key": row["key"][:200], "values": [value if len(value) <= 400 else f"{value[:400]}…" for value in map(_text, row["values"])]}
         for row in data["settings"][:400]

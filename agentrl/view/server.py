@@ -1,8 +1,8 @@
-"""The HTTP server of `agentrl view`: static pages, JSON, and a stream of changes. Loopback by default.
+"""The HTTP server of `agentrl view`: static pages, JSON, and a stream of changes. By default it listens on the loopback interface.
 
 The address that the command prints contains a random token. The page stores it for its origin, and sends it with every request as
-`Authorization: Bearer TOKEN`. No cookie is used, because browsers send cookies to all ports of a host, so also to other people's servers.
-The content security policy forbids scripts and requests of any other origin.
+`Authorization: Bearer TOKEN`. No cookie is used, because browsers send cookies to all ports of a host, including servers of other users.
+The content security policy forbids scripts and requests from any other origin.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from agentrl.view.library import RunLibrary
 
 AT_ONCE, WAITING = 2, 64
-"""Requests that read runs at a time, and requests in progress."""
+"""Maximum number of requests that read runs at a time, and of requests in progress."""
 ANSWER_S = 60.0
 BODY_S = 10.0
 _TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
@@ -44,7 +44,7 @@ _FOLDERS = (files("agentrl.view") / "static", COMPONENTS)
 STATIC_FILES = {
     entry.name: entry.read_bytes() for folder in _FOLDERS for entry in folder.iterdir() if entry.name.rpartition(".")[2] in _TYPES
 }
-"""The files of the pages, which the wheel carries: plain JavaScript modules and CSS. They load nothing from elsewhere."""
+"""The files of the pages, which are part of the wheel: plain JavaScript modules and CSS. They load nothing from other servers."""
 _STATUS = {"wrong_key": 401, "wrong_host": 403, "not_found": 404, "too_large": 413, "encoding": 415, "too_many": 429}
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self';"
@@ -81,7 +81,7 @@ class ViewServer:
 
     @property
     def url(self) -> str:
-        """The address of the started server, with its token. Raises `RuntimeError` before `start`."""
+        """The address of the started server, with its token. Raises `RuntimeError` if the server is not started."""
         if self._server is None:
             raise RuntimeError("the view is not started")
         return f"{self._server.url}/?token={self.token}"
@@ -94,7 +94,7 @@ class ViewServer:
         self._server, self.port = server, server.port
 
     async def wait(self) -> None:
-        """Returns when the server ends without `stop`, and raises its error."""
+        """Waits until the server ends without `stop`, and raises its error."""
         if self._server is not None:
             await self._server.wait()
 

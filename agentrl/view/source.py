@@ -1,7 +1,7 @@
-"""Reads one run for the pages: metrics, ledger, groups and vocabulary. Everything is read again after it changed, also during the run.
+"""Reads one run for the pages: metrics, ledger, groups and vocabulary. All files are read again after they changed, also during the run.
 
-A missing, damaged or older part is described in a note, and the rest is shown. Memory is bounded: one decoded group, one vocabulary and the
-newest columns of metrics stay in memory.
+A note describes each missing, damaged or older part, and all other parts are shown. Memory is bounded: one decoded group, one vocabulary
+and the newest columns of metrics stay in memory.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from agentrl.view.vocabulary import Vocabulary, read_vocabulary
 
 MAX_RECIPE = 1 << 20
 _GROUPS_KEPT = 2
-_KEPT_TOKENS = 200_000  # of a group that stays in memory
+_KEPT_TOKENS = 200_000  # maximum tokens of a group that stays in memory
 
 
 class Missing(UserError):
-    """A run, group, episode or turn that does not exist, or no longer."""
+    """A run, group, episode or turn does not exist, or was removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ class _OpenStore:
 
 
 class RunSource:
-    """The content of one run folder. Use it under `lock`: its reads come from several threads."""
+    """The content of one run folder. Hold `lock` while you use it, because several threads read it."""
 
-    _groups: ClassVar[OrderedDict[tuple[Path, int, tuple[int, ...]], Group]] = OrderedDict()  # of all runs
+    _groups: ClassVar[OrderedDict[tuple[Path, int, tuple[int, ...]], Group]] = OrderedDict()  # groups of all runs
     _vocabularies: ClassVar[OrderedDict[tuple[Path, int, int], Vocabulary]] = OrderedDict()
     _shared = RLock()
 
@@ -54,7 +54,10 @@ class RunSource:
         self._recipe: tuple[object, Line, Recipe | None, str] | None = None
 
     def refresh(self) -> list[str]:
-        """Reads what was added to the files. Returns notes on what cannot be read. Raises `Missing` if the folder was removed."""
+        """Reads the lines that were added to the files.
+
+        Returns notes on files that cannot be read. Raises `Missing` if the folder was removed.
+        """
         if not self.path.is_dir():
             raise Missing(f"the run {self.name} was removed or renamed", fix="return to the list of runs")
         notes: list[str] = []
@@ -67,7 +70,7 @@ class RunSource:
         return self._read_recipe()[1]
 
     def recipe(self) -> tuple[Recipe | None, str]:
-        """Returns the recipe, or None and why it cannot be used. No code that it names is imported."""
+        """Returns the recipe, or None and the reason why it cannot be used. Does not import the code that the recipe names."""
         _, _, recipe, why = self._read_recipe()
         return recipe, why
 
@@ -103,7 +106,7 @@ class RunSource:
         with self._shared:
             group = self._groups.pop(key, None)
             if group is None:
-                self._groups.clear()  # before the next one is decoded
+                self._groups.clear()  # before the next group is decoded
                 (group,) = store.groups((index,))
             if entry.tokens_sampled <= _KEPT_TOKENS:
                 self._groups[key] = group
@@ -112,7 +115,10 @@ class RunSource:
             return group
 
     def vocabulary(self) -> tuple[Vocabulary | None, str]:
-        """Returns the vocabulary of the run's model, or None and why there is none. Files outside of the run folder are not read."""
+        """Returns the vocabulary of the run's model, or None and the reason why there is none.
+
+        Files outside of the run folder are not read.
+        """
         why = "the run folder has no tokenizer.json, so tokens are shown as numbers"
         for path in (self.path / "versions" / "000000" / "tokenizer.json", self.path / "model" / "tokenizer.json"):
             try:

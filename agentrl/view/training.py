@@ -1,7 +1,7 @@
-"""What the learner did with a group's tokens: mask, advantage and drop reason, computed again by the objective's pure functions.
+"""How the learner used a group's tokens: mask, advantage and drop reason, recomputed by the objective's pure functions.
 
-They need the stored group and the recipe alone, so the numbers are those of the step. What depends on the weights (new logprobs, ratios,
-entropies) cannot be computed without the model.
+These functions need only the stored group and the recipe, so the numbers equal those of the step. Values that depend on the weights (new
+logprobs, ratios, entropies) cannot be computed without the model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from agentrl.view.source import RunSource
 
 OF_THE_BATCH = ("reinforce++", "reinforce++-baseline")
 """Estimators that compare a score with those of the other groups of its step."""
-_MAX_GROUPS = 512  # of a step, read for an estimator of the batch
+_MAX_GROUPS = 512  # maximum groups of a step that are read for an estimator of the batch
 
 REASONS = {
     "all_equal": "All counted attempts have the same score, so no attempt is better than its group: every advantage is 0.",
@@ -42,19 +42,19 @@ REASONS = {
 class GroupTraining:
     """How a step trained a group. `samples` are keyed by episode id, one per trained trajectory, in order."""
 
-    advantages: tuple[float | None, ...]  # [E] of each attempt; None if it does not count, or if it is unknown
+    advantages: tuple[float | None, ...]  # [E] advantage of each attempt; None if the attempt does not count or the advantage is unknown
     samples: dict[str, tuple[Sample, ...]]
-    reason: str  # why the objective drops the group; empty if it does not
-    notes: tuple[str, ...]  # what could not be computed, and why
+    reason: str  # why the objective drops the group; empty if it does not drop it
+    notes: tuple[str, ...]  # values that could not be computed, and why
 
 
 def explain(reason: str) -> str:
-    """Returns a sentence for a reason; the reason itself if it is unknown."""
+    """Returns a sentence for a reason, or the reason unchanged if it is unknown."""
     return next((text for name, text in REASONS.items() if reason == name or reason.startswith((f"{name}:", f"{name} "))), reason)
 
 
 def train_group(source: RunSource, entry: LedgerEntry, group: Group) -> GroupTraining:
-    """Returns the samples that the objective makes of a group. Never raises: what is unknown becomes a note."""
+    """Returns the samples that the objective creates from a group. Never raises. If something is unknown, a note describes it."""
     recipe, why = source.recipe()
     if recipe is None:
         return _unknown(group, f"Advantages and masks cannot be computed: {why}.")
@@ -90,7 +90,7 @@ def _unknown(group: Group, note: str) -> GroupTraining:
 
 
 def _others(source: RunSource, entry: LedgerEntry, recipe: Recipe) -> tuple[list[Group], list[str]]:
-    """Returns the scores of the other groups of the step, if the estimator compares with them."""
+    """Returns the other groups of the step, with their scores, if the estimator compares with them."""
     if recipe.objective.advantage.ref not in OF_THE_BATCH:
         return [], []
     if entry.step is None:
@@ -123,9 +123,9 @@ def _scores_alone(group: Group) -> Group:
 
 
 def sample_of(training: GroupTraining, episode_id: str, trajectory: Trajectory, trajectories: Sequence[Trajectory]) -> Sample | None:
-    """Returns the sample of a trajectory; None if it trains nothing.
+    """Returns the sample of a trajectory; None if the trajectory is not trained.
 
-    Samples of an episode are in the order of its trajectories with sampled tokens, so its tokens identify it.
+    The samples of an episode are in the order of its trajectories with sampled tokens, so a trajectory's tokens identify its sample.
     """
     ids = tuple(token for turn in trajectory.turns for token in (*turn.prompt_ids, *turn.completion_ids))
     same = [sample for sample in training.samples.get(episode_id, ()) if sample.token_ids == ids]
@@ -137,7 +137,7 @@ def sample_of(training: GroupTraining, episode_id: str, trajectory: Trajectory, 
 
 
 def recorded_tokens(source: RunSource, step: int | None, training: GroupTraining, sample: Sample | None) -> tuple[TokenRecord | None, str]:
-    """Returns what the learner computed for the trained tokens of a sample, or None and why that is not known."""
+    """Returns the values that the learner computed for the trained tokens of a sample, or None and the reason why they are unknown."""
     if step is None or sample is None:
         return None, ""
     part = next(number for number, one in enumerate(training.samples[sample.episode_id]) if one is sample)

@@ -1,4 +1,7 @@
-"""The text of token ids, from the `tokenizer.json` of a run's model. It is read as data: no tokenizer is loaded, and no code of it runs."""
+"""The text of token ids, from the `tokenizer.json` of a run's model.
+
+The file is read as data. No tokenizer is loaded, and no code of the model runs.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from agentrl.base.untrusted_files import read_bytes
 from agentrl.records.images import FIRST
 
 MAX_BYTES = 48 << 20
-"""Bytes of a `tokenizer.json`."""
+"""Maximum bytes of a `tokenizer.json`."""
 _MAX_TOKENS = 1 << 20
 _MAX_TOKEN_CHARS = 1024
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -23,7 +26,7 @@ _MARK = "\u2581"  # a space in SentencePiece vocabularies
 
 
 class Vocabulary:
-    """Token id -> bytes. Ids without an entry have no text.
+    """Maps token ids to bytes. Ids without an entry have no text.
 
     The tokens are stored in one byte string, because a million Python objects would need 80 MiB.
     """
@@ -44,14 +47,14 @@ class Vocabulary:
         return len(self._ends)
 
     def token(self, number: int) -> bytes:
-        """Returns the bytes of a token, which may be part of an image; empty for an unknown id."""
+        """Returns the bytes of a token; empty for an unknown id. `number` may belong to an image (`agentrl.records.images`)."""
         number &= FIRST - 1
         if not 0 <= number < len(self._ends):
             return b""
         return self._data[self._ends[number - 1] if number else 0 : self._ends[number]]
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """Returns one text per token. A character that several tokens spell appears at the last of them; the others are empty."""
+        """Returns one text per token. A character that several tokens spell appears at the last of these tokens; the others are empty."""
         texts, rest = [], b""
         for position, number in enumerate(ids):
             data = rest + self.token(number)
@@ -96,7 +99,7 @@ def read_vocabulary(path: Path, *, inside: Path) -> Vocabulary:
     if not tokens:
         raise ValueError("has no vocabulary")
     del data
-    gc.collect()  # hundreds of thousands of merges
+    gc.collect()  # frees hundreds of thousands of merges
     return Vocabulary(tokens, frozenset(number for number, marked in special.items() if marked))
 
 
@@ -130,7 +133,7 @@ def _token_bytes(token: str, *, byte_level: bool) -> bytes:
 
 @cache
 def _byte_of_character() -> dict[str, int]:
-    """Returns the alphabet of byte-level BPE: printable bytes stand for themselves, the others for the characters from U+0100 on."""
+    """Returns the alphabet of byte-level BPE: printable bytes map to themselves, the others to the characters from U+0100 on."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(0x100 + number): byte for number, byte in enumerate(hidden)}

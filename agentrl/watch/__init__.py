@@ -1,4 +1,4 @@
-"""`agentrl watch`: runs, curves, health and transcripts in a terminal, for people on ssh.
+"""`agentrl watch`: shows runs, curves, health and transcripts in a terminal, for users on ssh.
 
 `frames` lays out lines of text, `screens` reads the run, `terminal` draws and handles keys.
 """

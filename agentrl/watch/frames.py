@@ -1,7 +1,7 @@
-"""Lays out the frames of `agentrl watch`: lines of text for a size of the terminal.
+"""Lays out the frames of `agentrl watch`: lines of text that fit the size of the terminal.
 
-Texts of agents, tools and file names are hostile. `shown` replaces every control character, so none reaches the terminal, and every line is
-cropped to the width.
+Output of agents and tools, and file names, are untrusted. `shown` replaces every control character, so none reaches the terminal. Every
+line is cropped to the width.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from agentrl.observe.terminal import level, sparkline
 
 Format = Callable[[float], str]
 MAX_LINES = 20_000
-"""Maximum number of lines of a transcript. A note replaces the rest."""
+"""Maximum number of lines of a transcript. A note replaces the remaining lines."""
 MAX_CHARS = 100_000
 """Maximum number of characters of one message of a transcript."""
 _LEAST_WIDTH = 20
@@ -61,13 +61,13 @@ class EpisodeLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFrame:
-    """What the frame of a run shows."""
+    """The content of a run's frame."""
 
     name: str
     state: str  # running, finished, interrupted, failed or killed
     stage: str = ""
     step: int = 0
-    steps: int | None = None  # None: until it is stopped
+    steps: int | None = None  # None means until the run is stopped
     left_s: float | None = None
     success: tuple[tuple[str, float], ...] = ()  # split -> newest success
     reward: Curve | None = None
@@ -79,7 +79,7 @@ class RunFrame:
     running: int | None = None  # episodes in flight; None if unknown
     episodes: tuple[EpisodeLine, ...] = ()  # the newest first
     selected: int = 0
-    notes: tuple[str, ...] = ()  # what could not be read
+    notes: tuple[str, ...] = ()  # messages about what could not be read
     keys: str = "↑↓ select  enter open  q quit"
 
 
@@ -122,7 +122,7 @@ class Transcript:
 
 
 def shown(text: object, most: int = 300) -> str:
-    """Returns a text in one line without control characters, at most `most` characters."""
+    """Returns a string as one line without control characters, of at most `most` characters."""
     return one_line(str(text), most)
 
 
@@ -137,7 +137,7 @@ def crop(lines: Sequence[Text], size: Size) -> list[Text]:
 
 
 def run_frame(run: RunFrame, size: Size) -> list[Text]:
-    """Returns the lines of a run's frame. A small terminal shows fewer sections, and at least the title, the list and the keys."""
+    """Returns the lines of a run's frame. A small terminal shows fewer sections, but always the title, the list and the keys."""
     width = max(size.width, _LEAST_WIDTH)
     top = [_title(run), *([_progress(run, width)] if run.step or run.steps else [])]
     sections = [section for section in _sections(run, width, tall=size.height >= 22) if section]
@@ -170,7 +170,7 @@ def runs_frame(runs: Sequence[RunLine], selected: int, size: Size, *, title: str
 
 
 def transcript_frame(transcript: Transcript, size: Size) -> list[Text]:
-    """Returns the visible lines of a transcript, and moves `top` into its bounds."""
+    """Returns the visible lines of a transcript, and limits `top` to the valid range."""
     width, room = max(size.width, _LEAST_WIDTH), max(1, size.height - 3)
     lines = transcript.lines(width)
     transcript.top = max(0, min(transcript.top, len(lines) - room))
@@ -182,7 +182,7 @@ def transcript_frame(transcript: Transcript, size: Size) -> list[Text]:
 
 
 def plot(values: Sequence[float], width: int, height: int) -> list[str]:
-    """Returns a curve over the whole width as `height` rows of braille characters, two values per character."""
+    """Returns a curve over the full width as `height` rows of braille characters, two values per character."""
     points = _stretched([value for value in values if math.isfinite(value)], 2 * width)
     if not points or width < 1:
         return [" " * max(0, width)] * height
@@ -209,7 +209,7 @@ def _binned(values: Sequence[float], most: int) -> list[float]:
 
 
 def _stretched(values: Sequence[float], count: int) -> list[float]:
-    """Returns exactly `count` values: means of neighbours, or values interpolated between neighbours. Empty without values."""
+    """Returns exactly `count` values: means of neighbours, or values interpolated between neighbours. Empty if there are no values."""
     some = _binned(values, count)
     if len(some) in (0, count):
         return some
@@ -244,7 +244,7 @@ def _progress(run: RunFrame, width: int) -> Text:
 
 
 def _sections(run: RunFrame, width: int, *, tall: bool) -> list[list[Text]]:
-    """Returns the sections between title and list, the most important first."""
+    """Returns the sections between the title and the list, the most important first."""
     reward: list[Text] = []
     if run.reward is not None and run.reward.values:
         newest = run.reward.form(run.reward.values[-1])
@@ -322,7 +322,7 @@ def _selectable(rows: Sequence[str], selected: int, room: int, *, empty: str) ->
 
 
 def _padded(text: str, width: int) -> str:
-    """Returns a text of exactly `width` columns, also with wide characters."""
+    """Returns a string of exactly `width` columns, also with wide characters."""
     short = text
     while cell_len(short) > width:
         short = short[:-1]
@@ -330,7 +330,7 @@ def _padded(text: str, width: int) -> str:
 
 
 def _pieces(line: str, width: int) -> Iterator[str]:
-    """Yields the lines that a line is wrapped to. Combining characters, which need no column, are bounded too."""
+    """Yields the lines into which a line is wrapped. The number of combining characters, which need no column, is bounded too."""
     for piece in chop_cells(line, width) or [""]:
         yield from (piece[at : at + 4 * width] for at in range(0, max(1, len(piece)), 4 * width))
 

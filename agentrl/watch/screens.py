@@ -1,7 +1,8 @@
-"""The screens of `agentrl watch`: the runs of a folder, one run, and one episode. Each reads what changed, and shows what can be read.
+"""The screens of `agentrl watch`: the runs of a folder, one run, and one episode. Each screen reads the changes, and shows everything that
+can be read.
 
-A run folder may be half written, damaged, of another version or from a third party, and it may be removed meanwhile: each such part becomes
-a note in the frame.
+A run folder may be half written, damaged, of a different version or from a third party, and it may be removed at any time. Each part that
+cannot be read becomes a note in the frame.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from agentrl.watch.frames import (
 from agentrl.watch.terminal import Screen
 
 MAX_RUNS = 500
-"""Runs of a folder that are listed: the newest."""
+"""Maximum number of listed runs of a folder. The newest runs are listed."""
 _LATELY_S = 60.0
 CURVES = {
     "loss": "loss",
@@ -57,13 +58,13 @@ CURVES = {
     "tokens_per_s": "tokens/s",
     "step_s": "step s",
 }
-_MAX_FILE = 256 << 20  # bytes of a file
-_MAX_PAGES = 20  # of events that one refresh reads
-_LISTED = 100  # newest episodes
+_MAX_FILE = 256 << 20  # maximum bytes of a file
+_MAX_PAGES = 20  # maximum pages of events that one refresh reads
+_LISTED = 100  # number of newest episodes that are listed
 _ALERTS = 20
 _IN_FLIGHT = 10_000
 _NEWEST = 10  # steps from which the remaining time is estimated
-_LONGEST_S, _LARGEST = 1e9, 1e30  # a run of a third party may have any numbers
+_LONGEST_S, _LARGEST = 1e9, 1e30  # bounds, because a third party's run may have any numbers
 _STYLES = {"assistant": "green", "tool": "yellow"}
 T = TypeVar("T")
 
@@ -76,20 +77,23 @@ def open_screen(path: Path) -> Screen:
 
 
 def _state(folder: Path) -> str:
-    """Returns the state of a run. One that seems killed but wrote a moment ago counts as running: its driver may be elsewhere."""
+    """Returns the state of a run.
+
+    A run that seems killed but wrote a moment ago counts as running, because its driver may be on a different machine.
+    """
     state = run_state(folder)
     lately = state == "killed" and time.time() - (changed_at(folder) or 0.0) < _LATELY_S
     return "running" if lately else "new" if state == "unknown" else state
 
 
 class _Cached:
-    """Reads a file again when it changed."""
+    """Caches a file's content, and reads the file again after it changed."""
 
     def __init__(self, path: Path, read: Callable[[Path], Any]) -> None:
         self._path, self._read, self._mark, self._value = path, read, (-1, -1), None
 
     def get(self) -> Any:
-        """Returns what `read` returned for the newest version of the file."""
+        """Returns the result of `read` for the newest version of the file."""
         try:
             status = os.stat(self._path)
             mark = status.st_mtime_ns, status.st_size
@@ -120,7 +124,7 @@ class RunScreen:
         self.frame = RunFrame(name=folder.name, state="")
 
     def refresh(self) -> None:
-        """Reads what changed."""
+        """Reads the changes."""
         notes: list[str] = []
         if not self._folder.is_dir():
             self.frame = RunFrame(name=self._folder.name, state="removed", notes=("the run folder was removed or renamed",))
@@ -195,7 +199,7 @@ class RunScreen:
             return token_balance(store.counts().tokens)
 
     def _success(self) -> Iterator[tuple[str, float]]:
-        """Yields the newest success on held-out tasks: after training, or during it, or before."""
+        """Yields the newest success rates on held-out tasks: after training, or else during it, or else before it."""
         phases = self._evaluations.get()
         for split, label in (("heldout", "held-out"), ("heldout_real", "held-out, real")):
             during = [value for _, value in self._metrics.series(split)]
@@ -240,7 +244,7 @@ class RunsScreen:
         self._selected, self._notes = 0, list[str]()
 
     def refresh(self) -> None:
-        """Reads the list of runs."""
+        """Reads the list of runs again."""
         self._notes = []
         self._runs = _tried(lambda: [(path, _run_line(path)) for path in _run_folders(self._folder)], [], self._notes)
         self._selected = max(0, min(self._selected, len(self._runs) - 1))
@@ -262,7 +266,7 @@ class RunsScreen:
 
 
 class EpisodeScreen:
-    """The transcript of an episode; n and p show the next and the previous one of the list."""
+    """The transcript of an episode; the keys n and p show the next and the previous episode of the list."""
 
     def __init__(self, folder: Path, ids: tuple[str, ...], position: int) -> None:
         self._folder, self._ids, self._position = folder, ids, position
@@ -270,7 +274,7 @@ class EpisodeScreen:
         self._page = 10  # lines
 
     def refresh(self) -> None:
-        """Reads the episode, once: it does not change."""
+        """Reads the episode once, because it does not change."""
         if self._transcript is None:
             notes: list[str] = []
             self._transcript = _tried(self._read, None, notes) or Transcript(
@@ -287,7 +291,7 @@ class EpisodeScreen:
         return transcript_frame(self._transcript, size)
 
     def key(self, name: str) -> Screen | None:
-        """Scrolls, or changes the episode."""
+        """Scrolls, or shows a different episode."""
         moves = {"up": -1, "down": 1, "page up": -self._page, "page down": self._page, "home": -(1 << 30), "end": 1 << 30}
         if self._transcript is not None:
             self._transcript.top += moves.get(name, 0)
@@ -307,7 +311,7 @@ class EpisodeScreen:
 
 
 def transcript_of(group: Group, scored: ScoredEpisode) -> Transcript:
-    """Returns an episode as messages: of each agent the prompt, the turns with their calls, and the results of tools."""
+    """Returns an episode as messages: for each agent the prompt, the turns with their calls, and the results of tools."""
     episode, score = scored.episode, scored.score
     parts: list[Part] = []
     for number, line in enumerate(episode.trajectories):
@@ -396,7 +400,7 @@ def _run_line(folder: Path) -> RunLine:
 
 
 def _tried(read: Callable[[], T], otherwise: T, notes: list[str] | None = None) -> T:
-    """Returns what `read` returns; if it fails, `otherwise`, and the reason in `notes`."""
+    """Returns what `read` returns. If `read` fails, returns `otherwise` and adds the reason to `notes`."""
     try:
         return read()
     except (OSError, ValueError, StoreError, UserError) as error:

@@ -1,4 +1,4 @@
-"""Shows screens in a terminal and passes keys to them; prints one frame if the output is no terminal."""
+"""Shows screens in a terminal and passes keys to them. Prints one frame if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from rich.text import Text
 from agentrl.watch.frames import Size
 
 REFRESH_S = 1.0
-"""Seconds between two reads of the run, if they are fast."""
-_SHARE = 20  # the pause between two reads takes as many times longer than a read
-_LOOK_S = 0.25  # between two looks at the size of the terminal
-_ESCAPE_S = 0.05  # in which the rest of an escape sequence arrives
-_PRINTED_ROWS = 40  # of a frame that is printed
+"""Seconds between two reads of the run, if the reads are fast."""
+_SHARE = 20  # minimum ratio of the pause between two reads to the time of a read
+_LOOK_S = 0.25  # interval for checking the size of the terminal
+_ESCAPE_S = 0.05  # time in which the rest of an escape sequence must arrive
+_PRINTED_ROWS = 40  # rows of a printed frame
 _SEQUENCES = {
     **{b"\x1b[A": "up", b"\x1b[B": "down", b"\x1b[C": "right", b"\x1b[D": "left"},
     **{b"\x1bOA": "up", b"\x1bOB": "down", b"\x1bOC": "right", b"\x1bOD": "left"},
@@ -32,14 +32,14 @@ _SEQUENCES = {
     **{b"\r": "enter", b"\n": "enter", b"\x7f": "left", b"\x08": "left", b"\x1b": "left", b" ": "page down", b"\t": "right"},
     **{b"k": "up", b"j": "down", b"l": "right", b"h": "left", b"g": "home", b"G": "end"},
 }
-"""Bytes of a key -> its name. Other keys are named by their character."""
+"""Bytes of a key -> its name. The name of any other key is its character."""
 
 
 class Screen(Protocol):
     """One screen: a list of runs, a run or an episode."""
 
     def refresh(self) -> None:
-        """Reads what changed. Raises nothing that a file can cause."""
+        """Reads the changes. Does not raise errors that a file can cause."""
         ...
 
     def lines(self, size: Size) -> list[Text]:
@@ -47,7 +47,7 @@ class Screen(Protocol):
         ...
 
     def key(self, name: str) -> Screen | None:
-        """Handles a key. Returns the screen that it opens; None stays."""
+        """Handles a key. Returns the screen that the key opens; None means that this screen stays."""
         ...
 
     def close(self) -> None:
@@ -56,7 +56,7 @@ class Screen(Protocol):
 
 
 def print_frame(screen: Screen, console: Console) -> None:
-    """Prints one frame of a screen, without the line of keys."""
+    """Prints one frame of a screen, without the line that lists the keys."""
     screen.refresh()
     lines = screen.lines(Size(console.width, _PRINTED_ROWS))[:-1]
     while lines and not lines[-1].plain.strip():
@@ -68,7 +68,7 @@ def print_frame(screen: Screen, console: Console) -> None:
 
 
 def show(first: Screen, console: Console, *, keys: int | None = None) -> None:
-    """Shows a screen and those that it opens until the key q, ctrl-C or the end of the input.
+    """Shows a screen, and the screens that it opens, until the key q, ctrl-C or the end of the input.
 
     Args:
         keys: descriptor of the terminal whose keys are read; None reads none.
@@ -104,7 +104,7 @@ def _run(stack: list[Screen], live: Live, console: Console, keys: int | None) ->
 
 
 def _next_keys(keys: int | None) -> Iterator[str]:
-    """Yields the names of the keys that were pressed, after a short wait for the first; an empty name for the end of the input."""
+    """Yields the names of the pressed keys after a short wait for the first. Yields an empty name at the end of the input."""
     if keys is None:
         time.sleep(_LOOK_S)
         return

@@ -1,4 +1,4 @@
-"""The task family `archive`: records in drawers. The kind of record in each drawer is a fact of the project that many tasks share.
+"""The task family `archive`: records in drawers. The kind of record in each drawer depends on the project, which many tasks share.
 
 `Archive(seed=0)` is the family and `look` its tool. `scripted` has two strategies for scripted policies.
 """

@@ -1,4 +1,4 @@
-"""The tool of the family, which opens one drawer at a time."""
+"""The family's tool, which opens one drawer at a time."""
 
 from __future__ import annotations
 

@@ -17,9 +17,9 @@ KINDS = ("invoice", "lease", "licence", "order", "permit", "quote", "receipt", "
 class Archive:
     """Questions like "What is the amount of permit 4711 in project kelmor?", for an agent that has time for only a few of the drawers.
 
-    Each kind of record is in one drawer. The assignment is a fact of the project, shared by all its tasks, and can only be found by
-    looking. An agent that looks into `turns - 1` of 8 drawers finds that fraction of the records; one with notes about the drawers finds
-    all. Each task asks for another record, so a note of an answer does not help. `task` is a pure function of (seed, split, index). The
+    Each kind of record is in one drawer. The assignment is the same for all tasks of a project, and an agent can only find it by looking.
+    An agent that looks into `turns - 1` of 8 drawers finds that fraction of the records; an agent with notes about the drawers finds all.
+    Each task asks for a different record, so a note of an answer does not help. `task` is a pure function of (seed, split, index). The
     splits have projects with different names and drawers.
     """
 
@@ -31,9 +31,9 @@ class Archive:
         Args:
             projects: projects of one split; task `index` is about project `index % projects`.
             entries: records in a drawer.
-            turns: turns of an episode, including the one that submits: fewer than there are drawers.
+            turns: turns of an episode, including the turn that submits. There are fewer turns than drawers.
 
-        Raises `UserError` for invalid numbers.
+        Raises `UserError` if a number is invalid.
         """
         if not 1 <= projects <= 1000 or not 1 <= entries <= 100 or not 2 <= turns <= len(KINDS):
             raise UserError(
@@ -44,11 +44,11 @@ class Archive:
         self.limits = Limits(turns=turns, turn_tokens=400, episode_tokens=3000, tool_output_chars=64 * (entries + 1))
 
     def size(self, split: Split) -> int | None:
-        """None, or 0 for the split of real data."""
+        """Returns None, or 0 for the split of real data."""
         return 0 if split is Split.HELDOUT_REAL else None
 
     def task(self, split: Split, index: int) -> Task:
-        """The task at an index. Raises `UserError` for an index below 0, and for the split of real data, which is empty."""
+        """Returns the task at an index. Raises `UserError` if the index is below 0, or the split is that of real data, which is empty."""
         if index < 0 or split is Split.HELDOUT_REAL:
             raise UserError(f"archive has no task {index} in split {split}", fix="use train or heldout, and an index from 0")
         project, kinds = self._project(split, index % self.projects)
@@ -71,7 +71,7 @@ class Archive:
         )
 
     def gold(self, task: Task) -> str:
-        """Python source that prints the right answer when run in the folder of the task's files."""
+        """Returns Python source that prints the correct answer when run in the folder of the task's files."""
         sought = str(task.prompt[0].content).partition("amount of ")[2].partition(" in project")[0]
         return (
             f"for line in open('drawer{task.data['drawer']}.txt', encoding='utf-8'):\n"
@@ -81,7 +81,7 @@ class Archive:
         )
 
     def _project(self, split: Split, number: int) -> tuple[str, tuple[str, ...]]:
-        """A project's name, and the kind of record in each drawer."""
+        """Returns a project's name and the kind of record in each drawer."""
         return _projects(self.seed, split, self.projects)[number]
 
 

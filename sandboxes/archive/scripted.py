@@ -1,7 +1,7 @@
 """Two strategies for `archive`, as functions from a context in the chat format of `agentrl.testing` to the next turn.
 
-`alone` looks into as many drawers as there is time for. `noting` first recalls notes, opens the drawer that they name, and writes notes
-of what it saw. For `agentrl.testing.ReadingPolicy`.
+`alone` looks into as many drawers as it has turns for. `noting` first recalls notes, opens the drawer that they name, and writes notes of
+what it saw. Both are for `agentrl.testing.ReadingPolicy`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def alone(context: str, turns: int = 4) -> str:
 
 
 def noting(context: str, turns: int = 4) -> str:
-    """The strategy with notes: recalls notes in the first turn, and writes notes in the last."""
+    """Recalls notes in the first turn, and writes notes in the last."""
     kind, outputs = _sought(context)[0], _tool_outputs(context)
     if not outputs:
         return _call("recall", query=f"drawer {kind}s")
@@ -39,7 +39,7 @@ def noting(context: str, turns: int = 4) -> str:
 
 
 def _sought(context: str) -> tuple[str, str]:
-    """Kind and number of the record."""
+    """Returns the kind and number of the record."""
     matches = re.findall(r"amount of (\w+) (\d+) in project", context)
     return matches[0][0], matches[0][1]
 
@@ -55,12 +55,12 @@ def _amount(context: str, outputs: list[str]) -> str:
 
 
 def _drawers(outputs: list[str]) -> dict[int, str]:
-    """Drawer -> kind of record, as seen or noted."""
+    """Returns drawer -> kind of record for the drawers that were seen or noted."""
     return {int(drawer): kind for drawer, kind in re.findall(r"drawer (\d): (\w+)s\b", "\n".join(outputs)) if kind in KINDS}
 
 
 def _order(context: str) -> list[int]:
-    """The drawers in an order that depends on the question."""
+    """Returns the drawers in an order that depends on the question."""
     first = zlib.crc32(" ".join(_sought(context)).encode())
     return [(first + step) % len(KINDS) + 1 for step in range(len(KINDS))]
 

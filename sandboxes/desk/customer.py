@@ -1,4 +1,4 @@
-"""The customer as a script, for tests, baselines and training without a second model, and the buttons of an agent that chooses texts."""
+"""A scripted customer, for tests, baselines and training without a second model, and the buttons of an agent that chooses messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OVER = re.compile(r"\b(done|refunded|cancel+ed|changed|sorry|cannot|can't|not p
 
 
 def customer(brief: str, transcript: Sequence[tuple[str, str]]) -> str:
-    """Returns the next text of a customer who answers questions and leaves when the request is granted or declined."""
+    """Returns the next message of a customer who answers questions and leaves when the request is granted or declined."""
     wish = _after(brief, "You want: ")
     last, replies = transcript[-1][1], sum(speaker == USER for speaker, _ in transcript)
     if "mail" in last.lower():
@@ -38,7 +38,7 @@ def customer(brief: str, transcript: Sequence[tuple[str, str]]) -> str:
 
 
 def press(action: str, transcript: Sequence[tuple[str, str]]) -> str | ToolCall:
-    """Returns what a button means: a text, or a call with the order, e-mail address and address that the customer has named."""
+    """Returns what a button means: a message, or a call with the order, e-mail address and address that the customer gave."""
     text = BUTTONS[action]
     if " " in text:
         return text

@@ -1,4 +1,4 @@
-"""`Desk`: customers with a request, some of which the rules of the shop forbid."""
+"""`Desk`: customers with requests. The rules of the shop forbid some requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sandboxes.desk.customer import BUTTONS
 from sandboxes.desk.shop import BROKEN_DAYS, DELIVERED, PLACED, REFUND_DAYS, RULES, SHIPPED, forbidden
 
 KINDS = ("refund", "late_refund", "broken", "late_broken", "cancel", "late_cancel", "move", "late_move", "stranger")
-"""The request of each kind: those that are late are forbidden, and a stranger does not know the e-mail address of the order."""
+"""The request of each kind. Late requests are forbidden, and a stranger does not know the e-mail address of the order."""
 _REQUESTS = {"refund": "refund", "broken": "refund", "cancel": "cancel", "move": "change_address", "stranger": "refund"}
 _ITEMS = ("lamp", "kettle", "desk", "radio", "tent", "drill", "clock", "chair", "bicycle pump", "toaster")
 _NAMES = ("ana", "ben", "carla", "dev", "ella", "farid", "gina", "hugo", "ines", "jon", "kira", "leo", "mina", "nils", "olga", "pia")
@@ -22,17 +22,17 @@ _STREETS = ("Mill", "Lake", "Station", "Church", "Park", "Hill", "River", "Marke
 
 
 class Desk:
-    """Conversations with a customer of a shop, who wants a refund, a cancellation or another address.
+    """Conversations with a customer of a shop, who wants a refund, a cancellation or a different address.
 
     The agent calls the functions of `sandboxes.desk.shop:Shop`, or presses the buttons of `sandboxes.desk.customer` (`buttons=True`).
     `task` is a pure function of (seed, split, index). Each task is one seed of the customer and the orders; splits differ.
 
     Args:
         user: reference of the customer, or `policy`; see `agentrl.environment.dialogue`.
-        train_user: whether a customer that the policy plays is trained, to get what it wants whether or not the rules allow it. Needs
-            `objective.credit=verifier`.
-        kinds: kinds of requests, of `KINDS`.
-        buttons: whether the agent chooses from a list of texts and actions, for small policies.
+        train_user: whether a customer that the policy plays is trained. It learns to get what it wants, whether or not the rules allow
+            it. Needs `objective.credit=verifier`.
+        kinds: kinds of requests from `KINDS`.
+        buttons: whether the agent chooses from a list of messages and actions, for small policies.
         turns: largest number of turns.
         turn_tokens: largest number of tokens of a turn.
         episode_tokens: largest number of tokens of a conversation.
@@ -57,18 +57,18 @@ class Desk:
         if not kinds or not set(kinds) <= set(KINDS) or min(turns, turn_tokens, episode_tokens) < 1:
             raise UserError(f"desk cannot have kinds={list(kinds)}, {turns} turns", fix=f"use kinds of {', '.join(KINDS)}")
         if user != POLICY:
-            resolve(user)  # a wrong reference fails here
+            resolve(user)  # raises if the reference is wrong
             if train_user:
                 raise UserError("train_user has no effect on this customer", fix=f"set user={POLICY}")
         self.seed, self.kinds, self._user, self._buttons = seed, tuple(kinds), {"user": user, "train_user": train_user}, buttons
         self._limits = Limits(turns=turns, turn_tokens=turn_tokens, episode_tokens=episode_tokens, all_tokens=4 * episode_tokens)
 
     def size(self, split: Split) -> int | None:
-        """None, or 0 for the split of real data."""
+        """Returns None, or 0 for the split of real data."""
         return 0 if split is Split.HELDOUT_REAL else None
 
     def task(self, split: Split, index: int) -> Task:
-        """Returns the task at an index. Raises `UserError` for an index below 0, and for the split of real data, which is empty."""
+        """Returns the task at an index. Raises `UserError` if the index is below 0, or the split is that of real data, which is empty."""
         if index < 0 or split is Split.HELDOUT_REAL:
             raise UserError(f"desk has no task {index} in split {split}", fix="use train or heldout, and an index from 0")
         rng = Random(f"desk:{self.seed}:{split}:{index}")
@@ -134,7 +134,7 @@ def _status(kind: str, rng: Random) -> dict[str, Any]:
 
 
 def _wish(goal: Mapping[str, Any], order: Mapping[str, Any]) -> str:
-    """Returns the customer's first text."""
+    """Returns the customer's first message."""
     number, item = goal["order"], order["item"]
     if goal["request"] == "refund":
         return f"Please refund order {number}. The {item} arrived broken." if goal["broken"] else f"Please refund order {number}."

@@ -1,6 +1,6 @@
 """Strategies for `desk`, as functions from a context in the chat format of `agentrl.testing` to the next turn.
 
-`careful` solves every task. The others cheat: they do what the customer wants, decline, or promise, without a look at the order.
+`careful` solves every task. The others cheat: they do what the customer wants, decline, or promise, without looking at the order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ DONE = {"refund": "I have refunded your order.", "cancel": "I have cancelled you
 
 
 def careful(context: str) -> str:
-    """Asks for the e-mail address, looks, and does what the rules allow."""
+    """Asks for the e-mail address, looks at the order, and does what the rules allow."""
     request, order, address = _wish(context)
     emails = re.findall(r"<\|im_start\|>user\nIt is ([\w.@]+)", context)
     results = _results(context)
@@ -64,7 +64,7 @@ def buttons(context: str) -> str:
 
 
 def _wish(context: str) -> tuple[str, str, str]:
-    """Returns request, order and new address of the customer's first text."""
+    """Returns request, order and new address from the customer's first message."""
     match = re.search(r"user\nPlease (refund|cancel|send) order (\d+)(?: to ([^.]+))?\.", context)
     assert match is not None, "the customer's first text is a request"
     return {"send": "change_address"}.get(match[1], match[1]), match[2], match[3] or ""

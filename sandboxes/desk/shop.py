@@ -1,4 +1,4 @@
-"""The shop's orders, the functions that read and change them, and the rules. Functions do what is asked; rules bind the agent."""
+"""The shop's orders, the functions that read and change them, and the rules. The functions do not check the rules; the agent must."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Shop:
 
     def __init__(self, orders: Mapping[str, Mapping[str, Any]]) -> None:
         self.orders = {number: dict(order) for number, order in orders.items()}
-        self.identified: set[str] = set()  # orders that were shown
+        self.identified: set[str] = set()  # orders that were shown to the agent
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Applies a call and returns its result, or an error."""

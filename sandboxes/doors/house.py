@@ -55,14 +55,14 @@ class Doors(Environment):
 class DoorTasks:
     """Visits to houses. All visits to a house are one project, so with `memory.scope=project` they share notes.
 
-    Task `index` visits house `index % houses`; after `visits` tasks for each, other houses follow. A held-out episode has one day, so notes
-    of its own do not help it.
+    Task `index` visits house `index % houses`. After `visits` tasks for each house, different houses follow. A held-out episode has one
+    day, so its own notes do not help it.
 
     Args:
         houses: houses that are visited in turn.
         visits: tasks for each house.
         days: days of a training episode, which reads its own notes on later days, so writing a right note pays.
-        shuffled: whether the notes that a visit shares are those of other houses, as a control.
+        shuffled: whether visits share notes with visits of other houses, as a control.
         options: see `agentrl.environment.family.EnvironmentFamily`.
 
     Raises `UserError` for numbers below 1.
@@ -76,7 +76,7 @@ class DoorTasks:
         self._seed, self._houses, self._visits, self._days, self._shuffled = seed, houses, visits, days, shuffled
 
     def size(self, split: Split) -> int | None:
-        """Returns the number of tasks in the split; None if it is endless."""
+        """Returns the number of tasks in the split; None if the split is endless."""
         return self._family.size(split)
 
     def task(self, split: Split, index: int) -> Task:
@@ -85,7 +85,7 @@ class DoorTasks:
         street, visit = divmod(index // self._houses, self._visits)
         golds = list(DOORS) * math.ceil(self._houses / len(DOORS))  # every door equally often
         Random(f"doors:{self._seed}:{split}:{street}").shuffle(golds)
-        owner = (house + visit) % self._houses if self._shuffled else house  # of the notes
+        owner = (house + visit) % self._houses if self._shuffled else house  # the house that the notes belong to
         data = {"kind": f"visit {visit + 1}", "project": f"{split} {street} {owner}"}
         assert task.environment is not None, "tasks of this family have an environment"
         options = {"gold": golds[house], "days": self._days if split is Split.TRAIN else 1, "visit": visit + 1}

@@ -68,7 +68,7 @@ class Kuhn:
 
     @property
     def actions(self) -> tuple[str, ...]:
-        """Always both."""
+        """Both actions, which are always legal."""
         return ("p", "b")
 
     @property

@@ -13,7 +13,7 @@ from agentrl.base.untrusted_files import read_bytes
 from sandboxes.networks.state import Comparator, Outputs, label, parse
 
 MAX_STATES = 4000
-"""Largest number of states. The ones that are nearest to a sorting network with few comparators stay."""
+"""Maximum number of states. The archive keeps the states nearest to a sorting network with few comparators."""
 _MAX_BYTES = 16 << 20
 
 
@@ -57,18 +57,18 @@ class Archive:
             yield outputs.key, Entry(network=tuple(network[:size]), unsorted=outputs.unsorted)
 
     def draw(self, generator: random.Random) -> Entry:
-        """Returns a state to start from; rarely reached ones are more likely. The empty network if all states are sorted."""
+        """Returns a state to start from; rarely reached states are more likely. Returns the empty network if all states are sorted."""
         open_states = [entry for _, entry in sorted(self.states.items()) if entry.unsorted]
         if not open_states:
             return Entry(network=())
         return generator.choices(open_states, [1 / (1 + entry.visits) for entry in open_states])[0]
 
     def best(self) -> tuple[Comparator, ...] | None:
-        """Returns the smallest network that sorts; None if there is none."""
+        """Returns the smallest network that sorts; None if no network sorts."""
         return min((entry.network for entry in self.states.values() if not entry.unsorted), key=len, default=None)
 
     def save(self, path: Path) -> None:
-        """Writes the archive, replacing the file in one step."""
+        """Writes the archive. Replaces the file atomically."""
         states = {
             key: {"network": [label(pair) for pair in entry.network], "unsorted": entry.unsorted, "visits": entry.visits}
             for key, entry in self.states.items()
@@ -83,7 +83,7 @@ class Archive:
 
     @classmethod
     def load(cls, path: Path) -> Archive:
-        """Reads an archive. Raises `ValueError` if the file is not one."""
+        """Reads an archive. Raises `ValueError` if the file is not an archive."""
         try:
             data = json.loads(read_bytes(path, most=_MAX_BYTES, inside=path.parent))
             channels = int(data["channels"])

@@ -16,7 +16,7 @@ _MOST_CHANNELS = 9  # 362,880 orders
 
 
 def counterexample(pairs: list[tuple[int, int]], channels: int) -> tuple[int, ...] | None:
-    """Returns inputs that the network does not sort; None if it sorts all of them."""
+    """Returns inputs that the network does not sort; None if it sorts all inputs."""
     expected = tuple(range(channels))
     for inputs in itertools.permutations(expected):
         values = list(inputs)

@@ -38,7 +38,7 @@ class SortingNetwork(Environment):
         self._restarts, self._novelty = restarts, novelty
 
     def reset(self, seed: int) -> str:
-        """Returns the start: the empty network, or one of the archive."""
+        """Returns the start: the empty network or a network of the archive."""
         generator, start = random.Random(seed), Entry(network=())
         if self._archive is not None and generator.random() < self._restarts:
             start = self._archive.draw(generator)

@@ -1,4 +1,4 @@
-"""The set of 0-1 vectors that a network of comparators can output, and its rank among others."""
+"""The set of 0-1 vectors that a network of comparators can output, and its rank among other sets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def comparators(channels: int) -> tuple[Comparator, ...]:
 
 
 def label(comparator: Comparator) -> str:
-    """Returns the text of a comparator, such as "1-3", with channels counted from 1."""
+    """Returns the label of a comparator, such as "1-3", with channels counted from 1."""
     return f"{comparator[0] + 1}-{comparator[1] + 1}"
 
 
@@ -38,7 +38,7 @@ def _by_label(channels: int) -> dict[str, Comparator]:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """The outputs of a network over all 0-1 inputs. By the 0-1 principle, it sorts everything if all of them are sorted.
+    """The outputs of a network over all 0-1 inputs. By the 0-1 principle, the network sorts everything if all outputs are sorted.
 
     Bit `i` of a vector is the value of channel `i`. A vector is sorted if no 1 precedes a 0.
     """

@@ -1,7 +1,7 @@
-"""Demonstrations of mixed quality for the base policy of `questions`, which then writes valid tool calls but rarely the useful ones.
+"""Writes demonstrations of mixed quality for the base policy of `questions`. It learns valid tool calls, but rarely makes useful ones.
 
 An agent with several pages works through them alone, delegates them all to one helper, or delegates each page to a different helper. An
-agent with a single page reads it, writes a program, and submits its output. Each occasionally fails.
+agent with a single page reads it, writes a program, and submits the program's output. Each of them occasionally fails.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from sandboxes.pages.questions import Questions, program, request
 from sandboxes.tables.demonstrations import run_template
 
 SPLITTING = 0.35  # fraction of the agents with several pages that delegate each page to a different helper
-HANDING_ON = 0.15  # fraction of them that delegate all pages to one helper; the others work alone
-CAREFUL = 0.8  # fraction of right programs
+HANDING_ON = 0.15  # fraction of the agents with several pages that delegate all pages to one helper; the others work alone
+CAREFUL = 0.8  # fraction of correct programs
 GUESSING = 0.05  # fraction of the agents with one page that answer without a program
-HELPERS = 0.45  # fraction of demonstrations of an agent with one page
+HELPERS = 0.45  # fraction of demonstrations by an agent with one page
 JOINING = 0.2  # fraction of demonstrations that train only the last move, which combines the helpers' answers
 NO_ANSWER = "error: the helper ended without an answer (token_limit)"
 END = "<|im_end|>"
@@ -46,14 +46,14 @@ class Demonstration:
 
 
 def demonstrations(seed: int, count: int, *, pages: int = 3) -> Iterator[Demonstration]:
-    """Returns `count` demonstrations on training tasks, with a seed that runs do not use."""
+    """Yields `count` demonstrations on training tasks, with a seed that runs do not use."""
     family = Questions(seed=3_000_003 + seed, pages=pages)
     for index in range(count):
         yield demonstrate(family.task(Split.TRAIN, index), Random(f"questions:{seed}:{index}"))
 
 
 def demonstrate(task: Task, rng: Random) -> Demonstration:
-    """One demonstration of a task."""
+    """Returns one demonstration of a task."""
     pages, part = len(task.data["answers"]), rng.random()
     if part < HELPERS:
         page = rng.randint(1, pages)
@@ -71,12 +71,12 @@ def demonstrate(task: Task, rng: Random) -> Demonstration:
 
 
 def call(name: str, **arguments: Any) -> str:
-    """A tool call in text form."""
+    """Returns the text of a tool call."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"
 
 
 def turn(*calls: str) -> str:
-    """An assistant turn of several calls."""
+    """Returns an assistant turn of several calls."""
     return "\n".join(calls) + END
 
 

@@ -14,9 +14,9 @@ SANDBOX = SandboxSpec(image="sandboxes/tables", memory_mb=128, processes=16, dis
 class Pages:
     """Questions like "Which number has kelmor? It is on one of the pages 1 to 5.", for an agent that can only read full pages.
 
-    A single agent has room for two or three pages, so it finds about half of the entries at best. Two strategies find all: a sub-agent
-    for each page (`rollout.agent=delegating`), and noting the pages seen before the context is full (`rollout.compaction`). `task` is a
-    pure function of (seed, split, index). Training and held-out names come from disjoint pools.
+    A single agent has room for two or three pages, so it finds at most about half of the entries. Two strategies find all entries: a
+    sub-agent for each page (`rollout.agent=delegating`), and noting the pages seen before the context is full (`rollout.compaction`).
+    `task` is a pure function of (seed, split, index). Training and held-out names come from disjoint pools.
     """
 
     name = "pages"
@@ -27,23 +27,23 @@ class Pages:
         Args:
             pages: pages of one task.
             entries: names and numbers on a page; each takes five to twelve tokens, depending on the tokenizer.
-            turn_tokens: completion tokens of one turn; delegating every page needs about forty per page.
-            episode_tokens: size of one context: more than two pages, and less than all of them.
+            turn_tokens: maximum completion tokens of one turn; delegating every page needs about forty per page.
+            episode_tokens: size of one context, which fits more than two pages but not all of them.
 
-        Raises `UserError` for fewer than two pages or one entry.
+        Raises `UserError` if there are fewer than two pages or no entries.
         """
         if pages < 2 or entries < 1:
             raise UserError(f"pages needs at least 2 pages and 1 entry, got {pages} and {entries}", fix="change tasks.family.options")
         self.seed, self.pages, self.entries = seed, pages, entries
-        turns = 3 * pages + 4  # up to 3 turns per page, and some for the main agent
+        turns = 3 * pages + 4  # up to 3 turns per page, and some turns for the main agent
         self.limits = Limits(turns=turns, turn_tokens=turn_tokens, episode_tokens=episode_tokens, tool_output_chars=40 * entries)
 
     def size(self, split: Split) -> int | None:
-        """None, or 0 for the split of real data."""
+        """Returns None, or 0 for the split of real data."""
         return 0 if split is Split.HELDOUT_REAL else None
 
     def task(self, split: Split, index: int) -> Task:
-        """The task at an index. Raises `UserError` for an index below 0, and for the split of real data, which is empty."""
+        """Returns the task at an index. Raises `UserError` if the index is below 0, or the split is that of real data, which is empty."""
         if index < 0 or split is Split.HELDOUT_REAL:
             raise UserError(f"pages has no task {index} in split {split}", fix="use train or heldout, and an index from 0")
         rng = Random(f"pages:{self.seed}:{split}:{index}")
@@ -67,7 +67,7 @@ class Pages:
         )
 
     def gold(self, task: Task) -> str:
-        """Python source that prints the right answer when run in the folder of the task's files."""
+        """Returns Python source that prints the correct answer when run in the folder of the task's files."""
         return (
             f"for page in range(1, {len(task.files)} + 1):\n"
             "    for line in open(f'page{page}.txt', encoding='utf-8'):\n"

@@ -13,15 +13,15 @@ from sandboxes.tables.kinds import BY_NAME
 
 SANDBOX = SandboxSpec(image="sandboxes/tables", memory_mb=128, processes=16, disk_mb=16)
 KINDS = "total, distinct, line_count, longest_line"
-"""The kinds of question of the family `tables` with the shortest programs."""
+"""The kinds of question of the family `tables` that have the shortest programs."""
 
 
 class Questions:
     """Tasks like "Answer the questions on pages 1 to 3.": each page asks about a small file, and needs a different program.
 
     A context has room for one question from its page to its answer, but not for all pages and programs. So a single agent cannot solve
-    these tasks, and one that delegates every page to a sub-agent (`rollout.agent=delegating`) can solve all. `task` is a pure function of
-    (seed, split, index). The questions are those of `Tables`, whose training and held-out names come from disjoint pools.
+    these tasks, but an agent that delegates every page to a sub-agent (`rollout.agent=delegating`) can solve all of them. `task` is a pure
+    function of (seed, split, index). The questions are those of `Tables`, whose training and held-out names come from disjoint pools.
     """
 
     name = "questions"
@@ -34,11 +34,11 @@ class Questions:
         Args:
             pages: pages of one task, each with a question.
             kinds: kinds of question of `Tables`, in rotation.
-            turn_tokens: completion tokens of one turn; delegating every page needs about thirty per page.
+            turn_tokens: maximum completion tokens of one turn; delegating every page needs about thirty per page.
             episode_tokens: size of one context. With the tokenizer of recipes/models/tables-base one question takes up to 240.
             wall_s: seconds of an episode.
 
-        Raises `UserError` for fewer than two pages.
+        Raises `UserError` if there are fewer than two pages.
         """
         if pages < 2:
             raise UserError(f"questions needs at least 2 pages, got {pages}", fix="change tasks.family.options")
@@ -49,11 +49,11 @@ class Questions:
         )
 
     def size(self, split: Split) -> int | None:
-        """None, or 0 for the split of real data."""
+        """Returns None, or 0 for the split of real data."""
         return 0 if split is Split.HELDOUT_REAL else None
 
     def task(self, split: Split, index: int) -> Task:
-        """The task at an index. Raises `UserError` for an index below 0, and for the split of real data, which is empty."""
+        """Returns the task at an index. Raises `UserError` if the index is below 0, or the split is that of real data, which is empty."""
         if index < 0 or split is Split.HELDOUT_REAL:
             raise UserError(f"questions has no task {index} in split {split}", fix="use train or heldout, and an index from 0")
         questions = self._page_tasks(split, index)
@@ -81,28 +81,28 @@ class Questions:
         )
 
     def gold(self, task: Task) -> str:
-        """Python source that prints the right answer when run in the folder of the task's files."""
+        """Returns Python source that prints the correct answer when run in the folder of the task's files."""
         return "\n".join(program(question) for question in task.data["questions"])
 
     def _page_tasks(self, split: Split, index: int) -> list[Task]:
-        """A task of `Tables` for each page, with disjoint files."""
+        """Returns a task of `Tables` for each page, with disjoint files."""
         questions: list[Task] = []
         used_files = {f"page{page}.txt" for page in range(1, self.pages + 1)}
         for page in range(self.pages):
             number = index * self.pages + page
             while used_files & set((question := self.tables.task(split, number)).files):
-                number += 1_000_000 * len(self.tables.kinds)  # another question of the same kind
+                number += 1_000_000 * len(self.tables.kinds)  # a different question of the same kind
             questions.append(question)
             used_files |= set(question.files)
         return questions
 
 
 def request(first: int, last: int) -> str:
-    """The request to an agent to answer the questions on some pages."""
+    """Returns the request to an agent to answer the questions on some pages."""
     return f"Answer the question on page {first}." if first == last else f"Answer the questions on pages {first} to {last}."
 
 
 def program(question: Mapping[str, Any], *, sloppy: Random | None = None) -> str:
-    """The program that answers a question of a task's data, or with `sloppy` one of the usual mistakes."""
+    """Returns the program that answers a question of a task's data. If `sloppy` is set, returns a program with a common mistake."""
     kind = BY_NAME[question["kind"]]
     return kind.program(question["names"], sloppy.choice(kind.sloppy) if sloppy is not None else "")

@@ -1,4 +1,4 @@
-"""The tool of the family, which reads one page at a time."""
+"""The families' tool, which reads one page at a time."""
 
 from __future__ import annotations
 

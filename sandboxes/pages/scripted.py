@@ -1,7 +1,7 @@
 """Three strategies for `pages`, as functions from a context in the chat format of `agentrl.testing` to the next turn.
 
 `alone` reads page after page in one context, `splitting` delegates every page to a sub-agent, and `noting` reads page after page and
-lists the pages seen in its summary. For `agentrl.testing.ReadingPolicy`: measuring strategies, and generating demonstrations.
+lists the pages seen in its summary. They are for `agentrl.testing.ReadingPolicy`, to measure strategies and generate demonstrations.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ NOWHERE = "none"
 
 
 def alone(context: str) -> str:
-    """Reads all pages in order, and gives up after the last."""
+    """Reads all pages in order, and gives up after the last page."""
     task, outputs = _request(context), _tool_outputs(context)
     name, pages = _sought(task), _pages(task)
-    if number := _find_number([task.partition(HEAD)[2], *outputs], name):  # in a summary, too
+    if number := _find_number([task.partition(HEAD)[2], *outputs], name):  # also in a summary
         return _call("submit", answer=number)
     read = _noted(task) + len(outputs)
     return _call("read", page=pages[read]) if read < len(pages) else _call("submit", answer=NOWHERE)
 
 
 def noting(context: str) -> str:
-    """The same; its summary is the number, or the pages that it has seen."""
+    """Reads pages like `alone`. Its summary is the number, or the pages that it has seen."""
     outputs = _tool_outputs(context)
     if not outputs or not outputs[-1].endswith(SUMMARY_REQUEST):
         return alone(context)
@@ -35,7 +35,7 @@ def noting(context: str) -> str:
 
 
 def splitting(context: str) -> str:
-    """Delegates each page to a sub-agent, all in one turn; each reads its page."""
+    """Delegates each page to a sub-agent, all in one turn. Each sub-agent reads its page."""
     task, outputs = _request(context), _tool_outputs(context)
     if len(_pages(task)) == 1:
         return alone(context)
@@ -62,7 +62,7 @@ def _pages(task: str) -> range:
 
 
 def _noted(task: str) -> int:
-    """Number of pages that a summary lists as seen."""
+    """Returns the number of pages that a summary lists as seen."""
     seen = re.findall(r"(\d+) pages seen", task.partition(HEAD)[2])
     return int(seen[0]) if seen else 0
 

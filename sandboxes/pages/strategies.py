@@ -1,8 +1,8 @@
 """Four strategies for `questions`, as functions from a context in the chat format of the base policies to the next turn.
 
-`splitting` delegates every page to a helper; `alone` works through page after page in one context; `at_once` reads all pages in one turn
-and writes one short program for all of them, the least that one context needs; `handing_on` delegates all pages to one helper. For
-`agentrl.testing.ReadingPolicy`.
+`splitting` delegates every page to a helper. `alone` works through page after page in one context. `at_once` reads all pages in one turn
+and writes one short program for all of them, which needs the smallest context. `handing_on` delegates all pages to one helper. They are
+for `agentrl.testing.ReadingPolicy`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from sandboxes.pages.questions import program, request
 
 
 def request_text(context: str) -> str:
-    """The agent's request."""
+    """Returns the agent's request."""
     return str(re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", context, re.DOTALL)[0])
 
 
 def tool_outputs(context: str) -> list[str]:
-    """The results of the calls so far."""
+    """Returns the results of the calls so far."""
     return re.findall(r"<tool_response>\n(.*?)\n</tool_response>", context, re.DOTALL)
 
 
 def given(context: str) -> list[int]:
-    """The pages that the agent has to answer."""
+    """Returns the pages that the agent has to answer."""
     pages = [int(word) for word in request_text(context).rstrip(".").split() if word.isdigit()]
     return list(range(pages[0], pages[-1] + 1))
 

@@ -1,7 +1,7 @@
-"""The excluded datasets of the package with the reason, and the alphabets of answers.
+"""The excluded datasets of the package with the reasons, and the alphabets of answers.
 
-`docs/generate_reasoning_table.py` measures all of this: that the gold answer scores 1, that nothing else does, that a problem is the same
-in every process, and that a scorer accepts any input.
+`docs/generate_reasoning_table.py` measures whether the gold answer scores 1 and nothing else does, whether a problem is the same in every
+process, and whether a scorer accepts any input.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ LANGUAGES: Mapping[str, re.Pattern[str]] = {
     "tower_of_hanoi": re.compile(rf"{_HANOI}(?:\s*\n\s*{_HANOI})*"),
 }
 """Alphabets of answers. Any other answer is wrong, and the scorer does not see it. Some of these scorers evaluate the answer as Python; the
-alphabet excludes names, calls and powers. Some fail on non-numbers or non-lists, or accept nan. The others have several right answers,
-and read only the moves or numbers of an answer.
+alphabet excludes names, calls and powers. Some fail on non-numbers or non-lists, or accept nan. The other datasets have several correct
+answers, and their scorers read only the moves or numbers of an answer.
 """
 
 SEVERAL = frozenset(
@@ -76,16 +76,16 @@ SEVERAL = frozenset(
         *("palindrome_generation", "quantum_lock", "shortest_path", "sokoban", "tower_of_hanoi"),
     }
 )
-"""Datasets with several right answers, or several ways to write one. For other datasets the answer must be the truth (`notation`)."""
+"""Datasets with several correct answers, or several ways to write an answer. For others the answer must be the truth (`notation`)."""
 
 WRONG_KEYS: Mapping[tuple[str, str], tuple[object, str]] = {
     ("basic_arithmetic", "allow_parentheses"): (False, "its answers are then computed from left to right: 10 - 7 * 0 is 0"),
 }
-"""Values of keys with which a dataset's answers are wrong, and why."""
+"""Values of keys that make a dataset's answers wrong, and why."""
 
 
 def admit(source: Source) -> None:
-    """Raises `UserError` for an excluded dataset, or one with a value of `WRONG_KEYS`."""
+    """Raises `UserError` if a dataset is excluded or has a value of `WRONG_KEYS`."""
     if reason := LEFT_OUT.get(source.name):
         raise UserError(f"reasoning-gym's {source.name} is excluded: {reason}", fix="use another dataset; agentrl check validates it")
     for key, value in source.keys.items():
@@ -95,11 +95,11 @@ def admit(source: Source) -> None:
 
 
 def exact(name: str, answer: str, truth: str) -> bool:
-    """Whether an answer with full marks is only the truth. For datasets with several truths, their alphabet ensures it."""
+    """Whether an answer with full marks contains only the truth. If a dataset has several truths, its alphabet ensures it."""
     return name in SEVERAL or says_the_same(name, answer, truth)
 
 
 def speaks(name: str, answer: str) -> bool:
-    """Whether an answer fits its dataset's alphabet, if there is one."""
+    """Whether an answer fits its dataset's alphabet. True if the dataset has no alphabet."""
     language = LANGUAGES.get(name)
     return language is None or language.fullmatch(answer) is not None

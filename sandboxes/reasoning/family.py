@@ -14,22 +14,22 @@ from sandboxes.reasoning.problems import Problem, digest
 from sandboxes.reasoning.worked import GENERAL, program, telling
 
 MOST_EXAMPLES = 8
-_CANDIDATES = 24  # problems from which a dataset's examples are chosen
+_CANDIDATES = 24  # number of problems from which a dataset's examples are chosen
 SANDBOX = SandboxSpec(image="sandboxes/tables", memory_mb=128, processes=16, disk_mb=16)
 ASKED = {
     "python": "Solve the problem with the tool python. Then submit the answer.",
     "none": "Reply with the answer and nothing else.",
 }
 LEAST_OUTPUT = 400  # minimum limit of a program's output in characters; more for longer answers
-_OF_EXAMPLES = -1  # a seed that no run uses
+_OF_EXAMPLES = -1  # seed of the examples, which no run uses
 
 
 class Reasoning:
     """Problems of reasoning-gym. `task` is a pure function of (seed, split, index); the datasets rotate by index.
 
     The training and held-out splits draw from different seeds and share no question: a hash of its text decides the split, for every
-    seed. The split `heldout_real` has the datasets of `heldout_kinds`, which are never trained on. The agent submits its answer; without
-    a tool, its message is the answer. `Task.data` has the answer and the origin of the problem, not the scorer's data.
+    seed. The split `heldout_real` has the datasets of `heldout_kinds`, which are never trained on. The agent submits its answer; if
+    there is no tool, its message is the answer. `Task.data` has the answer and the origin of the problem, not the scorer's data.
     """
 
     name = "reasoning"
@@ -51,12 +51,12 @@ class Reasoning:
             datasets: datasets of the training and held-out splits, such as "chain_sum, gcd:2, spell_backward@1, products(max_terms=2)";
                 see `sandboxes.reasoning.mixture`.
             heldout_kinds: datasets that are only evaluated, in the split `heldout_real`.
-            tool: python, or none.
-            examples: number of solved problems at the start of the prompt, of the task's dataset if a short program solves it.
-            turn_tokens: completion tokens of one turn.
-            episode_tokens: prompt and completion tokens of an episode.
+            tool: `python` or `none`.
+            examples: number of solved problems at the start of the prompt. They come from the task's dataset if a short program solves it.
+            turn_tokens: maximum completion tokens of one turn.
+            episode_tokens: maximum prompt and completion tokens of an episode.
 
-        Raises `UserError` for an excluded dataset, and for a dataset, level or key that does not exist.
+        Raises `UserError` if a dataset is excluded, or a dataset, level or key does not exist.
         """
         if tool not in ASKED:
             raise UserError(f"tasks.family.options.tool is {tool!r}", fix=f"use {' or '.join(ASKED)}")
@@ -81,20 +81,20 @@ class Reasoning:
         self._worked: dict[str, tuple[Problem, ...]] = {}
 
     def size(self, split: Split) -> int | None:
-        """None for an endless split; 0 for one without datasets."""
+        """Returns None if the split is endless; 0 if it has no datasets."""
         return None if split in self._rounds else 0
 
     def task(self, split: Split, index: int) -> Task:
-        """The task at an index. Raises `UserError` for an index outside the split."""
+        """Returns the task at an index. Raises `UserError` if the index is outside the split."""
         if index < 0 or split not in self._rounds:
             raise UserError(f"reasoning has no task {index} in split {split}", fix="set tasks.family.options.heldout_kinds")
         source, number = self._rounds[split].at(index)
         return self._make_task(source, self.seed, split, number, f"reasoning-{self.seed}-{split}-{index}")
 
     def variants(self, task: Task, *, seed: int) -> Iterator[tuple[str, Task]]:
-        """Training problems of the task's dataset: alike, and of the next harder and easier level if the dataset has a level.
+        """Yields training problems of the task's dataset: alike, and of the next harder and easier levels if the dataset has levels.
 
-        A pure function of the task's content and the seed. Empty for datasets of `heldout_kinds`.
+        A pure function of the task's content and the seed. Yields nothing for datasets of `heldout_kinds`.
         """
         origin = task.data["origin"]
         source = Source(name=origin["dataset"], level=origin["level"], keys=origin["config"])
@@ -112,7 +112,7 @@ class Reasoning:
             yield kind, self._make_task(near, drawn, Split.TRAIN, number // len(neighbours), name)
 
     def _make_task(self, source: Source, seed: int, split: Split, number: int, name: str) -> Task:
-        """Problem `number` of a dataset's part of a seed."""
+        """Returns problem `number` of a dataset's part of a seed."""
         worked = self._examples(source)
         drawn = problems.problem(
             source, seed=seed, heldout=split is not Split.TRAIN, number=number, but=frozenset(digest(e.question) for e in worked)
@@ -134,25 +134,25 @@ class Reasoning:
         )
 
     def gold(self, task: Task) -> str:
-        """A program that computes the answer if a short one exists; else one that prints it."""
+        """Returns a short program that computes the answer, or a program that prints the answer if no short program exists."""
         known = program(str(task.data["kind"]), task.prompt[-1].content)
         return f"print({task.data['answer']!r})" if known is None else known
 
     def _examples(self, source: Source) -> tuple[Problem, ...]:
-        """The solved problems in a dataset's prompts, the same for every task and seed. No task has the same question."""
+        """Returns the solved problems in a dataset's prompts. They are the same for every task and seed. No task has their questions."""
         if source.name not in self._worked:
             own = self._representative(source, self.examples)
             self._worked[source.name] = own or self._of_other_kinds()
         return self._worked[source.name]
 
     def _of_other_kinds(self) -> tuple[Problem, ...]:
-        """For datasets without a short program: examples of the datasets in `GENERAL`, in rotation."""
+        """Returns examples of the datasets in `GENERAL`, in rotation. Used for datasets that have no short program."""
         kinds = [self._representative(Source(name=name), self.examples) for name in GENERAL]
         places = [divmod(place, len(kinds)) for place in range(self.examples)]
         return tuple(kinds[turn][number] for number, turn in places)
 
     def _representative(self, source: Source, count: int) -> tuple[Problem, ...]:
-        """`count` representative problems of a dataset; none if no short program solves them."""
+        """Returns `count` representative problems of a dataset; empty if no short program solves them."""
         drawn = problems.problem(source, seed=_OF_EXAMPLES, heldout=False, number=0)
         if program(source.name, drawn.question) is None:
             return ()
@@ -160,7 +160,7 @@ class Reasoning:
         return telling([drawn, *(candidate for candidate in others if program(source.name, candidate.question) is not None)], count)
 
     def _solved(self, example: Problem) -> tuple[Message, ...]:
-        """An example as a conversation: the question, the program, its output and the answer; without a tool only the answer."""
+        """Returns an example as messages: the question, the program, its output and the answer. If there is no tool, only the answer."""
         question = Message(role="user", content=example.question)
         if self.tool == "none":
             return question, Message(role="assistant", content=example.answer)
@@ -175,7 +175,7 @@ class Reasoning:
 
 
 def _level(source: Source, step: int) -> Iterator[Source]:
-    """Returns the dataset `step` levels higher; nothing if it has no such level."""
+    """Yields the dataset `step` levels higher; nothing if it has no such level."""
     if source.level is None or source.level + step < 0:
         return
     other = replace(source, level=source.level + step)

@@ -2,8 +2,8 @@
 
     "chain_sum, gcd:2, spell_backward@1, products(max_terms=2 max_digits=3):4"
 
-`@1` is a level of the dataset's curriculum, the parentheses hold keys of its configuration (JSON values without blanks), and `:2` is its
-weight in the rotation. Parsing needs no package; `problems` checks whether the dataset exists.
+`@1` is a level of the dataset's curriculum, the parentheses contain keys of its configuration (JSON values without blanks), and `:2` is its
+weight in the rotation. Parsing does not need the package; `problems` checks whether the dataset exists.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Source:
 
     name: str
     level: int | None = None
-    """Level of the dataset's curriculum for all its attributes; None: the package's default configuration."""
+    """Level of the dataset's curriculum for all its attributes. None means the package's default configuration."""
     keys: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the dataset's configuration, which override those of the level."""
     weight: int = 1
@@ -35,7 +35,7 @@ class Source:
 
 
 def parse(text: str, option: str) -> tuple[Source, ...]:
-    """The datasets of an option, in order. Raises `UserError` with the option's name."""
+    """Returns the datasets of an option, in order. Raises `UserError` with the option's name."""
     sources: list[Source] = []
     at = 0
     while at < len(text):
@@ -77,7 +77,7 @@ def _weight(text: str | None, name: str) -> int:
 
 
 class Rounds:
-    """Index of a problem -> dataset. Each round of `len(self)` problems has each dataset as often as its weight, interleaved."""
+    """Index of a problem -> dataset. A round of `len(self)` problems contains each dataset as often as its weight, interleaved."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         shares = [((turn + 0.5) / source.weight, place, source) for place, source in enumerate(sources) for turn in range(source.weight)]
@@ -92,7 +92,7 @@ class Rounds:
         return len(self._order)
 
     def at(self, index: int) -> tuple[Source, int]:
-        """The dataset of a problem, and the problem's number within that dataset, from 0."""
+        """Returns the dataset of a problem, and the problem's number within that dataset, from 0."""
         round_number, place = divmod(index, len(self._order))
         source = self._order[place]
         return source, round_number * source.weight + self._places[place]

@@ -1,7 +1,7 @@
-"""Decides whether an answer is only the truth, in any notation, without additional text.
+"""Decides whether an answer contains only the truth, in any notation, and no additional text.
 
 Many scorers search an answer for the truth, so they also accept its negation, several answers, and other text. The scorer decides which
-notations are right, and this module rejects additional text. Datasets with several right answers have an answer alphabet instead
+notations are correct, and this module rejects additional text. Datasets with several correct answers have an answer alphabet instead
 (`sandboxes.reasoning.catalogue.LANGUAGES`).
 """
 
@@ -15,7 +15,7 @@ from itertools import zip_longest
 ANY_ORDER = frozenset({"group_anagrams", "knights_knaves", "palindrome_partitioning", "polynomial_equations", "prime_factorization"})
 """Datasets whose answers are sets: persons and their types, roots, factors, groups."""
 ROUNDED: Mapping[str, int | None] = {"advanced_geometry": None, "pool_matrix": 2}
-"""Datasets that ask for rounded numbers -> decimal places; None: as many as the truth has."""
+"""Datasets that ask for rounded numbers -> decimal places. None means as many as the truth has."""
 SIGNIFICANT: Mapping[str, Decimal] = {"decimal_arithmetic": Decimal("1e-12"), "power_function": Decimal("1e-2")}
 """Datasets that ask for significant digits -> relative tolerance, if the scorer agrees."""
 CLOSE = Decimal("1e-14")  # relative tolerance for other fractional numbers: the rounding of binary fractions
@@ -26,7 +26,7 @@ _Token = Decimal | str
 
 
 def says_the_same(name: str, answer: str, truth: str) -> bool:
-    """Whether an answer of dataset `name` has the words, numbers and signs of the truth, and no others.
+    """Whether an answer of dataset `name` has exactly the words, numbers and signs of the truth.
 
     White space, capitals, quotes, commas, a degree or dollar sign and a full stop at the end are ignored.
     """

@@ -21,12 +21,12 @@ OWN_KEYS = ("seed", "size")  # set by the family
 
 
 def names() -> list[str]:
-    """All datasets of the package."""
+    """Returns all datasets of the package."""
     return sorted(DATASETS)
 
 
 def dataset_class(name: str) -> Any:
-    """The class of a dataset. Raises `UserError` for a dataset that does not exist."""
+    """Returns the class of a dataset. Raises `UserError` if the dataset does not exist."""
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, n=3) or names()
         raise UserError(f"reasoning-gym has no dataset {name!r}", fix=f"use {' or '.join(near)}")
@@ -34,7 +34,7 @@ def dataset_class(name: str) -> Any:
 
 
 def configuration(source: Source) -> Any:
-    """The configuration of a source. Raises `UserError` for a dataset, level or key that does not exist."""
+    """Returns the configuration of a source. Raises `UserError` if its dataset, level or key does not exist."""
     dataset_class(source.name)
     config = DATASETS[source.name][1]() if source.level is None else _of_level(source)
     known = {field.name for field in fields(config)} - set(OWN_KEYS)

@@ -2,8 +2,8 @@
 
 A dataset of the package is a function of a seed and an index, and most datasets use only the sum of the two. So the splits draw from
 disjoint ranges of seeds. That is not sufficient, because a generator with few problems generates the same question from many seeds. So a
-hash of the question also assigns it to a split, and a split draws again if a question belongs to the other one. No held-out question is
-ever in training, in any run.
+hash of the question also assigns it to a split, and a split draws again if a question belongs to the other split. No run ever trains on a
+held-out question.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from agentrl.errors import TaskError, UserError
 from sandboxes.reasoning.mixture import Source
 
 HELDOUT_SHARE = 4
-"""One question in so many is held out."""
+"""One question in `HELDOUT_SHARE` is held out."""
 ATTEMPTS = 64
-"""Maximum draws for one problem; the held-out split needs `HELDOUT_SHARE` on average. A split of a small generator may be empty."""
-CHUNK = 64  # problems of one dataset object; some objects read files when they are created
+"""Maximum draws for one problem; the held-out split needs `HELDOUT_SHARE` draws on average. A small generator's split may be empty."""
+CHUNK = 64  # problems per dataset object; some objects read files when they are created
 _TRIED = 8  # problems generated when the family is opened, to detect keys that break the generator
 _PART = 1 << 30  # range of a split's first seed
 _STRIDE = 1 << 20  # seeds between one attempt at a problem and the next
@@ -41,7 +41,7 @@ class Problem:
     answer: str
 
     def origin(self) -> dict[str, Any]:
-        """The arguments of `entry_of`, as plain JSON."""
+        """Returns the arguments of `entry_of`, as plain JSON."""
         return {
             "dataset": self.source.name,
             "level": self.source.level,
@@ -53,7 +53,7 @@ class Problem:
 
 
 def digest(question: str) -> str:
-    """Hash of a question, ignoring white space and case."""
+    """Returns a hash of a question that ignores white space and case."""
     return hashlib.sha256(" ".join(question.split()).casefold().encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -68,7 +68,7 @@ def problem(source: Source, *, seed: int, heldout: bool, number: int, but: froze
     Args:
         but: digests of questions to skip, such as those in prompts.
 
-    Raises `TaskError` if the generator yields none for this split in `ATTEMPTS` draws.
+    Raises `TaskError` if the generator yields no problem for this split in `ATTEMPTS` draws.
     """
     first = _first_seed(source.name, seed, heldout)
     for attempt in range(ATTEMPTS):
@@ -78,7 +78,7 @@ def problem(source: Source, *, seed: int, heldout: bool, number: int, but: froze
         if not isinstance(answer, str):
             raise TaskError(f"reasoning-gym's {source.name} generated a problem without an answer")
         if not answer.strip():
-            continue  # such as a program of `ab` that cancels out: a missing answer would be right
+            continue  # for example a program of `ab` that cancels out; a missing answer would be correct
         if is_heldout(question) == heldout and digest(question) not in but:
             return Problem(source=source, seed=seed_of_chunk, index=index, question=question, answer=answer)
     part = "held-out" if heldout else "training"
@@ -86,8 +86,9 @@ def problem(source: Source, *, seed: int, heldout: bool, number: int, but: froze
 
 
 def entry(source: Source, seed: int, index: int) -> Mapping[str, Any]:
-    """The package's entry of one problem: question, answer, metadata. Independent of earlier calls, though one generator changes the
-    decimal precision.
+    """Returns the package's entry of one problem: question, answer, metadata.
+
+    It does not depend on earlier calls, although one generator changes the decimal precision.
 
     Raises `TaskError` if the generator raises.
     """
@@ -107,9 +108,9 @@ def _entry(data: Any, index: int, source: Source) -> Mapping[str, Any]:
 
 
 def entry_of(origin: Mapping[str, Any], answer: str) -> tuple[Any, Mapping[str, Any]]:
-    """The dataset and the entry of a problem from `Problem.origin`, for its scorer.
+    """Returns the dataset and the entry of a problem from `Problem.origin`, for its scorer.
 
-    Raises `TaskError` if the package now generates another problem than when the task was created.
+    Raises `TaskError` if the package now generates a different problem from the one it generated when the task was created.
     """
     source = Source(name=origin["dataset"], level=origin["level"], keys=origin["config"])
     drawn = copy.deepcopy(_cached_entry(json.dumps(origin, sort_keys=True)))  # scorers write into it
@@ -120,13 +121,13 @@ def entry_of(origin: Mapping[str, Any], answer: str) -> tuple[Any, Mapping[str, 
 
 @lru_cache(maxsize=32)
 def _cached_entry(origin: str) -> Mapping[str, Any]:
-    """Cached entries of the newest problems: the episodes of a group need the same one, and some are slow to generate."""
+    """Returns the entry of a problem. Cached, because the episodes of a group need the same entry and some are slow to generate."""
     data = json.loads(origin)
     return entry(Source(name=data["dataset"], level=data["level"], keys=data["config"]), data["seed"], data["index"])
 
 
 def dataset(source: Source, seed: int) -> Any:
-    """A dataset object of the package. Raises `UserError` for an unknown name, level or key."""
+    """Returns a dataset object of the package. Raises `UserError` if the name, level or key is unknown."""
     keys = tuple(sorted((key, repr(value)) for key, value in source.keys.items()))
     return _dataset(_Hashed(source=source, identity=(source.name, source.level, keys)), seed)
 
@@ -151,12 +152,12 @@ def _dataset(key: _Hashed, seed: int) -> Any:
 
 
 def check(source: Source) -> None:
-    """Raises `UserError` if the package is missing, or has no such dataset."""
+    """Raises `UserError` if the package is missing or has no such dataset."""
     _create(source, seed=0, size=1)
 
 
 def try_out(source: Source) -> None:
-    """Generates a dataset's first problems. Raises `UserError` as `check` does, or if one cannot be generated."""
+    """Generates a dataset's first problems. Raises `UserError` like `check`, or if a problem cannot be generated."""
     data = _create(source, seed=0, size=_TRIED)
     for index in range(_TRIED):
         _entry(data, index, source)
@@ -180,7 +181,7 @@ def _create(source: Source, *, seed: int, size: int) -> Any:
 
 
 def _settings_text(source: Source) -> str:
-    """The keys or the level as text."""
+    """Returns a string that shows the keys or the level."""
     keys = ", ".join(f"{key}={value!r}" for key, value in source.keys.items())
     return keys or ("its default keys" if source.level is None else f"level {source.level}")
 

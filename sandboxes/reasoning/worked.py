@@ -1,9 +1,9 @@
-"""Short programs for datasets whose problems a few lines of Python solve. They are the worked examples of a prompt, and the gold solutions
-of these datasets. A program prints exactly the answer.
+"""Short programs for datasets whose problems can be solved in a few lines of Python. They are the worked examples of a prompt, and the
+gold solutions of these datasets. A program prints exactly the answer.
 
-The choice of examples matters more to a small model than anything else in its prompt. A model that saw no formula with a leading minus
-sign or bracket omits it; one that saw no division never uses `//`, whose results are whole numbers, instead of `/`, so it has nothing to
-learn from.
+A small model depends more on the choice of examples than on anything else in its prompt. If no example has a formula with a leading minus
+sign or bracket, the model omits it. If no example has a division, the model never uses `//` (whole results) instead of `/`, so it has
+nothing to learn from.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from statistics import median
 from sandboxes.reasoning.problems import Problem
 
 GENERAL = ("products", "spell_backward")
-"""Datasets whose examples are used in the prompts of datasets without a program."""
+"""Datasets whose examples are used in the prompts of datasets that have no short program."""
 
 
 class _Unlike(ValueError):
@@ -23,7 +23,7 @@ class _Unlike(ValueError):
 
 
 def program(kind: str, question: str) -> str | None:
-    """Python source that prints the answer to a question of this dataset; None if no short program is known."""
+    """Returns Python source that prints the answer to a question of this dataset; None if no short program is known."""
     try:
         return PROGRAMS[kind](question) if kind in PROGRAMS else None
     except _Unlike:
@@ -31,9 +31,10 @@ def program(kind: str, question: str) -> str | None:
 
 
 def telling(candidates: Sequence[Problem], count: int) -> tuple[Problem, ...]:
-    """The problems whose questions together show the most characters, then the most pairs of them; ties go to those of typical length.
+    """Returns the problems whose questions together show the most characters, then the most pairs of characters.
 
-    All digits count as one character, and all letters as another. Questions of more than twice the typical length are not candidates.
+    Of equal candidates, the one whose length is nearest to the median is chosen. All digits count as one character, and all letters as
+    another. Questions longer than twice the median are not candidates.
     """
     usual = median(len(candidate.question) for candidate in candidates)
     left = [candidate for candidate in candidates if len(candidate.question) <= 2 * usual]
@@ -48,13 +49,13 @@ def telling(candidates: Sequence[Problem], count: int) -> tuple[Problem, ...]:
 
 
 def _marks(question: str) -> set[str]:
-    """The characters and the adjacent pairs of a question."""
+    """Returns the characters and the adjacent pairs of a question."""
     text = re.sub(r"\s+", "", re.sub(r"[^\W\d]+", "a", re.sub(r"\d+", "0", question)))
     return {*text, *(text[at : at + 2] for at in range(len(text) - 1))}
 
 
 def _new(marks: set[str]) -> tuple[int, int]:
-    """The number of characters, and of pairs."""
+    """Returns the number of characters and the number of pairs."""
     return sum(len(mark) == 1 for mark in marks), sum(len(mark) == 2 for mark in marks)
 
 
@@ -66,7 +67,7 @@ def _groups(pattern: str, question: str) -> tuple[str, ...]:
 
 
 def _expression(question: str) -> str:
-    """The formula of an arithmetic question."""
+    """Returns the formula of an arithmetic question."""
     (text,) = _groups(r"((?:[-(]\s*)*\d[-+*/() .\d]*[\d)])", question)
     return text
 

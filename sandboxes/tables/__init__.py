@@ -1,7 +1,7 @@
 """The task family `tables`: questions about small CSV, JSON and text files that can only be answered by running code.
 
 `Tables(seed=0)` is the family. `kinds` has the questions and their programs, `names` and `generated` create tables, `real` loads real
-ones, and `demonstrations` writes the training data of a base policy.
+tables, and `demonstrations` writes the training data of a base policy.
 """
 
 from __future__ import annotations

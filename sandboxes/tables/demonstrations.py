@@ -1,8 +1,8 @@
-"""Demonstrations of mixed quality for a base model: some careful, some sloppy, all well formed.
+"""Writes demonstrations of mixed quality for a base model: some careful, some sloppy, all well formed.
 
-For each task a demonstrator writes the right program with probability `CAREFUL`, otherwise one of the kind's sloppy programs.
-Occasionally it guesses without running anything, or misspells a name, sees the error and rewrites the program. The programs run in this
-process: they come from this package's templates, never from a policy.
+For each task a demonstrator writes the correct program with probability `CAREFUL`, otherwise one of the kind's sloppy programs.
+Occasionally it guesses without running a program, or misspells a name, sees the error and rewrites the program. The programs run in this
+process, because they come from this package's templates, never from a policy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from agentrl.records import Task
 from sandboxes.tables.kinds import BY_NAME, Kind
 
-CAREFUL = 0.34  # share of the programs that are right: less than the commonest mistake has, so the likeliest program is a sloppy one
+CAREFUL = 0.34  # share of correct programs: less than that of the commonest mistake, so the likeliest program is a sloppy one
 GUESS = 0.05  # share of the demonstrations that submit without running a program
 MISSPELT = 0.03  # share of the demonstrations whose first program misspells a name
 COMMONER_MISTAKE = 0.7  # share of a kind's first sloppy program among its sloppy ones
@@ -33,13 +33,13 @@ class Act:
 
 
 def call(name: str, **arguments: str) -> str:
-    """An assistant turn with one tool call, in the format of Qwen3's template."""
+    """Returns an assistant turn with one tool call, in the format of Qwen3's template."""
     body = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
     return f"<tool_call>\n{body}\n</tool_call><|im_end|>"
 
 
 def demonstrate(task: Task, rng: Random, *, careful: float = CAREFUL, guess: float = GUESS, misspelt: float = MISSPELT) -> list[Act]:
-    """One demonstration of a task, one to three turns long."""
+    """Returns one demonstration of a task, one to three turns long."""
     kind, names = BY_NAME[task.data["kind"]], task.data["names"]
     if rng.random() < guess:
         return [Act(completion=call("submit", answer=_guess(rng, names)), observation=None)]
@@ -56,7 +56,7 @@ def demonstrate(task: Task, rng: Random, *, careful: float = CAREFUL, guess: flo
 
 
 def run_template(code: str, files: Mapping[str, str]) -> str:
-    """The output of a program of this package on these files, or the end of its traceback. Not for any other program."""
+    """Returns the output of a program of this package on these files, or the end of its traceback. Do not use it for other programs."""
     printed: list[str] = []
 
     def open_file(path: str) -> io.StringIO:

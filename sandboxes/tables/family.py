@@ -34,8 +34,8 @@ _HARDER, _EASIER = Size(rows=(30, 60), wild=True), Size(rows=(6, 9))
 class Tables:
     """Questions about small files. `task` is a pure function of (seed, split, index); the kinds of question rotate by index.
 
-    Training and held-out tasks are generated without end from disjoint word pools. The real held-out split has `REAL_TASKS` tasks on
-    tables of scikit-learn and pycountry; only this split needs the packages.
+    Training and held-out tasks are generated endlessly from disjoint word pools. The real held-out split has `REAL_TASKS` tasks on
+    tables of scikit-learn and pycountry; only this split needs these packages.
     """
 
     name = "tables"
@@ -54,10 +54,10 @@ class Tables:
 
         Args:
             wild: use longer and more unusual names.
-            kinds: kinds of question, such as "total, average"; empty: all.
-            turn_tokens: completion tokens of one turn. This and `episode_tokens` leave a policy room to think before it acts.
-            episode_tokens: tokens of an episode.
-            network: hosts that programs in the sandbox may reach, such as "127.0.0.1:8790", separated by commas; empty: none.
+            kinds: kinds of question, such as "total, average"; empty means all.
+            turn_tokens: maximum completion tokens of one turn. This and `episode_tokens` leave a policy room to think before it acts.
+            episode_tokens: maximum tokens of an episode.
+            network: hosts that programs in the sandbox may reach, such as "127.0.0.1:8790", separated by commas; empty means none.
         """
         self.seed = seed
         self.wild = wild
@@ -66,11 +66,11 @@ class Tables:
         self.limits = replace(LIMITS, turn_tokens=turn_tokens, episode_tokens=episode_tokens)
 
     def size(self, split: Split) -> int | None:
-        """Number of tasks; None for an endless split."""
+        """Returns the number of tasks; None if the split is endless."""
         return REAL_TASKS if split is Split.HELDOUT_REAL else None
 
     def task(self, split: Split, index: int) -> Task:
-        """The task at an index. Raises `UserError` for an index outside the split, or if a real table's package is missing."""
+        """Returns the task at an index. Raises `UserError` if the index is outside the split, or a real table's package is missing."""
         end = self.size(split)
         if index < 0 or (end is not None and index >= end):
             raise UserError(
@@ -80,7 +80,7 @@ class Tables:
         return self._make_task(rng, self.kinds[index % len(self.kinds)], split, f"tables-{self.seed}-{split}-{index}", Size(wild=self.wild))
 
     def variants(self, task: Task, *, seed: int) -> Iterator[tuple[str, Task]]:
-        """Training questions of the task's kind about other tables: alike, harder (longer tables, more unusual names), and easier.
+        """Yields training questions of the task's kind about other tables: alike, harder (longer tables, more unusual names), and easier.
 
         Endless, and a pure function of the task's content and the seed.
         """
@@ -92,7 +92,7 @@ class Tables:
             yield how, self._make_task(Random(f"tables:variant:{name}"), kind, Split.TRAIN, f"tables-like-{name}", sizes[how])
 
     def _make_task(self, rng: Random, kind: Kind, split: Split, name: str, size: Size) -> Task:
-        """A question of a kind, drawn from `rng`."""
+        """Returns a question of a kind, drawn from `rng`."""
         question = self._question(rng, kind, split, size)
         text = rng.choice(kind.phrasings).format(**question.names)
         return Task(
@@ -109,7 +109,7 @@ class Tables:
         )
 
     def gold(self, task: Task) -> str:
-        """Python source that prints the right answer when run in the folder of the task's files."""
+        """Returns Python source that prints the correct answer when run in the folder of the task's files."""
         return BY_NAME[task.data["kind"]].program(task.data["names"])
 
     def _question(self, rng: Random, kind: Kind, split: Split, size: Size) -> Question:

@@ -13,7 +13,7 @@ ROWS = (10, 22)
 
 
 def generated_table(rng: Random, split: Split, *, wild: bool = False, rows_from_to: tuple[int, int] = ROWS) -> Table:
-    """Rows with a label, a group, two numeric columns and a date, with random names. A pure function of its arguments."""
+    """Returns a table with a label, a group, two numeric columns and a date, with random names. A pure function of its arguments."""
     names = Names(rng, split, wild=wild)
     stem = names.stem()
     other = names.sibling(stem) if rng.random() < 0.4 else names.stem()
@@ -36,7 +36,7 @@ def generated_table(rng: Random, split: Split, *, wild: bool = False, rows_from_
 
 
 def _values(rng: Random, names: Names, group: str) -> list[str]:
-    """Three to five different cells for a group column: in some tables plain numbers, in some numbered (`class_0`, `class_1`)."""
+    """Returns three to five different cells for a group column: plain numbers in some tables, numbered names in some (`class_0`)."""
     count = rng.randint(3, 5)
     style = rng.random()
     if style < 0.15:
@@ -48,6 +48,6 @@ def _values(rng: Random, names: Names, group: str) -> list[str]:
 
 
 def _number_range(rng: Random) -> tuple[float, float, int]:
-    """Powers of ten that bound the cells, and their decimals. Cells differ in length, so text order is not numeric order."""
+    """Returns the bounds of the cells and their decimals. Cells differ in length, so text order is not numeric order."""
     low = rng.uniform(0, 1.5)
     return low, low + rng.uniform(1.0, 2.0), rng.choice((0, 1, 1, 2))

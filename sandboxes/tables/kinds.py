@@ -1,7 +1,7 @@
-"""The kinds of question: phrasings, the program that answers them, and typical sloppy programs that do not.
+"""The kinds of question: phrasings, the program that answers them correctly, and typical sloppy programs that do not.
 
-`ask` of a kind draws a question about a table, or returns None if the table yields no good one: the sloppy programs must print something
-other than the truth, so that only careful work scores. Programs are templates over the question's names. The truth is computed from the
+`ask` of a kind draws a question about a table, or returns None if the table yields no good question. In a good question the sloppy programs
+do not print the truth, so that only careful work scores. Programs are templates over the question's names. The truth is computed from the
 rows, never by running a program.
 """
 
@@ -22,10 +22,10 @@ ROUNDED = 0.0051  # answers to two decimals may differ from the exact value by h
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A source of questions, generated or real: rows of text cells, and the roles of the columns."""
+    """A table for questions, generated or real: rows of text cells, and the roles of the columns."""
 
     stem: str
-    other: str  # stem of a second file, for questions that need two
+    other: str  # stem of a second file, for questions that need two files
     rows: Sequence[Row]
     labels: Sequence[str]  # columns whose cells are all different
     groups: Sequence[str] = ()  # columns with few different cells
@@ -54,12 +54,12 @@ class Kind:
     ask: Callable[[Random, Table], Question | None] = field(repr=False)
 
     def program(self, names: Mapping[str, str], body: str = "") -> str:
-        """Python source of the right program, or of another `body` template of this kind."""
+        """Returns Python source of the correct program, or of a different `body` template of this kind."""
         return _opening(names["f"]) + (body or self.right).format(**names)
 
 
 def _opening(path: str) -> str:
-    """The lines that read a file into `r`, by its extension: rows as dictionaries, or lines."""
+    """Returns the lines of code that read a file into `r`: rows as dictionaries, or lines, depending on its extension."""
     if path.endswith(".json"):
         return f"import json\nr=json.load(open({path!r}))\n"
     if path.endswith(".txt"):
@@ -81,7 +81,7 @@ def _json(rows: Sequence[Row], columns: Sequence[str]) -> str:
 
 
 def _save(rng: Random, table: Table, *needed: str, also: int = 1, json_share: float = 1 / 3) -> tuple[str, dict[str, str]]:
-    """Writes the needed columns and up to `also` others, in random order, as CSV or (one time in three) JSON."""
+    """Writes the needed columns and up to `also` other columns, in random order, as CSV or (one time in three) JSON."""
     spare = [c for c in (*table.labels, *table.groups, *table.numbers, *table.dates) if c not in needed]
     columns = [*needed, *rng.sample(spare, min(also, len(spare)))]
     rng.shuffle(columns)
@@ -91,7 +91,7 @@ def _save(rng: Random, table: Table, *needed: str, also: int = 1, json_share: fl
 
 
 def _decimal(value: float) -> str:
-    """Shortest decimal text of a value that was added up from decimal cells."""
+    """Returns the shortest decimal text of a value that is a sum of decimal cells."""
     return f"{round(value, 9):.9f}".rstrip("0").rstrip(".")
 
 

@@ -1,9 +1,9 @@
-"""Names for generated tables. Training and held-out tables draw from disjoint word pools, decided by a hash of the word.
+"""Names for generated tables. Training and held-out tables draw from disjoint word pools; a hash of the word decides its pool.
 
-A word is an English word from `ENGLISH`, a blend of two, or an invented one; `belongs` assigns each word to exactly one of the two
-splits. Every name contains such a word, so no file, column or value name appears in both. Units, joining words, common words (`date`,
-`name`, ...: never a full name) and bare numbers are shared. Blends matter: a policy that has only seen words it can complete from memory
-completes them instead of copying.
+A word is an English word from `ENGLISH`, a blend of two English words, or an invented word. `belongs` assigns each word to exactly one of
+the two splits. Every name contains such a word, so no name of a file, column or value appears in both splits. Units, joining words, common
+words (`date`, `name`, ...: never a full name) and bare numbers are shared. Blends matter: a policy that has only seen words that it can
+complete from memory completes them instead of copying them.
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ ACCENTED = _words("é è ç ã å ö ü ñ í ó ô ā")
 
 
 def belongs(word: str) -> Split:
-    """The split to which a word belongs, ignoring case. One word in four is held out."""
+    """Returns the split to which a word belongs, ignoring case. One word in four is held out."""
     return Split.HELDOUT if zlib.crc32(word.lower().encode()) % 4 == 0 else Split.TRAIN
 
 
 class Names:
     """Random names for one table, from words that belong to `split`. Never returns the same name twice.
 
-    Plain names are one or two words, as in most tables. Wild names are longer, more often invented, and in every style; the base policy's
-    demonstrations use them, so that it learns to copy any text.
+    Plain names have one or two words, as in most tables. Wild names are longer, more often invented, and in every style; the base
+    policy's demonstrations use them, so that it learns to copy any text.
     """
 
     def __init__(self, rng: Random, split: Split, *, wild: bool) -> None:
@@ -90,7 +90,7 @@ class Names:
         self.given: set[str] = set()
 
     def word(self) -> str:
-        """A lower-case word of the split: an English one, a blend of two (`harbet`, `lanight`) or an invented one."""
+        """Returns a lower-case word of the split: an English word, a blend of two (`harbet`, `lanight`) or an invented word."""
         shares = (0.25, 0.4, 0.35) if self.wild else (0.65, 0.25, 0.1)
         while True:
             word = self.rng.choices((self._english, self._blend, self._coined), shares)[0]()
@@ -98,15 +98,15 @@ class Names:
                 return word
 
     def column(self) -> str:
-        """A column name in a common style: `net_load_kg`, `Net Load`, `netLoad`, `net load (kg)`, `load/area`, `x_12`."""
+        """Returns a column name in a common style: `net_load_kg`, `Net Load`, `netLoad`, `net load (kg)`, `load/area`, `x_12`."""
         return self._new(self._column)
 
     def stem(self) -> str:
-        """A file name without extension, such as `harbor_visits-2` or `KelmorLog`."""
+        """Returns a file name without extension, such as `harbor_visits-2` or `KelmorLog`."""
         return self._new(self._stem)
 
     def sibling(self, name: str) -> str:
-        """A name with the same start or end as `name`: `mean area` for `mean radius`, `visits_2` for `visits`."""
+        """Returns a name with the same start or end as `name`: `mean area` for `mean radius`, `visits_2` for `visits`."""
 
         def make() -> str:
             mark = next((m for m in "_ -/." if m in name), "_")
@@ -116,11 +116,11 @@ class Names:
         return self._new(make)
 
     def value(self) -> str:
-        """A cell of a category: `Tulip`, `kelm`, `North Drum`, `QX-17`, `class_3`."""
+        """Returns a cell of a category: `Tulip`, `kelm`, `North Drum`, `QX-17`, `class_3`."""
         return self._new(self._value)
 
     def phrases(self, count: int) -> list[str]:
-        """`count` distinct phrases of one to five words over a small vocabulary, so that words recur."""
+        """Returns `count` distinct phrases of one to five words over a small vocabulary, so that words recur."""
         vocabulary = [self._cased(self.word()) for _ in range(max(4, count // 3))]
         chosen: dict[str, None] = {}
         while len(chosen) < count:
@@ -131,7 +131,7 @@ class Names:
         return list(chosen)
 
     def serials(self, count: int) -> list[str]:
-        """`count` distinct codes that differ in their number, such as `p17`, `p204` or `Kelm-9`."""
+        """Returns `count` distinct codes that differ in their number, such as `p17`, `p204` or `Kelm-9`."""
         head = self.rng.choice((self._code, self.word))().rstrip("0123456789-_")
         head = self.rng.choice((head.lower(), head)) + self.rng.choice(("", "", "-", "_"))
         return [f"{head}{number}" for number in self.rng.sample(range(1, self.rng.choice((100, 1000))), count)]
@@ -225,7 +225,7 @@ class Names:
         return self._code()
 
     def _code(self) -> str:
-        """Two to four letters, with a number half of the time; letters count as a word, so the splits' codes differ too."""
+        """Returns two to four letters, half of the time with a number. The letters count as a word, so the splits' codes differ too."""
         rng = self.rng
         while True:
             letters = "".join(rng.choice("ABCDEFGHIJKLMNOPQRSTUVWXYZ") for _ in range(rng.choice((1, 2, 2, 3, 4))))

@@ -1,7 +1,7 @@
 """Real tables for the held-out split, with their original column names and cells: scikit-learn's datasets and pycountry's records.
 
-Rows and columns are sampled to keep files small. scikit-learn's tables have no column that identifies a row, so one is added (`sample`,
-`patient`, ...). Nothing is downloaded.
+Rows and columns are sampled to keep files small. scikit-learn's tables have no column that identifies a row, so this module adds one
+(`sample`, `patient`, ...). Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Source(Protocol):
     """A source of small real tables."""
 
     def table(self, rng: Random) -> Table:
-        """A random table."""
+        """Returns a random table."""
         ...
 
 
@@ -34,11 +34,11 @@ class Science:
     dataset: str
     label: str
     numbers: tuple[str, ...]
-    group: str  # one of the table's own columns, or a name for its class
+    group: str  # a column of the table, or a name for its class
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def table(self, rng: Random) -> Table:
-        """A random sample of rows."""
+        """Returns a random sample of rows."""
         records, classes = _frame(self.dataset, tuple(self.options.items()))
         rows: list[Row] = []
         for index in rng.sample(range(len(records)), min(rng.randint(16, 26), len(records))):
@@ -51,7 +51,7 @@ class Science:
 
 @dataclass(frozen=True, kw_only=True)
 class Registry:
-    """Records of pycountry that have all of these columns. With `groups`, only records of some of the larger groups."""
+    """Records of pycountry that have all of these columns. If `groups` is set, only records of some of the larger groups."""
 
     stem: str
     dataset: str
@@ -60,7 +60,7 @@ class Registry:
     dates: tuple[str, ...] = ()
 
     def table(self, rng: Random) -> Table:
-        """A random sample of records."""
+        """Returns a random sample of records."""
         columns = (*self.labels, *self.groups, *self.dates)
         records = [r for r in _records(self.dataset) if all(c in r for c in columns) and all(len(r[d]) == 10 for d in self.dates)]
         if self.groups:
@@ -79,9 +79,9 @@ def _missing(package: str, error: ImportError) -> UserError:
 
 @cache
 def _frame(name: str, options: tuple[tuple[str, Any], ...]) -> tuple[tuple[Mapping[str, Any], ...], tuple[str, ...]]:
-    """Rows of one of scikit-learn's tables, and the names of its classes."""
+    """Returns the rows of a scikit-learn table and the names of its classes."""
     try:
-        from sklearn import datasets  # here, not above: only the real part needs it
+        from sklearn import datasets  # imported here because only the real tables need it
     except ImportError as error:
         raise _missing("scikit-learn", error) from error
     bunch = getattr(datasets, f"load_{name}")(as_frame=True, **dict(options))
@@ -90,7 +90,7 @@ def _frame(name: str, options: tuple[tuple[str, Any], ...]) -> tuple[tuple[Mappi
 
 @cache
 def _records(name: str) -> tuple[Mapping[str, str], ...]:
-    """pycountry's records of one kind, as plain text, without records with a quotation mark or backslash in a cell."""
+    """Returns pycountry's records of one kind as plain text. Excludes records with a quotation mark or backslash in a cell."""
     try:
         import pycountry
     except ImportError as error:
@@ -100,12 +100,12 @@ def _records(name: str) -> tuple[Mapping[str, str], ...]:
 
 
 def _text(value: float) -> str:
-    """The shortest decimal text of a cell: 5.1, 1050, 0.2776."""
+    """Returns the shortest decimal text of a cell: 5.1, 1050, 0.2776."""
     return f"{float(value):.6f}".rstrip("0").rstrip(".")
 
 
 def _recurring(rng: Random, records: Iterable[Mapping[str, str]], group: str) -> list[Mapping[str, str]]:
-    """Records of three to five of the larger groups, at most a dozen of each."""
+    """Returns records of three to five of the larger groups, at most a dozen of each."""
     by_group: dict[str, list[Mapping[str, str]]] = {}
     for record in records:
         by_group.setdefault(record[group], []).append(record)
@@ -184,5 +184,5 @@ SOURCES: Mapping[str, tuple[Source, ...]] = {
 
 
 def real_table(rng: Random, kind: str) -> Table:
-    """A real table for a kind of question. Raises `UserError` if its package is missing."""
+    """Returns a real table for a kind of question. Raises `UserError` if its package is missing."""
     return rng.choice(SOURCES.get(kind, SCIENCE)).table(rng)

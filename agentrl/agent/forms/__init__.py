@@ -20,7 +20,7 @@ FORMS: Mapping[str, CallForm] = {
 
 
 def call_form(name: str) -> CallForm:
-    """Returns the form of a name. Raises `UserError`."""
+    """Returns the form with this name. Raises `UserError` if there is none."""
     if name not in FORMS:
         raise UserError(f"policy.tool_format={name}: unknown form of tool calls", fix=f"use one of {', '.join(FORMS)}")
     return FORMS[name]

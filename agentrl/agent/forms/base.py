@@ -35,7 +35,7 @@ class Frame:
     end: str  # after the arguments
     style: str  # xgrammar's `style` of a `json_schema`
     between: str  # between two calls
-    excludes: tuple[str, ...] = ()  # texts that no argument may contain, because the reader would take them for the end
+    excludes: tuple[str, ...] = ()  # strings that no argument may contain, because the reader would take them for the end
 
     def of(self, tool: str) -> Frame:
         """Returns the frame of calls of one tool."""
@@ -46,15 +46,15 @@ class Frame:
 class CallForm:
     """A form in which models write tool calls, and its reader.
 
-    A reader accepts any text, takes time linear in its length, and never raises.
+    A reader accepts any string, takes time linear in its length, and never raises.
     """
 
     name: str
     about: str
     read: Callable[[str, Schemas], Reading]
     opens: tuple[str, ...]  # openings of a call, which must not occur where a call is not allowed
-    ends: tuple[str, ...] = ()  # tokens that end a turn, in addition to the tokenizer's eos and the one that the template writes
-    hands_over: tuple[str, ...] = ()  # tokens that end a turn by starting the next one
+    ends: tuple[str, ...] = ()  # tokens that end a turn, in addition to the tokenizer's eos and the token that the template writes
+    hands_over: tuple[str, ...] = ()  # tokens that end a turn by starting the next turn
     inner: tuple[str, ...] = ()  # tokens that occur between turns and also within a turn
     argument: str = ""  # regular expression of the argument names that can be written; empty means any name
     frame: Frame | None = None  # None means that guided decoding cannot enforce the form
@@ -77,7 +77,7 @@ class Collected:
             self.add(error)
 
     def add(self, call: ToolCall | CallError | None, *, call_id: str = "") -> None:
-        """Adds a call or its error. None counts a call after the first `MAX_CALLS`."""
+        """Adds a call or its error. None means a call beyond `MAX_CALLS`, which is only counted."""
         self.tried += 1
         if isinstance(call, ToolCall):
             self.calls.append(call)
@@ -93,12 +93,12 @@ class Collected:
 
 
 def declared(schemas: Schemas, name: str) -> Parameters:
-    """Returns the parameters of a tool; without a schema, any value is allowed."""
+    """Returns the parameters of a tool. If the tool has no schema, any value is allowed."""
     return Parameters(next((schema for schema in schemas if name_of(schema) == name), None))
 
 
 def name_of(schema: Any) -> Any:
-    """Returns the tool's name in a schema, which may be any JSON; None if there is none."""
+    """Returns the tool's name in a schema, which may be any JSON; None if it has no name."""
     function = schema.get("function") if isinstance(schema, Mapping) else None
     return function.get("name") if isinstance(function, Mapping) else None
 
@@ -106,8 +106,8 @@ def name_of(schema: Any) -> Any:
 def value_of(text: str, allowed: Allowed) -> Any:
     """Returns the value of an argument that is written without quotes.
 
-    It is a string if the schema accepts that or the text is not JSON; otherwise it is the JSON value. Without a schema, JSON is parsed,
-    except for a JSON string, whose quotes are part of the value. Raises `CallError` for JSON out of bounds.
+    The value is a string if the schema accepts a string or the text is not JSON; otherwise it is the JSON value. If there is no schema,
+    JSON is parsed, except for a JSON string, whose quotes are part of the value. Raises `CallError` if JSON is out of bounds.
     """
     kinds = allowed.kinds
     if kinds == {"string"}:

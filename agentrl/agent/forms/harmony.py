@@ -26,7 +26,8 @@ _NAME = re.compile(r"functions\.([A-Za-z0-9_.-]+)")
 
 
 def read_harmony(text: str, schemas: Schemas) -> Reading:
-    """Parses a turn. Text on the channel analysis is reasoning, other text is content. A turn without messages is content."""
+    """Parses a turn. Text on the channel `analysis` is reasoning; other text is content. If a turn has no messages, all of it is
+    content."""
     collected = Collected()
     if MESSAGE not in text:
         if START not in text and "<|channel|>" not in text:
@@ -58,7 +59,7 @@ def read_harmony(text: str, schemas: Schemas) -> Reading:
 def _parse_header(header: str, *, first: bool) -> tuple[str, str]:
     """Returns the channel and recipient of a message.
 
-    Raises `CallError` if it is not the assistant's: the model must not write tool results.
+    Raises `CallError` if the message is not the assistant's, because the model must not write tool results.
     """
     if len(header) > _MOST_HEADER:
         raise CallError(f"the header of a message has {len(header)} characters; it may have {_MOST_HEADER}")

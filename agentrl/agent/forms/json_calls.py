@@ -51,7 +51,7 @@ def read_llama3(text: str, schemas: Schemas) -> Reading:
 
 
 def _is_call(body: str) -> bool:
-    """Whether a text starts with an object that can only be a call, even if the rest of it is invalid."""
+    """Whether a string starts with an object that can only be a call, even if the rest of the string is invalid."""
     if not body.startswith("{"):
         return False
     try:

@@ -31,7 +31,7 @@ def read_mistral(text: str, schemas: Schemas) -> Reading:
 
 
 def _each_named(text: str, at: int, collected: Collected) -> None:
-    """Reads the calls from the first `[TOOL_CALLS]` on, each followed by another call or the end of the text."""
+    """Reads the calls, starting at the first `[TOOL_CALLS]`. Each call is followed by another call or the end of the text."""
     while at >= 0:
         if collected.tried >= MAX_CALLS:
             collected.add(None)
@@ -52,7 +52,7 @@ def _each_named(text: str, at: int, collected: Collected) -> None:
 
 
 def _thinking(text: str) -> tuple[str, str]:
-    """Returns the reasoning and the rest of a text. Reasoning that is not closed extends to the end."""
+    """Returns the reasoning and the rest of a string. If the reasoning is not closed, it extends to the end."""
     if not text.lstrip().startswith(_THINK[0]):
         return "", text
     thought, closed, rest = text.lstrip().removeprefix(_THINK[0]).partition(_THINK[1])
@@ -60,7 +60,7 @@ def _thinking(text: str) -> tuple[str, str]:
 
 
 def _listed(text: str, collected: Collected) -> str:
-    """Reads the calls of a JSON list at the start of a text. Returns the text after the list."""
+    """Reads the calls of a JSON list at the start of a string. Returns the text after the list."""
     try:
         items, end = scan_json(text, 0)
     except CallError as error:

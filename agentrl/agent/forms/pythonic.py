@@ -1,4 +1,4 @@
-"""Pythonic calls of Llama 3.2 and 4: `[python(code="print(1)"), submit(answer=4)]` as the whole turn.
+"""Pythonic calls of Llama 3.2 and 4: `[python(code="print(1)"), submit(answer=4)]` as the complete turn.
 
 The parser accepts only literals (strings, numbers, True, False, None, lists, dictionaries) and evaluates nothing.
 """
@@ -53,7 +53,7 @@ def read_pythonic(text: str, schemas: Schemas) -> Reading:
 
 
 class _Reader:
-    """Parses literals of a text from position `at` on."""
+    """Parses literals of a string, starting at position `at`."""
 
     def __init__(self, text: str) -> None:
         self.text = text

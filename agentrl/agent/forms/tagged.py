@@ -35,7 +35,7 @@ def _reader(scan: Callable[[str, int, Schemas], tuple[_Body, int]]) -> Callable[
 
 
 def _glm(text: str, at: int, schemas: Schemas) -> tuple[_Body, int]:
-    """NAME, then pairs of `<arg_key>` and `<arg_value>`."""
+    """Parses NAME, then pairs of `<arg_key>` and `<arg_value>`."""
     after_name = _GLM_NAME.search(text, at)
     name = text[at : after_name.start()].strip() if after_name else ""
     if after_name is None or not name or "<" in name or "\n" in name:
@@ -58,7 +58,7 @@ def _glm(text: str, at: int, schemas: Schemas) -> tuple[_Body, int]:
 
 
 def _qwen3_coder(text: str, at: int, schemas: Schemas) -> tuple[_Body, int]:
-    """`<function=NAME>`, then `<parameter=KEY>` ... `</parameter>` for each argument, each value on separate lines, `</function>`."""
+    """Parses `<function=NAME>`, `<parameter=KEY>` ... `</parameter>` for each argument, each value on separate lines, and `</function>`."""
     start, at = at, _space(text, at)
     if not text.startswith("<function=", at):
         raise CallError("tool call must be <function=NAME> ... </function> within its tags")

@@ -1,6 +1,6 @@
 """Views, changes and searches files of the working directory. It prints the text that the agent sees.
 
-Each part of a path is opened relative to its parent folder, without following links. A file is replaced atomically, with its mode.
+Each part of a path is opened relative to its parent folder, without following links. Files are replaced atomically and keep their mode.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class OperationError(Exception):
-    """The operation is impossible. The text says why and what to do."""
+    """The operation is impossible. The message states the reason and the fix."""
 
 
 class TimeUp(BaseException):
-    """The time limit has passed. Not an `Exception`, so that no handler in between catches it."""
+    """The time limit has passed. This class is not an `Exception`, so that no handler in between catches it."""
 
 
 def parts_of(path: str) -> list[str]:
-    """Returns the names on the way from the working directory to `path`; empty for the working directory."""
+    """Returns the parts of `path` relative to the working directory; empty for the working directory itself."""
     top = os.getcwd()
     if path == top or path.startswith(top + "/"):
         path = path[len(top) + 1 :]
@@ -86,7 +86,7 @@ class OpenPath:
             raise OperationError(f"{printable(name)} in {printable(self.path)} cannot be opened: {reason}") from None
 
     def _contents(self) -> str:
-        """What the folder contains, as the end of a message; empty if it cannot be read."""
+        """Returns a description of the folder's contents for the end of a message; empty if the folder cannot be read."""
         try:
             names = sorted(os.listdir(self.fd))[:20]
         except OSError:
@@ -94,7 +94,7 @@ class OpenPath:
         return "; the folder contains: {}".format(", ".join(map(printable, names))) if names else "; its folder is empty"
 
     def mode(self) -> int:
-        """Returns the mode of the path, without following a link; 0 if it does not exist."""
+        """Returns the mode of the path, without following a link; 0 if the path does not exist."""
         try:
             return os.stat(self.name, dir_fd=self.fd, follow_symlinks=False).st_mode
         except FileNotFoundError:
@@ -116,7 +116,7 @@ class OpenPath:
             raise OperationError(f"{printable(self.path)} is not UTF-8 text: use a program") from None
 
     def write(self, text: str, mode: int) -> None:
-        """Writes a temporary file and renames it: a reader sees the old file or the new one."""
+        """Writes a temporary file and renames it, so that a reader sees either the old file or the new one."""
         data = text.encode("utf-8", "surrogateescape")
         if len(data) > MAX_BYTES:
             raise OperationError(f"the file would have more than {MAX_BYTES} bytes")
@@ -188,7 +188,7 @@ def listing(target: OpenPath, limit: int) -> str:
 
 
 def create(path: str, text: str, overwrite: bool, limit: int) -> str:
-    """Writes a new file, or replaces one with `overwrite`."""
+    """Writes a new file, or replaces an existing file if `overwrite` is set."""
     target = OpenPath(path, create=True)
     mode = target.mode()
     if mode and not stat.S_ISREG(mode):
@@ -200,7 +200,7 @@ def create(path: str, text: str, overwrite: bool, limit: int) -> str:
 
 
 def replace(path: str, old: str, new: str, limit: int) -> str:
-    """Replaces a text that occurs exactly once."""
+    """Replaces a string that occurs exactly once."""
     target = OpenPath(path)
     text, mode = target.read()
     if not old:
@@ -230,7 +230,7 @@ def replace(path: str, old: str, new: str, limit: int) -> str:
 
 
 def with_ends(text: str, end: str) -> str:
-    """Returns a text with all line ends replaced."""
+    """Returns the text with all line endings replaced by `end`."""
     return re.sub("\r?\n", end, text)
 
 
@@ -297,7 +297,7 @@ class Search:
                 return
 
     def listed(self, fd: int) -> Iterable[tuple[str, bool, bool]]:
-        """Returns the sorted entries of a folder: name, whether it is a folder, and whether it is a regular file."""
+        """Returns the sorted entries of a folder: name, whether the entry is a folder, and whether it is a regular file."""
         entries = []
         with os.scandir(fd) as scanned:
             for entry in scanned:

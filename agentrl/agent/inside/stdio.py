@@ -1,7 +1,7 @@
 """A program that exchanges lines of JSON-RPC over its standard input and output, such as an MCP server.
 
-The module runs in a sandbox, sent there as source, and on the host, imported. The program's output is bounded in bytes and time. A program
-that exceeds a bound is killed with its process group.
+The module is imported on the host. Its source is also sent to a sandbox and runs there. The program's output is bounded in bytes and time.
+A program that exceeds a bound is killed with its process group.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STDERR_BYTES = 2000  # kept from the end of stderr
 
 
 def parse_object(line: bytes) -> dict[str, Any]:
-    """Returns the JSON object of a line; empty for anything else."""
+    """Returns the JSON object of a line; empty if the line is anything else."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -36,7 +36,7 @@ def parse_object(line: bytes) -> dict[str, Any]:
 
 
 def reply_to(message: bytes) -> bytes | None:
-    """Returns the answer to a request of the program: an empty result for `ping`, an error for others. None if it is not a request."""
+    """Returns the answer to a request of the program: an empty result for `ping`, an error for others. Returns None for other messages."""
     value = parse_object(message)
     number = value.get("id") if "method" in value else None
     if not isinstance(number, (int, str)):
@@ -53,7 +53,7 @@ def is_answer(line: bytes, number: int | None) -> bool:
 
 
 class StdioProgram:
-    """One running program. The constructor raises `OSError` if it cannot be started."""
+    """One running program. The constructor raises `OSError` if the program cannot be started."""
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str] | None = None, cwd: str | None = None) -> None:
         pipe = subprocess.PIPE
@@ -65,17 +65,17 @@ class StdioProgram:
         for fd in (self.stdin, self.stdout, self.stderr):
             os.set_blocking(fd, False)
         self.open = [self.stdout, self.stderr]  # descriptors that have not reached their end
-        self.received = bytearray()  # output that was not examined yet
+        self.received = bytearray()  # output that has not been examined yet
         self.stderr_tail = b""
         self.to_write = b""
         self.closing = False
         self.lock = _thread.allocate_lock()  # held while the descriptors are in use
 
     def request(self, messages: Sequence[str], number: int | None, seconds: float, max_bytes: int) -> tuple[str, bytes]:
-        """Sends lines and waits for the answer to request `number` (None: until they are sent).
+        """Sends lines and waits for the answer to request `number`. If `number` is None, waits only until the lines are sent.
 
         Returns `("answer", line)`, or stops the program and returns `ended` (it exited), `late` (no answer within `seconds`) or `flood`
-        (too much output), each with b"". Requests of the program are answered with an error, except `ping`.
+        (too much output), each with b"". Requests of the program, except `ping`, are answered with an error.
         """
         with self.lock:
             deadline, taken, new_line = time.monotonic() + seconds, 0, True
@@ -100,7 +100,7 @@ class StdioProgram:
                 return ending, b""
 
     def next_answer(self, number: int | None) -> bytes | None:
-        """Consumes complete lines up to the one that answers request `number`, and answers requests of the program."""
+        """Consumes complete lines up to the answer to request `number`, and answers requests of the program."""
         end = self.received.rfind(b"\n") + 1
         lines, self.received = bytes(self.received[:end]).split(b"\n"), self.received[end:]
         for index, line in enumerate(lines):
@@ -112,7 +112,7 @@ class StdioProgram:
         return None
 
     def exchange(self, seconds: float) -> bytes:
-        """Writes and reads what is possible without blocking, after waiting at most `seconds`. Returns the new output."""
+        """Waits at most `seconds`, then writes and reads as much as possible without blocking. Returns the new output."""
         poll = select.poll()
         for fd in self.open:
             poll.register(fd, select.POLLIN)
@@ -140,14 +140,14 @@ class StdioProgram:
         return output
 
     def close(self) -> None:
-        """Kills the program and its process group, after which a pending request of another thread ends. Idempotent."""
+        """Kills the program and its process group, so that a pending request of another thread ends. Idempotent."""
         self.closing = True
         self.kill()
         with self.lock:
             self.end()
 
     def kill(self) -> None:
-        """Kills the process group. The process id cannot be reused before the program was waited for."""
+        """Kills the process group. The process id cannot be reused before the program has been waited for."""
         if self.process.returncode is None:
             with contextlib.suppress(OSError):
                 os.killpg(self.process.pid, signal.SIGKILL)

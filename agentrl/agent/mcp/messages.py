@@ -14,13 +14,13 @@ from agentrl.records.images import MARK, REFERENCE
 
 REVISIONS = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
 MAX_ITEMS = 64
-"""Content items of one result; later ones are ignored."""
+"""Maximum number of content items of one result. Later items are ignored."""
 _INTERNAL = (-32603, -32000, -32001)  # JSON-RPC's internal error; "connection closed" and "request timeout" of the MCP SDKs
 _CLIENT = {"name": "agentrl", "version": "1"}
 
 
 class ServerError(Exception):
-    """The server answered with an error. `internal`: its code reports a fault of the server."""
+    """The server answered with an error. `internal`: whether the error code reports a fault of the server."""
 
     def __init__(self, text: str, *, internal: bool = False) -> None:
         super().__init__(text)
@@ -43,7 +43,7 @@ def opened() -> str:
 
 
 def result(line: bytes) -> dict[str, Any]:
-    """Returns the result of an answer. Raises `ServerError` for an error of the server, `InvalidMessage` for an invalid answer."""
+    """Returns the result of an answer. Raises `ServerError` if the answer is an error, and `InvalidMessage` if it is invalid."""
     answer = parse_object(line)
     if isinstance(answer.get("result"), dict):
         return dict(answer["result"])
@@ -53,7 +53,8 @@ def result(line: bytes) -> dict[str, Any]:
 
 
 def revision(answer: Mapping[str, Any]) -> str:
-    """Returns the protocol revision that a server chose. Raises `InvalidMessage` if it is not supported, or the server has no tools."""
+    """Returns the protocol revision that a server chose. Raises `InvalidMessage` if the revision is not supported, or if the server has no
+    tools."""
     chosen = answer.get("protocolVersion")
     if chosen not in REVISIONS:
         raise InvalidMessage(f"it requires revision {clean(chosen, 40)!r} of the protocol; supported: {', '.join(REVISIONS)}")
@@ -64,7 +65,8 @@ def revision(answer: Mapping[str, Any]) -> str:
 
 
 def outcome(answer: Mapping[str, Any], limit: int) -> ToolOutcome:
-    """Returns the result of a `tools/call` as text. Other content is described by type and size; structured content is shown as JSON."""
+    """Returns the result of a `tools/call` as text. Content other than text is described by type and size; structured content is shown as
+    JSON."""
     content, structured = answer.get("content", []), answer.get("structuredContent")
     if not isinstance(content, list):
         raise InvalidMessage("a result whose content is not a list")

@@ -1,11 +1,11 @@
 """The MCP servers of a run, and an episode's connection to one of them.
 
-Blame if a server gives no valid answer:
+If a server gives no valid answer, the blame depends on the server and the cause:
 
-- A server in the sandbox: the policy, because the agent can kill and replace the server.
-- A server outside that does not start, changes its tools during the run, dies, is late, sends an invalid answer, or reports an outage: the
-  infrastructure, unless the episode provoked it (`agentrl.agent.outage_blame`).
-- A wrong request, or an answer that is too long: the policy.
+- A server in the sandbox: the policy is blamed, because the agent can kill and replace the server.
+- A server outside the sandbox that does not start, changes its tools during the run, dies, is late, sends an invalid answer, or reports an
+  outage: the infrastructure is blamed, unless the episode provoked the failure (`agentrl.agent.outage_blame`).
+- A wrong request, or an answer that is too long: the policy is blamed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MCP_PREFIX = "mcp:"
 START_TIMEOUT_S = 60.0
 """Seconds to start a server and to list its tools: enough for a package runner such as npx that downloads the program first."""
 MAX_FAILURES = 3
-"""Failures of one server in one episode, after which it is not restarted."""
+"""Number of failures of one server in one episode after which it is not restarted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class ServerConnection:
         self._lock = asyncio.Lock()
 
     async def state(self, *, timeout_s: float) -> Any:
-        """Returns whether the server was used. The server loses its state on a restart, and the agent is notified."""
+        """Returns whether the server was used. If the server restarts, it loses its state, and the agent is notified."""
         return {"used": self.used}
 
     async def close(self, *, timeout_s: float) -> None:
@@ -107,7 +107,7 @@ class ServerConnection:
 
         Raises:
             ToolFault: the server failed.
-            InfrastructureError: a server outside is not available at the first call of this episode.
+            InfrastructureError: a server outside the sandbox is not available at the first call of this episode.
         """
         if self.server.config.together:
             async with self._lock:
@@ -117,7 +117,7 @@ class ServerConnection:
             note = await self._ready(sandbox)
             try:
                 return await self._called(offer, arguments, sandbox, limits, note)
-            except _Gone:  # it had ended before this request, such as with a program's timeout
+            except _Gone:  # it had ended before this request, for example at a program's timeout
                 self._open = False
                 note = await self._ready(sandbox)
                 return await self._called(offer, arguments, sandbox, limits, note)
@@ -256,7 +256,7 @@ NO_TOOLS = RunTools(servers={}, bounds={})
 
 
 def find_tool(run: ToolSource, name: str) -> tuple[Server, str]:
-    """Returns the server and the tool in a name `mcp:SERVER/TOOL`; in `mcp:SERVER` the tool is empty (all). Raises `TaskError`."""
+    """Returns the server and the tool in a name `mcp:SERVER/TOOL`. In `mcp:SERVER` the tool is empty (all tools). Raises `TaskError`."""
     server, _, tool = name.removeprefix(MCP_PREFIX).partition("/")
     if server not in run.servers:
         known = ", ".join(f"{MCP_PREFIX}{other}" for other in run.servers) or "none"
@@ -268,7 +268,7 @@ def find_tool(run: ToolSource, name: str) -> tuple[Server, str]:
 
 
 def offered(server: Server, name: str) -> Sequence[ListedTool]:
-    """Returns the tools of a server, or the tool of that name; none before the run starts. Raises `TaskError`."""
+    """Returns the tools of a server, or only the tool with this name; empty before the run starts. Raises `TaskError`."""
     if server.offers is None:
         return ()
     tools = [tool for tool in server.offers if not name or tool.name == name]

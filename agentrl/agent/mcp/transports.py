@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     import httpx
 
 MAX_BYTES = 1 << 20
-"""Bytes of one answer. All output before it may have four times as many."""
+"""Maximum bytes of one answer. All output before the answer may have four times as many."""
 SESSION = "mcp"
 """The sandbox session that holds the programs of servers."""
-_REQUEST_ERRORS = (400, 413, 414, 415, 422, 431)  # HTTP status codes that blame the request
+_REQUEST_ERRORS = (400, 413, 414, 415, 422, 431)  # HTTP status codes for a fault of the request
 _SLACK_S = 5.0  # time of a sandbox call beyond the time of the program
 _KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR")  # of this process's environment; none is a secret
 _STDERR_CHARS = 300
@@ -48,7 +48,7 @@ ENDINGS: Mapping[str, str] = {
 
 
 class Unanswered(Exception):
-    """A server gave no answer, and must be restarted before the next request. `ending` is a key of `ENDINGS`."""
+    """A server gave no answer. It must be restarted before the next request. `ending` is a key of `ENDINGS`."""
 
     def __init__(self, ending: str, text: str) -> None:
         super().__init__(text)
@@ -56,7 +56,7 @@ class Unanswered(Exception):
 
 
 class Transport(Protocol):
-    """A connection to one server, which the first request starts."""
+    """A connection to one server. The first request starts the server."""
 
     async def request(self, messages: Sequence[str], until: int | None, *, begin: bool, sandbox: Sandbox | None, timeout_s: float) -> bytes:
         """Sends messages and returns the line that answers request `until`. `begin` restarts the server.
@@ -72,7 +72,8 @@ class Transport(Protocol):
 
 @dataclass(slots=True)
 class SandboxTransport:
-    """A program in a session of the episode's sandbox. The agent can kill, read and replace it, so its output is the agent's."""
+    """A program in a session of the episode's sandbox. The agent can kill, read and replace the program, so its output counts as the
+    agent's."""
 
     name: str
     argv: tuple[str, ...]
@@ -104,7 +105,7 @@ class SandboxTransport:
 
 
 class StdioTransport:
-    """A program on this machine, one per episode. It runs as the user of the run, without the secrets in the run's environment."""
+    """A program on this machine, one per episode. The program runs as the user of the run, without the secrets in the run's environment."""
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str], cwd: Path) -> None:
         environment = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
@@ -205,9 +206,9 @@ class HTTPTransport:
         return headers
 
     async def _answer(self, client: httpx.AsyncClient, response: httpx.Response, until: int | None) -> bytes:
-        """Returns the message that answers request `until`. Answers requests of the server that arrive before it.
+        """Returns the message that answers request `until`. Answers requests of the server that arrive before that message.
 
-        Bytes and pieces are bounded, and other tasks may run between two pieces.
+        The number of bytes and pieces is bounded, and other tasks may run between two pieces.
         """
         kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in ("application/json", "text/event-stream"):
@@ -254,7 +255,8 @@ class HTTPTransport:
 
 
 def _by_status(status: int, *, in_session: bool) -> Unanswered | ServerError:
-    """Returns the error for an HTTP status of 400 or more. Most are faults of the server, or of its address or key in the recipe."""
+    """Returns the error for an HTTP status of 400 or more. Most such statuses are faults of the server, or of its address or key in the
+    recipe."""
     text = f"it answered with status {status}"
     if status == 404 and in_session:  # as the MCP specification defines
         return Unanswered("gone", "its session has ended")

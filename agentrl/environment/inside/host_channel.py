@@ -4,7 +4,7 @@
     python HOST_SCRIPT.py describe FILE  reads a configuration from standard input and writes the description of its tasks to FILE
 
 Messages are lines of JSON: `{"id", "method", "params"}` and `{"id", "result"}` or `{"id", "error": {"blame", "message"}}`, in both
-directions, and `{"cancel": id}` from agentrl. A request of the host has `"for"`, the id of the request that it belongs to.
+directions, and `{"cancel": id}` from agentrl. A request of the host also has `"for"`, the id of the request to which it belongs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Handler = Callable[[dict[str, Any], "Caller"], Awaitable[Any]]
 
 
 class Fault(Exception):
-    """A request failed, and who is to blame: `TASK`, `POLICY` or `INFRASTRUCTURE`."""
+    """Raised if a request fails, with the blame: `TASK`, `POLICY` or `INFRASTRUCTURE`."""
 
     def __init__(self, blame: str, message: str) -> None:
         super().__init__(message)
@@ -38,7 +38,7 @@ class Fault(Exception):
 
 
 class Channel:
-    """Answers requests with `handlers`, each in a task of the running event loop."""
+    """Answers requests with `handlers`. Each request runs in a task of the event loop."""
 
     def __init__(self, fd: int, handlers: dict[str, Handler]) -> None:
         self._socket = socket.socket(fileno=fd)
@@ -76,7 +76,7 @@ class Channel:
             answer = {"error": {"blame": INFRASTRUCTURE, "message": "cancelled"}}
         except Fault as fault:
             answer = {"error": {"blame": fault.blame, "message": str(fault)[:MAX_TEXT]}}
-        except BaseException as error:  # also SystemExit of foreign code
+        except BaseException as error:  # also a SystemExit of foreign code
             answer = {"error": {"blame": INFRASTRUCTURE, "message": describe_error(error)}}
         finally:
             del self._running[number]
@@ -93,28 +93,28 @@ class Channel:
             del self._waiting[number]
 
     async def send(self, message: dict[str, Any]) -> None:
-        """Sends a message. `allow_nan=False`: agentrl reads JSON, which has no NaN."""
+        """Sends a message. NaN is not allowed, because agentrl reads strict JSON."""
         self._writer.write(json.dumps(message, allow_nan=False).encode() + b"\n")
         await self._writer.drain()
 
 
 class Caller:
-    """The request that a handler answers."""
+    """Sends requests to agentrl on behalf of the request that a handler answers."""
 
     def __init__(self, channel: Channel, number: int) -> None:
         self._channel, self._number = channel, number
 
     async def request(self, method: str, **params: Any) -> Any:
-        """Sends a request that belongs to the answered one. Raises `Fault`."""
+        """Sends a request that belongs to the request being answered. Raises `Fault`."""
         return await self._channel.request(self._number, method, params)
 
 
 async def _ping(params: dict[str, Any], caller: Caller) -> None:
-    """Answers while the event loop is not blocked."""
+    """Answers a ping, unless the event loop is blocked."""
 
 
 def _die_with(fd: int) -> None:
-    """Kills this process and those that it started when agentrl is gone, even if foreign code blocks the event loop."""
+    """Waits until agentrl is gone, then kills this process and those that it started, even if foreign code blocks the event loop."""
     poll = select.poll()
     poll.register(fd, 0)
     poll.poll()
@@ -122,7 +122,7 @@ def _die_with(fd: int) -> None:
 
 
 def describe_error(error: BaseException) -> str:
-    """Returns the type and the text of an exception."""
+    """Returns the type and the message of an exception."""
     text = "its text cannot be read"
     with contextlib.suppress(Exception):
         text = str(error)
@@ -137,9 +137,9 @@ def main(
     Args:
         describe: returns the description of a configuration's tasks as JSON. Raises `Fault`.
         serve: runs until the channel ends. The second argument is the configuration.
-        handlers: answer the requests with their names.
+        handlers: each answers the requests with its name.
     """
-    sys.path.append(sys.path.pop(0))  # this folder, whose modules must not hide those of tasks
+    sys.path.append(sys.path.pop(0))  # this folder comes last, so that it hides no modules of tasks
     if sys.argv[1] == "describe":
         try:
             result = {"result": describe(json.load(sys.stdin))}
@@ -156,7 +156,7 @@ def main(
 
 
 async def _until_closed(channel: Channel, serving: Awaitable[None]) -> None:
-    """Ends as soon as one of the two ends. An exception of `serving` ends the process with its traceback."""
+    """Runs until the channel or `serving` ends. An exception of `serving` ends the process with its traceback."""
     tasks = {asyncio.ensure_future(channel.serve()), asyncio.ensure_future(serving)}
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in done:

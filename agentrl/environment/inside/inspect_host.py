@@ -1,8 +1,8 @@
 """Runs the samples of one inspect task as episodes: `host_channel.py`'s protocol on top of inspect's `SampleSource`.
 
-One `eval_async` runs for the life of the process. Each episode is a sample with a unique epoch; its model calls go to the gateway with
-the episode's key, and its tools run in the episode's sandbox. With the solver `agentrl`, agentrl's turn loop has played the episode, and
-only the scorers run here.
+One `eval_async` runs for the life of the process. Each episode is a sample with a unique epoch; its model calls go to the gateway with the
+episode's key, and its tools run in the episode's sandbox. With the solver `agentrl`, agentrl's turn loop has already played the episode,
+and only the scorers run here.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ os.environ |= {"INSPECT_DISPLAY": "none", "INSPECT_LOG_LEVEL": "warning", "INSPE
 
 LIMITS = {"turn_limit", "session_ended"}  # error codes of the gateway after which no completion is possible
 POLICY_SHARE = 0.5
-"""Share of its time that an episode must spend in completions and in its sandbox to be scored at the end of its time. Otherwise the
-task's code took the time, which is not the policy's fault."""
+"""An episode that runs out of time is scored only if at least this share was spent in completions and in its sandbox. Otherwise the task's
+code used the time, which is not the policy's fault."""
 
 
 class Episode:
@@ -46,13 +46,13 @@ class Episode:
         self.done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
     def fail(self, blame: str, message: str) -> Fault:
-        """Records the first fault that is not the task's code, and returns it."""
+        """Records a fault that does not come from the task's code, unless one is recorded already. Returns the recorded fault."""
         self.fault = self.fault or Fault(blame, message)
         return self.fault
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """Counts time that the policy, or what it does in its sandbox, takes."""
+        """Adds the duration of the block to the time that the policy or its programs use."""
         started = time.monotonic()
         try:
             yield
@@ -61,13 +61,13 @@ class Episode:
 
 
 class BusyCaller:
-    """Sends requests of an episode, whose time counts as the policy's."""
+    """Sends requests of an episode, and counts their time as the policy's."""
 
     def __init__(self, episode: Episode, caller: Caller) -> None:
         self._episode, self._caller = episode, caller
 
     async def request(self, method: str, **params: Any) -> Any:
-        """Sends a request. A fault of agentrl's sandboxes is recorded, so that no tool can hide it."""
+        """Sends a request. Records a fault of agentrl's sandboxes, so that no tool can hide it."""
         with self._episode.busy():
             try:
                 return await self._caller.request(method, **params)
@@ -82,7 +82,7 @@ class Samples:
         self.samples: dict[str, Any] = {}
         self.score = ""
         self.values: dict[str, float] = {}
-        self._episodes: dict[int, Episode] = {}  # by epoch, which is unique in this process
+        self._episodes: dict[int, Episode] = {}  # by epoch; each epoch is unique in this process
         self._epochs = count(1)
         self._ready: asyncio.Future[contextvars.Context] | None = None
         self._wanted = asyncio.Event()
@@ -137,7 +137,7 @@ class Samples:
         return self._ready
 
     async def next_samples(self) -> list[Any]:
-        """Waits until a sample was enqueued. The first call shows the context in which samples can be."""
+        """Waits until a sample is enqueued. The first call stores the context in which samples can be enqueued."""
         if not self._context().done():
             self._context().set_result(contextvars.copy_context())
         await self._wanted.wait()
@@ -238,7 +238,7 @@ def policy_model(current: Callable[[], Episode]) -> Any:
 
 
 def watch_scoring(current: Callable[[], Episode]) -> None:
-    """Marks an episode whose scorers start."""
+    """Registers a hook that marks an episode when its scorers start."""
     from inspect_ai.hooks import Hooks, SampleScoring, hooks
 
     @hooks(name="agentrl", description="Marks samples that are being scored.")
@@ -266,7 +266,7 @@ async def serve(channel: Channel, config: dict[str, Any]) -> None:
     watch_scoring(feed.current)
     solver = {"solver": ended_episode(), "setup": None} if config["solver"] == OWN_SOLVER else {}
     with tempfile.TemporaryDirectory(prefix="agentrl-inspect-") as logs:
-        os.environ["INSPECT_CACHE_DIR"] = logs  # an answer in a cache would be one that no episode sampled
+        os.environ["INSPECT_CACHE_DIR"] = logs  # no episode sampled an answer from a cache
         [log] = await eval_async(
             task_with(task, dataset=source, sandbox="agentrl" if task.sandbox is not None else None, epochs=1, **solver),
             model=policy_model(feed.current),
@@ -282,7 +282,7 @@ async def serve(channel: Channel, config: dict[str, Any]) -> None:
             score_display=False,
             max_samples=MAX_SAMPLES,
             max_subprocesses=os.cpu_count(),
-            time_limit=math.ceil(config["wall_s"]),  # half of it limits the scorers
+            time_limit=math.ceil(config["wall_s"]),  # inspect limits the scorers to half of it
             ctl_server=False,
         )
     raise RuntimeError(f"inspect ended the task: {log.error.message if log.error is not None else log.status}")

@@ -22,11 +22,11 @@ _WORDS = {"c": 1.0, "p": 0.5, "i": 0.0, "n": 0.0, "yes": 1.0, "true": 1.0, "no":
 
 
 def load_attribute(reference: str) -> Any:
-    """Returns `module@name` or `path/file.py@name`. Raises `Fault`."""
+    """Returns the object at `module@name` or `path/file.py@name`. Raises `Fault`."""
     module, sep, name = reference.rpartition("@")
     if not sep or not module or not name:
         package, slash, task = reference.partition("/")
-        example = f", for example {package}.{task}@{task}" if slash and "/" not in task else ""  # inspect writes package/task
+        example = f", for example {package}.{task}@{task}" if slash and "/" not in task else ""  # inspect's notation is package/task
         raise Fault(TASK, f"{reference!r} is not a reference to a task: write module@task or path/file.py@task{example}")
     try:
         if module.endswith(".py"):
@@ -77,7 +77,7 @@ def load_task(config: dict[str, Any]) -> Any:
 
 
 def samples_of(task: Any) -> dict[str, Any]:
-    """Returns the samples of a task by id; a sample without one gets its number, as inspect does. Raises `Fault`."""
+    """Returns the samples of a task by id. A sample without an id gets its number, as in inspect. Raises `Fault`."""
     samples = {}
     if len(task.dataset) > MAX_SAMPLES:
         raise Fault(TASK, f"the task has {len(task.dataset)} samples; the maximum is {MAX_SAMPLES}: limit it with an argument of the task")
@@ -92,14 +92,14 @@ def samples_of(task: Any) -> dict[str, Any]:
 
 
 def describe(config: dict[str, Any]) -> Any:
-    """Returns the task's samples: id, prompt, digest of the content, sandbox, and with the solver `agentrl` their files."""
+    """Returns the task's samples: id, prompt, digest of the content, sandbox, and files if the solver is `agentrl`."""
     task = load_task(config)
     described = []
     for name, sample in samples_of(task).items():
         content = sample.model_dump(mode="json", fallback=str)
         messages = [{"role": "user", "content": content["input"]}] if isinstance(content["input"], str) else content["input"]
         for entry in (content, *messages):
-            entry.pop("id", None)  # of a message: random
+            entry.pop("id", None)  # the ids of messages are random
         sandbox = sample.sandbox or task.sandbox
         described.append(
             {
@@ -118,7 +118,8 @@ def _text(content: Any) -> str:
 
 
 def _files(sample: Any, name: str) -> dict[str, str]:
-    """Returns the files of a sample's sandbox in base64. Raises `Fault` for what only inspect's solvers set up."""
+    """Returns the files of a sample's sandbox in base64. Raises `Fault` if the sandbox needs something that only inspect's solvers set
+    up."""
     from inspect_ai._util.file import file as open_file
 
     if sample.setup:
@@ -142,10 +143,10 @@ def score_result(scores: dict[str, Any], chosen: str, values: dict[str, float]) 
     """Returns the value of a sample, its parts and evidence.
 
     Each scorer is a part. Each entry of a dictionary or list is a part too, and its value is their mean. The sample's value is the mean of
-    its scorers, or the part `chosen`. A scorer that could not score leaves the sample without a value.
+    its scorers, or the part `chosen`. If a scorer that counts gives no number, the sample has no value.
 
     Args:
-        values: word -> number, in addition to inspect's C, P, I, N, yes, no, true and false.
+        values: string -> number, in addition to inspect's C, P, I, N, yes, no, true and false.
     """
     parts: dict[str, float] = {}
     missing: list[str] = []

@@ -1,6 +1,6 @@
 """`@sandboxenv("agentrl")`: inspect's tools run in the sandbox of the episode. Runs in a host (`inspect_host.py`).
 
-Files are read and written by programs in the sandbox, so the permissions of its user apply, and absolute paths work.
+Programs in the sandbox read and write the files, so the permissions of the sandbox's user apply, and absolute paths work.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from inspect_ai.util import ExecResult, OutputLimitExceededError, SandboxEnviron
 from inspect_ai.util._sandbox.environment import SandboxUserUnsupportedError
 
 TIMEOUT_S = 3600.0
-"""For a program without a timeout. The episode's time also limits it."""
+"""Timeout in seconds of a program for which none is set. The episode's time limit also applies."""
 FILE_S = 60.0
 CHUNK = 6 << 20
-"""Bytes of a file that are read at once."""
+"""Number of bytes that are read from a file at once."""
 _WRITE = 'd=$(dirname -- "$1"); [ -d "$1" ] && exit 81; mkdir -p -- "$d" || exit 83; (: >> "$1") 2>/dev/null || exit 83; cat > "$1"'
 _SIZE = '[ -d "$1" ] && exit 81; [ -e "$1" ] || exit 82; [ -r "$1" ] || exit 83; wc -c < "$1"'
 _READ = 'tail -c "+$2" -- "$1" | head -c "$3" | base64'
@@ -36,7 +36,7 @@ class EpisodeSandbox(SandboxEnvironment):
     """The sandbox of one episode."""
 
     caller_of_sample: ClassVar[Callable[[], Caller]]
-    """Returns the request of the sample that is being run."""
+    """Returns the request of the sample that is running."""
 
     def __init__(self, caller: Caller) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class EpisodeSandbox(SandboxEnvironment):
 
     @classmethod
     async def sample_init(cls, task_name: str, config: Any, metadata: dict[str, str]) -> dict[str, SandboxEnvironment]:
-        """Returns the sandbox of the sample, which is opened by its first use."""
+        """Returns the sandbox of the sample. Its first use opens it."""
         return {"default": cls(cls.caller_of_sample())}
 
     @classmethod
@@ -62,7 +62,7 @@ class EpisodeSandbox(SandboxEnvironment):
         timeout_retry: bool = True,
         concurrency: bool = True,
     ) -> ExecResult[str]:
-        """Runs a program. Raises as `SandboxEnvironment.exec`; a sandbox has one user."""
+        """Runs a program. Raises the errors of `SandboxEnvironment.exec`. A sandbox has one user."""
         if user is not None:
             raise SandboxUserUnsupportedError(f"agentrl's sandboxes have one user, so no program can run as {user!r}")
         limit = SandboxEnvironmentLimits.MAX_EXEC_OUTPUT_SIZE
@@ -75,7 +75,7 @@ class EpisodeSandbox(SandboxEnvironment):
             raise PermissionError(f"{cmd[0]}: Permission denied")
         code = result["exit_code"]
         if code is None:
-            code = _SIGNALLED + 9  # killed, such as for memory
+            code = _SIGNALLED + 9  # it was killed, for example because of its memory
         elif code < 0:
             code = _SIGNALLED - code
         return ExecResult(success=code == 0, returncode=code, stdout=result["stdout"], stderr=result["stderr"])
@@ -121,7 +121,7 @@ class EpisodeSandbox(SandboxEnvironment):
 
     @staticmethod
     def _check(result: dict[str, Any], file: str) -> str:
-        """Returns the output of a program that reads or writes a file. Raises `OSError` as Python does for the file."""
+        """Returns the output of a program that reads or writes a file. Raises the `OSError` that Python would raise for the file."""
         code = result["exit_code"]
         if code == 0:
             return str(result["stdout"])
@@ -130,5 +130,5 @@ class EpisodeSandbox(SandboxEnvironment):
 
 
 def _plain(file: str) -> str:
-    """Returns the path in a form that no program takes for an option."""
+    """Returns the path in a form that no program interprets as an option."""
     return file if posixpath.isabs(file) else f"./{file}"

@@ -1,4 +1,4 @@
-"""Why a foreign package could not be loaded, and the command that adds what is missing to its environment."""
+"""Explains why a foreign package could not be loaded, with the command that adds the missing package to its environment."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ def load_hint(error: BaseException) -> str:
 
 
 def _hint_for_module(module: str) -> str:
-    """Returns a hint with the command that adds a module's package to this environment; empty for what is no module of a package."""
+    """Returns a hint with the command that adds a module's package to this environment; empty if the name is not that of a package's
+    module."""
     package = module.partition(".")[0]
     if not package.isidentifier() or not module.replace(".", "_").isidentifier() or package in sys.stdlib_module_names:
-        return ""  # the name is the text of an exception, and becomes part of a command
+        return ""  # the name comes from an exception and becomes part of a command
     installed = package in sys.modules
-    with contextlib.suppress(Exception):  # of a finder of the package
+    with contextlib.suppress(Exception):  # the package's finder may raise anything
         installed = installed or importlib.util.find_spec(package) is not None
     if installed:
         return f"; the installed {package} has no {module}: if another version does, run {add_command(package, '==VERSION')}"
@@ -45,7 +46,8 @@ def _hint_for_module(module: str) -> str:
 
 
 def add_command(package: str, version: str = "") -> str:
-    """Returns the command that adds a package to this environment or changes its version. `agentrl.lock` lists what was requested."""
+    """Returns the command that adds a package to this environment or changes its version. It repeats the earlier requirements in
+    `agentrl.lock`."""
     requested: list[str] = []
     with contextlib.suppress(OSError), open(os.path.join(sys.prefix, "agentrl.lock"), encoding="utf-8") as lock:
         requested = [line.removeprefix("# requires: ").strip() for line in lock if line.startswith("# requires: ")]

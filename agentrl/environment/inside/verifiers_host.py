@@ -1,6 +1,6 @@
 """Runs the tasks of one package for verifiers as episodes: tasksets of 0.4, or `load_environment` of 0.3.
 
-The package's own environment plays each episode. Its model calls go to the gateway with the episode's key, and its rewards are the score.
+The package's own environment plays each episode. The model calls go to the gateway with the episode's key, and the rewards are the score.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _exports_taskset(package: Any) -> bool:
     exported = []
     names = getattr(package, "__all__", ())
     for name in names if isinstance(names, list | tuple) else ():
-        with contextlib.suppress(Exception):  # of a lazy import
+        with contextlib.suppress(Exception):  # a lazy import may raise anything
             exported.append(getattr(package, str(name)))
     return any(isinstance(each, type) and any(base.__name__ == "Taskset" for base in each.__mro__) for each in exported)
 
@@ -59,7 +59,7 @@ def _has_module(name: str) -> bool:
     except ModuleNotFoundError as error:
         if not error.name or not f"{name}.".startswith(f"{error.name}."):
             raise Fault(TASK, f"{name} cannot be imported: {describe_error(error)}{load_hint(error)}") from error
-        return False  # a parent is missing
+        return False  # a parent package is missing
 
 
 def _import(name: str) -> Any:
@@ -98,7 +98,7 @@ async def play(params: dict[str, Any], caller: Caller) -> dict[str, Any]:
 
 
 def _adapter() -> asyncio.Future[Any]:
-    """The adapter, once it serves."""
+    """Returns a future for the adapter, which has a result once the adapter serves."""
     global ADAPTER
     if ADAPTER is None:
         ADAPTER = asyncio.get_running_loop().create_future()

@@ -56,7 +56,7 @@ class Legacy:
         return [(f"{row.get('example_id', number)}", _text(row.get("prompt")), row) for number, row in enumerate(rows)]
 
     async def serve(self, ready: Callable[[], None]) -> None:
-        """Waits until it is cancelled."""
+        """Waits until it is cancelled, then frees the environment."""
         ready()
         try:
             await asyncio.Event().wait()
@@ -77,7 +77,7 @@ class Legacy:
 
 
 async def _strict_reward(self: Any, func: Any, state: Any) -> float:
-    """Computes a reward. In place of a method of verifiers 0.3 that logs an exception of a reward function and counts 0."""
+    """Computes a reward. Replaces a method of verifiers 0.3 that logs an exception of a reward function and counts 0."""
     signature, merged = inspect.signature(func), self.score_objects(state)
     if not any(each.kind == each.VAR_KEYWORD for each in signature.parameters.values()):
         merged = {name: value for name, value in merged.items() if name in signature.parameters}
@@ -110,7 +110,7 @@ def result_of(output: Any, *, turns: int) -> dict[str, Any]:
 
 
 def _text(messages: Any, *, last: bool = False) -> str:
-    """Returns the text of messages, or of the last one."""
+    """Returns the text of all messages, or of the last message."""
     if isinstance(messages, str):
         return messages[:MAX_TEXT]
     texts = []

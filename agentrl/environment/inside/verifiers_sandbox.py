@@ -1,6 +1,6 @@
-"""Runs the programs of verifiers in agentrl's sandbox of the episode. Part of `verifiers_tasksets.py`.
+"""Runs the programs of verifiers in the episode's sandbox of agentrl. Part of `verifiers_tasksets.py`.
 
-verifiers would run them on this machine. Tool servers, which are code of the package, still run there.
+Otherwise verifiers would run them on this machine. Tool servers, which are code of the package, still run there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from verifiers.v1.errors import SandboxError, TaskError
 from verifiers.v1.runtimes.base import ProgramResult
 from verifiers.v1.runtimes.subprocess import SubprocessRuntime
 
-PROGRAM_S = 3600.0  # the episode's limit on time is shorter
+PROGRAM_S = 3600.0  # the episode's time limit is shorter
 OUTPUT_BYTES, FILE_BYTES = 1 << 20, 8 << 20
 _WRITE = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1"'
 _READ = 'head -c "$2" -- "$1" | base64 -w 0; test -r "$1"'
@@ -25,7 +25,7 @@ CALLERS: dict[str, Caller] = {}
 
 
 class EpisodeRuntime(SubprocessRuntime):
-    """A runtime of verifiers: the sandbox of an episode, or this machine for what has no episode."""
+    """A runtime of verifiers: the sandbox of an episode, or this machine for programs that do not belong to an episode."""
 
     def __init__(self, config: Any, name: str | None = None) -> None:
         super().__init__(config, name)
@@ -56,13 +56,13 @@ class EpisodeRuntime(SubprocessRuntime):
         return base64.b64decode(done["stdout"])
 
     async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
-        """Starts a program that runs on, which only tool servers do."""
+        """Starts a program that keeps running, such as a tool server. Raises `TaskError` in a sandbox."""
         if self._caller is not None:
             raise TaskError("a sandbox of agentrl runs no programs in the background")
         await super().run_background(argv, env, log)
 
     async def open_process(self, argv: list[str], env: dict[str, str]) -> Any:
-        """Starts a program with pipes."""
+        """Starts a program with pipes. Raises `TaskError` in a sandbox."""
         if self._caller is not None:
             raise TaskError("a sandbox of agentrl runs no programs with pipes")
         return await super().open_process(argv, env)
@@ -83,10 +83,10 @@ class EpisodeRuntime(SubprocessRuntime):
 
 
 def serve_programs() -> None:
-    """Replaces the runtime of verifiers for this machine by `EpisodeRuntime`."""
+    """Replaces verifiers' runtime for this machine with `EpisodeRuntime`."""
     runtimes.SubprocessRuntime = EpisodeRuntime
 
 
 def _plain(path: str) -> str:
-    """Returns a path in a form that no program takes for an option."""
+    """Returns a path in a form that no program interprets as an option."""
     return path if posixpath.isabs(path) else f"./{path}"

@@ -1,7 +1,7 @@
-"""Tasksets of verifiers 0.4: their `Env` plays an episode in `verifiers_host.py`, with the gateway as its model.
+"""Adapter for tasksets of verifiers 0.4. Their `Env` plays an episode in `verifiers_host.py`, with the gateway as its model.
 
-A taskset without a harness gets `ChatHarness`, which runs in this process. The default harness of verifiers would run the policy's commands
-on this machine.
+A taskset without a harness gets `ChatHarness`, which runs in this process, because verifiers' default harness would run the policy's
+commands on this machine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from verifiers.v1.utils.compile import validate_pairing
 from verifiers_data import MAX_TEXT, described, finite
 from verifiers_sandbox import CALLERS, serve_programs
 
-__all__ = ["ChatHarness"]  # verifiers loads a harness from such a module
+__all__ = ["ChatHarness"]  # verifiers loads the harness from this module
 
 LOCAL = "subprocess"
 RUNTIMES = (LOCAL, "docker", "podman", "apptainer")
@@ -69,7 +69,7 @@ class Taskset:
             raise Fault(TASK, f"{self._name}: {describe_error(error)}{load_hint(error)}") from error
 
     def _check(self) -> None:
-        """Raises `Fault` for a package that needs what is not here, or that would run the policy's programs on this machine."""
+        """Raises `Fault` if the package needs something that is not available, or would run the policy's programs on this machine."""
         taskset = self._env.taskset
         tools = [*self._task_class.toolsets(taskset.config.task), *taskset.toolsets(taskset.config)]
         types = [getattr(getattr(tool.config, "runtime", None), "type", LOCAL) for tool in tools]
@@ -83,7 +83,7 @@ class Taskset:
                     f"{self._name} has no key for {model} at {client.base_url}: set {key} with variables, or another model in args or env",
                 )
         if self._sandboxed:
-            self._task_class.NEEDS_CONTAINER = False  # the sandbox is one
+            self._task_class.NEEDS_CONTAINER = False  # the sandbox is the container
         for role in self._roles:
             harness, runtime = self._env._harnesses[role], getattr(self._env.config, role).runtime
             if (harness.EXECUTES_CODE or harness.NEEDS_CONTAINER) and runtime.type == LOCAL:
@@ -108,11 +108,11 @@ class Taskset:
             raise Fault(TASK, f"loading its tasks failed: {describe_error(error)}{load_hint(error)}") from error
 
     async def serve(self, ready: Callable[[], None]) -> None:
-        """Holds what episodes share until it is cancelled."""
+        """Serves the resources that episodes share, until it is cancelled."""
         serve_policy()
         serve_programs()
         with tempfile.TemporaryDirectory(prefix="agentrl-verifiers-") as folder:
-            local_runtime.CACHE_DIR = Path(folder)  # working directories, in place of the user's home
+            local_runtime.CACHE_DIR = Path(folder)  # working directories, instead of the user's home
             async with self._env.serving():
                 ready()
                 await asyncio.Event().wait()
@@ -150,9 +150,9 @@ class Taskset:
 
 
 def _role(default: Any, wanted: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the configuration of a role: in a local runtime, with `ChatHarness` unless there is another. Raises `Fault`."""
+    """Returns the configuration of a role, with a local runtime, and with `ChatHarness` if no harness is set. Raises `Fault`."""
     runtime = dict(wanted.get("runtime") or {})
-    runtime.setdefault("type", config["runtime"] if default.runtime.type == "prime" else default.runtime.type)  # prime is their default
+    runtime.setdefault("type", config["runtime"] if default.runtime.type == "prime" else default.runtime.type)  # prime: verifiers' default
     if runtime["type"] not in RUNTIMES:
         message = f"{config['package']} wants the hosted runtime {runtime['type']!r}, but agentrl runs only {', '.join(RUNTIMES)}"
         raise Fault(TASK, message)
@@ -179,7 +179,8 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
     async def launch(
         self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str], data: Any, **_: Any
     ) -> Any:
-        """Samples until an answer has no calls. A limit of the episode ends it with an error, after which verifiers scores it."""
+        """Samples until an answer has no calls. If the episode reaches a limit, sampling ends with an error, and verifiers scores the
+        episode."""
         system, prompt = self.resolve_prompt(data)
         messages: list[Any] = [{"role": "system", "content": system}] if system else []
         messages += [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(message_to_wire, prompt or ())
@@ -201,7 +202,7 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
 
 
 async def _result(function: Any, dispatch: Any, connected: Any) -> Any:
-    """Calls a tool of the task. An invalid call is the policy's mistake, and gets a message."""
+    """Calls a tool of the task. Returns an error message for an invalid call, because that is the policy's mistake."""
     if function.name not in dispatch:
         return f"error: no tool {function.name!r}"
     try:
@@ -214,7 +215,7 @@ async def _result(function: Any, dispatch: Any, connected: Any) -> Any:
 
 
 class PolicyClient(EvalClient):
-    """Sends each request with the key of its episode. An episode that has reached a limit is stopped: it did not fail."""
+    """Sends each request with the key of its episode. Stops an episode that reached a limit, so that it does not count as failed."""
 
     def _headers(self, dialect: Any, incoming: Any, session_id: str | None) -> Any:
         headers = super()._headers(dialect, incoming, session_id)
@@ -239,7 +240,7 @@ def serve_policy() -> None:
 
 
 def result_of(episode: Any, *, turns: int) -> dict[str, Any]:
-    """Returns the score of an episode: the mean reward of its trainable traces, with all rewards and metrics as parts."""
+    """Returns the score of an episode: the mean reward of its trainable traces. All rewards and metrics are parts."""
     trained = [trace for trace in episode.traces if trace.agent.trainable]
     parts: dict[str, float] = {}
     for trace in episode.traces:
@@ -262,7 +263,7 @@ def result_of(episode: Any, *, turns: int) -> dict[str, Any]:
 
 
 def _fault(episode: Any, trained: list[Any]) -> dict[str, str] | None:
-    """Returns why an episode has no score, and who is to blame; None if it has one."""
+    """Returns why an episode has no score, and the blame; None if it has a score."""
     errors = [*episode.errors, *(trace.errors[-1] for trace in episode.traces if not trace.ok and trace.errors)]
     if errors:
         error = errors[-1]
@@ -277,7 +278,7 @@ def _fault(episode: Any, trained: list[Any]) -> dict[str, str] | None:
 
 
 def _stop(episode: Any, turns: int) -> str:
-    """Returns the limit of the episode that ended it, if one did. A package's own limit on turns is a normal end."""
+    """Returns the limit that ended the episode; empty if none did. A package's own limit on turns is a normal end."""
     for trace in episode.traces:
         stop = trace.stop_condition
         if stop in STOPS and (stop != "max_turns" or trace.num_turns >= turns):

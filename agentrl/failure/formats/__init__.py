@@ -1,6 +1,6 @@
 """Third-party trace formats: OpenAI chat messages, OpenTelemetry spans, ATIF trajectories.
 
-All input is hostile: it is bounded, never executed, and no path or address in it is followed.
+All input is untrusted: its size is bounded, it is never executed, and no path or address in it is opened.
 """
 
 from agentrl.failure.formats.files import UnreadableDocument

@@ -1,8 +1,8 @@
-"""Reads and writes ATIF, the Agent Trajectory Interchange Format (v1.0 to v1.8), which Harbor reads and writes too.
+"""Reads and writes ATIF, the Agent Trajectory Interchange Format (v1.0 to v1.8), which Harbor also reads and writes.
 
-Specified in rfcs/0001-trajectory-format.md of the Harbor repository; the package `atif` has models of it. A document contains the steps of
-one agent and the documents of its sub-agents. Paths in a document are never opened. Written documents have version 1.8, exact token ids and
-logprobs for traces of agentrl's runs, and in `extra.agentrl` what ATIF has no field for.
+rfcs/0001-trajectory-format.md of the Harbor repository specifies the format, and the package `atif` contains models of it. A document
+contains the steps of one agent and the documents of its sub-agents. Paths in a document are never opened. Written documents have version
+1.8. For traces of agentrl's runs they contain the exact token ids and logprobs. Values for which ATIF has no field are in `extra.agentrl`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from agentrl.records import ToolCall, Turn
 
 NAME = "atif"
 EXTRA = "agentrl"
-"""Key in `extra` for what ATIF has no field for."""
+"""Key in `extra` for values for which ATIF has no field."""
 NEWEST = 8
 SCHEMA = f"ATIF-v1.{NEWEST}"
 """Version of the documents that are written."""
@@ -40,7 +40,7 @@ MAX_DEPTH = 16
 """Levels of sub-agents in one document."""
 MAX_AGENTS = 10_000
 UNKNOWN = "unknown"
-"""Name and version of an agent without one; ATIF requires both."""
+"""Name or version of an agent if it is unknown; ATIF requires both."""
 
 _VERSION = re.compile(r"ATIF-v1\.(\d{1,3})")
 _ROLES = {"system": "system", "user": "user", "agent": "assistant"}
@@ -57,7 +57,7 @@ def recognizes(document: Any) -> bool:
 
 
 def parse(document: Any, location: Mapping[str, str]) -> Trace:
-    """Returns the trace of one document. Raises `ValueError` that names the problem."""
+    """Returns the trace of one document. Raises a `ValueError` that describes the problem."""
     data = as_object(document, "the document")
     version = data.get("schema_version")
     match = _VERSION.fullmatch(version) if isinstance(version, str) else None
@@ -93,7 +93,7 @@ def parse(document: Any, location: Mapping[str, str]) -> Trace:
 
 @dataclass(slots=True)
 class _Reader:
-    """Reads one document and its sub-agents. `at` arguments name positions, for errors."""
+    """Reads one document and its sub-agents. The arguments `at` are positions, for error messages."""
 
     gaps: Gaps = field(default_factory=Gaps)
     taken: dict[str, int] = field(default_factory=dict)  # labels of agents
@@ -220,18 +220,18 @@ class _Reader:
 
 
 def _extra(item: Mapping[str, Any]) -> dict[str, Any]:
-    """What `atif_export` wrote into the extra of an object."""
+    """Returns the values that the writer put into the `extra` of an object."""
     return object_or_empty(object_or_empty(item.get("extra")).get(EXTRA))
 
 
 def document(trace: Trace) -> dict[str, Any]:
-    """Returns the ATIF document of a trace. A sub-agent's document is inside its caller's and has a unique id."""
+    """Returns the ATIF document of a trace. A sub-agent's document is inside the caller's document and has a unique id."""
     conversations = conversations_of(trace)
     if not conversations:
         return {"schema_version": SCHEMA, "agent": {"name": UNKNOWN, "version": UNKNOWN}, "steps": []}
     taken: dict[str, int] = {}
     ids = [_id(trace, conversation, first=number == 0, taken=taken) for number, conversation in enumerate(conversations)]
-    refs: dict[int, dict[int, list[dict[str, Any]]]] = {}  # conversation -> index of a result -> the sub-agents behind it
+    refs: dict[int, dict[int, list[dict[str, Any]]]] = {}  # conversation -> index of a result -> the sub-agents that produced it
     for conversation, id in zip(conversations, ids, strict=True):
         if conversation.parent is not None and conversation.answer is not None and id is not None:
             refs.setdefault(conversation.parent, {}).setdefault(conversation.answer, []).append({"trajectory_id": id})
@@ -248,8 +248,11 @@ def document(trace: Trace) -> dict[str, Any]:
 
 
 def _containers(conversations: Sequence[Conversation]) -> list[int]:
-    """For each conversation, the one whose document contains it: its caller, or the container of the one that it continues. The first one
-    contains those that are too deep or have no caller."""
+    """Returns for each conversation the index of the conversation whose document contains it.
+
+    This is its caller or, if it continues a conversation, the container of that conversation. The first conversation contains all others
+    that have no caller or are nested too deeply.
+    """
     containers, levels = [0], [0]
     for conversation in conversations[1:]:
         container = conversation.parent or 0
@@ -270,7 +273,7 @@ def _id(trace: Trace, conversation: Conversation, *, first: bool, taken: dict[st
 
 
 def _known(**fields: Any) -> dict[str, Any]:
-    """Returns the fields that have a value: neither None, nor False, nor empty. Zeros are values."""
+    """Returns the fields whose value is not None, False or empty. Fields that are 0 are included."""
     return {name: value for name, value in fields.items() if value or (value == 0 and value is not False)}
 
 
@@ -319,7 +322,7 @@ def _trace_fields(trace: Trace) -> dict[str, Any]:
 
 def _steps(conversation: Conversation, refs: Mapping[int, list[dict[str, Any]]], started: datetime | None) -> list[dict[str, Any]]:
     steps: list[dict[str, Any]] = []
-    call_ids: set[str] | None = None  # ids that a result of the newest step may name; None means any
+    call_ids: set[str] | None = None  # call ids that are valid in results of the newest step; None means any
     for index, one in enumerate(conversation.messages):
         if one.imported.message.role != "tool":
             steps.append(_step(one, len(steps) + 1, conversation.label, started))

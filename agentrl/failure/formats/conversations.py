@@ -1,7 +1,7 @@
-"""Splits a trace into conversations, one per agent, with the links between an agent and its sub-agents. The writers use these.
+"""Splits a trace into conversations, one per agent, with links from agents to their sub-agents. The writers of formats use them.
 
-An imported trace is one list of messages with the names of their agents, in which a sub-agent's messages precede the tool result that they
-led to. If only assistant messages have names, all of them are one conversation.
+An imported trace is one list of messages with the names of their agents. A sub-agent's messages come before the tool result that they
+produced. If only assistant messages have names, all messages are one conversation.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from agentrl.records.fields import JsonObject
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationMessage:
-    """One message. `turn` is set if agentrl's policy sampled it, `result` if it is the result of a tool in an agentrl run."""
+    """One message. `turn` is set if agentrl's policy sampled it. `result` is set if it is the result of a tool in an agentrl run."""
 
     imported: ImportedMessage
     turn: Turn | None = None
     context: tuple[int, ...] = ()  # ids of all tokens before the completion of `turn`
-    inherited: bool = False  # sampled in another episode
-    number: int = 0  # of the turn in its trajectory
+    inherited: bool = False  # sampled in a different episode
+    number: int = 0  # number of the turn in its trajectory
     result: ToolResult | None = None
 
 
@@ -33,9 +33,9 @@ class Conversation:
     """The messages of one agent, in order."""
 
     label: str  # unique in the trace
-    name: str = ""  # of the agent, if it differs from the label
+    name: str = ""  # name of the agent, if it differs from the label
     messages: list[ConversationMessage] = field(default_factory=list)
-    parent: int | None = None  # conversation that called it or that it continues; None means it started with the trace
+    parent: int | None = None  # index of the conversation that called it or that it continues; None means it started with the trace
     answer: int | None = None  # index of the parent's message that holds its result; None means there is none
     continues: Parent | None = None  # the turn that it continues in a new context
     stop_reason: str = ""
@@ -51,14 +51,14 @@ def conversations_of(trace: Trace) -> tuple[Conversation, ...]:
 
 
 def is_single_conversation(spoken: Sequence[ImportedMessage]) -> bool:
-    """Whether messages are one conversation, whatever agents take part in it."""
+    """Whether messages are one conversation, even if several agents wrote them."""
     return all(one.agent == "" for one in spoken if one.message.role != "assistant")
 
 
 def build_trace(
     source: str, messages: Sequence[ImportedMessage], origin: Mapping[str, str], gaps: Gaps, *, tools: Sequence[JsonObject] = ()
 ) -> Trace:
-    """Builds the trace of imported messages. Its id is a hash of the content and of the source's own id."""
+    """Builds the trace of imported messages. Its id is a hash of the content and of the id in the source."""
     if not tools and any(one.message.tool_calls for one in messages):
         gaps.add("schemas of the tools")
     if broken := sum(UNPARSED in call.arguments for one in messages for call in one.message.tool_calls):
@@ -76,7 +76,7 @@ def build_trace(
 
 
 def unique_label(wanted: str, taken: dict[str, int]) -> str:
-    """Returns `wanted`, with a number if it is taken, and adds it to `taken` (label -> the next number)."""
+    """Returns `wanted`, with a number if it is taken. Adds the result to `taken` (label -> the next number)."""
     label = wanted
     while label in taken:
         taken[wanted] += 1
@@ -88,7 +88,7 @@ def unique_label(wanted: str, taken: dict[str, int]) -> str:
 def _from_messages(spoken: Sequence[ImportedMessage]) -> tuple[Conversation, ...]:
     conversations: dict[str, Conversation] = {}
     numbers: dict[str, int] = {}
-    uncalled: list[Conversation] = []  # without a known parent, the oldest first
+    uncalled: list[Conversation] = []  # conversations without a known parent, the oldest first
     started: dict[str, int] = {}  # label -> index in `spoken` of its first message
     newest: dict[str, int] = {}  # label -> index in `spoken` of its newest message
     for index, one in enumerate(spoken):

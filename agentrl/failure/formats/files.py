@@ -1,4 +1,4 @@
-"""Reads the JSON documents of a file or folder, bounded. A file is one document, or has one on each line."""
+"""Reads the JSON documents of a file or folder, with size limits. A file is one document, or has one document on each line."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ MOST_FILES = 20_000
 SUFFIXES = (".json", ".jsonl", ".ndjson")
 
 _LINE_SUFFIXES = (".jsonl", ".ndjson")
-_LIST_BYTES, _OBJECT_BYTES, _VALUE_BYTES = 72, 240, 40  # of an empty list, an object with one entry, any other value
+_LIST_BYTES, _OBJECT_BYTES, _VALUE_BYTES = 72, 240, 40  # bytes of an empty list, an object with one entry, and any other value
 
 
 class UnreadableDocument(UserError):
-    """A file, or a part of one, without a trace. `read` yields these among the traces, to raise or count.
+    """An error for a file, or a part of a file, that contains no trace. `read` yields these errors among the traces.
 
-    `path` is the file, `position` the place in it ("line 3", "span 1f..."; empty means the whole file).
+    `path` is the file. `position` is the position in it, such as "line 3" or "span 1f..."; empty means the whole file.
     """
 
     def __init__(self, path: Path, position: str, message: str, *, fix: str = "") -> None:
@@ -49,7 +49,7 @@ class SourceLocation:
         return {"file": self.name} | ({"place": self.position} if self.position else {})
 
     def unreadable(self, error: Exception, *, position: str = "", fix: str) -> UnreadableDocument:
-        """Returns the error about this location. The error's own fix is preferred to `fix`."""
+        """Returns the error about this location. If `error` has a fix, it is used instead of `fix`."""
         message = "is nested too deep" if isinstance(error, RecursionError) else getattr(error, "message", "") or str(error)
         where = ", ".join(part for part in (self.position, position) if part)
         return UnreadableDocument(self.path, where, message, fix=getattr(error, "fix", "") or fix)
@@ -66,7 +66,7 @@ class Document:
 def documents(path: Path) -> Iterator[Document | UnreadableDocument]:
     """Yields the documents of a file, or of all files below a folder ordered by name.
 
-    Raises `UserError` if the file does not exist, or the folder has no JSON files.
+    Raises `UserError` if the file does not exist or the folder contains no JSON files.
     """
     if path.is_dir():
         files = _files_below(path)
@@ -129,7 +129,10 @@ def _documents_of(location: SourceLocation) -> Iterator[Document | UnreadableDoc
 
 
 def _has_lines(location: SourceLocation, file: IO[bytes]) -> bool:
-    """Whether a file has a document on each line: the first line is one and others follow. If it is damaged, its name or braces decide."""
+    """Whether a file has a document on each line: the first line is a document, and more lines follow.
+
+    If the first line is damaged, the file's name or its braces decide.
+    """
     first = b""
     while not first.strip():
         first = file.readline(LARGEST + 1)

@@ -1,7 +1,7 @@
-"""OpenAI chat messages: requests, fine-tuning lines, logs of request and response, files of the batch API.
+"""Reads and writes OpenAI chat messages: requests, fine-tuning lines, logs of request and response, files of the batch API.
 
-Described at https://platform.openai.com/docs/api-reference/chat. Accepts an object with `messages`, a list of messages, and an object whose
-`request` or `body` holds the former and whose `response` holds a chat completion.
+https://platform.openai.com/docs/api-reference/chat describes them. An input is an object with `messages`, a list of messages, or an object
+whose `request` or `body` contains `messages` and whose `response` is a chat completion.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def recognizes(document: Any) -> bool:
 
 
 def parse(document: Any, location: Mapping[str, str]) -> Trace:
-    """Returns the trace of one document. Raises `ValueError` that names the problem."""
+    """Returns the trace of one document. Raises a `ValueError` that describes the problem."""
     gaps = Gaps()
     data: dict[str, Any] = {"messages": document} if isinstance(document, list) else as_object(document, "the document")
     request = next((value for key in ("request", "body") if isinstance(value := data.get(key), dict)), data)
@@ -64,7 +64,7 @@ def parse(document: Any, location: Mapping[str, str]) -> Trace:
 
 
 def parse_message(item: Mapping[str, Any], what: str, gaps: Gaps) -> ImportedMessage:
-    """Parses one message of the chat completions API. Raises `ValueError`."""
+    """Parses one message of the chat completions API. Raises `ValueError` if it is invalid."""
     role = values.parse_role(item.get("role"), f"{what}.role")
     calls = as_objects(item.get("tool_calls"), f"{what}.tool_calls")
     functions = [(call.get("id"), as_object(call.get("function") or call.get("custom"), f"{what}.tool_calls")) for call in calls]

@@ -1,13 +1,13 @@
-"""OpenTelemetry's conventions for generative AI (in development): model calls as spans, with agents and tools around them.
+"""Reads OpenTelemetry spans of generative AI (conventions in development): model calls, and the agents and tools around them.
 
 Reads three forms of https://github.com/open-telemetry/semantic-conventions, docs/gen-ai: the form up to v1.27 (all messages in one
 attribute), the form up to v1.36 (an event for each message, on the span or as a log record), and the newer one (`gen_ai.input.messages` and
 `gen_ai.output.messages` with their parts, on spans, events or the one log record of a call).
 
-Exporters without structured values write indexed attributes: `gen_ai.prompt.0.role` of OpenLLMetry (formerly `llm.prompts.0.content`;
+Exporters that lack structured values write indexed attributes: `gen_ai.prompt.0.role` of OpenLLMetry (formerly `llm.prompts.0.content`;
 https://github.com/traceloop/openllmetry, packages/opentelemetry-semantic-conventions-ai), `llm.input_messages.0.message.role` of
 OpenInference (https://github.com/Arize-ai/openinference, spec/semantic_conventions.md). Indices become dictionary keys, so a huge index
-costs nothing.
+takes no memory.
 
 Each call repeats the conversation before it; `otel_conversations` joins the calls.
 """
@@ -41,7 +41,7 @@ from agentrl.failure.trace import ImportedMessage, Trace
 MOST_SPANS = 250_000
 """Spans and log records in one reading."""
 MOST_MESSAGES = 5_000_000
-"""Messages of all calls together, counted in each call that repeats them."""
+"""Messages of all calls in total. A message that several calls repeat counts once for each call."""
 MOST_CHARS = 512 << 20
 """Characters of all distinct messages."""
 
@@ -56,7 +56,7 @@ _MODEL = ("gen_ai.response.model", "gen_ai.request.model", "llm.response.model",
 _CONVERSATION = ("gen_ai.conversation.id", "session.id")
 _AGENT_NAME = ("gen_ai.agent.name", "agent.name")
 _WHOLE_EVENTS = ("gen_ai.content.prompt", "gen_ai.content.completion")  # events with all messages, up to v1.27
-# Of a tool's span: its name, id, arguments and result.
+# Attributes of a tool's span: its name, id, arguments and result.
 _TOOL_ATTRIBUTES = ("gen_ai.tool.name", "gen_ai.tool.call.id", ("gen_ai.tool.call.arguments",), "gen_ai.tool.call.result")
 _OPENINFERENCE_TOOL_ATTRIBUTES = ("tool.name", "tool_call.id", ("tool.parameters", "input.value"), "output.value")
 _DEFINITIONS = "gen_ai.tool.definitions"
@@ -88,7 +88,7 @@ class SpanCollector:
     chars: int = 0
 
     def add(self, document: Document) -> Iterator[UnreadableDocument]:
-        """Adds an export, and yields its unreadable parts. Raises `UserError` beyond the limits."""
+        """Adds an export, and yields its unreadable parts. Raises `UserError` if a limit is exceeded."""
         for one in entries(document):
             if isinstance(one, UnreadableDocument):
                 yield one
@@ -119,7 +119,7 @@ class SpanCollector:
                 yield location.unreadable(error, position=f"trace {printable_label(group.id)}", fix=fix)
 
     def _groups(self) -> list[CallGroup]:
-        """Groups calls by conversation id, else by trace id. Lone calls of one service are split by conversation."""
+        """Groups calls by conversation id or, if there is none, by trace id. Lone calls of one service are split by conversation."""
         spans = Counter(key[0] for key in (*self.calls, *self.agents, *self.tools))
         conversations = {key[0]: call.conversation for key, call in self.calls.items() if call.conversation}
         groups: dict[tuple[str, str], CallGroup] = {}
@@ -179,7 +179,7 @@ class SpanCollector:
             call.end = max(call.end, event.at)
 
     def _add_message_event(self, call: ModelCall, event: Event) -> None:
-        """Adds a message in the form up to v1.36: that of a chat completion, with the role in the event's name."""
+        """Adds a message in the form up to v1.36, which is that of a chat completion with the role in the event's name."""
         fields = ((key, value) for key, value in _fields(event).items() if not key.startswith("gen_ai."))
         body = {key: decode_json(value) if key in _STRUCTURED else value for key, value in fields}
         if event.name == _CHOICE:
@@ -205,7 +205,7 @@ class SpanCollector:
             into.append(entry)
 
     def _add_attributes(self, call: ModelCall, attributes: Mapping[str, Any]) -> None:
-        """Adds what the attributes of a call's span or log record hold."""
+        """Adds the contents of the attributes of a call's span or log record."""
         call.model = call.model or _first_label(attributes, _MODEL)
         call.conversation = call.conversation or _first_label(attributes, _CONVERSATION)
         call.agent_name = call.agent_name or _first_label(attributes, _AGENT_NAME)
@@ -240,7 +240,7 @@ class SpanCollector:
 
 
 def _tool_span(span: Span, name: str, id: str, arguments: Sequence[str], result: str) -> ToolSpan:
-    """Returns the tool call of a span; the arguments are the names of its attributes."""
+    """Returns the tool call of a span. The arguments of this function are the names of the span's attributes."""
     attributes = span.attributes
     arguments_json = decode_json(next((attributes[key] for key in arguments if key in attributes), None))
     return ToolSpan(
@@ -280,7 +280,7 @@ def _plain_messages(attributes: Mapping[str, Any], name: str, role: str, gaps: G
 
 
 def _messages(attributes: Mapping[str, Any], name: str, gaps: Gaps) -> Iterator[ImportedMessage]:
-    """Yields the messages of an attribute, JSON text or structured. Text that the emitter has cut off is a gap, not an error."""
+    """Yields the messages of an attribute, JSON text or structured. Text that the emitter truncated is a gap, not an error."""
     value = decode_json(attributes.get(name))
     if isinstance(value, str):
         gaps.add(f"{name} of a call: it is not JSON, perhaps cut by the emitter's limit")
@@ -290,7 +290,7 @@ def _messages(attributes: Mapping[str, Any], name: str, gaps: Gaps) -> Iterator[
 
 
 def _message(item: Mapping[str, Any], what: str, gaps: Gaps) -> Iterator[ImportedMessage]:
-    """Yields the messages of one message in parts: each tool result in it is a separate message."""
+    """Yields the messages that one message in parts contains. Each tool result in it is a separate message."""
     if "parts" not in item:
         yield openai.parse_message(item, what, gaps)
         return
@@ -337,7 +337,7 @@ def _has_indexed_messages(attributes: Mapping[str, Any]) -> bool:
 
 
 def _indexed_messages(attributes: Mapping[str, Any], lists: tuple[str, ...], role: str, gaps: Gaps) -> Iterator[ImportedMessage]:
-    """Yields the messages of the first of these lists that has any, ordered by index; `role` is that of messages without one."""
+    """Yields the messages of the first list that has any, ordered by index. `role` is the role of messages that have none."""
     for name in lists:
         items = _indexed_items(attributes, name, gaps)
         for number, item in enumerate(items):
@@ -358,7 +358,7 @@ def _indexed_definitions(attributes: Mapping[str, Any], gaps: Gaps) -> list[dict
 
 
 def _indexed_items(attributes: Mapping[str, Any], name: str, gaps: Gaps) -> list[dict[str, Any]]:
-    """Returns the items of a list whose attributes are called NAME.INDEX.KEY, ordered by index. Unreadable ones are gaps."""
+    """Returns the items of a list whose attributes are called NAME.INDEX.KEY, ordered by index. Unreadable items are gaps."""
     items: dict[int, dict[str, Any]] = {}
     prefix = f"{name}."
     for key, value in attributes.items():
@@ -375,7 +375,7 @@ def _indexed_items(attributes: Mapping[str, Any], name: str, gaps: Gaps) -> list
 
 
 def _put(item: dict[str, Any], path: list[str], value: Any, name: str, gaps: Gaps) -> None:
-    """Sets a value at a path of keys. A path that is too long, or leads through a value, is a gap."""
+    """Sets a value at a path of keys. A path that is too long, or that leads through a value, is a gap."""
     node = item
     if len(path) <= _MAX_DEPTH:
         for step in path[:-1]:

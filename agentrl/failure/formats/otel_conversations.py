@@ -1,7 +1,7 @@
 """Builds one conversation per agent from model calls, each of which repeats the conversation before it.
 
-A call whose input starts with a known conversation continues it; any other call starts a new one. Messages are compared by the parts that
-emitters repeat faithfully: some omit the text of an answer with tool calls when they repeat it.
+A call whose input starts with a known conversation continues it. Any other call starts a new one. Messages are compared only by the parts
+that all emitters repeat, because some omit the text of an answer with tool calls when they repeat it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agentrl.failure.formats.values import Gaps, build_message, build_origin
 from agentrl.failure.trace import ImportedMessage, Trace
 
 DEEPEST = 14
-"""Levels of nested agents. The messages of deeper ones come after all others."""
+"""Levels of nested agents. The messages of agents at deeper levels come after all other messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class MessageEntry:
     """A message with its hashes."""
 
     message: ImportedMessage
-    repeat_hash: bytes  # of the parts that stay the same when a later call repeats it
+    repeat_hash: bytes  # hash of the parts that stay the same when a later call repeats the message
     full_hash: bytes
 
     @classmethod
@@ -54,14 +54,14 @@ class ModelCall:
     end: int = 0
     error: str = ""
     has_span: bool = False
-    of_agent: bool = False  # taken from the span of a whole agent
+    of_agent: bool = False  # comes from the span of an agent, not of a single call
     model: str = ""
     conversation: str = ""
     agent_name: str = ""
     tools: Sequence[Mapping[str, Any]] = ()
     inputs: list[MessageEntry] = field(default_factory=list)
     outputs: list[MessageEntry] = field(default_factory=list)
-    inputs_complete: bool = False  # attributes hold all of them, so events repeat them
+    inputs_complete: bool = False  # attributes hold all inputs, so events only repeat them
     outputs_complete: bool = False
     gaps: Gaps = field(default_factory=Gaps)
 
@@ -84,7 +84,7 @@ class ToolSpan:
     id: str
     arguments: Any
     result: str | None
-    error: str  # its type; empty if the call did not fail
+    error: str  # error type; empty if the call did not fail
     start: int
     end: int
 
@@ -112,7 +112,7 @@ class CallGroup:
     trace_ids: set[str] = field(default_factory=set)
 
     def split(self) -> list[CallGroup]:
-        """Lone calls as one group per conversation; any other group unchanged."""
+        """Returns one group per conversation if the calls are lone, otherwise the group unchanged."""
         if not self.lone:
             return [self]
         return [CallGroup(id=draft.calls[0].key[0], calls=draft.calls) for draft in join_calls(self.calls)]
@@ -121,7 +121,7 @@ class CallGroup:
 def join_calls(calls: Iterable[ModelCall]) -> list[DraftConversation]:
     """Joins calls, ordered by time, into conversations."""
     drafts: list[DraftConversation] = []
-    ends: dict[bytes, DraftConversation] = {}  # hash of a whole conversation -> it
+    ends: dict[bytes, DraftConversation] = {}  # hash of all messages of a conversation -> the conversation
     for call in calls:
         prefixes = [b""]
         for entry in call.inputs:
@@ -185,7 +185,7 @@ def _note_gaps(call: ModelCall, gaps: Gaps) -> None:
 
 
 class _Callers:
-    """Finds what is above a span: the nearest agent, and the tool that this agent had called."""
+    """Finds the nearest agent above a span, and the tool that this agent called."""
 
     def __init__(self, group: CallGroup, parents: Mapping[SpanKey, str], gaps: Gaps) -> None:
         self._group, self._parents, self._gaps = group, parents, gaps
@@ -263,7 +263,7 @@ def _link_agents(group: CallGroup, drafts: Mapping[SpanKey | None, list[DraftCon
 
 
 def _add_result(slot: _Slot, tool: ToolSpan, gaps: Gaps) -> None:
-    """Adds what a tool's span says about the result of its call."""
+    """Adds the result and the error that a tool's span contains to the span's call."""
     entries, failed = slot.draft.entries, bool(tool.error)
     if slot.answer is not None:
         one, at = entries[slot.answer]
@@ -289,7 +289,10 @@ class _SlotMatcher:
                     self._slots.setdefault(key, deque()).append(slot)
 
     def match(self, tool: ToolSpan) -> _Slot | None:
-        """Returns the first unmatched call with the span's id; without an id, with its name and arguments, or else its name."""
+        """Returns the first unmatched call with the span's id.
+
+        If the span has no id, returns the first unmatched call with its name and arguments or, if there is none, with its name.
+        """
         keys: list[Any] = [("id", tool.id)] if tool.id else [("both", tool.name, _hash(tool.arguments)), ("name", tool.name)]
         for key in keys:
             waiting = self._slots.get(key, deque())
@@ -322,7 +325,10 @@ def _slots(draft: DraftConversation) -> list[_Slot]:
 
 
 def _in_order(drafts: Mapping[SpanKey | None, list[DraftConversation]]) -> Iterator[tuple[ImportedMessage, int]]:
-    """Yields all messages, a sub-agent's before the result that they led to. Agents without a caller come in order of time."""
+    """Yields all messages.
+
+    A sub-agent's messages come before the result that they produced. Agents without a caller are ordered by time.
+    """
     called = {key for some in drafts.values() for draft in some for keys in (*draft.before.values(), draft.after) for key in keys}
     remaining = dict.fromkeys(drafts)
 
@@ -338,7 +344,7 @@ def _in_order(drafts: Mapping[SpanKey | None, list[DraftConversation]]) -> Itera
             for child in draft.after:
                 yield from messages(child, depth + 1)
 
-    for key in [*(key for key in drafts if key not in called), *drafts]:  # at the end those in a cycle, or too deep
+    for key in [*(key for key in drafts if key not in called), *drafts]:  # last, agents in a cycle or nested too deeply
         yield from messages(key, 0)
 
 

@@ -1,7 +1,7 @@
-"""Spans, their events and log records of OTLP JSON, as collectors and the SDKs' file exporters write them.
+"""Reads spans, their events and log records from OTLP JSON, as collectors and the SDKs' file exporters write it.
 
-Described at https://opentelemetry.io/docs/specs/otlp/ and in opentelemetry/proto/trace/v1/trace.proto. Keeps the attributes of conventions
-for generative AI, and the parents of spans.
+https://opentelemetry.io/docs/specs/otlp/ and opentelemetry/proto/trace/v1/trace.proto describe the format. Keeps the attributes of
+conventions for generative AI, and the parents of spans.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def recognizes(value: Any) -> bool:
 
 
 def entries(document: Document) -> Iterator[Span | Event | UnreadableDocument]:
-    """Yields the spans and events of an export. An invalid one becomes an `UnreadableDocument`, the others are read."""
+    """Yields the spans and events of an export. An invalid entry becomes an `UnreadableDocument`; the other entries are still read."""
     location, fix = document.location, "export spans as OTLP JSON, ids in hex"
     for outer, scope, inner in (("resourceSpans", "scopeSpans", "spans"), ("resourceLogs", "scopeLogs", "logRecords")):
         try:
@@ -77,7 +77,7 @@ def entries(document: Document) -> Iterator[Span | Event | UnreadableDocument]:
 
 
 def any_value(value: Any, levels: int = _MAX_DEPTH) -> Any:
-    """Returns the plain value of an `AnyValue`. Raises `ValueError`."""
+    """Returns the plain value of an `AnyValue`. Raises `ValueError` if it is invalid."""
     if value is None or value == {}:
         return None
     if not isinstance(value, dict):
@@ -95,7 +95,7 @@ def any_value(value: Any, levels: int = _MAX_DEPTH) -> Any:
 
 
 def _items(export: Mapping[str, Any], outer: str, scope: str, inner: str) -> Iterator[tuple[Any, int, str]]:
-    """Yields (item, its index, name of its service)."""
+    """Yields (item, index of the item, name of its service)."""
     for resource in as_objects(export.get(outer), outer):
         service = _service(resource)
         for scoped in as_objects(resource.get(scope), scope):
@@ -132,7 +132,7 @@ def _span(span: Mapping[str, Any], service: str, location: SourceLocation) -> Sp
 
 
 def _events(span: Span, events: Any) -> Iterator[Event | UnreadableDocument]:
-    """Yields the events of a span that concern generative AI: earlier conventions put messages there."""
+    """Yields the events of a span that concern generative AI. Earlier conventions put messages there."""
     try:
         for event in as_objects(events, "events"):
             name = event.get("name")
@@ -145,7 +145,7 @@ def _events(span: Span, events: Any) -> Iterator[Event | UnreadableDocument]:
 
 
 def _record(record: Mapping[str, Any], service: str, location: SourceLocation) -> Event | None:
-    """Returns a log record that concerns generative AI, else None."""
+    """Returns a log record if it concerns generative AI, otherwise None."""
     name = record.get("eventName") or _attributes(record.get("attributes")).get("event.name")
     if not isinstance(name, str) or not name.startswith("gen_ai."):
         return None
@@ -161,7 +161,7 @@ def _record(record: Mapping[str, Any], service: str, location: SourceLocation) -
 
 
 def _attributes(attributes: Any, *, every: bool = False) -> dict[str, Any]:
-    """Returns the attributes that concern generative AI, or all of them with `every`."""
+    """Returns the attributes that concern generative AI, or all attributes if `every` is true."""
     selected = {}
     for item in as_objects(attributes, "attributes"):
         key = item.get("key")
@@ -182,7 +182,7 @@ def _time(value: Any) -> int:
 
 
 def _whole_number(value: Any) -> int | None:
-    """Returns a whole number, which OTLP may write as text."""
+    """Returns a whole number, which OTLP may write as a string."""
     if isinstance(value, bool) or not isinstance(value, str | int):
         return None
     return int(value) if isinstance(value, int) or _WHOLE_NUMBER.fullmatch(value) else None

@@ -1,4 +1,4 @@
-"""The formats: reads traces of third-party agents from files, and writes traces. The content of a document determines its format."""
+"""Reads traces of third-party agents from files, and writes traces. The content of a document determines its format."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ WRITTEN: Mapping[str, Callable[[Trace], Iterable[dict[str, Any]]]] = {
     "atif": lambda trace: [atif.document(trace)],
     "openai": openai.documents,
 }
-"""Format -> the documents of a trace. ATIF has one, chat messages have one for each agent."""
+"""Format -> function that yields the documents of a trace: one in ATIF, one for each agent in chat messages."""
 
 _PARSERS: Mapping[str, ModuleType] = {"atif": atif, "openai": openai}
-_PROBED = 100  # entries of a list that are tested for being documents
+_PROBED = 100  # entries of a list that are checked for being documents
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
-# Line breaks to some readers, control characters to some terminals; written as escapes.
+# Some readers treat these as line breaks and some terminals as control characters, so they are written as escapes.
 _ESCAPED = re.compile("[\x7f-\x9f\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
 _FIX = "repair or remove it, or export it again; other documents are read"
 
@@ -37,14 +37,15 @@ _FIX = "repair or remove it, or export it again; other documents are read"
 def read(path: Path | str, format: str | None = None) -> Iterator[Trace | UnreadableDocument]:
     """Reads the traces of a file, or of all .json, .jsonl and .ndjson files below a folder.
 
-    Yields an `UnreadableDocument` for each document without a trace and for each repeated trace. Traces of spans come last, because
-    their spans may be in several files.
+    Yields an `UnreadableDocument` for each document that contains no trace and for each repeated trace. Traces that consist of spans come
+    last, because their spans may be in several files.
 
     Args:
         format: one of `FORMATS`; None detects the format of each document.
 
     Raises:
-        UserError: the path or format does not exist, or the folder has no such files (when called); the spans take too much memory (later).
+        UserError: the path or format does not exist, or the folder contains no such files (raised by the call); the spans take too much
+            memory (raised during the iteration).
     """
     if format is not None and format not in FORMATS:
         raise UserError(f"no format {format!r}", fix=f"use {', '.join(FORMATS)}, or omit it: the content determines the format")
@@ -55,7 +56,10 @@ def read(path: Path | str, format: str | None = None) -> Iterator[Trace | Unread
 
 
 def read_all(path: Path | str, format: str | None = None) -> tuple[list[Trace], list[UnreadableDocument]]:
-    """Returns the traces and the unreadable documents of `read`. Raises `UserError` if there is no trace: the first unreadable document."""
+    """Returns the traces and the unreadable documents of `read`.
+
+    If there is no trace, raises the first unreadable document, which is a `UserError`.
+    """
     traces: list[Trace] = []
     unreadable: list[UnreadableDocument] = []
     for one in read(path, format):
@@ -146,7 +150,7 @@ def _parts(document: Document, format: str | None) -> Iterator[Document]:
 
 
 def _format(value: Any, wanted: str | None) -> str:
-    """Returns the format of a document; empty if it is unknown or not the wanted one."""
+    """Returns the format of a document; empty if it is unknown or is not `wanted`."""
     kind = "otel" if otlp.recognizes(value) else next((name for name, parser in _PARSERS.items() if parser.recognizes(value)), "")
     return kind if wanted in (None, kind) else ""
 

@@ -1,4 +1,4 @@
-"""Checked values of third-party JSON. A value of the wrong type raises a `ValueError` that names it."""
+"""Checks values of third-party JSON. A value of the wrong type raises a `ValueError` that names the value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentrl.failure.trace import ImportedMessage
 from agentrl.records import Message, ToolCall, fields
 
 UNPARSED = "__unparsed__"
-"""The one argument of a call whose arguments are not a JSON object; its value is their text."""
+"""Name of the only argument of a call whose arguments are not a JSON object. Its value is the text of the arguments."""
 _MAX_LABEL = 200  # characters
 _MAX_GAPS = 40  # kinds of gaps in one trace
 _TYPE_NAMES = {
@@ -39,22 +39,22 @@ class Gaps:
         self._counts[description if known else "other things"] += times
 
     def merge_repeated(self, other: Gaps) -> None:
-        """Merges gaps that may repeat these: takes the larger count of each."""
+        """Merges gaps that may repeat these gaps. Takes the larger count of each."""
         for description, times in other._counts.items():
             self.add(description, max(0, times - self._counts[description]))
 
     def descriptions(self) -> tuple[str, ...]:
-        """Returns the descriptions, with their counts above 1."""
+        """Returns the descriptions, each with its count if it is above 1."""
         return tuple(text if times == 1 else f"{text} ({times} times)" for text, times in self._counts.items())
 
 
 def type_name(value: Any) -> str:
-    """Returns the type of a JSON value, for messages: "a text", "an object"."""
+    """Returns the type of a JSON value for messages, such as "an object"."""
     return _TYPE_NAMES.get(type(value), "something else")
 
 
 def as_objects(value: Any, what: str) -> list[dict[str, Any]]:
-    """Returns a list of objects; null is an empty list. `what` names the value in errors, here and below."""
+    """Returns a list of objects; null is an empty list. `what` is the value's name in errors, here and below."""
     if value is None:
         return []
     if not isinstance(value, list):
@@ -66,7 +66,7 @@ def as_objects(value: Any, what: str) -> list[dict[str, Any]]:
 
 
 def as_object(value: Any, what: str) -> dict[str, Any]:
-    """Returns an object; null is an empty one."""
+    """Returns an object; null is an empty object."""
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -75,7 +75,7 @@ def as_object(value: Any, what: str) -> dict[str, Any]:
 
 
 def as_string(value: Any, what: str) -> str:
-    """Returns a text; null is an empty one."""
+    """Returns a string; null is an empty string."""
     if value is None:
         return ""
     if not isinstance(value, str):
@@ -84,12 +84,12 @@ def as_string(value: Any, what: str) -> str:
 
 
 def object_or_empty(value: Any) -> dict[str, Any]:
-    """Returns an object, or an empty one for any other value."""
+    """Returns an object unchanged, and an empty object for any other value."""
     return value if isinstance(value, dict) else {}
 
 
 def printable_label(value: Any) -> str:
-    """Returns a name or id as one bounded, printable line; empty for values other than texts and whole numbers."""
+    """Returns a name or id as one bounded, printable line; empty if the value is not a string or a whole number."""
     if isinstance(value, bool) or not isinstance(value, str | int):
         return ""
     if isinstance(value, int):
@@ -98,7 +98,7 @@ def printable_label(value: Any) -> str:
 
 
 def message_text(value: Any, what: str, gaps: Gaps) -> str:
-    """Returns the text of a message: a text, or the joined texts of a list of parts. Parts without text are gaps."""
+    """Returns the text of a message: a string unchanged, or the joined text of a list of parts. Parts without text are gaps."""
     if value is None or isinstance(value, str):
         return value or ""
     texts = []
@@ -114,7 +114,7 @@ def message_text(value: Any, what: str, gaps: Gaps) -> str:
 
 
 def decode_json(value: Any) -> Any:
-    """Returns the value of JSON text. Any other text or value is returned unchanged."""
+    """Returns the value of a JSON string. Any other string or value is returned unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -124,7 +124,7 @@ def decode_json(value: Any) -> Any:
 
 
 def as_text(value: Any, what: str) -> str:
-    """Returns a text unchanged, and any other value as JSON."""
+    """Returns a string unchanged, and any other value as JSON."""
     if isinstance(value, str):
         return value
     try:
@@ -134,7 +134,7 @@ def as_text(value: Any, what: str) -> str:
 
 
 def build_tool_call(name: Any, arguments: Any, what: str, gaps: Gaps) -> ToolCall:
-    """Builds a call whose arguments are an object, or JSON text of one. Any other text is kept under `UNPARSED`."""
+    """Builds a call whose arguments are an object or the JSON text of an object. Any other text becomes the argument `UNPARSED`."""
     if not isinstance(name, str) or not name:
         raise ValueError(f"{what} names no function: its name is {type_name(name)}")
     if arguments is None or arguments == "":
@@ -156,7 +156,7 @@ def arguments_text(call: ToolCall) -> str:
 
 
 def parse_role(value: Any, what: str) -> str:
-    """Returns the role of a message without extra white space; `tool` for the older `function`. Raises `ValueError`."""
+    """Returns the role of a message without extra white space; `tool` for the older `function`. Raises `ValueError` if it is invalid."""
     role = " ".join(as_string(value, what).split())
     return "tool" if role == "function" else role
 
@@ -165,10 +165,10 @@ def build_message(
     role: str, text: str, *, calls: Sequence[ToolCall] = (), call_ids: Sequence[str] = (), answers: str = "", failed: bool = False,
     reasoning: str = "", agent: str = "", at_s: float | None = None, gaps: Gaps | None = None,
 ) -> ImportedMessage:  # fmt: skip
-    """Builds a message. Drops what ATIF cannot express, and records gaps: calls in a message of role `tool`, and reasoning in a message
-    that is not an assistant's and has no calls.
+    """Builds a message. Drops parts that ATIF cannot express, and records them as gaps.
 
-    Raises `ValueError` for a role that is not a printable name of at most 40 characters.
+    These are calls in a message with the role `tool`, and reasoning in a message that is not an assistant's and has no calls. Raises
+    `ValueError` if the role is not a printable name of at most 40 characters.
     """
     if not role or len(role) > 40 or not role.isprintable():
         raise ValueError(f"a message has the role {role[:40]!a}")
@@ -187,7 +187,7 @@ def build_message(
 
 
 def tool_schemas(value: Any, gaps: Gaps) -> tuple[dict[str, Any], ...]:
-    """Schemas of tools in the form of the chat completions API. Invalid ones are gaps."""
+    """Returns schemas of tools in the form of the chat completions API. Invalid schemas are gaps."""
     if value is not None and not isinstance(value, list):
         gaps.add(f"the schemas of the tools: they are {type_name(value)}")
     schemas = []
@@ -202,7 +202,7 @@ def tool_schemas(value: Any, gaps: Gaps) -> tuple[dict[str, Any], ...]:
 
 
 def parse_time(value: Any) -> datetime | None:
-    """Returns a time in ISO 8601, in UTC unless it names a zone; None for any other value."""
+    """Parses a time in ISO 8601, in UTC unless it names a zone. Returns None for any other value."""
     if not isinstance(value, str) or len(value) > 40:
         return None
     try:
@@ -213,7 +213,7 @@ def parse_time(value: Any) -> datetime | None:
 
 
 def format_time(start: datetime, seconds: float) -> str | None:
-    """ISO 8601 of the time `seconds` after `start`, to the microsecond; None if there is no such date."""
+    """Returns the time `seconds` after `start` in ISO 8601, to the microsecond; None if there is no such date."""
     try:
         return (start + timedelta(microseconds=round(seconds * 1e6))).isoformat().replace("+00:00", "Z")
     except (ValueError, OverflowError):
@@ -221,5 +221,5 @@ def format_time(start: datetime, seconds: float) -> str | None:
 
 
 def build_origin(**known: Any) -> Mapping[str, str]:
-    """Returns the origin of a trace as labels, without the empty ones."""
+    """Returns the origin of a trace as printable labels, without empty labels."""
     return {name: text for name, value in known.items() if (text := printable_label(value))}

@@ -1,4 +1,4 @@
-"""Calls one function of the code under test and prints its result as JSON. Runs next to that code and has no secrets.
+"""Calls one function of the code under test and prints its result as JSON. Runs in the same process as that code, so it has no secrets.
 
 python3 -I -B -c SOURCE   with {"file", "function", "args", "kwargs"} on stdin; output of the code goes to stderr
 """

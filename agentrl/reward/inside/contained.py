@@ -1,9 +1,9 @@
-"""Runs tests that share a process or a sandbox with the code under test, and reports their results on its own stdout.
+"""Runs tests that share a process or a sandbox with the code under test, and reports their results on stdout.
 
     python3 -I -B -c SOURCE   in the working directory, with tests/ and work/ in it; stdin: {"secret", "mode", "child", "files"}
 
-Standard library only, Python 3.9 or later. This process executes no code under test. That code can kill it, and then no test has passed,
-but cannot read it: the process is not dumpable, which also protects its open files.
+Standard library only, Python 3.9 or later. This process executes no code under test. That code can kill this process, and then no test
+passes. It cannot read the process: the process is not dumpable, which also protects its open files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LONGEST = 1 << 20
 
 
 def shell(request: dict[str, Any]) -> dict[str, str]:
-    """Runs tests/test.sh, which passes if it exits with 0. The script is passed as text, so it cannot be changed while it is read."""
+    """Runs tests/test.sh, which passes if it exits with 0. The script is passed as a string, so it cannot be changed while it runs."""
     with open(os.path.join(HOME, "tests", "test.sh"), encoding="utf-8") as file:
         script = file.read()
     status = subprocess.call(["bash", "-c", script, "test.sh"], cwd=os.path.join(HOME, "work"), stdin=subprocess.DEVNULL)
@@ -58,7 +58,7 @@ def pytest(request: dict[str, Any]) -> dict[str, str]:
 
 
 def reports(output: bytes, key: bytes) -> dict[str, str]:
-    """Test -> "" or its error; a line with a wrong signature counts as a failed test."""
+    """Returns test -> "" or its error. A line with a wrong signature counts as a failed test."""
     results: dict[str, str] = {}
     for line in output.splitlines():
         code, _, text = line.partition(b" ")

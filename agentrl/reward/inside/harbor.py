@@ -1,10 +1,10 @@
-"""Runs the tests of a Harbor task folder, and reports the reward that they wrote on its own stdout.
+"""Runs the tests of a Harbor task folder. Reports the reward that the tests wrote on stdout.
 
     python3 -I -B -c SOURCE     stdin: {"secret", "tests": {path: base64}, "written": [path], "removed": [path]}
 
 The working directory contains the image's files and the agent's changes. Standard library only, Python 3.9 or later. This process executes
-no code under test. That code can kill it, and then there is no report, but cannot read it. The reward is a file that any program in this
-sandbox can write.
+no code under test. That code can kill this process, and then there is no report, but cannot read it. The reward is a file that any program
+in this sandbox can write.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def write_tests(tests: dict[str, str]) -> None:
 
 
 def restore(written: Sequence[str], removed: Sequence[str]) -> None:
-    """Makes programs executable again, since files arrive without modes, and removes the image's files that the agent removed."""
+    """Makes programs executable, because files arrive without modes, and removes the image's files that the agent removed."""
     for path in written:
         with contextlib.suppress(OSError), open(os.path.join(HOME, path), "rb") as file:
             if file.read(4).startswith(PROGRAM_STARTS):
@@ -51,7 +51,10 @@ def restore(written: Sequence[str], removed: Sequence[str]) -> None:
 
 
 def read_reward_file(name: str) -> str | None:
-    """The content of a file in the reward folder; None unless it is a regular file of at most `LONGEST` bytes. Does not follow links."""
+    """Returns the content of a regular file of at most `LONGEST` bytes in the reward folder; None if it is not one.
+
+    Does not follow links.
+    """
     fd = os.open("/", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for part in VERDICT:
@@ -79,7 +82,7 @@ def main() -> None:
     os.dup2(2, 1)
     write_tests(request["tests"])
     restore(request["written"], request["removed"])
-    os.mkdir(EMPTY)  # so that programs find no start-up files of the agent's
+    os.mkdir(EMPTY)  # so that programs find no start-up files of the agent
     environment = {**os.environ, "HOME": EMPTY, "PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     status = subprocess.call(["bash", "/tests/test.sh"], cwd=HOME, stdin=subprocess.DEVNULL, env=environment)
     reply = {"exit": status, "txt": read_reward_file("reward.txt"), "json": read_reward_file("reward.json")}

@@ -49,19 +49,19 @@ class Files:
             return file.read()
 
     def text(self, path: str) -> str:
-        """The file as UTF-8 text."""
+        """Returns the file as UTF-8 text."""
         try:
             return self[path].decode()
         except UnicodeDecodeError as error:
             raise AssertionError(f"{path} is not UTF-8: {error}") from None
 
     def json(self, path: str) -> Any:
-        """The file as a JSON value."""
+        """Returns the file as a JSON value."""
         return parsed(self.text(path), path)
 
 
 class Run:
-    """Results of one run: `exit` (None if killed for `reason`), `stdout`, `stderr`, `files`, and the JSON `value` that it printed."""
+    """Results of one run: `exit` (None if it was killed because of `reason`), `stdout`, `stderr`, `files`, and the printed JSON `value`."""
 
     def __init__(self, number: int, fields: dict[str, Any]) -> None:
         self.name, self.exit, self.reason = fields["name"], fields["exit"], fields["reason"]
@@ -70,18 +70,18 @@ class Run:
 
     @property
     def value(self) -> Any:
-        """The JSON value on stdout. Fails the test if the run did not exit with 0."""
+        """Returns the JSON value on stdout. Fails the test if the run did not exit with 0."""
         assert self.exit == 0, f"run {self.name}: exit {self.exit} {self.reason} {self.stderr[-300:]}"
         return parsed(self.stdout, f"the output of run {self.name}")
 
     @property
     def error(self) -> str:
-        """The last line of stderr: for a Python exception its type and message."""
+        """The last line of stderr, which contains type and message of a Python exception."""
         return str((self.stderr.strip().splitlines() or [""])[-1])
 
 
 def parsed(text: str, what: str) -> Any:
-    """The JSON value of a text. Fails the test if it is not JSON."""
+    """Returns the JSON value of a string. Fails the test if the string is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -89,7 +89,7 @@ def parsed(text: str, what: str) -> Any:
 
 
 def load(path: str) -> dict[str, Callable[..., None]]:
-    """Name -> test function of one test file."""
+    """Returns name -> test function of one test file."""
     name = os.path.basename(path)[: -len(".py")]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, path
@@ -100,7 +100,7 @@ def load(path: str) -> dict[str, Callable[..., None]]:
 
 
 def collect(folder: str) -> dict[str, Callable[..., None]]:
-    """Name -> test function of all test files."""
+    """Returns name -> test function of all test files."""
     sys.path.append(folder)
     tests: dict[str, Callable[..., None]] = {}
     for top, _, names in os.walk(folder):
@@ -112,7 +112,7 @@ def collect(folder: str) -> dict[str, Callable[..., None]]:
 
 
 def explain(error: BaseException) -> str:
-    """The error, with the line of the tests that failed."""
+    """Returns the error as text, with the line of the tests that failed."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(HOME)]
     where = f"line {frames[-1].lineno}: {frames[-1].line}  " if frames else ""
     return f"{where}{type(error).__name__}: {error}"[:LONGEST]
@@ -137,7 +137,7 @@ def main() -> None:
         call = functools.partial(test, **{key: given[key] for key in inspect.signature(test).parameters})
         try:
             call()
-        except BaseException as error:  # a test that ends early has not passed, whatever ended it
+        except BaseException as error:  # a test fails if it ends with any exception
             say({"test": name, "error": explain(error)})
         else:
             say({"test": name, "error": ""})

@@ -1,10 +1,10 @@
-"""Runs pytest with configuration, rootdir and conftest files of the hidden tests only, and reports each test through a pipe.
+"""Runs pytest with only the configuration, rootdir and conftest files of the hidden tests, and reports each test through a pipe.
 
     python3 -I -B -c SOURCE FD FILE ...   the key is on stdin; the code under test can be imported and comes last on the path
 
-The code under test shares this process. After every test, this module checks what such code can easily change: functions and classes of
-pytest, unittest, builtins and common modules, the tests' own code, trace functions, and new classes whose instances are equal to
-different things. Any difference fails the test.
+The code under test shares this process. After every test, this module checks objects that such code can easily change: functions and
+classes of pytest, unittest, builtins and common modules, the tests' own code, and trace functions. It also looks for new classes whose
+instances are equal to different things. Any difference fails the test.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from typing import Any
 
 TESTS, WORK = "/home/agent/tests", "/home/agent/work"
-CHANGING = ("_", "_getini_unknown_type")  # names that change by themselves
+CHANGING = ("_", "_getini_unknown_type")  # names whose values change in normal operation
 OF_TESTS = ("pytest", "_pytest", "pluggy", "unittest")
 COMMON = "operator json math re collections functools itertools decimal fractions statistics string copy pathlib os io csv datetime random"
 
 
 def reporter() -> Callable[[str, str], None]:
-    """Returns a function that writes signed lines. Only its closure holds the key, though code in the same process can extract it."""
+    """Returns a function that writes signed lines. Only its closure holds the key, but code in the same process can extract it."""
     key, pipe = hmac.new(sys.stdin.buffer.read(), b"", hashlib.sha256), int(sys.argv[1])
     write, dumps = os.write, json.dumps
 
@@ -49,7 +49,7 @@ def reporter() -> Callable[[str, str], None]:
 
 
 def equality_check() -> Callable[[type, Any], bool]:
-    """Returns a function that says whether an instance of a class equals several different things, or a new object."""
+    """Returns a function that checks whether an instance of a class equals several different things, or a new object."""
     nothing, size = NotImplemented, len
     makers = (int, float, str, bytes, list, tuple, dict, set, object)
     missing = object()
@@ -61,7 +61,7 @@ def equality_check() -> Callable[[type, Any], bool]:
             try:
                 blanks.append(maker.__new__(kind))
                 break
-            except BaseException:  # another base class, or not constructible
+            except BaseException:  # a different base class, or not constructible
                 continue
         for blank in blanks:
             equal = []
@@ -80,7 +80,7 @@ def equality_check() -> Callable[[type, Any], bool]:
 
 
 def guard() -> Callable[[], str]:
-    """Returns a function that describes what the code under test has changed, or returns "". It uses no name that such code can replace."""
+    """Returns a function that describes the changes by the code under test, or returns "". It uses no name that such code can replace."""
     listed, sort, function_type, text, get = list, type, type(guard), str, getattr
     objects, known = gc.get_objects, {id(one) for one in gc.get_objects() if isinstance(one, type)}
     traced, profiled = sys.gettrace, sys.getprofile
@@ -103,10 +103,10 @@ def guard() -> Callable[[], str]:
         if traced() is not None or profiled() is not None:
             return "the tests are traced"
         for one in listed(objects()):
-            if sort in sort(one).__mro__ and id_of(one) not in known and "__eq__" in one.__dict__:  # a class, also of another metaclass
+            if sort in sort(one).__mro__ and id_of(one) not in known and "__eq__" in one.__dict__:  # a class with any metaclass
                 compare = one.__dict__["__eq__"]
                 of_tests = text(get(get(compare, "__code__", None), "co_filename", "")).startswith(TESTS)
-                if not of_tests and sort(compare) is not proxy and equals(one, compare):  # to compare a mock is to call it
+                if not of_tests and sort(compare) is not proxy and equals(one, compare):  # a comparison would call a mock
                     return f"instances of {text(one.__qualname__)} are equal to different things"
         return ""
 
@@ -115,7 +115,7 @@ def guard() -> Callable[[], str]:
 
 
 class Reports:
-    """The plugin: a test passes if its call does; every other outcome, including a skip, is an error."""
+    """The pytest plugin. A test passes if its call passes. Every other outcome, including a skip, is an error."""
 
     def __init__(self, report: Callable[[str, str], None], changed: Callable[[], str]) -> None:
         self.report, self.changed = report, changed
@@ -128,23 +128,23 @@ class Reports:
         self.tests = [(one, one.__code__) for one in functions if hasattr(one, "__code__")]
 
     def wrong(self) -> str:
-        """The changes by the code under test; empty if there are none."""
+        """Returns the changes by the code under test; empty if there are none."""
         if any(function.__code__ is not code for function, code in self.tests):
             return "a test was replaced during the tests"
         return self.changed()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Reports the test: at once if it failed, else after its teardown."""
+        """Reports the test, immediately if it failed, otherwise after its teardown."""
         test = report.nodeid.partition("[")[0]
         if not report.passed:
             self.report(test, f"{report.when} {report.outcome}: {report.longrepr}")
         elif report.when == "call":
             self.called.add(report.nodeid)
-        elif report.when == "teardown" and report.nodeid in self.called:  # the test's patches are undone by now
+        elif report.when == "teardown" and report.nodeid in self.called:  # the test's patches have been undone
             self.report(test, self.wrong())
 
     def pytest_sessionfinish(self) -> None:
-        """Reports changes that a test after the last one could have seen."""
+        """Reports changes that happened after the last test."""
         if error := self.wrong():
             self.report("the process of the tests", error)
 

@@ -1,4 +1,4 @@
-"""What an attack must not change: files, a process and ports of the host, the driver, and a neighbour sandbox at work."""
+"""The things that an attack must not change: files, a process and ports of the host, the driver, and a working neighbour sandbox."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _STANDSTILL_S = 5.0
 _MEMORY_MB = 512
 _SPARE_DESCRIPTORS, _DESCRIPTORS_EACH = 64, 4
 _CLEAR_S = 15.0
-_DAEMON = "/docker/"  # in the paths of mounts that a daemon creates and removes for containers, including other drivers'
+_DAEMON = "/docker/"  # in the paths of mounts that a daemon creates and removes for containers, including those of other drivers
 _NETWORKS = "/run/netns/"  # where `ip netns` mounts the network namespaces of other programs
 _SETTINGS = ("/proc/sys/kernel/core_pattern", "/proc/sys/kernel/hostname", "/proc/sys/kernel/modprobe", "/proc/swaps")
 
@@ -47,7 +47,7 @@ class Escaped(Exception):
 
 
 class AttackFailed(Exception):
-    """An attack did not run as intended, so it proves nothing. The message says why."""
+    """An attack did not run as intended, so its result proves nothing. The message says why."""
 
 
 class AttackCutOff(AttackFailed):
@@ -55,10 +55,10 @@ class AttackCutOff(AttackFailed):
 
 
 class AllowedServer:
-    """The only server of the host that attacks on the proxy may reach, lax on purpose.
+    """The only server of the host that attacks on the proxy may reach. It is deliberately lax.
 
-    Answers all requests of a connection, and discards what follows `PUT /sink`. `trouble` describes requests
-    that the proxy must not forward: hidden ones, and ones for another host.
+    It answers all requests of a connection, and discards what follows `PUT /sink`. `trouble` describes requests
+    that the proxy must not forward: hidden requests, and requests for a different host.
     """
 
     def __init__(self) -> None:
@@ -102,11 +102,11 @@ class Arena:
     canary: subprocess.Popen[bytes]
     listeners: tuple[socket.socket, socket.socket, socket.socket]  # TCP, a path, an abstract name
     allowed: AllowedServer
-    gateway_port: int  # 0 without the gateway's packages
+    gateway_port: int  # 0 if the gateway's packages are not installed
     secret: str = field(default_factory=lambda: secrets.token_hex(16))  # content of a file of the host
     mark: str = field(default_factory=lambda: "agentrl-mark-" + secrets.token_hex(8))  # name of what attacks leave behind
     trouble: list[str] = field(default_factory=list)  # observations of the watcher since the last reset
-    sandboxes: int = 0  # additional ones that a step has opened, each of which takes descriptors of the driver
+    sandboxes: int = 0  # additional sandboxes that a step opened; each takes descriptors of the driver
     _before: dict[str, object] = field(default_factory=dict)
 
     @property
@@ -115,7 +115,7 @@ class Arena:
         return {"allowed": self.allowed.port, "gateway": self.gateway_port}
 
     def facts(self) -> bytes:
-        """What an attacker knows, as the content of `arena.json`."""
+        """Returns what an attacker knows, as the content of `arena.json`."""
         known = {
             **asdict(self.spec),
             **self.ways,
@@ -134,7 +134,7 @@ class Arena:
         self._before = self._state()
 
     def check(self) -> None:
-        """Raises `Escaped` if something of the host or the driver has changed since the last call or `remember`."""
+        """Raises `Escaped` if the host or the driver changed since the last call or `remember`."""
         before, self._before = self._before, self._state()
         for name, now in self._before.items():
             if now != before[name]:
@@ -159,7 +159,7 @@ class Arena:
         }
 
     async def watch(self) -> None:
-        """Keeps the neighbour computing, and watches the driver's event loop, memory and descriptors, until cancelled."""
+        """Keeps the neighbour busy, and watches the driver's event loop, memory and descriptors, until cancelled."""
         loop = asyncio.get_running_loop()
         memory, descriptors = _peak_mb(), len(os.listdir("/proc/self/fd"))
         while True:
@@ -184,7 +184,7 @@ class Arena:
 
 @asynccontextmanager
 async def arena(spec: SandboxSpec, neighbour: Sandbox, ways: dict[str, Any] | None = None) -> AsyncIterator[Arena]:
-    """Sets up the host's side for the block."""
+    """Yields the host's side, which exists for the block."""
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agentrl-attack-")))
         folder.chmod(0o755)  # readable for an attack that reaches it
@@ -216,7 +216,7 @@ async def arena(spec: SandboxSpec, neighbour: Sandbox, ways: dict[str, Any] | No
 
 
 class _Keyless(Session):
-    """A session without an episode. No attack has its key."""
+    """A session that has no episode. No attack has its key."""
 
     async def close(self) -> None:
         return
@@ -224,7 +224,7 @@ class _Keyless(Session):
 
 @asynccontextmanager
 async def _gateway() -> AsyncIterator[int]:
-    """The port of a gateway for whose session no attack has the key; 0 if its packages are not installed."""
+    """Yields the port of a gateway; 0 if its packages are not installed. No attack has the key of its session."""
     if find_spec("uvicorn") is None or find_spec("starlette") is None:
         yield 0
         return
@@ -237,11 +237,11 @@ async def _gateway() -> AsyncIterator[int]:
 class Namespace:
     """The pid namespace of a sandbox, seen from the host."""
 
-    link: str  # such as pid:[4026532301]; empty if unknown
+    link: str  # for example pid:[4026532301]; empty if unknown
     seen: float  # seconds after boot at which it certainly belonged to this sandbox
 
     def processes(self) -> list[int]:
-        """Host pids of its processes that this user may see. Empty once another namespace has its number."""
+        """Returns the host pids of its processes that this user may see; empty once a different namespace has its number."""
         inside = [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and _link(f"/proc/{entry}/ns/pid") == self.link]
         first = [process.pid for pid in inside if (process := read_process(pid)) is not None and process.inner_pid == 1]
         reused = any((start_time(pid) or 0) / os.sysconf("SC_CLK_TCK") > self.seen for pid in first)
@@ -249,13 +249,13 @@ class Namespace:
 
 
 async def namespace_of(sandbox: Sandbox) -> Namespace:
-    """The sandbox's pid namespace. Call it before anything hostile runs there."""
+    """Returns the sandbox's pid namespace. Call it before any attack runs there."""
     result = await sandbox.python("import os; print(os.readlink('/proc/self/ns/pid'))", timeout_s=_NEIGHBOUR_S)
     return Namespace(link=result.stdout.strip(), seen=time.clock_gettime(time.CLOCK_BOOTTIME))
 
 
 async def wait_until_gone(sandbox: Sandbox, namespace: Namespace | None) -> None:
-    """Waits until no process, container, folder or control group of a closed sandbox exists. Raises `Escaped` if some remain."""
+    """Waits until no process, container, folder or control group of a closed sandbox is left. Raises `Escaped` if one remains."""
     deadline = time.monotonic() + _CLEAR_S
     while left := await asyncio.to_thread(_left, sandbox.id, namespace):
         if time.monotonic() > deadline:
@@ -270,7 +270,7 @@ def _left(name: str, namespace: Namespace | None) -> list[str]:
 
 
 def _mounts() -> frozenset[str]:
-    """Where this process sees a file system mounted, and of what kind. Excludes mounts of daemons and network namespaces."""
+    """Returns the mount points that this process sees, with their file systems. Excludes mounts of daemons and network namespaces."""
     lines = (line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines() if _DAEMON not in line)
     return frozenset(
         f"{fields[4]} ({fields[fields.index('-') + 1]} {fields[0]})" for fields in lines if not f"{fields[4]}/".startswith(_NETWORKS)
@@ -286,7 +286,7 @@ def _difference(before: object, now: object) -> str:
 def _link(path: str) -> str:
     try:
         return os.readlink(path)
-    except OSError:  # the process has ended, or belongs to another user
+    except OSError:  # the process has ended or belongs to a different user
         return ""
 
 

@@ -1,4 +1,4 @@
-"""Host steps after attacks on files, archives and arguments. The sandbox must answer in time, with the right blame."""
+"""Steps of the host after attacks on files, archives and arguments. The sandbox must answer in time, with the correct type of error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agentrl.task.outputs import CollectedOutputs, collect_outputs
 
 T = TypeVar("T")
 _RACE_S = 1.5
-_DEADLINE_S = 10.0  # of one operation on an agent's files, on a busy machine
+_DEADLINE_S = 10.0  # for one operation on an agent's files, on a busy machine
 _TEXTS = (
     *("\ud800", "\udfff/x", "\udcff", "a\0b", "", ".", "..", "/etc/passwd", "a/../../b"),
     *("x" * 256, "x/" * 5000 + "x", "=", "A=B", "\u202e"),
@@ -37,7 +37,7 @@ async def _outputs(context: StepContext) -> CollectedOutputs:
 
 
 async def _bytes_or_refusal(work: Awaitable[bytes]) -> bytes | None:
-    """The sandbox's answer, or None if it refused. A sandbox that breaks on hostile files raises `SandboxError`."""
+    """Returns the sandbox's answer, or None if it refused. A sandbox that breaks on the attack's files raises `SandboxError`."""
     try:
         return await work
     except (ValueError, FileNotFoundError):
@@ -130,7 +130,7 @@ async def _step_snapshot_opens(context: StepContext) -> str:
 
 
 async def _step_captured(context: StepContext) -> str:
-    """Whatever the modes and names, a snapshot succeeds and opens into the same files."""
+    """A snapshot succeeds and opens into the same files, whatever their modes and names."""
     try:
         archive = await _in_time("a snapshot", context.sandbox.snapshot())
         copy = await _in_time("opening from a snapshot", context.backend.open(context.arena.spec, snapshot=archive))
@@ -223,7 +223,7 @@ def _archives() -> dict[str, bytes]:
 
 
 def _tar(members: list[tarfile.TarInfo], claim: int = 0) -> bytes:
-    """An archive of `members`, those with a size each followed by a block of content. `claim` replaces the sizes in the headers."""
+    """Returns an archive of `members`. A block of content follows each one that has a size. `claim` replaces the sizes in the headers."""
     out = io.BytesIO()
     for info in members:
         info.size, real = claim or info.size, info.size
@@ -236,7 +236,7 @@ def _tar(members: list[tarfile.TarInfo], claim: int = 0) -> bytes:
 
 
 async def _step_odd_arguments(context: StepContext) -> str:
-    """Anything that a model may write, in any argument of a sandbox, gives a result, or an error that does not blame the machine."""
+    """Any value that a model may write in any argument of a sandbox gives a result or an error that does not blame the machine."""
     refused = answered = 0
     for text in _TEXTS:
         for name, call in _CALLS.items():
@@ -254,7 +254,7 @@ async def _step_odd_arguments(context: StepContext) -> str:
 
 
 async def _run_with(sandbox: ChannelSandbox, env: dict[str, str]) -> None:
-    """Runs `true` with these variables. A failure to start must not look like its own exit."""
+    """Runs `true` with these variables. A failure to start must not look like an exit of `true`."""
     result = await sandbox.exec(["true"], env=env, timeout_s=10)
     hold(result.exit_code == 0, f"`true` with {env!r:.60} seems to exit with {result.exit_code}")
 

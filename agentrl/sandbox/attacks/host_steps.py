@@ -1,7 +1,7 @@
-"""Steps of the host after an attack's program, or instead of one: those about processes, sessions, limits and neighbours.
+"""Steps of the host after an attack's program, or instead of one. They concern processes, sessions, limits and neighbours.
 
-A function `_step_<name>` is a step. It returns a line on what held, or raises `Escaped` with the evidence. A typed error is an answer; a
-hang is not.
+A function `_step_<name>` is a step. It returns a line that says what was contained, or raises `Escaped` with the evidence. A typed error
+is an answer; a hang is not.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ subprocess.run(["sh", "-c", "cat /etc/passwd >/dev/null; python3 -I -c 'import c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepContext:
-    """The input of a step. `result` is the program's; None without one."""
+    """The input of a step. `result` is the program's result; None if there was no program."""
 
     arena: Arena
     backend: ChannelBackend
@@ -49,16 +49,16 @@ class StepContext:
     result: ExecResult | None = None
 
     def fresh(self, *, snapshot: bytes | None = None) -> AbstractAsyncContextManager[Sandbox]:
-        """Another sandbox for the block."""
+        """Opens another sandbox for the block."""
         return BackendUnderTest(self.backend, self.arena.spec).sandbox(snapshot=snapshot)
 
     async def output(self, code: str) -> str:
-        """What a snippet prints in the attacked sandbox."""
+        """Runs a snippet in the attacked sandbox and returns what it prints."""
         result = await self.sandbox.python(code, timeout_s=10)
         return result.stdout.strip() if result.ok else repr(result)
 
     async def other_processes(self) -> str:
-        """The pids of the attacked sandbox's processes, as a list in text, except the exec server's."""
+        """Returns the pids of the attacked sandbox's processes except the exec server's, as the text of a list."""
         return await self.output(OTHER_PROCESSES)
 
 
@@ -84,7 +84,7 @@ async def _step_user_quotas(context: StepContext) -> str:
 
 
 async def _step_terminals(context: StepContext) -> str:
-    """While the attack holds terminals, the neighbour and a fresh sandbox get theirs."""
+    """While the attack holds terminals, the neighbour and a fresh sandbox still get terminals."""
     code = "import os\nkept = [os.openpty() for _ in range(4)]\nprint(len(kept))"
     async with context.fresh() as fresh:
         for name, sandbox in (("the neighbour", context.arena.neighbour), ("a fresh sandbox", fresh)):
@@ -105,7 +105,7 @@ async def _step_filter_budget(context: StepContext) -> str:
 
 
 async def _step_spin_together(context: StepContext) -> str:
-    """Runs the program in many sandboxes at once. Each must time out, and answer afterwards."""
+    """Runs the program in many sandboxes at once. Each must time out and then answer."""
     program = (await context.sandbox.read("program.py", max_bytes=MEBIBYTE)).decode()
     context.arena.sandboxes += _TOGETHER
     opening = (context.backend.open(context.arena.spec, timeout_s=_OPEN_S) for _ in range(_TOGETHER))
@@ -123,7 +123,7 @@ async def _step_spin_together(context: StepContext) -> str:
 
 
 async def _end_of(sandbox: ChannelSandbox, program: str) -> str:
-    """How a program ends in a sandbox that must answer afterwards."""
+    """Returns how a program ends. The sandbox must answer afterwards."""
     try:
         result = await sandbox.exec(["python3", "-I", "-c", program], timeout_s=_SPIN_S)
         answer = await sandbox.python("print(6 * 7)", timeout_s=_ANSWER_S)
@@ -159,7 +159,7 @@ async def _step_others_are_out_of_reach(context: StepContext) -> str:
 
 
 async def _step_sessions_answer(context: StepContext) -> str:
-    """The attacked session may answer anything, in time. After its end, and in other sessions, answers are correct."""
+    """The attacked session may give any answer, in time. After it ends, and in other sessions, answers must be correct."""
     own = await context.sandbox.python("6 * 7", timeout_s=5, session=SESSION)
     end = own.reason or f"exit {own.exit_code}"
     other = await context.sandbox.python("6 * 7", timeout_s=10, session="other")
@@ -202,7 +202,7 @@ async def _step_output_is_only_output(context: StepContext) -> str:
 
 
 async def _step_run(context: StepContext) -> str:
-    """A program run by a hostile server gives a typed error, or a result within the limits, in time."""
+    """A program run by a hostile server returns a result within the limits or raises a typed error, in time."""
     try:
         result = await context.sandbox.exec(["cat"], stdin=bytes(4 * MEBIBYTE), timeout_s=1.0)
     except SandboxTimeout as error:
@@ -238,13 +238,13 @@ async def _step_cell_strangers(context: StepContext) -> str:
 
 
 async def _step_unseen_by_watchers(context: StepContext) -> str:
-    """While the program watches, the neighbour and a fresh sandbox open files. Then its sandbox opens one, to show that it watches."""
+    """While the program watches, the neighbour and a fresh sandbox open files. Then its sandbox opens a file to show that it watches."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + _ANSWER_S
     while await context.output("import os; print(os.path.exists('watching'))") != "True":
         if loop.time() > deadline:
             raise AttackFailed("the program does not start to watch")
-    await asyncio.sleep(0.5)  # the exec server has prepared its next process by now
+    await asyncio.sleep(0.5)  # by then the exec server has prepared its next process
     before = len(await context.sandbox.read("seen", max_bytes=MEBIBYTE))
     await context.arena.neighbour.python(_OPEN_FILES, timeout_s=_ANSWER_S)
     async with context.fresh() as fresh:

@@ -1,4 +1,4 @@
-"""A compromised exec server, which answers the host with one of the tricks below. Standard library only.
+"""A compromised exec server that answers the host with one of the tricks below. Uses only the standard library.
 
 The suite runs this file instead of the real server, with `TRICK` set to a trick's name.
 """
@@ -47,13 +47,13 @@ TRICKS = {
 
 
 def frame(header: object, body: bytes = b"") -> bytes:
-    """A frame with any header."""
+    """Returns a frame with any header."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("!II", len(text), len(body)) + text + body
 
 
 def answer(number: int, body: bytes = b"", /, **fields: object) -> bytes:
-    """A well-formed reply to an exec request, with `fields` replaced."""
+    """Returns a well-formed reply to an exec request, with `fields` replaced."""
     good: dict[str, object] = {"id": number, "ok": True, "exit": 0, "reason": "", "wall_s": 0.0, "truncated": False, "stdout": len(body)}
     return frame({**good, **fields}, body)
 

@@ -1,21 +1,21 @@
-"""Runs every attack against a backend. The outcome is contained, ESCAPED, or error if the attack itself did not run as intended.
+"""Runs every attack against a backend. The outcome is contained, ESCAPED, or error if the attack did not run as intended.
 
-Contained means that host, driver and the neighbour sandbox are unchanged, that the driver got a typed answer in time, that the attacked
-sandbox still answers correctly, that nothing of it is left once it is closed, and that a fresh one opens.
+Contained means that the host, the driver and the neighbour sandbox are unchanged, the driver got a typed answer in time, the attacked
+sandbox still answers correctly, nothing of it is left after it is closed, and a fresh sandbox opens.
 
-An attack is a program with settings in its docstring, a trick of a hostile server, or a hostile archive. A program's docstring starts with
-a description, followed by lines `key: value`:
+An attack is a program with settings in its docstring, a trick of a hostile server, or a hostile archive. The docstring starts with a
+description, followed by lines `key: value`:
 
     kind        the class of attack
     seconds     its time limit, at which the sandbox must end it
-    within      deadline of the answer in seconds, if less than `seconds`
+    within      deadline of the answer in seconds, if it is less than `seconds`
     ends        how it may end: exit, timeout, memory, killed (default: exit)
     run         `snippet` to run in the warm interpreter instead of a new one, `session` to run in a session
     host        what the host does next (see `agentrl.sandbox.attacks.host_steps`)
     network     `allowed` or `gateway` for an allow-list with one server of the host, at `allowed_port` or `gateway_port`
     needs       what the promise requires: `control groups`, `two users`, `cell` (the backend), or a machine such as x86_64
 
-It prints a line that starts with `ESCAPED:` and what it achieved, or with `held:` and what it saw instead.
+The program prints a line that starts with `ESCAPED:` and what it achieved, or with `held:` and what it saw instead.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _NETWORKS = ("", "allowed", "gateway")
 _KEYS = {"kind", "seconds", "within", "ends", "run", "host", "network", "needs"}
 _SNAPSHOT_TRICKS = ("empty_chunks", "endless_chunks")
 ATTACK_SPEC = SandboxSpec(image="sandboxes/tables", memory_mb=192, processes=48, disk_mb=24, open_files=128)
-"""Small, so that an uncontained bomb hits these limits first."""
+"""Small limits, so that an uncontained bomb reaches them first."""
 STEPS = {
     name.removeprefix("_step_"): function
     for module in (host_steps, file_steps)
@@ -58,7 +58,7 @@ STEPS = {
 }
 """Functions of the host's steps, by name."""
 BUSY_S = 10.0
-"""Additional time for an attack that a busy machine cut off."""
+"""Additional time for an attack that ran out of time on a busy machine."""
 _OPEN_S = 30.0
 _OPEN_HOSTILE_S = 10.0
 _LATE_S = 6.0
@@ -86,7 +86,7 @@ class Attack:
 
 
 def load_attacks() -> list[Attack]:
-    """Every attack, by class."""
+    """Returns every attack, sorted by class."""
     archives = "Archives with `..`, absolute names, links to write through, devices and false sizes, restored as a snapshot."
     attacks = [*(program_attack(path) for path in sorted(PROGRAMS.glob("*.py"))), *map(_trick, hostile_server.TRICKS)]
     attacks.append(Attack(name="hostile_archives", kind="files", description=archives, host="hostile_archives", seconds=30.0, within=30.0))
@@ -96,7 +96,7 @@ def load_attacks() -> list[Attack]:
 
 
 def program_attack(path: Path) -> Attack:
-    """The attack in a program's file. Raises `ValueError` with the file and the key if its docstring is invalid."""
+    """Returns the attack in a program's file. Raises `ValueError` with the file and the key if its docstring is invalid."""
     text = path.read_text(encoding="utf-8")
     description, _, rest = (ast.get_docstring(ast.parse(text)) or "").partition("\n\n")
     keys = dict(line.split(": ", 1) for line in rest.splitlines() if line.strip())
@@ -121,7 +121,7 @@ def _trick(name: str) -> Attack:
 
 
 def hostile_server_source(trick: str) -> str:
-    """The source of an exec server that plays `trick`."""
+    """Returns the source of an exec server that plays `trick`."""
     return HOSTILE_SERVER.read_text(encoding="utf-8").replace('TRICK = ""', f"TRICK = {trick!r}", 1)
 
 
@@ -145,7 +145,7 @@ async def run_attacks(
 ) -> list[AttackResult]:
     """Runs the attacks whose name contains `only`: programs one after the other, hostile servers a few at a time.
 
-    Raises `SandboxError` or `UserError` if the backend cannot open a sandbox at all.
+    Raises `SandboxError` or `UserError` if the backend cannot open any sandbox.
     """
     chosen = [item for item in load_attacks() if only in item.name]
     neighbour = await backend.open(spec)
@@ -168,7 +168,7 @@ class _Suite:
         self._next: ChannelSandbox | None = None  # opened after the last attack, used by the next one
 
     async def run(self, chosen: list[Attack]) -> list[AttackResult]:
-        """Runs programs one after the other, and meanwhile the slow servers; then the other servers."""
+        """Runs programs one after the other, with the slow servers at the same time. Then runs the other servers."""
         slots = asyncio.Semaphore(_AT_ONCE)
 
         async def run_server(item: Attack) -> AttackResult:
@@ -246,7 +246,7 @@ class _Suite:
         return evidence
 
     async def _take(self, item: Attack) -> ChannelSandbox:
-        """The sandbox opened after the last attack, or one with the attack's allow-list."""
+        """Returns the sandbox that was opened after the last attack, or a new one with the attack's allow-list."""
         ready, self._next = self._next, None
         if not item.network:
             return ready or await self._backend.open(self._arena.spec, timeout_s=_OPEN_S)
@@ -278,7 +278,7 @@ class _Suite:
         return evidence
 
     async def _open_next(self) -> None:
-        """Opens the next sandbox, which must have no trace of the last one."""
+        """Opens the next sandbox, which must not contain a trace of the last one."""
         code = (
             "import os\n"
             f"mark = {self._arena.mark!r}\n"
@@ -300,7 +300,7 @@ class _Suite:
 
 
 async def _in_time(item: Attack, play: Callable[[Attack], Awaitable[str]]) -> str:
-    """The evidence of an attack. It runs again with `BUSY_S` more if its time ended too early."""
+    """Returns the evidence of an attack. Runs it again with `BUSY_S` more time if its time ended too early."""
     try:
         async with asyncio.timeout(item.seconds + _HANG_S):
             return await play(item)
@@ -362,7 +362,7 @@ async def _close(sandbox: ChannelSandbox) -> None:
 
 
 def _missing(item: Attack, backend: ChannelBackend) -> str:
-    """Why the promise that an attack tests does not apply here; empty if it does."""
+    """Returns why the promise that an attack tests does not apply here; empty if it applies."""
     if item.needs in ("control groups", "two users") and backend.name == "bubblewrap" and os.geteuid() != 0:
         return f"needs {item.needs}, which bubblewrap has only when run by root"
     if item.needs == "cell" and backend.name != item.needs:

@@ -1,4 +1,4 @@
-"""Cells: sandboxes of another machine or pod. A cell opens bubblewrap sandboxes and connects each to the driver that requested it.
+"""Cells: sandboxes on a different machine or pod. A cell opens bubblewrap sandboxes and connects each to the driver that requested it.
 
 `server` runs in the cell, `backend` in drivers and workers, and `wire` is what they exchange. `claims` gets cells from Kubernetes when
 they are needed.

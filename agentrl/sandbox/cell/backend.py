@@ -1,4 +1,4 @@
-"""The backend of drivers and workers whose sandboxes are in cells, and the driver's end of their allow-lists."""
+"""The backend for drivers and workers whose sandboxes are in cells, and the driver's end of the allow-lists."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from agentrl.sandbox.channel_sandbox import ChannelSandbox
 log = logging.getLogger(__name__)
 
 REACH_S = 20.0
-"""Seconds in which `prepare` or an opening must reach any cell."""
+"""Seconds within which `prepare` or an opening must reach any cell."""
 CONNECT_S = 3.0
 GREETING_S = 12.0
-"""How long a cell may take to send its nonce: it first drops connections without the key, which have 10 s."""
+"""How long a cell may take to send its nonce. It first drops connections that have not shown the key within 10 s."""
 PREPARE_S = 100.0
 RELIEVE_S = 10.0
 AVOID_S, MOST_AVOID_S = 5.0, 160.0
-"""How long a cell that failed gets sandboxes only if all others have failed or are full. Doubles with each failure in a row."""
+"""How long a failed cell gets sandboxes only if all other cells failed or are full. Doubles with each failure in a row."""
 FULL_S = 1.0
 _RETRY_S = 0.25
 _RESOLVE_S = 5.0
 _STREAM_BYTES = 1 << 20
-_MAX_FAILURES = 5  # of a sandbox's tunnels in a row
+_MAX_FAILURES = 5  # maximum number of a sandbox's tunnels that fail in a row
 
 Request = Callable[[Mapping[str, Any]], Awaitable[tuple[socket.socket, dict[str, Any]]]]
 
@@ -48,21 +48,21 @@ class CellState:
     """State of a cell in a driver."""
 
     address: tuple[str, int]
-    open: int = 0  # sandboxes of this driver
+    open: int = 0  # open sandboxes of this driver
     avoided_until: float = 0.0
-    failures: int = 0  # in a row: no answer, or an opening that was cancelled while it waited for one
+    failures: int = 0  # in a row: no answer, or an opening that was cancelled while it waited for an answer
 
 
 class CellBackend(ChannelBackend):
     """Opens sandboxes in the cells at `addresses` (`HOST:PORT`; a name may have several). See `SandboxBackend` and `ChannelBackend`.
 
-    Each sandbox opens in the cell with the fewest of this driver. If a cell dies, its sandboxes raise `SandboxError`, and later ones open
-    elsewhere.
+    Each sandbox opens in the cell with the fewest sandboxes of this driver. If a cell dies, its sandboxes raise `SandboxError`, and later
+    sandboxes open in other cells.
     """
 
     name = "cell"
     reach_s = REACH_S
-    most_warm = 1  # in a pool: sandboxes that wait take room from other drivers
+    most_warm = 1  # in a pool, because sandboxes that wait take slots from other drivers
 
     def __init__(
         self, *, run_label: str, root: Path, addresses: Sequence[str], key: str, progress: images.Progress = images.no_progress
@@ -77,7 +77,7 @@ class CellBackend(ChannelBackend):
         self._problem = "no address"
 
     async def prepare(self, spec: SandboxSpec) -> None:
-        """Checks that a cell answers and has the image. Raises `SandboxUnavailable` if none does within 20 s, or a cell refuses."""
+        """Checks that a cell answers and has the image. Raises `SandboxUnavailable` if no cell answers within 20 s, or a cell refuses."""
         if spec.runtime:
             raise SandboxUnavailable(f"sandbox runtime {spec.runtime!r} needs Docker", fix="leave runtime empty")
         async with self._preparing[spec.image]:
@@ -121,7 +121,7 @@ class CellBackend(ChannelBackend):
         return await self._greeted(start, streams, relieve, end)
 
     def ways(self) -> dict[str, Any]:
-        """Returns the cells' addresses, and their key, for which an attack looks."""
+        """Returns the cells' addresses and their key. An attack searches for the key."""
         return {"cells": [_show(address) for address in self._cells], "cell_key_backwards": self._key.decode()[::-1]}
 
     def _leave(self, cell: CellState) -> None:
@@ -144,9 +144,9 @@ class CellBackend(ChannelBackend):
     async def _ask_cells(
         self, message: Mapping[str, Any], body: bytes = b"", *, timeout_s: float
     ) -> tuple[CellState, socket.socket, dict[str, Any]]:
-        """Sends a request to one cell after the other, until one agrees. Waits while all are full; the caller sets the deadline.
+        """Sends a request to one cell after the other until one accepts it. Waits while all are full; the caller sets the deadline.
 
-        Raises `SandboxError` if a cell refuses, or none answers in `reach_s`.
+        Raises `SandboxError` if a cell refuses, or no cell answers within `reach_s`.
         """
         loop = asyncio.get_running_loop()
         answered_at = loop.time()
@@ -158,7 +158,7 @@ class CellBackend(ChannelBackend):
                 except (OSError, SandboxError) as error:
                     self._avoid_silent(cell, one_line_error(error))
                     continue
-                except asyncio.CancelledError:  # by the deadline of the opening
+                except asyncio.CancelledError:  # the opening's deadline passed
                     self._avoid_silent(cell, "it did not answer in time")
                     raise
                 cell.failures = 0
@@ -185,12 +185,12 @@ class CellBackend(ChannelBackend):
         cell.avoided_until = asyncio.get_running_loop().time() + seconds
 
     def _avoid_silent(self, cell: CellState, problem: str) -> None:
-        """Avoids a cell that did not answer, longer each time: it has the fewest sandboxes, so each opening would try it first."""
+        """Avoids a cell that did not answer, longer each time. It has the fewest sandboxes, so each opening would try it first."""
         cell.failures += 1
         self._avoid(cell, problem, min(AVOID_S * 2 ** min(cell.failures - 1, 10), MOST_AVOID_S))
 
     async def _resolve(self) -> None:
-        """Looks the names up again every few seconds. Removes unlisted cells. A name without an address is recorded as the problem."""
+        """Looks the names up again every few seconds. Removes unlisted cells. If a name has no address, records that as the problem."""
         loop = asyncio.get_running_loop()
         if loop.time() < self._resolved_at + _RESOLVE_S:
             return
@@ -208,7 +208,7 @@ class CellBackend(ChannelBackend):
     async def _request(
         self, address: tuple[str, int], message: Mapping[str, Any], body: bytes = b""
     ) -> tuple[socket.socket, dict[str, Any]]:
-        """Connects to a cell and returns connection and reply. Raises `SandboxError` or `OSError`. The caller sets the deadline."""
+        """Connects to a cell. Returns the connection and the reply. Raises `SandboxError` or `OSError`. The caller sets the deadline."""
         sock = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
         try:
             wire.prepare_socket(sock)
@@ -223,7 +223,7 @@ class CellBackend(ChannelBackend):
 
 
 class TunnelListener:
-    """The driver's end of a sandbox with an allow-list: a connection to the cell waits for a program's, and the proxy serves it.
+    """The driver's end of a sandbox with an allow-list. A connection to the cell waits for a program's connection, and the proxy serves it.
 
     So the same rules apply as to sandboxes on this machine, and `127.0.0.1` in an allow-list is this machine.
     """
@@ -248,7 +248,7 @@ class TunnelListener:
         self._proxy.log_refusals()
 
     def discard(self) -> None:
-        """Does nothing: before `receive` there is no connection."""
+        """Does nothing, because there is no connection before `receive`."""
 
     def _spawn(self, work: Any) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=f"egress {self._name}")
@@ -282,7 +282,7 @@ def _show(address: tuple[str, int]) -> str:
 
 
 def open_cells(*, root: Path, run_label: str, addresses: Sequence[str] = (), key: str = "") -> CellBackend:
-    """Returns the backend of the recipe's option `sandbox.backend=cell`. Raises `UserError` if its options are missing."""
+    """Returns the backend for the recipe's option `sandbox.backend=cell`. Raises `UserError` if its options are missing."""
     if not addresses or not key:
         fix = 'write Part("cell", options={"addresses": ["HOST:7423"], "key": "env:AGENTRL_CELL_KEY"})'
         raise UserError("sandbox.backend=cell needs its options addresses and key", fix=fix)

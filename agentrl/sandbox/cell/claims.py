@@ -1,9 +1,9 @@
-"""Cells from `kubernetes-sigs/agent-sandbox`: each is the pod of a `SandboxClaim` on a warm pool, created when it is needed.
+"""Cells from `kubernetes-sigs/agent-sandbox`. Each cell is the pod of a `SandboxClaim` on a warm pool, created when it is needed.
 
 The pool's template runs `agentrl sandbox serve` (`agentrl cluster manifest --cells` writes both). So sandboxes open as quickly as in
-other cells, programs run behind the template's runtime class, such as gVisor, and the controller of agent-sandbox replaces what fails.
+other cells, programs run under the template's runtime class, such as gVisor, and the controller of agent-sandbox replaces failed pods.
 
-Claims are leased: each expires `LEASE_S` after this driver last renewed it, so that a dead driver leaves nothing.
+Claims are leased: each expires `LEASE_S` after this driver last renewed it, so a driver that dies leaves no claims behind.
 Source of the fields: extensions.agents.x-k8s.io/v1beta1 of agent-sandbox 0.5.6.
 """
 
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 API_VERSION = "extensions.agents.x-k8s.io/v1beta1"
 LEASE_S, RENEW_S = 600.0, 60.0
 READY_S = 110.0
-"""Seconds in which a claim must have a ready pod."""
+"""Seconds within which a claim must have a ready pod."""
 REQUEST_S = 10.0
 POLL_S = 0.5
 PAUSE_S = 5.0
@@ -49,7 +49,7 @@ _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?")
 
 
 class KubernetesApi:
-    """Calls of the Kubernetes API. Without arguments, those of a pod, which has the address and the account's token and authority."""
+    """Calls the Kubernetes API. The defaults are for a pod, which has the API's address and the account's token and authority."""
 
     def __init__(self, url: str = "", *, token: str = "", authority: str = "") -> None:
         host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
@@ -67,11 +67,11 @@ class KubernetesApi:
                     f"the certificate authority of the Kubernetes API cannot be read: {error}", fix="give its file as the option authority"
                 ) from None
         address = url or f"https://{f'[{host}]' if ':' in host else host}:{port}"
-        self._date: tuple[datetime, float] | None = None  # of the newest reply: the API's time, and the monotonic time here
+        self._date: tuple[datetime, float] | None = None  # of the newest reply: the API's time, and the local monotonic time
         self._client = httpx.AsyncClient(base_url=address, verify=verify, timeout=REQUEST_S, follow_redirects=False)
 
     async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-        """Returns the object in the reply; None if there is none of that name. Raises `SandboxError`."""
+        """Returns the object in the reply; None if there is no object of that name. Raises `SandboxError`."""
         try:
             kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
             headers = {"Content-Type": kind, "Authorization": f"Bearer {self._token or (_ACCOUNT / 'token').read_text().strip()}"}
@@ -94,7 +94,7 @@ class KubernetesApi:
             raise SandboxError(f"the Kubernetes API: {method} {path}: {one_line_error(error)}") from None
 
     def now(self) -> datetime:
-        """Returns the time by the clock of the API, so that leases hold whatever the clock here does; before a reply, the time here."""
+        """Returns the time of the API's clock, so that leases do not depend on the local clock. Before the first reply: the local time."""
         if self._date is None:
             return datetime.now(UTC)
         return self._date[0] + timedelta(seconds=time.monotonic() - self._date[1])
@@ -116,7 +116,7 @@ class _Claim:
 
 
 class ClaimBackend(CellBackend):
-    """Opens sandboxes in cells that it claims from the warm pool `pool`: at most `slots` in each, and `cells` cells."""
+    """Opens sandboxes in cells that it claims from the warm pool `pool`: at most `cells` cells with `slots` sandboxes each."""
 
     name = "agent-sandbox"
     reach_s = READY_S + PAUSE_S
@@ -153,7 +153,7 @@ class ClaimBackend(CellBackend):
         return sorted(usable, key=lambda cell: cell.open)
 
     async def _claim(self) -> None:
-        """Creates a claim and waits for its pod. A failure is reported by the openings that wait for it."""
+        """Creates a claim and waits for its pod. Openings that wait for the claim report a failure."""
         name, loop = f"agentrl-{secrets.token_hex(8)}", asyncio.get_running_loop()
         try:
             await self._api.call("GET", f"{self._path}/{name}")  # does not exist; the reply has the API's time, for the lease
@@ -189,7 +189,7 @@ class ClaimBackend(CellBackend):
             self._claiming = None
 
     async def _renew(self, claim: _Claim) -> None:
-        """Extends the lease until the claim is dropped, or its pod is lost."""
+        """Extends the lease until the claim is dropped or its pod is lost."""
         failures = 0
         while claim in self._claims and failures < LEASE_S / RENEW_S:
             await asyncio.sleep(RENEW_S)
@@ -213,11 +213,11 @@ class ClaimBackend(CellBackend):
     async def _delete(self, name: str) -> None:
         try:
             await self._api.call("DELETE", f"{self._path}/{name}")
-        except SandboxError as error:  # its lease ends
+        except SandboxError as error:  # the claim ends with its lease
             log.warning("claim %s expires in %.0f s: %s", name, LEASE_S, error)
 
     def _leave(self, cell: CellState) -> None:
-        """Drops all claims without sandboxes but one."""
+        """Drops all claims without sandboxes, except one."""
         super()._leave(cell)
         idle = [claim for claim in self._claims if claim.cell.open == 0]
         for claim in idle[1:]:
@@ -254,7 +254,7 @@ def _conditions(claim: Mapping[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _address(claim: Mapping[str, Any] | None) -> str:
-    """Returns the address of a claim's pod; empty if it has none that is ready."""
+    """Returns the address of a claim's pod; empty if the claim has no ready pod."""
     if claim is None or not any(one.get("status") == "True" for one in _conditions(claim)):
         return ""
     try:
@@ -280,7 +280,7 @@ def open_claims(
     token: str = "",
     authority: str = "",
 ) -> ClaimBackend:
-    """Returns the backend of the recipe's option `sandbox.backend=agent-sandbox`. Raises `UserError` for invalid options."""
+    """Returns the backend for the recipe's option `sandbox.backend=agent-sandbox`. Raises `UserError` for invalid options."""
     if not pool or not key:
         fix = 'write Part("agent-sandbox", options={"pool": "NAME", "key": "env:AGENTRL_CELL_KEY"})'
         raise UserError("sandbox.backend=agent-sandbox needs its options pool and key", fix=fix)

@@ -1,10 +1,10 @@
-"""The cell: a process in a container or pod that opens bubblewrap sandboxes for drivers elsewhere.
+"""The cell: a process in a container or pod that opens bubblewrap sandboxes for drivers on other machines.
 
-Each sandbox has one connection of its driver, over which the cell passes the bytes of its exec server on, unread. The sandbox ends with the
+Each sandbox has one connection to its driver, over which the cell forwards the bytes of the exec server unread. The sandbox ends with the
 connection: when the driver closes it, dies, or its machine is silent for 30 s. Drivers do not see each other's sandboxes: only the driver
-that opened one gets the token that other requests about it need.
+that opened a sandbox gets the token that other requests about it need.
 
-A cell reaches no network on behalf of a program. A program's connection to its proxy is joined to a waiting one of the driver.
+A cell does not access a network for a program. It joins a program's connection to the proxy with a waiting connection of the driver.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ log = logging.getLogger(__name__)
 MAX_SANDBOXES = 64
 HANDSHAKE_S = 10.0
 OWN_MEMORY_MB = 256
-"""Memory of the cell's process, which sandboxes do not get."""
-_MAX_STRANGERS = 64  # connections that have not shown the key yet
+"""Memory reserved for the cell's process, which sandboxes do not get."""
+_MAX_STRANGERS = 64  # maximum number of connections that have not shown the key yet
 _BACKLOG = 1024
-_MAX_TUNNELS = 4  # of one sandbox, waiting for a program
+_MAX_TUNNELS = 4  # maximum number of one sandbox's tunnels that wait for a program
 _TUNNEL_S = 15.0
 _BUFFER_BYTES = 1 << 18
 _PIECE = 1 << 16
@@ -51,7 +51,7 @@ _MEBIBYTE = 1 << 20
 
 @dataclass(slots=True)
 class _Tunnel:
-    """A connection of a driver that waits for one of a program."""
+    """A driver's connection that waits for a program's connection."""
 
     sock: socket.socket
     proof: bytes
@@ -80,13 +80,13 @@ class _Tunnels:
                 tunnel.ended.set()
 
     def add(self, tunnel: _Tunnel) -> None:
-        """Lets a tunnel wait. If too many wait, the oldest ends: its driver offers one at a time, so it has lost that connection."""
+        """Adds a waiting tunnel. If too many wait, ends the oldest: a driver offers one at a time, so it must have lost the oldest one."""
         if self.waiting.full():
             self.waiting.get_nowait().ended.set()
         self.waiting.put_nowait(tunnel)
 
     async def _take(self) -> _Tunnel:
-        """Returns the next tunnel whose driver is still connected, after the reply to it."""
+        """Returns the next tunnel whose driver is still connected, after replying to it."""
         while True:
             tunnel = await self.waiting.get()
             try:
@@ -101,16 +101,16 @@ class _Tunnels:
                 raise
 
     def log_refusals(self) -> None:
-        """The driver's proxy does."""
+        """Does nothing, because the driver's proxy logs them."""
 
     def close(self) -> None:
-        """Ends the tunnels that still wait."""
+        """Ends the waiting tunnels."""
         while not self.waiting.empty():
             self.waiting.get_nowait().ended.set()
 
 
 def _has_ended(sock: socket.socket) -> bool:
-    """Whether the other end of a connection, which must not have sent anything, has closed it. Raises `OSError` if it was lost."""
+    """Whether the other end, which must not have sent anything, closed a connection. Raises `OSError` if the connection was lost."""
     try:
         return not sock.recv(1, socket.MSG_PEEK)
     except BlockingIOError:
@@ -125,7 +125,7 @@ async def _copy(source: socket.socket, target: socket.socket) -> None:
 
 
 class _Sandboxes(BubblewrapBackend):
-    """bubblewrap sandboxes of images in the cache, which a spec names by their keys."""
+    """bubblewrap sandboxes of images in the cache. A spec names an image by its key."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -151,7 +151,7 @@ class _Running:
 
 
 class Cell(ClosesOnce):
-    """Opens sandboxes for the drivers that have `key`, at most `sandboxes` at a time, and while `memory_mb` suffice for their limits.
+    """Opens sandboxes for drivers that have `key`: at most `sandboxes` at a time, and only while `memory_mb` is enough for their limits.
 
     `replaceable`: drivers may send a replacement of the exec server, as the attack suite does. It starts with the rights that the exec
     server needs to isolate itself, so such a driver controls the cell, and with it the sandboxes of all other drivers.
@@ -184,7 +184,7 @@ class Cell(ClosesOnce):
         return int(self._listener.getsockname()[1])
 
     async def _close(self) -> None:
-        """Ends every connection, and so every sandbox."""
+        """Ends every connection and with it every sandbox."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -210,7 +210,7 @@ class Cell(ClosesOnce):
             self._spawn(self._serve(sock))
 
     async def _serve(self, sock: socket.socket) -> None:
-        """Serves one connection, and closes it."""
+        """Serves a connection and closes it."""
         with sock:
             try:
                 try:
@@ -255,7 +255,7 @@ class Cell(ClosesOnce):
         return {"ok": True}
 
     async def _open(self, sock: socket.socket, request: wire.OpenRequest, proof: bytes) -> None:
-        """Opens a sandbox for a connection, and passes bytes on until one of the two ends. Returns when nothing of the sandbox is left."""
+        """Opens a sandbox for a connection, and forwards bytes until one of the two ends. Returns when nothing of the sandbox is left."""
         async with asyncio.timeout(HANDSHAKE_S):
             program = await wire.receive_exactly(sock, request.program_bytes)
         if program and not self._replaceable:
@@ -322,7 +322,7 @@ async def _pass_on(sock: socket.socket, reader: asyncio.StreamReader, writer: as
 
 @contextlib.contextmanager
 def _as_file(program: bytes) -> Iterator[Path]:
-    """Writes a replacement of the exec server to a file for the block."""
+    """Writes a replacement of the exec server to a file that exists for the block."""
     with tempfile.TemporaryDirectory(prefix="agentrl-cell-") as folder:
         path = Path(folder, "exec_server.py")
         path.write_bytes(program)
@@ -335,12 +335,12 @@ def _open_control_groups() -> None:
     """Remounts the control groups of a container as writable, so that root can limit each sandbox."""
     groups = Groups(str(limits.CGROUPS))
     if os.geteuid() == 0 and not os.access(groups.folder("memory"), os.W_OK):
-        with contextlib.suppress(OSError):  # a container without the right: limits are per process
+        with contextlib.suppress(OSError):  # if the container has no right to do this, limits are per process
             groups.open_up()
 
 
 def run_cell(key: str, listen: str, *, sandboxes: int = MAX_SANDBOXES, memory_mb: int = 0) -> None:
-    """Runs `serve_cell`. In process 1 of a container it does so in a child, and collects what sandboxes leave as process 1 must."""
+    """Runs `serve_cell`. If this is process 1 of a container, runs it in a child and collects the orphans of sandboxes."""
     child = os.fork() if os.getpid() == 1 else 0
     if not child:
         asyncio.run(serve_cell(key, listen, sandboxes=sandboxes, memory_mb=memory_mb))

@@ -1,10 +1,10 @@
-"""Messages of driver and cell before a connection carries the bytes of one exec server.
+"""Messages between driver and cell, before a connection carries the bytes of one exec server.
 
     cell    -> driver   32 random bytes
     driver  -> cell     32 random bytes, HMAC-SHA256 under the key of "driver" and both, and a request
     cell    -> driver   HMAC of "cell" and both, and a reply
 
-Each side proves that it has the key, and neither sends it. Requests and replies are JSON objects of at most 64 KiB behind their length.
+Each side proves that it has the key, and neither sends it. Requests and replies are JSON objects of at most 64 KiB after their length.
 The connection is not encrypted: use a private network.
 """
 
@@ -30,9 +30,9 @@ PORT = 7423
 NONCE_BYTES = PROOF_BYTES = 32
 MAX_MESSAGE = 64 << 10
 MAX_PROGRAM = 1 << 20
-"""Largest replacement of the exec server, which only the attack suite sends."""
+"""Maximum size of a replacement of the exec server. Only the attack suite sends one."""
 SHORTEST_KEY = 16
-"""Characters of a key."""
+"""Minimum number of characters of a key."""
 LONGEST_OPEN_S = 120.0
 _LENGTH = struct.Struct("!I")
 _SILENCE_S = 30
@@ -42,15 +42,15 @@ Message = Mapping[str, Any]
 
 
 class CellProtocolError(SandboxError):
-    """The other end does not have the key, or does not speak this protocol."""
+    """The other end does not have the key or does not use this protocol."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRequest(Record):
-    """A sandbox that a driver wants."""
+    """A driver's request for a sandbox."""
 
     code: str  # `code_version` of the driver
-    spec: SandboxSpec  # its image is the key of a stored image
+    spec: SandboxSpec  # `image` is the key of a stored image
     timeout_s: float = 60.0
     program_bytes: int = 0  # of a replacement of the exec server, which follows
 
@@ -80,7 +80,7 @@ def code_version() -> str:
 
 
 def prepare_socket(sock: socket.socket) -> None:
-    """Sets socket options: the kernel ends the connection if the other machine is lost, and sends small messages without delay."""
+    """Sets socket options, so that the kernel ends the connection if the other machine is lost and sends small messages without delay."""
     sock.setblocking(False)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
@@ -94,7 +94,7 @@ def prepare_socket(sock: socket.socket) -> None:
 
 
 async def receive_exactly(sock: socket.socket, size: int) -> bytes:
-    """Returns the next `size` bytes, and reads no more. Raises `CellProtocolError` if the connection ends before."""
+    """Returns the next `size` bytes and reads no more. Raises `CellProtocolError` if the connection ends earlier."""
     data = b""
     while len(data) < size:
         piece = await asyncio.get_running_loop().sock_recv(sock, size - len(data))
@@ -127,7 +127,7 @@ def packed(message: Message) -> bytes:
 
 
 async def admit(sock: socket.socket, key: bytes) -> tuple[dict[str, Any], bytes]:
-    """Cell: returns the request of a driver that has the key, and the proof for the reply. Raises `CellProtocolError`."""
+    """Returns, in the cell, the request of a driver that has the key, and the proof for the reply. Raises `CellProtocolError`."""
     own = secrets.token_bytes(NONCE_BYTES)
     await asyncio.get_running_loop().sock_sendall(sock, own)
     other = await receive_exactly(sock, NONCE_BYTES)
@@ -138,14 +138,14 @@ async def admit(sock: socket.socket, key: bytes) -> tuple[dict[str, Any], bytes]
 
 
 async def greeting(sock: socket.socket) -> bytes:
-    """Driver: returns the random bytes of the cell. They arrive at once, whatever the request; the caller sets the deadline."""
+    """Returns, in the driver, the random bytes of the cell. They arrive before any request is sent. The caller sets the deadline."""
     return await receive_exactly(sock, NONCE_BYTES)
 
 
 async def request(sock: socket.socket, key: bytes, other: bytes, message: Message, body: bytes = b"") -> dict[str, Any]:
-    """Driver: sends a request after the cell's greeting `other`, and returns the reply.
+    """Sends, from the driver, a request after the cell's greeting `other`, and returns the reply.
 
-    Raises `CellProtocolError`, also if the cell lacks the key.
+    Raises `CellProtocolError`, for example if the cell does not have the key.
     """
     own = secrets.token_bytes(NONCE_BYTES)
     await asyncio.get_running_loop().sock_sendall(sock, own + _proof(key, b"driver", other, own) + packed(message) + body)

@@ -1,6 +1,6 @@
-"""Conformance checks for sandbox backends, shipped with the product for any machine and any user-supplied backend.
+"""Conformance checks for sandbox backends. They are shipped with the product, for any machine and any user-supplied backend.
 
-Each check opens what it needs through the public protocol, and acts as a hostile program would. `check_conformance` runs all of them.
+Each check opens what it needs through the public protocol, and acts like a hostile program. `check_conformance` runs all of them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ CHECKS = {
     for name, function in vars(module).items()
     if name.startswith("check_")
 }
-"""Name -> function of every check. Each gets what it works on, and a new sandbox."""
+"""Name -> function of every check. A check gets the backend under test and a new sandbox."""
 _CHECK_S = 120.0
 
 
 async def check_conformance(backend: SandboxBackend, spec: SandboxSpec, *, only: str = "") -> list[ConformanceResult]:
-    """Runs the checks whose name contains `only`, one after the other. A check fails if it raises or takes too long."""
+    """Runs the checks whose name contains `only`, one after the other. A check fails if it raises an exception or takes too long."""
     await backend.prepare(spec)
     bench = BackendUnderTest(backend, spec)
     results = []

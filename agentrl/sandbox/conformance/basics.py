@@ -1,4 +1,4 @@
-"""Programs, limits, shares of the host's resources, isolation, files, snapshots, pausing, closing."""
+"""Checks of programs, limits, shares of the host's resources, isolation, files, snapshots, pausing and closing."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def direct(*address):
 
 
 async def check_exec_result(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Output, errors, exit codes, standard input, environment and working directory of a program."""
+    """Checks output, errors, exit codes, standard input, environment and working directory of a program."""
     script = "cat; echo err >&2; pwd; echo $WORD; exit 3"
     result = await sandbox.exec(["sh", "-c", script], stdin=b"in\n", env={"WORD": "w"}, timeout_s=10)
     expect((result.exit_code, result.stdout, result.stderr) == (3, "in\n/home/agent\nw\n", "err\n") and not result.ok, result)
@@ -65,7 +65,7 @@ async def check_exec_result(bench: BackendUnderTest, sandbox: Sandbox) -> None:
 
 
 async def check_python_like_the_interpreter(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """`python(code)` behaves like `python3 -I -c code`, and each call starts fresh."""
+    """Checks that `python(code)` behaves like `python3 -I -c code`, and that each call starts fresh."""
     snippets = [
         "print('hello'); import sys; sys.stderr.write('e')",
         "1/0",
@@ -92,14 +92,14 @@ async def check_python_like_the_interpreter(bench: BackendUnderTest, sandbox: Sa
 
 
 async def check_output_is_cut(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Long output keeps its head and tail, and has a mark where it was cut."""
+    """Checks that long output keeps its head and tail, and has a mark where it was cut."""
     result = await run_python(sandbox, "print('head'); print('x' * 5_000_000); print('tail')", output_bytes=1000)
     expect(result.truncated and result.exit_code == 0 and len(result.stdout) < 1100, len(result.stdout))
     expect(result.stdout.startswith("head\n") and result.stdout.endswith("tail\n") and "bytes cut" in result.stdout, result.stdout)
 
 
 async def check_timeout_kills_the_tree(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """A timeout promptly ends children, and daemons in their own session."""
+    """Checks that a timeout promptly ends children, and daemons in separate process sessions."""
     daemons = """
 import os, time, signal
 for _ in range(3):
@@ -120,7 +120,7 @@ time.sleep(60)
 
 
 async def check_background_does_not_hold_up(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """A program ends even if it leaves a child that keeps its output open."""
+    """Checks that a call ends even if the program leaves a child that keeps its output open."""
     start = time.monotonic()
     result = await sandbox.exec(["sh", "-c", "sleep 30 & echo done"], timeout_s=20)
     expect(result.exit_code == 0 and result.stdout == "done\n" and time.monotonic() - start < 5.0, result)
@@ -130,7 +130,7 @@ async def check_background_does_not_hold_up(bench: BackendUnderTest, sandbox: Sa
 
 
 async def check_memory_bomb(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Exceeding the memory limit by far ends the program, not the sandbox."""
+    """Checks that far exceeding the memory limit ends the program, but not the sandbox."""
     size = 4 * bench.spec.memory_mb * MEBIBYTE
     result = await run_python(sandbox, f"b = bytearray(b'x') * {size}; print(len(b))", timeout_s=60)
     killed = result.exit_code is None and result.reason in ("memory", "killed")
@@ -139,7 +139,7 @@ async def check_memory_bomb(bench: BackendUnderTest, sandbox: Sandbox) -> None:
 
 
 async def check_fork_bomb(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """A fork bomb hits the process limit and ends with the timeout."""
+    """Checks that a fork bomb reaches the process limit and ends with the timeout."""
     bomb = "import os\nn = 0\nwhile True:\n    try:\n        if os.fork() == 0:\n            n = 0\n    except OSError:\n        pass\n"
     count = """
 import os, time
@@ -160,7 +160,7 @@ os.kill(-1, 9)
 
 
 async def check_disk_limit(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """The working directory has a limited size."""
+    """Checks that the working directory has a limited size."""
     fill = f"""
 import signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -176,7 +176,7 @@ except OSError as error: print(error.errno)
 
 
 async def check_open_files_limit(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """A program gets no more file descriptors than the limit."""
+    """Checks that a program gets no more file descriptors than the limit."""
     code = "import os\nn = 0\ntry:\n    while n < 100000:\n        os.dup(1); n += 1\nexcept OSError: pass\nprint(n)"
     result = await run_python(sandbox, code)
     expect(0 < int(result.stdout) <= bench.spec.open_files, result)
@@ -186,7 +186,7 @@ async def check_open_files_limit(bench: BackendUnderTest, sandbox: Sandbox) -> N
 
 
 async def check_cores(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Every way to count cores returns the number that the CPU time can fill."""
+    """Checks that every way to count cores returns the number that the CPU time can fill."""
     count = min(math.ceil(bench.spec.cpus), len(os.sched_getaffinity(0)))
     await expect_everywhere(sandbox, _COUNT_CORES, f"{count} {count} {count}")
     result = await sandbox.exec(["nproc"], timeout_s=10)
@@ -194,7 +194,7 @@ async def check_cores(bench: BackendUnderTest, sandbox: Sandbox) -> None:
 
 
 async def check_cpu_time(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """All programs together get the CPU time of the spec."""
+    """Checks that all programs together get the CPU time of the spec."""
     result = await run_python(sandbox, _SPIN)
     expect(result.exit_code == 0, result)
     spent, wall = map(float, result.stdout.split())
@@ -202,7 +202,7 @@ async def check_cpu_time(bench: BackendUnderTest, sandbox: Sandbox) -> None:
 
 
 async def check_allow_list(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """With an allow-list, a program reaches the destinations on it through the proxy variables, and nothing else."""
+    """Checks that the proxy variables lead a program to the destinations on the allow-list, and to nothing else."""
     async with _greeting() as port:
         tests = f"ask('http://127.0.0.1:{port}/'), ask('http://127.0.0.1:{port ^ 1}/'), ask('http://example.com/'), "
         tests += f"direct('127.0.0.1', {port}), direct('example.com', 80), direct('1.1.1.1', 53)"
@@ -218,7 +218,7 @@ async def check_allow_list(bench: BackendUnderTest, sandbox: Sandbox) -> None:
 
 @asynccontextmanager
 async def _greeting() -> AsyncIterator[int]:
-    """The port of a server on this machine's loopback that answers every request with `hello`."""
+    """Yields the port of a server on this machine's loopback that answers every request with `hello`."""
 
     async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
@@ -234,7 +234,7 @@ async def _greeting() -> AsyncIterator[int]:
 
 
 async def check_no_network(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """The only network interface is the sandbox's loopback, without anything of the host on it."""
+    """Checks that the only network interface is the sandbox's loopback, and that no server of the host listens on it."""
     code = """
 import socket
 print(open('/proc/net/route').readlines()[1:])
@@ -246,7 +246,7 @@ for address in (('10.0.0.1', 80), ('1.1.1.1', 53), ('169.254.169.254', 80), ('12
 
 
 async def check_unprivileged(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Programs are not root and have no capabilities, no way to gain any, no new namespaces, mounts or devices, and a call filter."""
+    """Checks that programs are not root, have a call filter, and cannot get capabilities, namespaces, mounts or devices."""
     code = """
 import os, ctypes
 status = dict(line.split(':', 1) for line in open('/proc/self/status'))
@@ -272,7 +272,7 @@ print(bad)
 
 
 async def check_read_only_root(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Only the working directory, /tmp and shared memory can be written."""
+    """Checks that programs can write only to the working directory, /tmp and shared memory."""
     code = """
 import os
 wrote = []
@@ -286,7 +286,7 @@ print(wrote)
 
 
 async def check_server_out_of_reach(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Programs cannot read, trace, signal or imitate the exec server, and inherit none of its descriptors."""
+    """Checks that programs cannot read, trace, signal or imitate the exec server, and inherit none of its descriptors."""
     code = """
 import os, signal, ctypes, stat
 bad = []
@@ -311,7 +311,7 @@ print(bad)
 
 
 async def check_nothing_shared(bench: BackendUnderTest, first: Sandbox) -> None:
-    """No sandbox sees what another writes, not even one that started with its files. Each has its own processes."""
+    """Checks that sandboxes see neither each other's new files, even if both started with the same files, nor each other's processes."""
     async with bench.sandbox() as second:
         write = "for path in ('/tmp/mark', '/home/agent/mark', '/dev/shm/mark'):\n    open(path, 'w').write('x')"
         expect((await run_python(first, write)).exit_code == 0, "cannot write")
@@ -328,7 +328,7 @@ print(marks, len([p for p in os.listdir('/proc') if p.isdigit()]))
 
 
 async def check_killed_sandbox_is_an_error(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Whatever a program does to its sandbox, the result is a typed error or none, and the next sandbox opens."""
+    """Checks that a program that attacks its sandbox causes at most a typed error, and that the next sandbox opens."""
     attack = "import os\nfor pid in [1, -1]:\n    try: os.kill(pid, 9)\n    except OSError: pass\n"
     try:
         await run_python(sandbox, attack, timeout_s=5)
@@ -343,7 +343,7 @@ async def check_killed_sandbox_is_an_error(bench: BackendUnderTest, sandbox: San
 
 
 async def check_files(bench: BackendUnderTest, _: Sandbox) -> None:
-    """Files are written and read unchanged. Missing, oversized and misplaced ones raise typed errors."""
+    """Checks that files are written and read unchanged, and that missing, oversized and misplaced files raise typed errors."""
     data = bytes(range(256)) * 4096
     async with bench.sandbox(files={"in/deep/data.bin": data, "note.txt": b"hi"}) as sandbox:
         expect(await sandbox.read("in/deep/data.bin", max_bytes=len(data)) == data, "other bytes")
@@ -357,7 +357,7 @@ async def check_files(bench: BackendUnderTest, _: Sandbox) -> None:
 
 
 async def check_arguments(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """An invalid argument raises a typed error, every possible file name is accepted, and the sandbox continues."""
+    """Checks that invalid arguments raise typed errors, every possible file name is accepted, and the sandbox continues."""
     for text in ("\ud800", "a\0b", ""):
         await expect_error(ValueError, sandbox.read(text, max_bytes=10))
         await expect_error(ValueError, sandbox.write(text, b""))
@@ -374,7 +374,7 @@ async def check_arguments(bench: BackendUnderTest, sandbox: Sandbox) -> None:
 
 
 async def check_links_are_not_followed(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """The host's reads and writes never follow a link: they fail, or replace it."""
+    """Checks that the host's reads and writes never follow a link: reads fail, and writes replace it."""
     plant = """
 import os
 os.symlink('/etc/passwd', 'link'); os.symlink('/etc', 'folder'); os.mkfifo('pipe'); os.mkdir('dir')
@@ -390,7 +390,7 @@ os.symlink('/tmp/target', 'out'); open('/tmp/target', 'w').write('kept')
 
 
 async def check_snapshot_round_trip(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """A snapshot opens as a sandbox with the same files, unreadable ones included. An oversized working directory is rejected."""
+    """Checks that a snapshot opens as a sandbox with the same files, even unreadable ones, and that an oversized one is rejected."""
     fill = """
 import os
 os.makedirs('a/b'); os.symlink('f', 'a/b/l'); os.mkfifo('pipe')
@@ -413,7 +413,7 @@ print(oct(os.stat('c').st_mode)); os.chmod('c', 0o700); print(oct(os.stat('c/d')
 
 
 async def check_pause_and_resume(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """A paused program makes no progress and its clock stops. It continues when resumed."""
+    """Checks that a paused program makes no progress, its clock stops, and it continues when resumed."""
     count = "import time\nfor i in range(15):\n    time.sleep(0.1)\n    print(time.monotonic(), flush=True)\n"
     running = asyncio.create_task(run_python(sandbox, count, timeout_s=4.0))
     await asyncio.sleep(0.5)
@@ -428,7 +428,7 @@ async def check_pause_and_resume(bench: BackendUnderTest, sandbox: Sandbox) -> N
 
 
 async def check_close_is_final(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Closing twice is allowed, and calls on a closed sandbox raise a typed error."""
+    """Checks that closing twice is allowed, and that calls on a closed sandbox raise a typed error."""
     await sandbox.close()
     await sandbox.close()
     await expect_error(SandboxError, run_python(sandbox, "print(1)"))

@@ -1,4 +1,4 @@
-"""What conformance checks use."""
+"""Types and helper functions of conformance checks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ConformanceResult:
 
     name: str
     ok: bool
-    detail: str  # what happened instead; empty when ok
+    detail: str  # what happened instead; empty if ok
     wall_s: float
 
 
@@ -30,14 +30,14 @@ class ConformanceError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class BackendUnderTest:
-    """The backend and the spec that a check works on."""
+    """The backend and the spec that a check tests."""
 
     backend: SandboxBackend
     spec: SandboxSpec
 
     @asynccontextmanager
     async def sandbox(self, *, files: Mapping[str, bytes] | None = None, snapshot: bytes | None = None) -> AsyncIterator[Sandbox]:
-        """A new sandbox for the block."""
+        """Yields a new sandbox, which is closed after the block."""
         sandbox = await self.backend.open(self.spec, files=files, snapshot=snapshot)
         try:
             yield sandbox
@@ -46,7 +46,7 @@ class BackendUnderTest:
 
 
 def expect(condition: bool, actual: object) -> None:
-    """Raises `ConformanceError` with what happened unless the condition is true."""
+    """Raises `ConformanceError` with `actual` if the condition is false."""
     if not condition:
         raise ConformanceError(str(actual)[:1000])
 

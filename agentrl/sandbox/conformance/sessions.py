@@ -1,4 +1,4 @@
-"""Sessions: interpreters that persist between calls."""
+"""Checks of sessions: interpreters that persist between calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def _answers(sandbox: Sandbox, code: str, wanted: str, *, name: str = "mai
 
 
 async def check_session_keeps_its_names(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Names, imports and threads of a session persist; other sessions, and calls without one, do not see them."""
+    """Checks that names, imports and threads of a session persist, and that other sessions and calls without a session do not see them."""
     await _answers(sandbox, "import json\nrows = [1, 2]\ndef total(): return sum(rows)", "")
     await _answers(sandbox, "rows.append(3)", "")
     await _answers(sandbox, "print(total(), json.dumps(rows), __name__)", "6 [1, 2, 3] __main__\n")
@@ -32,7 +32,7 @@ async def check_session_keeps_its_names(bench: BackendUnderTest, sandbox: Sandbo
 
 
 async def check_session_shows_last_values(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """As in an interactive interpreter, a final expression is printed unless it is None. An exception does not end the session."""
+    """Checks that a final expression is printed unless it is None, and that an exception does not end the session."""
     shows = {"6 * 7": "42\n", "x = 1": "", "None": "", "'a\\n'": "'a\\n'\n", "1\n2": "2\n", "_ + 1": "3\n", "": ""}
     for code, shown in shows.items():
         await _answers(sandbox, code, shown)
@@ -44,7 +44,7 @@ async def check_session_shows_last_values(bench: BackendUnderTest, sandbox: Sand
 
 
 async def check_session_output_is_each_calls_own(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Output is cut like a program's. What threads and children print between calls belongs to no call."""
+    """Checks that output is cut like a program's, and that calls do not return what threads and children print between calls."""
     noise = (
         "import os, threading, time\n"
         "def tick():\n"
@@ -66,14 +66,14 @@ async def check_session_output_is_each_calls_own(bench: BackendUnderTest, sandbo
     result = await _in_session(sandbox, "print('quiet', flush=True)")
     expect(result.exit_code == 0 and result.stdout.count("thread") < 10 and "child" not in result.stdout, result)
     await expect_output(sandbox, "print('alone')", "alone")
-    result = await _in_session(sandbox, "pid = os.fork()\nprint(pid > 0)")  # the child reaches the end of the code too
+    result = await _in_session(sandbox, "pid = os.fork()\nprint(pid > 0)")  # the child also reaches the end of the code
     expect(result.exit_code == 0 and "True\n" in result.stdout, result)
     result = await _in_session(sandbox, "print(pid > 0)")
     expect(result.exit_code == 0 and result.stdout.replace("thread\n", "") == "True\n", result)
 
 
 async def check_session_ends(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """An exit, a kill and a timeout end a session. The result reports that, and the next one reports a restart."""
+    """Checks that an exit, a kill and a timeout end a session. The result reports that, and the next result reports a restart."""
     for end, how, timeout_s in (
         ("import sys; sys.exit(3)", (3, ""), 20.0),
         ("raise SystemExit", (0, ""), 20.0),
@@ -86,14 +86,14 @@ async def check_session_ends(bench: BackendUnderTest, sandbox: Sandbox) -> None:
         expect((result.exit_code, result.reason, result.session_ended) == (*how, True), result)
         result = await _in_session(sandbox, "'kept' in globals()")
         expect((result.exit_code, result.stdout, result.restarted, result.session_ended) == (0, "False\n", True, False), result)
-    result = await sandbox.exec(["sleep", "60"], timeout_s=0.3)  # which ends every process of the sandbox
+    result = await sandbox.exec(["sleep", "60"], timeout_s=0.3)  # the timeout ends every process of the sandbox
     expect(result.reason == "timeout", result)
     result = await _in_session(sandbox, "1")
     expect(result.ok and result.restarted, result)
 
 
 async def check_session_memory(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """A session that takes too much memory ends, or gets an exception. The sandbox continues."""
+    """Checks that a session that takes too much memory ends or gets an exception, and that the sandbox continues."""
     result = await _in_session(sandbox, f"b = bytearray(b'x') * {4 * bench.spec.memory_mb << 20}", timeout_s=60)
     killed = result.exit_code is None and result.reason in ("memory", "killed") and result.session_ended
     expect(killed or (result.exit_code == 1 and "MemoryError" in result.stderr and not result.session_ended), result)
@@ -102,7 +102,7 @@ async def check_session_memory(bench: BackendUnderTest, sandbox: Sandbox) -> Non
 
 
 async def check_sessions_are_bounded(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """A sandbox has at most four sessions, and their names are plain."""
+    """Checks that a sandbox has at most four sessions, and that their names are plain."""
     for name in ("a b", "../x", "x" * 65, "\u00e9"):
         await expect_error(ValueError, _in_session(sandbox, "1", name=name))
     for number in range(4):
@@ -113,7 +113,7 @@ async def check_sessions_are_bounded(bench: BackendUnderTest, sandbox: Sandbox) 
 
 
 async def check_session_pauses(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """Calls in a session, and its threads between calls, stop while the sandbox is paused."""
+    """Checks that calls in a session, and its threads between calls, stop while the sandbox is paused."""
     count = "import threading, time\nticks = []\ndef tick():\n    while True: ticks.append(time.monotonic()); time.sleep(0.02)\n"
     await _answers(sandbox, count + "threading.Thread(target=tick, daemon=True).start()", "")
     running = asyncio.create_task(_in_session(sandbox, "time.sleep(1.0)", timeout_s=1.8))
@@ -128,7 +128,7 @@ async def check_session_pauses(bench: BackendUnderTest, sandbox: Sandbox) -> Non
 
 
 async def check_session_is_not_in_a_snapshot(bench: BackendUnderTest, sandbox: Sandbox) -> None:
-    """A snapshot contains only files. In a sandbox opened from it, a session starts fresh and reports that once."""
+    """Checks that a snapshot contains only files. In a sandbox opened from it, a session starts fresh and reports that once."""
     await _answers(sandbox, "x = 1; print(open('f', 'w').write('kept'))", "4\n")
     archive = await sandbox.snapshot()
     await _answers(sandbox, "x", "1\n")

@@ -1,11 +1,11 @@
-"""Network access of a sandbox with an allow-list (`SandboxSpec.network`): only through a proxy on the host.
+"""Network access of a sandbox with an allow-list (`SandboxSpec.network`), which goes only through a proxy on the host.
 
 The sandbox's network namespace stays empty: a loopback interface, no route, no name server. Before any program runs, the exec server
-opens a listener on that loopback and hands it to the host, which keeps the only copy. Programs connect to it, as the proxy variables in
-their environment say, and so reach the host's proxy. No part of the proxy runs in the sandbox, where it could be taken over, killed or
-stopped. A program that ignores the variables reaches nothing.
+opens a listener on that loopback and hands it to the host, which keeps the only copy. The proxy variables in their environment direct
+programs to this listener, and so to the host's proxy. No part of the proxy runs in the sandbox, where it could be taken over, killed or
+stopped. A program that ignores the variables cannot reach anything.
 
-`listener` receives the listener and accepts connections, `requests` parses, decides and connects, `proxy` forwards.
+`listener` receives the listener and accepts connections. `requests` parses requests, checks them and connects. `proxy` forwards data.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def server_options(spec: SandboxSpec) -> dict[str, Any]:
-    """Additional options of the exec server (see `limits.server_options`). Empty without an allow-list."""
+    """Returns the additional options of the exec server (see `limits.server_options`); empty if there is no allow-list."""
     if not spec.network:
         return {}
     variables = proxy_environment(parse_destinations(spec.network))
@@ -47,7 +47,7 @@ def server_options(spec: SandboxSpec) -> dict[str, Any]:
 
 
 def socket_mounts(folder: Path, spec: SandboxSpec) -> dict[str, Path]:
-    """Returns the path in the sandbox -> path on the host of the socket through which the exec server hands over its listener."""
+    """Returns path in the sandbox -> path on the host of the socket through which the exec server hands over its listener."""
     return {_LINK_INSIDE: folder / LINK} if spec.network else {}
 
 

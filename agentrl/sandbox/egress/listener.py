@@ -1,7 +1,7 @@
-"""The listener on a sandbox's loopback, which its exec server hands over before any program runs, and which the host serves.
+"""The listener on a sandbox's loopback. The exec server hands it over before any program runs, and the host serves it.
 
 The descriptor arrives over a socket in the sandbox's runtime folder. A listener stays in the network namespace in which it was created,
-so only this sandbox can connect to it. A thread accepts connections: the process that created a listener shares its flags, so a
+so only this sandbox can connect to it. A thread accepts connections, because the process that created a listener shares its flags: a
 compromised exec server could make `accept` block, which must never happen in an event loop.
 """
 
@@ -35,7 +35,7 @@ _MAX_DESCRIPTORS = 8
 
 
 class Server(Protocol):
-    """Serves the connections of one sandbox's programs: the proxy, or what leads to it."""
+    """Serves the connections of one sandbox's programs: the proxy, or a tunnel to it."""
 
     async def serve(self, link: socket.socket) -> None:
         """Serves a connection, and closes it."""
@@ -48,17 +48,17 @@ class Listener(Protocol):
     """The host's end of a sandbox with an allow-list."""
 
     async def receive(self) -> None:
-        """Starts to serve, after the exec server's greeting. Raises `SandboxError`."""
+        """Starts to serve. Call it after the exec server's greeting. Raises `SandboxError`."""
 
     async def close(self) -> None:
         """Ends every connection. Idempotent."""
 
     def discard(self) -> None:
-        """Removes what was created for a sandbox that has failed to start."""
+        """Removes what was created for a sandbox that failed to start."""
 
 
 class EgressListener:
-    """The host's end of a sandbox with an allow-list: it accepts the connections and passes them to `proxy`, or to another `server`.
+    """The host's end of a sandbox with an allow-list: it accepts connections and passes them to a `Proxy`, or to `server` if that is set.
 
     Create it before the sandbox starts, `receive` the listener after the exec server's greeting, and `close` it with the sandbox.
     """
@@ -108,7 +108,7 @@ class EgressListener:
         self.proxy.log_refusals()
 
     def discard(self) -> None:
-        """Removes the hand-over socket, because the listener has arrived or the sandbox has failed to start."""
+        """Removes the hand-over socket. Called when the listener has arrived or the sandbox failed to start."""
         self._handover.close()
         self._path.unlink(missing_ok=True)
 
@@ -144,7 +144,7 @@ class EgressListener:
 
 
 def _next(listener: socket.socket) -> socket.socket | None:
-    """Returns the next connection. None once the listener has ended."""
+    """Returns the next connection; None if the listener has ended."""
     while True:
         try:
             return listener.accept()[0]
@@ -157,7 +157,7 @@ def _next(listener: socket.socket) -> socket.socket | None:
 
 
 def _checked(descriptors: list[int]) -> socket.socket:
-    """Returns the listening TCP socket that was sent. Closes anything else and raises `SandboxError`."""
+    """Returns the listening TCP socket that was sent. If something else was sent, closes it and raises `SandboxError`."""
     problem = f"{len(descriptors)} descriptors"
     if len(descriptors) == 1:
         try:

@@ -28,15 +28,15 @@ _Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Limits of one sandbox's use of the host's proxy. Times are in seconds. Connections beyond the bound wait."""
+    """Limits of one sandbox's use of the host's proxy. Times are in seconds. Connections beyond `connections` wait."""
 
     connections: int = 16  # open at once
-    pause_s: float = 0.005  # between two accepted connections
+    pause_s: float = 0.005  # pause between two accepted connections
     head_bytes: int = 16384
     head_s: float = 10.0
     connect_s: float = 15.0  # including the name look-up
     idle_s: float = 60.0  # does not apply while a server that is listed by its address computes an answer
-    total_s: float = 900.0  # of one connection
+    total_s: float = 900.0  # duration of one connection
     total_bytes: int = 1 << 30  # of all connections, in both directions, over the sandbox's life
 
 
@@ -47,8 +47,8 @@ class BudgetSpent(Exception):
 class _Clock:
     """The deadline of a connection: `idle_s` after the last byte, and `total_s` after the first.
 
-    With `patient`, for a server that belongs to the operator, such as a model's, only `total_s` applies while the program waits for
-    its answer.
+    If `patient`, only `total_s` applies while the program waits for an answer. Used for a server that belongs to the operator, such as a
+    model server.
     """
 
     def __init__(self, bounds: Bounds, *, patient: bool) -> None:
@@ -65,7 +65,7 @@ class _Clock:
 
 
 class Proxy:
-    """Serves the connections of sandbox `name`. `refused` counts refusals by reason; only the first one is logged at once."""
+    """Serves the connections of sandbox `name`. `refused` counts refusals by reason; only the first is logged immediately."""
 
     def __init__(self, name: str, network: Sequence[Destination], bounds: Bounds) -> None:
         self.refused: Counter[str] = Counter()
@@ -74,7 +74,7 @@ class Proxy:
         self._left = bounds.total_bytes
 
     async def serve(self, link: socket.socket) -> None:
-        """Serves the one request of a connection, and closes it."""
+        """Serves the only request of a connection, and closes the connection."""
         link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BYTES)
         program = await _streams(link, self._bounds.head_bytes)
         writer = program[1]
@@ -83,13 +83,13 @@ class Proxy:
             writer.close()
             async with asyncio.timeout(self._bounds.idle_s):
                 await writer.wait_closed()
-        except (OSError, BudgetSpent):  # a side closed, or the deadline (TimeoutError is an OSError) or the byte budget has passed
+        except (OSError, BudgetSpent):  # a side closed, the deadline passed (TimeoutError is an OSError), or the byte budget is used up
             pass
         finally:
             writer.transport.abort()
 
     def log_refusals(self) -> None:
-        """Logs the number of refusals, unless there was only the one that was already logged."""
+        """Logs the number of refusals if there were more than the one that was already logged."""
         if self.refused.total() > 1:
             reasons = "; ".join(f"{reason}: {count}" for reason, count in self.refused.most_common())
             log.warning("sandbox %s: %d requests to the network refused (%s)", self._name, self.refused.total(), reasons)
@@ -175,7 +175,7 @@ async def _streams(link: socket.socket, limit: int) -> _Streams:
 
 
 async def _refuse(program: _Streams, refusal: Refusal) -> None:
-    """Sends the reason, then reads for a moment: a connection closed with unread bytes would lose the answer."""
+    """Sends the reason, then reads briefly: the answer would be lost if a connection was closed with unread bytes."""
     reader, writer = program
     text = f"agentrl: {refusal.reason}\n".encode()
     head = f"HTTP/1.1 {refusal.status.value} {refusal.status.phrase}\r\nContent-Type: text/plain\r\nContent-Length: {len(text)}\r\n"
@@ -190,7 +190,7 @@ async def _refuse(program: _Streams, refusal: Refusal) -> None:
 
 
 async def _run(works: Sequence[Coroutine[Any, Any, None]], until: str) -> None:
-    """Runs coroutines until all, the first, or one with an exception has ended (see `asyncio.wait`); then cancels the others."""
+    """Runs coroutines until all, the first, or one that raises has ended (see `asyncio.wait`); then cancels the others."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=until)

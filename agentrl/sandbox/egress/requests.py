@@ -1,12 +1,12 @@
-"""From the head of a program's HTTP request to a connection: strict parsing, the allow-list, and the address. Every byte is hostile.
+"""Turns the head of a program's HTTP request into a connection: strict parsing, the allow-list, and the address. No byte is trusted.
 
-h11 parses a head, and tolerates what many servers send. Anything that another parser could understand differently is refused here: a
-head must be, line by line, what h11 read (no bare line ends, no folded or merged headers), without `user@host`, and with a body whose
-size is a plain number. The proxy sends a new head, built from the parsed values, and one request per connection, so that no second
-request can hide behind the first.
+h11 parses a head, but tolerates many deviations. This module refuses any head that a different parser could understand differently. Each
+line must be what h11 read (no bare line ends, no folded or merged headers), there must be no `user@host`, and the body's size must be a
+plain number. The proxy sends a new head, built from the parsed values, and one request per connection, so that no second request can hide
+behind the first.
 
-A name is looked up only if the allow-list covers it, and only once. The connection goes to the address that was checked, so a name server
-that answers differently the next time changes nothing.
+A name is looked up only if the allow-list covers it, and only once. The connection goes to the address that was checked, so it does not
+matter if the name server answers differently the next time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SIZE_DIGITS = 15
 _ABSOLUTE = re.compile(r"http://([^/?#]*)([/?][^#]*)?", re.IGNORECASE)
 _AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]@]+)(?::([0-9]{1,5}))?")
 _HOP = {"connection", "expect", "host", "keep-alive", "te", "trailer", "upgrade", "content-length", "http2-settings"}
-"""Headers that apply to one connection only, and those that the proxy writes itself."""
+"""Headers that apply to only one connection, and headers that the proxy writes."""
 _MAX_TRIED = 4
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _MACHINE_SERVICES = frozenset({ipaddress.ip_address("168.63.129.16")})
@@ -40,7 +40,7 @@ _lookups = ThreadPoolExecutor(8, thread_name_prefix="egress-names")
 
 
 class Refusal(Exception):
-    """A request that the proxy refuses, with the status and the reason for the program."""
+    """The proxy refuses a request. Has the status and the reason for the program."""
 
     def __init__(self, status: HTTPStatus, reason: str) -> None:
         super().__init__(reason)
@@ -58,7 +58,7 @@ class ProxyRequest:
 
 
 def parse_request(head: bytes) -> ProxyRequest:
-    """Returns the request with this head, which ends with the empty line. Raises `Refusal`."""
+    """Returns the request with this head. The head includes the empty line at its end. Raises `Refusal`."""
     request = _read(head)
     method, target, version = (part.decode("ascii") for part in (request.method, request.target, request.http_version))
     headers = [(name.decode("ascii"), value.decode("latin-1")) for name, value in request.headers]
@@ -83,7 +83,7 @@ def parse_request(head: bytes) -> ProxyRequest:
 
 
 def _read(head: bytes) -> h11.Request:
-    """Returns the request as h11 reads it, if it has no other reading."""
+    """Returns the request as h11 reads it. Raises `Refusal` if a different parser could read it differently."""
     start, *lines = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
     if len(lines) > _MAX_HEADERS:
         raise Refusal(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"more than {_MAX_HEADERS} headers")
@@ -91,7 +91,7 @@ def _read(head: bytes) -> h11.Request:
     try:
         reader.receive_data(head)
         request = reader.next_event()
-    except h11.RemoteProtocolError:  # its message quotes the program, which must not reach a log or a count of reasons
+    except h11.RemoteProtocolError:  # its message quotes the program's bytes, which must not reach a log or a count of reasons
         raise _bad("not a well-formed HTTP/1 request (RFC 9112) with one Host") from None
     if not isinstance(request, h11.Request) or request.http_version not in (b"1.0", b"1.1"):
         raise _bad("not a request of HTTP/1.0 or HTTP/1.1")
@@ -133,7 +133,7 @@ class AllowList:
         self._lookup_slots = asyncio.Semaphore(2)
 
     def lists_address(self, host: str, port: int) -> bool:
-        """Whether `host` is an address that is on the list itself, so that its server belongs to the author of the list."""
+        """Whether `host` is an address that is itself on the list. Such a server belongs to the author of the list."""
         address = address_literal(host)
         return address is not None and self._listed(address, port)
 
@@ -184,14 +184,14 @@ class AllowList:
 
 
 def resolve(host: str, port: int) -> list[str]:
-    """Addresses of a name, in the system's order of preference. Blocking."""
+    """Returns the addresses of a name, in the system's order of preference. Blocking."""
     return list(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)))
 
 
 def is_public(address: Address) -> bool:
     """Whether `address` is on the public internet: not loopback, private, link-local (metadata), shared, multicast or reserved.
 
-    An IPv6 address that embeds an IPv4 one (mapped, 6to4, Teredo, NAT64) must embed a public one.
+    If an IPv6 address embeds an IPv4 address (mapped, 6to4, Teredo, NAT64), that must be public too.
     """
     embedded: list[ipaddress.IPv4Address | None] = []
     if isinstance(address, ipaddress.IPv6Address):

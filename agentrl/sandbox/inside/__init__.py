@@ -1,7 +1,7 @@
 """The exec server: process 1 inside a sandbox, which runs programs and moves files for the host.
 
 Sandboxes get it as one file, `exec_server.py`, into which `agentrl.sandbox.server_code` joins these modules: agentrl is not installed
-there, one file starts faster than several, and a snippet, which is forked from the server, finds no package and no folder of ours in
+there, one file starts faster than several, and a snippet, which is forked from the server, must not find packages or folders of agentrl in
 `sys.modules` and `sys.path`. So the modules use only the standard library and Python 3.9, import names from each other only at their top
 and without renaming, and no two define the same name.
 """

@@ -1,9 +1,9 @@
 """What a forked child runs as the agent: a program, Python code in its own interpreter, or a session.
 
 A session is an interpreter that persists between calls and keeps its names. The server sends it the pipes of each call through a socket,
-and the session answers with the call's status. The server accepts nothing else from it, and a forged status affects only that call, whose
-code can choose its exit status. Any other packet ends the session. The kernel reports to the server how a session ended, as for a
-program.
+and the session answers with the call's status. The server accepts nothing else from it. A forged status affects only that call, whose code
+can choose its exit status anyway. Any other packet ends the session. The kernel reports to the server how a session ended, as it does for
+a program.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
     from agentrl.sandbox.inside.spawn import Pipes, WaitingChild
 
-# Imported so that snippets, which are forked from this process, find these modules loaded.
+# Imported so that these modules are already loaded in snippets, which are forked from this process.
 _PRELOADED = (collections, csv, datetime, re)
 _NOWHERE = "/dev/null/nowhere"
 MAX_SESSIONS = 4
-"""Number of session names in the life of a sandbox."""
+"""Maximum number of session names over the life of a sandbox."""
 CONTROL = 3
 """Descriptor of the socket in the session's process."""
 _PACKET = struct.Struct("=IB")  # number of the call, and its status
@@ -57,14 +57,14 @@ def run_argv(argument: tuple[list[str], dict[str, str] | None]) -> int:
 
 
 def candidates(name: str, environment: dict[str, str]) -> list[str]:
-    """Where a program of this name may be, as in `os.execvpe`, which takes a millisecond to import `warnings`."""
+    """Returns the paths where a program of this name may be. Not `os.execvpe`, which takes a millisecond to import `warnings`."""
     if "/" in name:
         return [name]
     return [f"{folder}/{name}" for folder in environment.get("PATH", os.defpath).split(":")]
 
 
 def reset_interpreter() -> None:
-    """Gives this interpreter, before it has run any code, the state in which `python3 -I -c` starts."""
+    """Puts this interpreter, before it runs any code, into the state in which `python3 -I -c` starts."""
     os.environ.clear()
     os.environ.update(ENVIRONMENT)
     sys.argv = ["-c"]
@@ -74,7 +74,7 @@ def reset_interpreter() -> None:
 
 
 def rehearse(kind: str) -> None:
-    """Performs an empty piece of work of this kind, which copies the shared pages that it writes to ahead of time."""
+    """Does empty work of this kind, so that the shared pages that it writes to are copied ahead of time."""
     if kind == "exec":
         with contextlib.suppress(OSError):
             os.execve(_NOWHERE, [_NOWHERE], ENVIRONMENT)
@@ -84,7 +84,7 @@ def rehearse(kind: str) -> None:
 
 
 def set_signal_handlers() -> None:
-    """Handles signals as an interpreter does."""
+    """Sets the signal handlers of an interpreter."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -114,7 +114,7 @@ def report(error: BaseException) -> None:
 
 
 def exit_status(stop: SystemExit) -> int:
-    """The exit status of an interpreter that ends with `stop`. Prints its message."""
+    """Returns the exit status of an interpreter that ends with `stop`. Prints its message."""
     if stop.code is None:
         return 0
     if isinstance(stop.code, int):
@@ -152,7 +152,7 @@ class Session:
         self.alive = True
 
     def begin(self, pipes: Pipes) -> bool:
-        """Sends the pipes of the next call, whose code the session reads from the first one. False if it does not accept them."""
+        """Sends the pipes of the next call. The session reads the code from the first one. Returns False if it does not accept them."""
         self.calls += 1
         try:
             socket.send_fds(self.control, [_PACKET.pack(self.calls, 0)], pipes.theirs)
@@ -162,7 +162,7 @@ class Session:
         return True
 
     def read_status(self) -> int | None:
-        """Reads a packet: the call's status, in the form of waitpid(2). None, and the end of the session, for anything else."""
+        """Reads a packet and returns the call's status in the form of waitpid(2). Any other packet ends the session and returns None."""
         try:
             packet = self.control.recv(_PACKET.size + 1)
         except OSError:
@@ -175,13 +175,13 @@ class Session:
         return None
 
     def end(self) -> None:
-        """Kills the session. `alive` becomes False once the kernel reports its end."""
+        """Kills the session. `alive` becomes False when the kernel reports its end."""
         if self.alive:
             os.kill(self.pid, signal.SIGKILL)
 
 
 def run_session(code: bytes) -> int:
-    """Runs one call after the other until one ends the interpreter. Returns its exit status."""
+    """Runs calls one after the other until one ends the interpreter. Returns its exit status."""
     set_signal_handlers()
     control = socket.socket(fileno=CONTROL)
     os.register_at_fork(after_in_child=control.close)
@@ -191,7 +191,7 @@ def run_session(code: bytes) -> int:
             status = _run_input(code, f"<call {number}>", sys.modules["__main__"].__dict__)
         except SystemExit as stop:
             return finish(exit_status(stop))
-        if os.getpid() != process:  # a child that the code has forked, and that reached its end
+        if os.getpid() != process:  # a child that the code forked, and that reached the end of the code
             return finish(status)
         _silence_output()
         control.send(_PACKET.pack(number, status))
@@ -225,7 +225,7 @@ def _run_input(code: bytes, name: str, names: dict[str, Any]) -> int:
 
 
 def _silence_output() -> None:
-    """Ends the output of a call. What threads print until the next one is discarded."""
+    """Ends the output of a call. What threads print until the next call is discarded."""
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         with contextlib.suppress(Exception):  # the code may have replaced the stream
             stream.flush()  # type: ignore[union-attr]

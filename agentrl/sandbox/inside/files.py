@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from agentrl.sandbox.inside.wire import Answer, Body, Link, Readable, Request
 
 MAX_DEPTH = 64
-"""Names in a path."""
+"""Maximum number of names in a path."""
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 """Flags to open a folder."""
 _HOLE = bytes(4096)
@@ -44,9 +44,9 @@ def write_files(link: Link, request: Request, body: Body) -> Answer:
 
 
 class FolderPath:
-    """The folder that was used last, and those above it, held open because the next path usually starts with the same ones.
+    """Holds the last used folder and its parents open, because the next path usually starts with the same folders.
 
-    Each folder is opened in the one above without following links, so no path leads out of `top`.
+    Each folder is opened relative to its parent without following links, so no path leads out of `top`.
     """
 
     def __init__(self, top: str = HOME) -> None:
@@ -61,7 +61,7 @@ class FolderPath:
         os.close(self.fds[0])
 
     def parent(self, path: str, create: bool = False) -> tuple[int, str]:
-        """(descriptor of the folder that contains `path`, last name). The descriptor is valid until the next call."""
+        """Returns (descriptor of the folder that contains `path`, last name). The descriptor is valid until the next call."""
         *folders, name = path.split("/")
         if len(folders) >= MAX_DEPTH or any(part in ("", ".", "..") for part in (*folders, name)):
             raise Refused("refused", f"path {path!r} is not a plain relative path")
@@ -106,7 +106,7 @@ def _open_regular(name: str, folder: int) -> int:
 
 
 def write_file(folder: int, name: str, body: Readable, size: int, mode: int = 0o644, mtime: int | None = None) -> None:
-    """Replaces `name` by a new file with the next `size` bytes of `body`. A link is removed, not followed."""
+    """Replaces `name` with a new file that contains the next `size` bytes of `body`. A link is removed, not followed."""
     try:
         os.unlink(name, dir_fd=folder)
     except FileNotFoundError:
@@ -124,7 +124,7 @@ def write_file(folder: int, name: str, body: Readable, size: int, mode: int = 0o
                 _write_sparse(fd, data, end)
                 end += len(data)
             os.ftruncate(fd, size)
-            os.fchmod(fd, mode)  # the umask has limited the mode
+            os.fchmod(fd, mode)  # `open` applied the umask to the mode
             if mtime is not None:
                 os.utime(fd, (mtime, mtime))
         finally:
@@ -136,7 +136,7 @@ def write_file(folder: int, name: str, body: Readable, size: int, mode: int = 0o
 
 
 def _write_sparse(fd: int, data: bytes, offset: int) -> None:
-    """Writes `data` without its pages of zeros, so that a copy of a sparse file takes no more space than the original."""
+    """Writes `data` but skips pages of zeros, so that a copy of a sparse file takes no more space than the original."""
     at = 0
     while at < len(data):
         end = at

@@ -1,10 +1,10 @@
-"""Isolation of one sandbox, built by its first process: control group, namespaces and file tree.
+"""Isolates one sandbox. Its first process sets up the control group, namespaces and file tree.
 
-In a shared container, the keeper has forked the process into a new pid namespace, with the container's rights. It builds the sandbox and
-continues as an exec server, which gives those rights up. Meanwhile it reads nothing that others can write, and no program runs.
+In a shared container, the keeper forks this process into a new pid namespace, with the container's rights. The process builds the sandbox
+and continues as an exec server, which gives up those rights. Until then it reads nothing that others can write, and no program runs.
 
-The tree is an overlay of the image, and the devices are new, so their inodes, and with them file locks, pipes and inotify watches, are
-shared with no other sandbox. The daemon's filter refuses `pivot_root`, so the tree is moved over the old one.
+The tree is an overlay of the image, and the devices are new. So the sandbox does not share inodes with other sandboxes, nor file locks,
+pipes and inotify watches. The daemon's filter refuses `pivot_root`, so the tree is moved over the old one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
 _INTERFACE = struct.Struct("16sh22x")
 _WORKSHOP = "/tmp"  # empty in a container; a tmpfs here, in the sandbox's mount namespace, holds the new tree
 _TREE = f"{_WORKSHOP}/tree"
-_OWN = ("/proc", "/sys", "/agentrl", HOME)  # mounts of a bubblewrap sandbox that it shares with no other
+_OWN = ("/proc", "/sys", "/agentrl", HOME)  # mounts that a bubblewrap sandbox does not share with others
 _DEVICES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9), "tty": (5, 0)}
 _DEVICE_LINKS = {
     "fd": "/proc/self/fd",
@@ -54,15 +54,15 @@ class Groups:
         self.unified = os.path.exists(f"{top}/cgroup.controllers")
 
     def folder(self, controller: str, name: str = "") -> str:
-        """The folder of the group `name` for a controller."""
+        """Returns the folder of the group `name` for a controller."""
         return os.path.join(self.top, "" if self.unified else controller, self.parent, name)
 
     def folders(self, name: str = "") -> list[str]:
-        """All folders of the group `name`: one on version 2, one per controller on version 1."""
+        """Returns all folders of the group `name`: one on version 2, one per controller on version 1."""
         return [self.folder(controller, name) for controller in (("memory",) if self.unified else ("memory", "pids", "cpu"))]
 
     def open_up(self) -> None:
-        """Makes a container's groups writable, which runtimes mount read-only. Version 2 needs all processes in a group below."""
+        """Makes a container's groups writable, because runtimes mount them read-only. Version 2 needs all processes in a group below."""
         for folder in self.folders():
             mount(None, folder, None, MS_REMOUNT | MS_BIND | _PLAIN | MS_NOEXEC)
         if self.unified:
@@ -85,7 +85,7 @@ class Groups:
             _write(f"{folder}/cgroup.procs", pid)
 
     def _settings(self, bounds: Request) -> list[tuple[str, str, object, bool]]:
-        """(controller, file, value, whether every kernel has the file) of each limit."""
+        """Returns (controller, file, value, whether every kernel has the file) for each limit."""
         memory, processes, quota = bounds["memory"], bounds["processes"], bounds["cpu_us"]
         if self.unified:
             return [
@@ -104,11 +104,11 @@ class Groups:
         ]
 
     def memory_events(self, name: str) -> str:
-        """File with a line `oom_kill N`."""
+        """Returns the path of the file that has a line `oom_kill N`."""
         return f"{self.folder('memory', name)}/{'memory.events' if self.unified else 'memory.oom_control'}"
 
     def remove(self, name: str) -> bool:
-        """Removes the group `name`. False while the kernel counts a process in it."""
+        """Removes the group `name`. Returns False while the kernel counts a process in it."""
         removed = True
         for folder in self.folders(name):
             try:
@@ -152,12 +152,12 @@ def isolate(sandbox: Request, groups: Groups, program: bytes) -> None:
 
 
 def isolate_tree(options: Request) -> None:
-    """Replaces the root of a bubblewrap sandbox by a separate tree. Raises `OSError` with the mount.
+    """Replaces the root of a bubblewrap sandbox with a separate tree. Raises `OSError` with the mount that failed.
 
-    bwrap shows every sandbox the same inodes of the image and of the host's devices, and a process that can read a file can watch it
-    with inotify. Mounts that already belong to this sandbox, such as its tmpfs, are moved to the new tree.
+    With bwrap, all sandboxes see the same inodes of the image and of the host's devices, and a process that can read a file can watch
+    it with inotify. Mounts that already belong to this sandbox, such as its tmpfs, are moved to the new tree.
     """
-    if sys.argv[0].endswith(".pyc"):  # all sandboxes of an image start from one file, which is in memory by now
+    if sys.argv[0].endswith(".pyc"):  # all sandboxes of an image start from this file, which is already in memory
         _unmount(sys.argv[0])
     scratch = os.open(_WORKSHOP, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     _build_tree(options)
@@ -189,7 +189,7 @@ def _build_tree(description: Request) -> None:
 
 
 def _add_files(sandbox: Request, groups: Groups, program: bytes) -> None:
-    """Adds /agentrl, with this sandbox's own files, some of which replace files of the image or of /sys. All are read-only."""
+    """Adds /agentrl with the files of this sandbox. Some of them replace files of the image or of /sys. All are read-only."""
     own = f"{_TREE}/agentrl"
     mount(sandbox["name"], own, "tmpfs", _PLAIN, f"size={(1 << 17) + len(program)},mode=0755")
     for number, (path, text) in enumerate(sandbox["files"].items()):
@@ -212,7 +212,7 @@ def _add_files(sandbox: Request, groups: Groups, program: bytes) -> None:
 
 
 def _add_proc(sandbox: Request) -> None:
-    """Adds /proc of the new pid namespace and writes the network settings. As with daemons, parts about the machine are restricted."""
+    """Adds /proc of the new pid namespace and writes the network settings. Restricts parts about the machine, as container daemons do."""
     top = f"{_TREE}/proc"
     mount("proc", top, "proc", _PLAIN | MS_NOEXEC)
     for name, value in sandbox["settings"].items():
@@ -230,7 +230,7 @@ def _add_proc(sandbox: Request) -> None:
 
 
 def _enter_tree(old_mounts: tuple[str, ...]) -> None:
-    """Unmounts these parts of the old tree, so that only the image is left of it, and moves the new tree over it."""
+    """Unmounts these parts of the old tree, so that only the image is left, and moves the new tree over it."""
     for path in old_mounts:
         _unmount(path)
     os.chdir(_TREE)

@@ -2,10 +2,10 @@
 
     python3 -I exec_server.pyc keep:/agentrl/link
 
-The host sends requests over a packet socket, each with the sandbox's own connection, in which the keeper takes no part. No program runs as
-the keeper's user, in its namespaces, or where it could send it anything; the keeper reads from the host alone. When the host closes the
-socket it exits, and the kernel ends every process of the container.
-A sandbox's first process has the exec server's modules in memory already, which saves most of its start-up time.
+The host sends requests over a packet socket. Each request carries the connection of the new sandbox, which the keeper does not use. No
+program runs as the keeper's user or in its namespaces, and none can send it data; the keeper reads only from the host. When the host
+closes the socket, the keeper exits, and the kernel ends every process of the container.
+A sandbox's first process already has the exec server's modules in memory, which saves most of its start-up time.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Keeper:
         self.groups = Groups()
         self.own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         self.sandboxes: dict[int, Request] = {}  # by the pid of each sandbox's first process
-        self.leaving: list[Request] = []  # sandboxes whose control groups are still to be removed
+        self.leaving: list[Request] = []  # sandboxes whose control groups are not removed yet
         self.wake, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
 
     def run(self) -> NoReturn:
-        """Reports that it is ready, or what it cannot do, and serves requests."""
+        """Reports that the keeper is ready, or what it cannot do, and serves requests."""
         try:
             self.groups.open_up()
         except OSError as error:
@@ -79,7 +79,7 @@ class Keeper:
     def _report(self, message: Request) -> None:
         try:
             self.host.send(json.dumps(message).encode())
-        except OSError:  # the host is gone, or does not read
+        except OSError:  # the host is gone or does not read
             os._exit(0)
 
     def _answer(self) -> None:
@@ -142,13 +142,13 @@ class Keeper:
                     os.set_inheritable(fd, True)
                 os.execvpe("python3", ["python3", "-I", _REPLACEMENT, f"fd:{HOST_FD}", json.dumps(sandbox["options"])], ENVIRONMENT)
             self.serve(sandbox["options"], link)
-        except BaseException as error:  # once the keeper's socket is closed, the end of the sandbox's own connection reports it
+        except BaseException as error:  # once the keeper's socket is closed, the end of the sandbox's connection reports the failure
             self._report({"id": sandbox["id"], "failed": str(error), "errno": getattr(error, "errno", None)})
         finally:
             os._exit(1)
 
     def _keep_only(self, handed: dict[str, int]) -> socket.socket:
-        """Closes every descriptor except those for this sandbox. Returns its connection to the host."""
+        """Closes every descriptor except those of this sandbox. Returns the sandbox's connection to the host."""
         os.setsid()
         nothing = os.open("/dev/null", os.O_RDWR)
         targets = {number: handed[name] for name, number in (("link", HOST_FD), ("egress", EGRESS_FD)) if name in handed}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 CHUNK = 65536
 _OOM_COUNTERS = ("/agentrl/memory", "/sys/fs/cgroup/memory/memory.oom_control", "/sys/fs/cgroup/memory.events")
-_MOST_MOVES = 3  # in one pause; a process that waits for a CPU receives its signal late
+_MOST_MOVES = 3  # in one pause; a process that waits for a CPU receives the signal late
 
 
 class Output:
@@ -47,7 +47,7 @@ class Output:
             del self.tail[:extra]
 
     def text(self) -> bytes:
-        """The kept bytes, with a mark where others were cut."""
+        """Returns the kept bytes, with a mark where output was cut."""
         self._trim()
         mark = b"\n[... %d bytes cut ...]\n" % self.cut if self.cut else b""
         return bytes(self.head) + mark + bytes(self.tail)
@@ -74,7 +74,7 @@ class Program:
         self.over_limit = False  # killed for uncharged resources, which count as memory
 
     def feed(self) -> None:
-        """Writes what the program's standard input accepts now, and closes it after the last byte."""
+        """Writes as much as the program's standard input accepts now, and closes it after the last byte."""
         assert self.stdin is not None
         try:
             for _ in range(len(self.data)):
@@ -102,9 +102,9 @@ class Program:
         return False
 
     def end(self, status: int, as_server: bool = False) -> None:
-        """Records the end of the process. `status` is in the form of waitpid(2).
+        """Records the end of the process. `status` has the form of waitpid(2).
 
-        `as_server`: the process still belonged to the server's user. If it exited, the program never started.
+        `as_server`: whether the process still belonged to the server's user. If so and it exited, the program never started.
         """
         if self.status is None:
             self.status, self.ended = status, time.monotonic()
@@ -120,7 +120,7 @@ class Program:
             os.close(fd)
 
     def reply(self) -> Answer:
-        """Header fields and body for the host."""
+        """Returns the header fields and body of the reply to the host."""
         stdout, stderr = (output.text() for output in self.order)
         code: int | None = None
         reason = "timeout" if self.timed_out else ""
@@ -143,13 +143,13 @@ class Program:
 
 
 def cannot_start(error: OSError) -> Answer:
-    """The reply if running programs have used up processes or descriptors: exit code 126, as from a shell."""
+    """Returns the reply if running programs used up the processes or descriptors: exit code 126, as from a shell."""
     text = (f"agentrl: cannot start: {error.strerror}\n").encode()
     return {"exit": 126, "reason": "", "wall_s": 0.0, "truncated": False, "stdout": 0}, text
 
 
 def kernel_status(ended: os.waitid_result) -> int:
-    """How a process ended, in the form of waitpid(2)."""
+    """Returns how a process ended, in the form of waitpid(2)."""
     if ended.si_code == os.CLD_EXITED:
         return ended.si_status << 8
     return ended.si_status | (0x80 if ended.si_code == os.CLD_DUMPED else 0)
@@ -157,7 +157,7 @@ def kernel_status(ended: os.waitid_result) -> int:
 
 @functools.cache
 def _oom_counter() -> int:
-    """Descriptor of the sandbox's counter of kills for memory; -1 without one."""
+    """Returns the descriptor of the sandbox's counter of out-of-memory kills; -1 if there is no such counter."""
     for path in _OOM_COUNTERS:
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -168,7 +168,7 @@ def _oom_counter() -> int:
 
 
 def _oom_kills() -> int:
-    """Number of kills for memory so far, or 0 if the sandbox cannot see it."""
+    """Returns the number of out-of-memory kills so far, or 0 if the sandbox cannot read it."""
     if _oom_counter() < 0:
         return 0
     text = os.pread(_oom_counter(), 4096, 0)
@@ -176,16 +176,16 @@ def _oom_kills() -> int:
 
 
 def kill_everything(number: int) -> None:
-    """Sends a signal to every process of the sandbox except this one, detached or not."""
+    """Sends a signal to every process of the sandbox except this one. Detached processes get it too."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(-1, number)
 
 
 class Pause:
-    """A pause, in which all programs are stopped.
+    """A pause, during which all programs are stopped.
 
-    A program cannot refuse SIGSTOP, but a timer of its own may send it SIGCONT. So the states of all processes are checked during a
-    pause. A moving one is stopped again, and killed the third time.
+    A program cannot refuse SIGSTOP, but a timer of the program may send it SIGCONT. So the states of all processes are checked during a
+    pause. A process that moves is stopped again, and killed the third time.
     """
 
     def __init__(self) -> None:
@@ -202,7 +202,7 @@ class Pause:
 
 
 def _moves(pid: str) -> bool:
-    """Whether some thread of a process runs or waits. Its first thread may have ended."""
+    """Whether any thread of a process runs or waits. Its first thread may have ended."""
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/stat", "rb") as file:

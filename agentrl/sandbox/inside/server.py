@@ -1,10 +1,10 @@
-"""The exec server's start and loop. It answers one request at a time; while a program runs, it also accepts `pause` and `resume`.
+"""Starts the exec server and runs its loop. It answers one request at a time; while a program runs, it also accepts `pause` and `resume`.
 
     python3 -I exec_server.py connect:/agentrl/link | fd:0  '{"agent": 1879048199, "server": 2013265927, ...}'
     python3 -I exec_server.py keep:/agentrl/link            # starts sandboxes that share a container (see `keeper`)
 
-It is process 1 of the sandbox's pid namespace, so `kill(-1)` reaches every program in the sandbox, daemons included, and nothing else,
-atomically against forks. When the host closes the connection it exits, and the kernel ends everything else.
+It is process 1 of the sandbox's pid namespace. So `kill(-1)` reaches every program in the sandbox, daemons included, and nothing else, and
+no fork escapes it. When the host closes the connection, the server exits and the kernel ends all other processes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from agentrl.sandbox.inside.users import Users
     from agentrl.sandbox.inside.wire import Answer, Request
 
-_DRAIN_S = 0.2  # how long output is read after a program has ended, while a process that it left behind keeps the pipe open
+_DRAIN_S = 0.2  # how long output is read after a program ended, if a process that it left behind keeps the pipe open
 _GONE_S = 60.0  # how long killed processes may take to end; then the server exits. The driver waits less
 _LONGEST_WAIT_S = 3600.0  # poll(2) counts milliseconds in 31 bits
 _EXHAUSTED = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EIO)
@@ -51,7 +51,7 @@ class Server:
         self.paused_at: float | None = None
         self.pause: Pause | None = None  # while paused
         self.waiting: WaitingChild | None = None
-        self.launcher: WaitingChild | None = None  # has launched a program that has ended
+        self.launcher: WaitingChild | None = None  # launched a program that has ended
         self.likely = "python"
         self.sessions: dict[str, Session] = {}
         self.watch = Watch()
@@ -94,10 +94,10 @@ class Server:
                 fields, data = _OPERATIONS[operation](self, request, body)
             reply = {"id": request["id"], "ok": True, **fields}
         except Exception as error:
-            kind, message = "failed", repr(error)  # no memory, or a bug: this call fails, the server continues
+            kind, message = "failed", repr(error)  # no memory, or a bug: this call fails and the server continues
             if isinstance(error, Refused):
                 kind, message = error.kind, str(error)
-            elif isinstance(error, OSError):  # caused by the state of the agent's files, unless memory or descriptors are used up
+            elif isinstance(error, OSError):  # caused by the agent's files, unless memory or descriptors are used up
                 kind, message = "refused" if request["op"] in _ON_FILES and error.errno not in _EXHAUSTED else "failed", str(error)
             reply = {"id": request["id"], "ok": False, "error": kind, "message": message[:500]}
         body.drain()
@@ -133,7 +133,7 @@ class Server:
         return answer
 
     def _run_in_session(self, name: str, request: Request, code: bytes) -> Answer:
-        """Runs `code` in the session `name`. Starts the session if it does not exist, and restarts it if it has ended."""
+        """Runs `code` in the session `name`. Starts the session if it does not exist, and restarts it if it ended."""
         self._reap(None)
         before = self.sessions.get(name)
         if before is None and len(self.sessions) == MAX_SESSIONS:
@@ -179,7 +179,7 @@ class Server:
                 with contextlib.suppress(KeyError):  # already unregistered after its report
                     self.poll.unregister(reporter.control)
             program.close()
-        if program.timed_out or program.over_limit:  # everything has been killed, the waiting child too, and may take a while to end
+        if program.timed_out or program.over_limit:  # all processes were killed, including the waiting child, and may take a while to end
             self._kill_all_and_wait()
         fields, output = program.reply()
         if program.never_started:
@@ -188,13 +188,13 @@ class Server:
         return fields, output
 
     def _take_child(self) -> WaitingChild:
-        """The waiting child, or a new one. It is no longer waiting."""
+        """Returns the waiting child, or a new one, and records that no child waits."""
         self._reap(None)
         child, self.waiting = self.waiting or WaitingChild(self.users, self.likely), None
         return child
 
     def _prepare_child(self) -> None:
-        """Forks the next program's process ahead of need. If that fails, the next call tries again."""
+        """Forks the next program's process before it is needed. If that fails, the next call tries again."""
         if self.launcher is not None:
             child, self.launcher = self.launcher, None
             with contextlib.suppress(OSError):
@@ -209,7 +209,7 @@ class Server:
                     self._rehearse()
 
     def _rehearse(self) -> None:
-        """Performs an empty call, which copies the pages that are shared with the child ahead of time."""
+        """Performs an empty call, so that the pages shared with the child are copied ahead of time."""
         pipes, poll = Pipes(), self.poll
         pipes.close_theirs()
         request: Request = json.loads('{"argv":["true"],"env":null,"timeout_s":1.0,"output_bytes":1000}')
@@ -223,7 +223,7 @@ class Server:
         frame(fields, output)
 
     def _step(self, program: Program, reporter: Session | Launch | None) -> bool:
-        """Waits for one event. False once the program has ended and its output is read."""
+        """Waits for one event. Returns False once the program has ended and its output is read."""
         now = time.monotonic()
         running = program.status is None
         if not running and (not program.outputs or now >= program.ended + _DRAIN_S):
@@ -252,7 +252,7 @@ class Server:
         return running or any(fd in program.outputs for fd, _ in ready)
 
     def _check_limits(self, program: Program, now: float) -> None:
-        """Kills a program at its deadline, or if its sandbox uses too much. Keeps paused programs stopped, at a constant interval."""
+        """Kills a program at its deadline, or if its sandbox uses too much. During a pause, stops programs again at a constant interval."""
         if not program.timed_out and self.paused_at is None and now >= program.deadline:
             program.timed_out = True
             kill_everything(signal.SIGKILL)
@@ -288,7 +288,7 @@ class Server:
             program.deadline += time.monotonic() - before
 
     def _reap(self, program: Program | None) -> None:
-        """Collects all ended processes. Orphans of the whole sandbox become children of process 1."""
+        """Collects all ended processes. All orphans of the sandbox become children of process 1."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.wake, 4096)
         while True:
@@ -308,7 +308,7 @@ class Server:
                 self.waiting = None
 
     def _kill_all_and_wait(self) -> None:
-        """Kills all other processes and returns once they are gone. Ends the sandbox if one does not end."""
+        """Kills all other processes and returns when they are gone. Ends the sandbox if a process does not end."""
         kill_everything(signal.SIGKILL)
         deadline = time.monotonic() + _GONE_S
         while True:

@@ -1,15 +1,15 @@
-"""Snapshots: the working directory as an archive, and back.
+"""Snapshots: packs the working directory into an archive, and unpacks it.
 
-A snapshot succeeds whatever an agent does to its files, unless it exceeds the limits on bytes, entries, depth or time. So an agent cannot
-prevent it with a mode or a name (the system call filter refuses leases, which block readers). Programs are stopped meanwhile, but one
-after the other, so an entry may have changed or disappeared since its folder was read.
+A snapshot succeeds whatever an agent does to its files, unless it exceeds the limits on bytes, entries, depth or time. An agent cannot
+prevent it with a mode or a name (the system call filter refuses leases, which block readers). Programs are stopped during a snapshot, but
+one after the other, so an entry may have changed or disappeared since its folder was read.
 
-Files and folders are opened by name in an open folder, never by path and never through a link: the time is linear in any tree, and
-nothing leads out of it.
+Files and folders are opened by name in an open folder, never by path and never through a link. So the time is linear in the size of the
+tree, and no entry leads out of it.
 
 An archive is simple tar (POSIX.1-1988 headers, pax records for long names), written and read as a stream. It contains regular files,
 folders, links and hard links. The standard library's `tarfile` takes longer to import than most archives take to write, and is lenient by
-design. Archives that are read may be hostile: whatever this module would not write is rejected.
+design. Archives that are read are untrusted: this module rejects anything that it would not write.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_ENTRIES = 20000
 SNAPSHOT_S = 20.0
 """Time limit of packing. The host waits longer, so that it gets the error."""
 _READABLE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_GONE = (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EACCES)  # an entry that has changed since its folder was read
+_GONE = (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EACCES)  # the entry changed after its folder was read
 _PERMISSIONS = 0o777
 _NEW_FOLDER = 0o755
 
@@ -60,7 +60,7 @@ class Packer:
     def __init__(self, out: ArchiveWriter) -> None:
         self.out = out
         self.entries = 0
-        self.names: dict[tuple[int, int], bytes] = {}  # first name of each file with several
+        self.names: dict[tuple[int, int], bytes] = {}  # first name of each file that has several names
         self.deadline = time.monotonic() + SNAPSHOT_S
 
     def pack(self, folder: int, path: bytes = b"", level: int = 0) -> None:
@@ -79,7 +79,7 @@ class Packer:
             os.close(folder)
 
     def listing(self, folder: int, level: int) -> list[os.DirEntry[str]]:
-        """The entries of a folder, by name. Raises `Refused` beyond the limits."""
+        """Returns the entries of a folder, sorted by name. Raises `Refused` if the limits are exceeded."""
         with os.scandir(folder) as scan:
             entries = list(itertools.islice(scan, MAX_ENTRIES - self.entries + 1))
         self.entries += len(entries)
@@ -129,7 +129,7 @@ class Packer:
 
 @contextlib.contextmanager
 def _opened(folder: int, name: str, flags: int, needed: int) -> Iterator[tuple[int, os.stat_result | None]]:
-    """(descriptor, status) of an entry; (-1, None) if it is gone. Its owner has the mode bits `needed` during the block."""
+    """Yields (descriptor, status) of an entry; (-1, None) if it is gone. Its owner has the mode bits `needed` for the block."""
     try:
         fd, info = _open_anyway(folder, name, flags, needed)
     except OSError as error:
@@ -146,7 +146,7 @@ def _opened(folder: int, name: str, flags: int, needed: int) -> Iterator[tuple[i
 
 
 def _open_anyway(folder: int, name: str, flags: int, needed: int) -> tuple[int, os.stat_result]:
-    """(descriptor, status before) of a file or folder, with the mode bits `needed` added, which the caller removes."""
+    """Returns (descriptor, status before) of a file or folder, with the mode bits `needed` added, which the caller removes."""
     try:
         fd = os.open(name, flags, dir_fd=folder)
     except PermissionError:
@@ -156,7 +156,7 @@ def _open_anyway(folder: int, name: str, flags: int, needed: int) -> tuple[int, 
         if info.st_mode & needed != needed:
             os.fchmod(fd, stat.S_IMODE(info.st_mode) | needed)
         return fd, info
-    handle = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)  # needs no right, and stays the same entry
+    handle = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)  # needs no permission, and stays the same entry
     try:
         info = os.fstat(handle)
         if not (stat.S_ISREG(info.st_mode) or stat.S_ISDIR(info.st_mode)):
@@ -190,7 +190,7 @@ def unpack(archive: ArchiveReader, top: str) -> None:
                 path = path[:-1] if path.endswith("/") else path
                 unfinished.append((path, entry))
             _create(entry, archive, *folders.parent(path, create=True), sources)
-        for path, entry in reversed(unfinished):  # the mode may close a folder, so its contents come first
+        for path, entry in reversed(unfinished):  # the mode may make a folder inaccessible, so its contents come first
             folder, name = folders.parent(path)
             inner = os.open(name, FOLDER, dir_fd=folder)
             try:
@@ -261,14 +261,14 @@ class ArchiveWriter:
         self.buffer += bytes(-size % _BLOCK)
 
     def last(self) -> bytes:
-        """The end of the archive, which the caller sends."""
+        """Returns the end of the archive, which the caller sends."""
         self.buffer += bytes(2 * _BLOCK)
         self.sink.room_for(len(self.buffer))
         return bytes(self.buffer)
 
 
 def header_of(entry: Entry) -> bytes:
-    """The blocks before an entry's content."""
+    """Returns the blocks before an entry's content."""
     records = b""
     if len(entry.name) > FIELD:
         records += _record(b"path", entry.name)
@@ -281,7 +281,7 @@ def header_of(entry: Entry) -> bytes:
 
 
 def _record(key: bytes, value: bytes) -> bytes:
-    """A pax record, which starts with its own length."""
+    """Returns a pax record, which starts with its own length."""
     length = rest = len(key) + len(value) + 3
     while length != rest + len(str(length)):
         length = rest + len(str(length))
@@ -305,7 +305,7 @@ class ArchiveReader:
         self.padding = 0
 
     def next(self) -> Entry | None:
-        """The next entry, whose content `read` then returns. None at the end."""
+        """Returns the next entry, whose content `read` then returns. None at the end."""
         while self.left:
             self.read(READ_BYTES)
         self._exactly(self.padding)
@@ -332,7 +332,7 @@ class ArchiveReader:
         return entry
 
     def read(self, size: int) -> bytes:
-        """Up to `size` bytes of the entry's content; none at its end."""
+        """Returns up to `size` bytes of the entry's content; empty at its end."""
         data = self._exactly(min(size, self.left))
         self.left -= len(data)
         return data
@@ -347,7 +347,7 @@ class ArchiveReader:
         return self.ahead[self.at - size : self.at]
 
     def _header(self) -> Entry | None:
-        """The entry in the next block. None for the block of zeros at the end."""
+        """Returns the entry in the next block. None for the block of zeros at the end."""
         data = self._exactly(_BLOCK)
         if data == bytes(_BLOCK):
             return None

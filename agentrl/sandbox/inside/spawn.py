@@ -1,12 +1,12 @@
-"""Starts programs: a child is forked and prepared before it is needed, so that a call waits only for the program itself.
+"""Starts programs. A child is forked and prepared before it is needed, so that a call waits only for the program itself.
 
-The server forks it after a reply. The child still runs as the server's user, out of reach of programs that were left running, and counts
-towards the limit on processes. It becomes the snippet or the session that it receives, or launches a program and waits again. No child
-waits while a snippet runs; one waits during a call in a session. The first bytes of its standard input describe its work; the rest is the
-program's input.
+The server forks the child after a reply. The child still runs as the server's user, so programs that were left running cannot reach it. It
+counts towards the limit on processes. It becomes the snippet or the session that it receives, or launches a program and waits again. No
+child waits while a snippet runs; one waits during a call in a session. The first bytes of its standard input describe its work; the rest is
+the program's input.
 
-A child that turned into a program would discard its copy of the server's memory: more work than most programs do. So it launches programs
-with posix_spawn(3), without a copy. If it cannot, it turns into the program. A program must belong to the agent from its first
+If the child became the program, it would discard its copy of the server's memory, which is more work than most programs do. So it launches
+programs with posix_spawn(3), without a copy. If it cannot, it becomes the program. A program must belong to the agent from its first
 instruction, and may signal every process of the agent. The kernel keeps user ids per thread, and checks signals against the ids of a
 process's first thread. So a second thread takes the agent's ids and starts the program.
 """
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     Argument = tuple[list[str], dict[str, str] | None]
 
 _NOT_STARTED, _FAULT = 126, 1
-"""Exit codes of a child that fails before, or after, it belongs to the agent. The server distinguishes the first from a program's end."""
+"""Exit codes of a child that fails before, or after, it belongs to the agent. The first one tells the server that no program ran."""
 _WORK_SIZE = struct.Struct("=Q")
 _RUNNERS: dict[str, Callable[[Any], int]] = {"exec": run_argv, "python": run_snippet, "session": run_session}
 
 _SET_IDS = {"x86_64": (119, 117), "aarch64": (149, 147)}.get(os.uname().machine, ())
 """Numbers of the system calls setresgid and setresuid. The C library's functions of these names change every thread."""
-_FEWEST_FILES = 16  # under the program's limit, the waiting child's own descriptors fit in this many
+_FEWEST_FILES = 16  # descriptors of the waiting child, which count towards the program's limit, fit in this number
 _STATUS = struct.Struct("=i")
 _BECOMES_PROGRAM = -1
 
@@ -56,12 +56,12 @@ class Pipes:
             os.set_blocking(fd, False)
 
     def close_theirs(self) -> None:
-        """Closes the program's ends, after it has them."""
+        """Closes the program's ends after the program has them."""
         for fd in self.theirs:
             os.close(fd)
 
     def close(self) -> None:
-        """Closes the server's ends, for a program that never ran."""
+        """Closes the server's ends if the program never ran."""
         for fd in self.ours:
             os.close(fd)
 
@@ -85,7 +85,7 @@ class WaitingChild:
         control.close()
 
     def reuse(self) -> bool:
-        """Sends the pipes of the next program to a child that has launched one. False if it does not accept them."""
+        """Sends the pipes of the next program to a child that launched one. Returns False if the child does not accept them."""
         self.pipes = Pipes()
         try:
             socket.send_fds(self.control, [b"\0"], self.pipes.theirs)
@@ -102,13 +102,13 @@ class WaitingChild:
 
 
 def work(kind: str, argument: Any, has_stdin: bool = False) -> bytes:
-    """The description of a waiting child's work, which precedes the program's standard input."""
+    """Returns the description of a waiting child's work, which precedes the program's standard input."""
     text = marshal.dumps((kind, argument, has_stdin))
     return _WORK_SIZE.pack(len(text)) + text
 
 
 def can_launch(users: Users) -> bool:
-    """Whether waiting children launch programs. Without a second user, programs could signal them."""
+    """Whether waiting children launch programs. If there is no second user, they do not, because programs could signal them."""
     return users.server != users.agent and bool(_SET_IDS) and users.open_files >= _FEWEST_FILES
 
 
@@ -120,7 +120,7 @@ class Launch:
         self.status: int | None = None
 
     def read_status(self) -> int | None:
-        """The program's status, in the form of waitpid(2), once the child reports it. None if it does not, or becomes the program."""
+        """Returns the program's status in the form of waitpid(2). None if the child does not report it, or becomes the program."""
         if self.status is None:
             try:
                 packet = self.control.recv(_STATUS.size)
@@ -141,7 +141,7 @@ class Launcher:
         self.nowhere = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
 
     def launch(self, argument: Argument, has_stdin: bool) -> bool:
-        """Runs a program to its end, and receives the next one's pipes. False if this process must become the program."""
+        """Runs a program to its end, and receives the next one's pipes. Returns False if this process must become the program."""
         pids: list[int] = []
         done = _thread.allocate_lock()
         done.acquire()
@@ -175,7 +175,7 @@ class Launcher:
         """Starts the program as the agent, from this thread. Returns its pid, or raises what prevents it."""
         agent, server = self.users.agent, self.users.server
         os.write(self.victim, OOM_SCORE)
-        self.users.lower_priority()  # posix_spawn does not support this policy
+        self.users.lower_priority()  # posix_spawn cannot set this policy
         try:
             _set_ids(agent, agent, server)  # the saved id stays the server's, so programs cannot change this process's limits
             return _spawn(argument, has_stdin)
@@ -185,7 +185,7 @@ class Launcher:
 
     def _wait_for(self, pid: int) -> None:
         """Waits for the end of the program in the thread that started it, because a program may react to the end of its parent thread."""
-        for number in range(3):  # a pipe ends once the program, and what it leaves behind, have closed it
+        for number in range(3):  # a pipe ends when the program and the processes that it leaves behind have closed it
             os.dup2(self.nowhere, number)
         _, status = os.waitpid(pid, 0)
         self._report(status)
@@ -197,7 +197,7 @@ class Launcher:
             os._exit(0)
 
     def close(self) -> None:
-        """Prepares this process to become something else. The connection to the server stays open."""
+        """Prepares this process to become a program, snippet or session. The connection to the server stays open."""
         os.close(self.nowhere)
         self.control.detach()
 
@@ -210,7 +210,7 @@ def _set_ids(real: int, effective: int, saved: int) -> None:
 
 
 def _spawn(argument: Argument, has_stdin: bool) -> int:
-    """Starts a program from this thread, and returns its pid. Executing it drops the saved id and all capabilities."""
+    """Starts a program from this thread and returns its pid. Executing the program drops the saved id and all capabilities."""
     argv, changes = argument
     environment = {**ENVIRONMENT, **(changes or {})}
     path = next(path for path in candidates(argv[0], environment) if os.access(path, os.X_OK))

@@ -1,12 +1,12 @@
 """The users of the exec server and of its programs, and what both may do.
 
-Started by root, the server becomes a user of its own with the few `rights` it needs. Programs are another user, the agent, without any:
-they can neither signal nor trace the server, nor change its limits. With only one user (bubblewrap without root), process 1 still cannot
-be signalled from inside and is not dumpable.
+If root starts the server, it becomes a separate user with the few `rights` that it needs. Programs run as a different user, the agent,
+without these rights: they cannot signal or trace the server, or change its limits. If there is only one user (bubblewrap without root),
+process 1 still cannot be signalled from inside and is not dumpable.
 
-Some kernel resources are charged to no sandbox. They are limited before any program runs, or counted while programs run: file locks use
-kernel memory that is neither charged nor limited, and so do the bytes in a loopback connection that is not accepted yet. Both are counted
-several times a second. A sandbox with too many is out of memory, as if it had been charged for them.
+Some kernel resources are not charged to any sandbox. They are limited before any program runs, or counted while programs run. File locks
+use kernel memory that is neither charged nor limited, and so do the bytes in a loopback connection that is not accepted yet. Both are
+counted several times a second. A sandbox with too many counts as out of memory.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ ENVIRONMENT = {
 }
 SERVER_FILES = 256
 OOM_SCORE = b"1000"
-"""OOM score of programs: when memory runs out, the kernel ends them rather than the server. If a process with SYS_RESOURCE has set it, they
-cannot lower it."""
+"""OOM score of programs: when memory runs out, the kernel kills them rather than the server. They cannot lower it if a process with
+SYS_RESOURCE set it."""
 PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 4, 8, 22, 24, 38
 SECCOMP_MODE_FILTER = 2
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND = 1, 2, 4, 8, 32, 4096
@@ -45,9 +45,9 @@ MAX_SOCKETS = 1024
 CHECK_S = 0.1
 """Interval of the checks while a program runs."""
 IDLE_CHECK_S = 0.5
-"""Interval of the checks while none runs but some process is left."""
+"""Interval of the checks while no program runs but some process is left."""
 REST_FACTOR = 20
-"""A check may take this fraction of the time: reading the table of locks blocks it for the whole machine, however long it is."""
+"""Fraction of the time that checks may take: reading the table of locks blocks it for the entire machine, and the table may be long."""
 MAX_REST_S = 2.0
 _SETTINGS = "/proc/sys"
 _PAGE = 65536
@@ -58,7 +58,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def last_error(action: str) -> OSError:
-    """Returns the error of the C library's last call."""
+    """Returns the error of the last call of the C library."""
     code = ctypes.get_errno()
     return OSError(code, f"{action}: {os.strerror(code)}")
 
@@ -77,22 +77,22 @@ def prctl(option: int, value: int) -> None:
 
 
 def set_capabilities(numbers: Sequence[int]) -> None:
-    """Makes `numbers` the permitted and effective capabilities of this process, none of them inheritable."""
+    """Sets the permitted and effective capabilities of this process to `numbers`. None of them is inheritable."""
     mask = sum(1 << number for number in numbers)
     if LIBC.capset(struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), struct.pack("=6I", mask, mask, 0, 0, 0, 0)) != 0:
         raise last_error("capset")
 
 
 class Users:
-    """The users of the server and of its programs; the same one if there is no second user."""
+    """The users of the server and of its programs. Both are the same if there is no second user."""
 
     def __init__(self, server: int, agent: int, open_files: int, *, grouped: bool) -> None:
-        """`grouped`: this sandbox has a control group for CPU time."""
+        """`grouped`: whether this sandbox has a control group for CPU time."""
         self.server, self.agent, self.open_files, self.grouped = server, agent, open_files, grouped
 
     @contextlib.contextmanager
     def as_agent(self) -> Iterator[None]:
-        """Accesses files with the agent's rights. For signals, tracing and limits this process stays the server's."""
+        """Accesses files with the agent's rights in the block. For signals, tracing and limits this process still belongs to the server."""
         if self.server == self.agent:
             yield
             return
@@ -105,15 +105,15 @@ class Users:
             LIBC.setfsgid(self.server)
 
     def is_servers(self, user: int) -> bool:
-        """Whether a process of this user is certainly not the agent's."""
+        """Whether a process of this user certainly does not belong to the agent."""
         return user == self.server != self.agent
 
     def lower_priority(self) -> None:
-        """Gives this thread, and what it starts, the priority of programs.
+        """Gives this thread, and the processes that it starts, the priority of programs.
 
         The server is scheduled before them, so that it can end a program that takes all CPU time. In a control group, programs compete
-        only with their server, so the kernel's idle policy costs them nothing. Without one they compete with the driver and the learner
-        too, and get a niceness that leaves them a share. A program can undo neither, because `RLIMIT_NICE` is 0.
+        only with their server, so the kernel's idle policy costs them nothing. Without a control group they also compete with the driver
+        and the learner, and get a niceness that leaves them a share. A program can undo neither, because `RLIMIT_NICE` is 0.
         """
         if self.grouped:
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -121,11 +121,11 @@ class Users:
             os.nice(_NICE)
 
     def limit_program(self) -> None:
-        """Applies the limits of programs to this forked child, before it becomes the agent's."""
+        """Applies the limits of programs to this forked child before it becomes a process of the agent."""
         resource.setrlimit(resource.RLIMIT_NOFILE, (self.open_files, self.open_files))
 
     def open_oom_score(self) -> int:
-        """Descriptor of this forked child's OOM score (see `OOM_SCORE`)."""
+        """Returns the descriptor of this forked child's OOM score (see `OOM_SCORE`)."""
         prctl(PR_SET_DUMPABLE, 1)  # makes /proc/self accessible for the next line
         fd = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
         prctl(PR_SET_DUMPABLE, 0)
@@ -138,18 +138,18 @@ class Users:
             os.setresgid(self.agent, self.agent, self.agent)
             os.setresuid(self.agent, self.agent, self.agent)
             set_capabilities(())
-        prctl(PR_SET_DUMPABLE, 1)  # makes /proc/self accessible; the connection to the host is closed by now
+        prctl(PR_SET_DUMPABLE, 1)  # makes /proc/self accessible; the connection to the host is already closed
 
 
 def _is_mapped(user: int) -> bool:
-    """Whether this user namespace has `user`. That of a rootless Docker has only the first thousands."""
+    """Whether this user namespace has `user`. The namespace of a rootless Docker has only the first few thousand users."""
     with open("/proc/self/uid_map") as file:
         ranges = [line.split() for line in file]
     return any(int(first) <= user < int(first) + int(count) for first, _, count in ranges)
 
 
 def become_server(options: Request) -> Users:
-    """Gives up root irrevocably, except for `rights`. Returns the users; the same one twice if this process was not started by root."""
+    """Gives up root irrevocably, except for `rights`. Returns the users, which are the same if root did not start this process."""
     if os.geteuid() != 0:
         return Users(os.geteuid(), os.geteuid(), options["open_files"], grouped=options["grouped"])
     for path, limit in options.get("tmpfs", {}).items():
@@ -175,7 +175,7 @@ class FilterProgram(ctypes.Structure):
 
 
 def restrict(options: Request) -> None:
-    """Applies limits, cores and the system call filter to this process and all that it starts."""
+    """Applies limits, cores and the system call filter to this process and all processes that it starts."""
     for name, value in options["limits"].items():
         resource.setrlimit(getattr(resource, name), (value, value))
     resource.setrlimit(resource.RLIMIT_NOFILE, (SERVER_FILES, max(SERVER_FILES, options["open_files"])))
@@ -197,7 +197,7 @@ def set_bounds(options: Request) -> None:
     os.chmod(HOME, 0o1777)  # runc gives a tmpfs the mode of the folder below it
     if "terminals" in options:
         mount(None, "/dev/pts", None, MS_REMOUNT | MS_NOSUID | MS_NOEXEC, options["terminals"])
-    if "settings" in options:  # of this network namespace
+    if "settings" in options:  # settings of this network namespace
         mount(None, _SETTINGS, None, MS_REMOUNT | MS_BIND | MS_NOSUID | MS_NODEV)
         for name, value in options["settings"].items():
             with open(f"{_SETTINGS}/{name.replace('.', '/')}", "w") as file:
@@ -206,7 +206,7 @@ def set_bounds(options: Request) -> None:
 
 
 class Watch:
-    """Counts uncharged resources. A count that the machine does not show is 0."""
+    """Counts uncharged resources. A count is 0 if the machine does not show it."""
 
     def __init__(self) -> None:
         self.locks, self.sockets, self.sockets6 = (_open_count(f"/proc/{name}") for name in ("locks", "net/sockstat", "net/sockstat6"))
@@ -214,7 +214,7 @@ class Watch:
         self.rest_s = 0.0  # minimum time until the next check
 
     def over_limit(self) -> bool:
-        """Whether programs of this sandbox hold more than the limits."""
+        """Whether programs of this sandbox hold more uncharged resources than the limits allow."""
         start = time.monotonic()
         sockets = sockets_in(_content(self.sockets)) + sockets_in(_content(self.sockets6))
         over = sockets > MAX_SOCKETS or self.too_many_locks()
@@ -222,19 +222,19 @@ class Watch:
         return over
 
     def too_many_locks(self) -> bool:
-        """Counts the locks of this pid namespace. The kernel lists, a page at a time, also others' locks of open files."""
+        """Counts the locks of this pid namespace. The kernel also lists other sandboxes' locks of open files, a page at a time."""
         count = at = 0
         while count <= MAX_LOCKS and (data := _content(self.locks, at)):
             count, at = count + data.count(b"\n") - data.count(b"OFDLCK"), at + len(data)
         return count > MAX_LOCKS
 
     def has_others(self, waiting: int) -> bool:
-        """Whether a process exists besides this one and its child `waiting`. Orphans become children of this process."""
+        """Whether a process other than this one and its child `waiting` exists. Orphans become children of this process."""
         return any(int(pid) != waiting for pid in _content(self.children).split()) if self.children >= 0 else True
 
 
 def sockets_in(text: bytes) -> int:
-    """Number of TCP and UDP sockets in /proc/net/sockstat or sockstat6, which have lines such as `TCP: inuse 3 ...`."""
+    """Returns the number of TCP and UDP sockets in /proc/net/sockstat or sockstat6, which have lines such as `TCP: inuse 3 ...`."""
     fields = (line.split() for line in text.splitlines())
     return sum(int(line[2]) for line in fields if line[:1] and line[0].startswith((b"TCP", b"UDP")))
 

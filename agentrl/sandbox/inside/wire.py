@@ -1,4 +1,4 @@
-"""Frames to and from the host: `!II` (length of a JSON header, length of a body), then both."""
+"""Frames to and from the host: `!II` (length of a JSON header, length of a body), the header and the body."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import socket
 import struct
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # not at run time: each import costs every sandbox start-up time
+if TYPE_CHECKING:  # not at run time, because each import adds to the start-up time of every sandbox
     from typing import Any, Protocol
 
     Request = dict[str, Any]
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # not at run time: each import costs every sandbox start-up t
         """A source of bytes."""
 
         def read(self, size: int, /) -> bytes:
-            """Up to `size` bytes; none at the end."""
+            """Returns up to `size` bytes; empty at the end."""
 
 
 PREFIX = struct.Struct("!II")
@@ -36,7 +36,7 @@ class Refused(Exception):
 
 
 def read_exactly(fd: int, size: int) -> bytes:
-    """The next `size` bytes of a descriptor. Exits if its other end, in another process of ours, has closed it."""
+    """Returns the next `size` bytes of a descriptor. Exits if the process at the other end, which is also ours, has closed it."""
     pieces = []
     while size:
         try:
@@ -57,15 +57,15 @@ class Link:
         self.sock = sock
 
     def fileno(self) -> int:
-        """The socket's descriptor."""
+        """Returns the socket's descriptor."""
         return self.sock.fileno()
 
     def read(self, size: int) -> bytes:
-        """Exactly `size` bytes."""
+        """Returns exactly `size` bytes."""
         return read_exactly(self.sock.fileno(), size)
 
     def request(self) -> Request:
-        """The next header. Its body of `header["body"]` bytes must be read afterwards."""
+        """Returns the next header. Its body of `header["body"]` bytes must be read afterwards."""
         header_size, body_size = PREFIX.unpack(self.read(PREFIX.size))
         if header_size > _MAX_HEADER:
             os._exit(1)
@@ -82,19 +82,19 @@ class Link:
 
 
 def frame(header: dict[str, Any], body: bytes) -> bytes:
-    """A frame as bytes."""
+    """Returns a frame as bytes."""
     text = json.dumps(header, separators=(",", ":")).encode()
     return PREFIX.pack(len(text), len(body)) + text + body
 
 
 class Body(io.RawIOBase):
-    """A request body as a stream. It is never read as a whole, because it may be larger than the sandbox's memory."""
+    """A request body as a stream. It is read in pieces, because it may be larger than the sandbox's memory."""
 
     def __init__(self, link: Link, size: int) -> None:
         self.link, self.left = link, size
 
     def read(self, size: int = -1, /) -> bytes:
-        """Up to `size` bytes; all that are left by default."""
+        """Returns up to `size` bytes; by default all that are left."""
         data = self.link.read(self.left if size < 0 else min(size, self.left))
         self.left -= len(data)
         return data
@@ -106,7 +106,7 @@ class Body(io.RawIOBase):
 
 
 class Sink(io.RawIOBase):
-    """A file object that sends what is written to the host, one frame per write. Raises `Refused` beyond `limit` bytes."""
+    """A file object that sends what is written to the host, one frame per write. Raises `Refused` after `limit` bytes."""
 
     def __init__(self, link: Link, number: int, limit: int, too_large: str) -> None:
         self.link, self.number, self.left, self.too_large = link, number, limit, too_large

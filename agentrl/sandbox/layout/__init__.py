@@ -1,7 +1,7 @@
 """The WORKDIR and ENV of a Dockerfile in sandboxes, which have a read-only root and the working directory /home/agent.
 
-The last build step of such an image (`agentrl.sandbox.layout.arrange`) moves the files in the WORKDIR (/app without one) to
-/opt/agentrl/start, replaces the WORKDIR by a link to /home/agent, and links /logs, /tests and /solution to folders below /tmp. Each new
+The last build step of such an image (`agentrl.sandbox.layout.arrange`) moves the files in the WORKDIR (/app if there is none) to
+/opt/agentrl/start, replaces the WORKDIR with a link to /home/agent, and links /logs, /tests and /solution to folders below /tmp. Each new
 sandbox copies the moved files to its working directory (`agentrl.sandbox.layout.begin`).
 """
 
@@ -25,7 +25,7 @@ _ARRANGE, BEGIN = ((_FOLDER / f"{name}.py").read_text(encoding="utf-8") for name
 DEFAULT = "/app"
 _BEGIN_S = 60.0
 _MAX_VARIABLES = 128
-_MAX_CHARACTERS = 16_384  # of all variables together
+_MAX_CHARACTERS = 16_384  # maximum length of all variables together
 _WRITABLE = ("/tmp", "/dev", "/proc", "/sys", "/agentrl", "/opt/agentrl", HOME)
 _SYSTEM = {f"/{name}" for name in ("bin", "boot", "etc", "home", "lib", "lib32", "lib64", "opt", "run", "sbin", "srv", "usr", "var")}
 _SYSTEM |= {f"/usr/{name}" for name in ("bin", "lib", "local", "sbin", "share", "src")}
@@ -41,14 +41,14 @@ def environment(declared: Sequence[str], workdir: str) -> dict[str, str]:
     variables = {name: value for name, value in pairs.items() if name not in _RESERVED and not name.startswith("LD_")}
     if len(variables) > _MAX_VARIABLES or sum(map(len, (*variables, *variables.values()))) > _MAX_CHARACTERS:
         raise ValueError(f"ENV sets more than {_MAX_VARIABLES} variables or {_MAX_CHARACTERS} characters")
-    if "PATH" in variables:  # without folders in which an agent could plant a python3, and with the default ones
+    if "PATH" in variables:  # excludes folders in which an agent could plant a python3, and adds the default ones
         folders = [path for path in variables["PATH"].split(":") if path.startswith("/") and not _below(path, (*_WRITABLE, workdir))]
         variables["PATH"] = ":".join(dict.fromkeys([*folders, *ENVIRONMENT["PATH"].split(":")]))
     return variables
 
 
 def working_directory(declared: str) -> str:
-    """Returns an image's working directory. Raises `ValueError` for one that a sandbox cannot have."""
+    """Returns an image's working directory. Raises `ValueError` if a sandbox cannot have it."""
     path = posixpath.normpath(declared or "/")
     if path == "/":
         return DEFAULT
@@ -63,7 +63,7 @@ def _below(path: str, tops: Sequence[str]) -> bool:
 
 
 def lay_out_image(api: docker.APIClient, tag: str, dockerfile: Path, timeout_s: float) -> None:
-    """Replaces the image `tag` by one that is laid out for sandboxes. Raises `TaskError` with `dockerfile`. Blocking."""
+    """Replaces the image `tag` with one that is laid out for sandboxes. Raises `TaskError` with `dockerfile`. Blocking."""
     config: Mapping[str, Any] = api.inspect_image(tag)["Config"] or {}
     try:
         workdir = working_directory(config.get("WorkingDir") or "")

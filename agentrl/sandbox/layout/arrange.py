@@ -2,9 +2,9 @@
 
     python3 -I -c SOURCE '{"workdir": "/app", "environment": {"MODE": "test"}}'     as root, in the build
 
-Moves the files in the working directory to START, from which each new sandbox copies them, and replaces that directory by a link to the
-sandbox's. Replaces /logs, /tests and /solution by links to folders below /tmp. Standard library only, Python 3.9 or later. After a
-failure, the last line printed is the reason.
+Moves the files in the working directory to START, from which each new sandbox copies them, and replaces that directory with a link to the
+sandbox's. Replaces /logs, /tests and /solution with links to folders below /tmp. Uses only the standard library of Python 3.9 or later.
+After a failure, the last printed line is the reason.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ MAX_DEPTH = 32
 
 
 class Unfit(Exception):
-    """Something that the Dockerfile must do differently."""
+    """The Dockerfile must do something differently. The message says what."""
 
 
 def check_bounds(top: str) -> None:
-    """Raises `Unfit` unless the files below `top` can fill a working directory."""
+    """Raises `Unfit` if the files below `top` do not fit in a working directory."""
     size = count = 0
     for folder, folders, files in os.walk(top):
         if folder.count("/") - top.count("/") > MAX_DEPTH:
@@ -54,7 +54,7 @@ def make_readable(top: str) -> None:
 
 
 def move_workdir(workdir: str) -> None:
-    """Moves the files in the working directory to START, and replaces the directory by a link to HOME."""
+    """Moves the files in the working directory to START, and replaces the directory with a link to HOME."""
     os.makedirs(START, exist_ok=True)
     real = os.path.realpath(workdir)
     if os.path.isdir(real):
@@ -73,7 +73,7 @@ def move_workdir(workdir: str) -> None:
 
 
 def link_scratch(path: str) -> None:
-    """Makes `path` a link to a folder below /tmp, unless the image made it a link already."""
+    """Makes `path` a link to a folder below /tmp, unless it is already a link in the image."""
     if os.path.islink(path):
         return
     if os.path.lexists(path):
@@ -91,7 +91,7 @@ def main() -> None:
         move_workdir(settings["workdir"])
         for path in SCRATCH:
             link_scratch(path)
-        if "PATH" in variables:  # without folders that resolve to where an agent could plant a python3
+        if "PATH" in variables:  # excludes folders that resolve to where an agent could plant a python3
             folders = variables["PATH"].split(":")
             variables["PATH"] = ":".join(path for path in folders if not (os.path.realpath(path) + "/").startswith((HOME + "/", "/tmp/")))
         with open(AGENTRL + "/image.json", "w") as file:
