@@ -61,7 +61,7 @@ def names_unit(prompt: str, named: str) -> bool:
     """Whether the question asks for this unit of an answer (`$`, `deg`, `cm^2`, `square feet`), in the singular or the plural.
 
     The words after the last "how many" decide, or else those after the last "in" before a known unit. If the question has neither, it
-    must name the unit anywhere, and the unit must have the dimension of the requested quantity ("What is the area").
+    must mention the unit somewhere, and the unit must have the dimension of the requested quantity (an area for "What is the area").
     """
     phrase = _requested_phrase(prompt)
     if (known_unit := unit(named)) is not None and known_unit == unit("$"):

@@ -58,7 +58,8 @@ def turn_ends(renderer: Renderer, control: Collection[str]) -> tuple[str, ...]:
 
 
 def shows_calls(renderer: Renderer) -> bool:
-    """Returns whether the template shows a call. Tries arguments as an object, then as text, and sets the choice that works."""
+    """Returns whether the template shows a call. Tries the arguments as an object, then as text, and sets
+    `renderer.arguments_as_text` to the form that works."""
     for as_text in (False, True):
         renderer.arguments_as_text = as_text
         with suppress(UserError):

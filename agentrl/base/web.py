@@ -51,7 +51,7 @@ async def bounded_body(response: httpx.Response, most: int) -> bytes:
 
 @cache
 def certificates() -> ssl.SSLContext:
-    """Returns the trusted certificates. Loading them takes longer than most calls."""
+    """Returns a TLS context with the system's trusted certificates. It is cached, because loading them takes longer than most calls."""
     return ssl.create_default_context()
 
 

@@ -1,4 +1,4 @@
-"""One part of a run that is divided among several hosts: the learner's ranks."""
+"""A handle for a part whose processes run on several hosts, such as the learner and its ranks."""
 
 from __future__ import annotations
 

@@ -252,7 +252,7 @@ def _foreign(
 
 
 async def replay_starts(run: Path, traces: Sequence[Trace], wanted: str) -> dict[str, EpisodeState | None]:
-    """Returns trace -> the state with which its case starts; None if it starts at the first turn, with its task.
+    """Returns, by trace id, the state from which the case of the trace starts; None if the case starts at the first turn.
 
     Args:
         run: the run folder that contains the traces.

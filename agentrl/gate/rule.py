@@ -1,8 +1,8 @@
 """The gate's rule. It decides whether a candidate is worse than the baseline, on the suite or on a case.
 
-The suite and the cases each get half of the chance of a false alarm. Together they spend seven tenths of `alpha`. The reason is that a
-baseline with a lucky score stays while it blocks candidates. So alarms are more frequent over a run than in one evaluation: a chance of
-0.035 in each evaluation becomes 0.05 in the long run.
+The suite and the cases each get half of the chance of a false alarm. Together they spend seven tenths of `alpha`. The rest is a
+reserve: a baseline with a lucky score stays in place as long as it blocks candidates, so false alarms are more frequent over a run than in
+one evaluation. A chance of 0.035 in each evaluation becomes 0.05 in the long run.
 
 Suite: a one-sided sign-flip test of the case differences. A significant drop of more than `margin` blocks.
 

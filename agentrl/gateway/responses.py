@@ -223,7 +223,8 @@ def _content(value: Any, where: str) -> str:
 
 
 def _tools(values: Sequence[Any]) -> tuple[list[dict[str, Any]], dict[str, tuple[str, str]], frozenset[str]]:
-    """Returns a request's tools; namespace and name of tools in a namespace, by the name that the policy sees; and the strict tools."""
+    """Returns the tools of a request; the namespace and the original name of each namespaced tool, by the name that the policy sees;
+    and the names of the strict tools."""
     tools: list[dict[str, Any]] = []
     spaces: dict[str, tuple[str, str]] = {}
     strict: set[str] = set()

@@ -209,7 +209,8 @@ class Session:
     def _continued(
         self, match: ContextMatch, before: SampledTurn, new: tuple[int, ...]
     ) -> tuple[LiveTrajectory, ContextMatch, tuple[int, ...]]:
-        """Returns the trajectory of `before` if that is its last turn, else a new branch, whose context tokens are not trained."""
+        """Returns the trajectory of `before` if `before` is its last turn and it can continue; otherwise a new branch, whose context tokens
+        are not trained. Also returns the match and the prompt tokens."""
         self._graph.answered(before)
         if match.system_changed:
             self.counts["system_kept"] += 1

@@ -230,7 +230,10 @@ class KLReferenceModel:
 
 
 class AdapterFreePolicy:
-    """Version 0 if adapters are trained. Uses the policy's base weights and no extra memory. A collective under ZeRO-3."""
+    """The policy without its adapters, which is version 0 of a run that trains adapters.
+
+    It uses the policy's base weights and no extra memory. Under ZeRO-3 it is a collective.
+    """
 
     def __init__(self, engine: PolicyEngine) -> None:
         self._engine = engine

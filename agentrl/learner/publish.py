@@ -96,9 +96,9 @@ def publish_version(
 ) -> None:
     """Exports the engine's weights as version `number`, registers it, and deletes old versions' weights. All ranks call it.
 
-    The same engine state gives the same bytes. If `as_delta` is True, a version is written as a delta of its parent if the delta is
-    smaller, except every `FULL_EVERY`th version. Raises `DiskFull` or `LearnerError` on a write error, and `StoreError` if the number is
-    registered with different weights.
+    The same engine state gives the same bytes. If `as_delta` is True, a version is written as a delta of its parent if the delta has
+    at most half the size, except every `FULL_EVERY`th version. Raises `DiskFull` or `LearnerError` on a write error, and `StoreError` if
+    the number is registered with different weights.
     """
     weights = gather_weights(engine)
     probe = engine.probe(rows)
@@ -151,7 +151,7 @@ def _export(
 
 
 def _shrink(part: Path, version: PolicyVersion, parent: PolicyVersion | None, *, whole: bool) -> None:
-    """Replaces the weights with a delta if the delta is smaller, and keeps a copy of them for the next version's delta.
+    """Replaces the weights with a delta of at most half their size, if there is one, and keeps a copy of them for the next version's delta.
 
     The copy may belong to a different version, or be incomplete after a power failure, so a delta is used only if its base has the parent's
     checksum.

@@ -92,7 +92,7 @@ class RunMemory:
             self._store.close()
 
     async def _written(self, step: int) -> list[WrittenNotes]:
-        """Returns the notes that count and were written by a step's episodes."""
+        """Returns the notes to commit from a step's episodes: those of episodes that are scored and not excluded."""
         entries = [entry for entry in await self._experience.entries(step=step) if not entry.is_residual]
         if not entries:
             raise StoreError(f"the notes of step {step} are missing: the ledger has no groups of this step")

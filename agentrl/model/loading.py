@@ -68,7 +68,8 @@ def _check_all_read(header: GgufHeader, config: Any) -> None:
 def check_size(config: Any, *, values: int, exact: bool) -> int:
     """Returns the number of parameters of a configuration's model without allocating them. Tied parameters count once.
 
-    Raises `UserError` if the files hold fewer numbers, or, if `exact` is set, more numbers.
+    Raises `UserError` if `values`, the number of values in the files, is less than the number of parameters, or, if `exact` is set,
+    differs from it.
     """
     import torch
     from transformers import AutoModelForCausalLM

@@ -9,7 +9,7 @@ field determines its check:
     JsonObject     JSON with string keys: finite numbers, integers of at most 4,000 digits, at most 64 levels; tuples become lists
     float          any number except NaN
     int            at most 63 bits, as in the store
-    tuple[float]   measured numbers, which may be infinite or NaN: the learner excludes these and reports it
+    tuple[float]   measured numbers, which may be infinite or NaN; the learner excludes and reports infinite and NaN values
 
 A check takes time proportional to the size of the value.
 """

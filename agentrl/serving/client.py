@@ -68,8 +68,8 @@ class TokenClient:
         """Samples one completion of `prompt_ids`.
 
         After `timeout_s` the server cuts the request off and returns the tokens sampled so far, with finish reason `CUT`. Raises
-        `ServingError` if the server fails, returns an invalid answer, or takes `CUT_TIMEOUT_S` longer. Cancellation closes the
-        connection, and vLLM then aborts the request. Only a request that never reached the server is retried.
+        `ServingError` if the server fails, returns an invalid answer, or takes much longer (at most `CUT_TIMEOUT_S`). Cancellation
+        closes the connection, and vLLM then aborts the request. Only a request that never reached the server is retried.
         """
         cutting: list[asyncio.Task[None]] = []
 
