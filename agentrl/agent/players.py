@@ -328,9 +328,9 @@ class VersionPlayer(UntrainedPlayer):
         self._episode.stage = "opponent"
         name = f"{self._episode.id}-{len(self._messages)}.{self.trajectory.agent}"
         completion = await self._opponent.policy.generate(ids, params, request_id=name, timeout_s=OPPONENT_S)
-        answer = chat.parse(completion.token_ids, calls=False)
-        self._messages.append(chat.escape_message(answer.message))
-        self.record(answer.answer)
+        parsed = chat.parse(completion.token_ids, calls=False)
+        self._messages.append(chat.escape_message(parsed.message))
+        self.record(parsed.answer)
         if completion.finish_reason != "stop":
             raise NoMove
-        return answer.answer
+        return parsed.answer

@@ -104,12 +104,12 @@ def _spent(before: Processes, now: Processes) -> dict[int, tuple[int, int]]:
     """Returns process -> (own ticks, ticks of its ended children) since `before`. What these children had used in `before` is excluded."""
     alive = {pid: before[pid] for pid, one in now.items() if pid in before and before[pid].started == one.started}
     counted: dict[int, int] = {}  # process -> ticks of its ended descendants that were counted before
-    for pid, before_s in before.items():
+    for pid, ended in before.items():
         if pid not in alive:
-            parent = before_s.parent
+            parent = ended.parent
             while parent not in alive and parent in before:
                 parent = before[parent].parent
-            counted[parent] = counted.get(parent, 0) + before_s.own + before_s.children
+            counted[parent] = counted.get(parent, 0) + ended.own + ended.children
     spent: dict[int, tuple[int, int]] = {}
     for pid, one in now.items():
         earlier = alive.get(pid)

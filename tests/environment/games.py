@@ -36,7 +36,7 @@ class Faulty(Match):
 
     def reset(self, seed: int) -> Any:
         first = super().reset(seed)
-        return {"nobody": {}, "unknown": {"judge": "x"}, "text": "x", "twice": {"matcher": Observation(text="x", actions=("a", "a"))}}.get(
+        return {"no role": {}, "unknown": {"judge": "x"}, "text": "x", "twice": {"matcher": Observation(text="x", actions=("a", "a"))}}.get(
             self.fault, first
         )
 
@@ -49,7 +49,7 @@ class Faulty(Match):
         observations, rewards, _ = super().step(actions)
         results = {
             "ends silently": ({}, rewards, False),
-            "reward of nobody": (observations, {"judge": 1.0}, True),
+            "reward of an unknown role": (observations, {"judge": 1.0}, True),
             "nan": (observations, {"matcher": float("nan")}, True),
             "pair": (observations, rewards),
         }

@@ -198,7 +198,7 @@ async def test_an_opponent_that_dies_in_a_game_excludes_it_and_records_no_result
 
 async def test_a_game_that_breaks_the_contract_is_excluded(tokenizer: Any) -> None:
     policy = ScriptedPolicy(tokenizer, lambda turn, _: "heads")
-    for fault in ("nobody", "unknown", "text", "twice", "ends silently", "reward of nobody", "nan", "pair"):
+    for fault in ("no role", "unknown", "text", "twice", "ends silently", "reward of an unknown role", "nan", "pair"):
         episode = await play(task_of(f"{GAMES}Faulty", fault=fault), policy, tokenizer)
         assert episode.left_out and episode.failures[0].stage == "environment", fault
 

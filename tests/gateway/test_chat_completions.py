@@ -296,7 +296,7 @@ def call_message(arguments: str, name: str = '"f"', call_id: str = '"a"') -> str
         raw_request(ONE, call_message('{"a": 1e999}')),
         raw_request(ONE, call_message("{}", name=HALF)),
         raw_request(ONE, call_message("{}", call_id=HALF), f'{{"role": "tool", "tool_call_id": {HALF}, "content": {HALF}}}'),
-        raw_request('{"role": "tool", "tool_call_id": "nobody", "content": "a"}', ONE),
+        raw_request('{"role": "tool", "tool_call_id": "unknown", "content": "a"}', ONE),
         raw_request(ONE, metadata="1" + "0" * 400),
         raw_request(ONE, model=HALF),
         raw_request(ONE, **{r"\ud800": "1"}),
