@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -145,7 +146,8 @@ class GroupRunner:
             scored = await self._judged(self.group_scoring, task, scored)
             if (broken := next((one for each in scored for one in each.episode.failures if one.blame is Blame.TASK), None)) is not None:
                 return excluded_group(index, task.id, task.key, broken, size=self.group_size)
-        return Group(index=index, task_id=task.id, task_key=task.key, episodes=_capped(scored), cancelled=race.cancelled)
+        scored = _capped(scored, task.pass_threshold)
+        return Group(index=index, task_id=task.id, task_key=task.key, episodes=scored, cancelled=race.cancelled)
 
     async def _judged(self, judge: GroupScoring, task: Task, scored: tuple[ScoredEpisode, ...]) -> tuple[ScoredEpisode, ...]:
         """Returns the attempts with their scores from the group's scorer. If the scorer fails, the attempts are unscored."""
@@ -399,16 +401,19 @@ class GroupRunner:
         return stored
 
 
-def _capped(scored: tuple[ScoredEpisode, ...]) -> tuple[ScoredEpisode, ...]:
+def _capped(scored: tuple[ScoredEpisode, ...], threshold: float | None) -> tuple[ScoredEpisode, ...]:
     """Lowers the score of each attempt that the policy's own output or actions ended to the lowest score of the other attempts.
 
-    Otherwise, provoking such an end would be better than a negative score.
+    Otherwise, provoking such an end would be better than a negative score. If the pass threshold is at most 0, steps have costs, and such
+    an attempt does not pass either.
     """
 
     def ended_itself(one: ScoredEpisode) -> bool:
         return any(failure.kind in (NOT_TAKEN, PROVOKED, NO_ACTION) and failure.blame is Blame.POLICY for failure in one.episode.failures)
 
     values = [one.score.value for one in scored if not one.episode.left_out and not ended_itself(one) and one.score.value is not None]
+    if threshold is not None and threshold <= 0:
+        values.append(math.nextafter(threshold, -math.inf))
     return tuple(
         replace(one, score=replace(one.score, value=min(one.score.value, *values)))
         if values and one.score.value is not None and ended_itself(one)

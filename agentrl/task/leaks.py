@@ -1,4 +1,4 @@
-"""Finds answers that an agent can read: in its task's files, its prompt, the image's files, or its notes.
+"""Finds answers that an agent can read: in its task's files, its prompt, or the image's files.
 
 The truth of a task consists of the values in `Task.data` under keys such as `answer`, the output of the gold solution, and the tests and
 solution of a task folder. A leak is

@@ -38,7 +38,7 @@ class Slow(ScriptedPolicy):
         return await super().generate(*arguments, **options)
 
 
-async def played(policy: ScriptedPolicy, tokenizer: Any, world: str, *, groups: int) -> list[Group]:
+async def played(policy: ScriptedPolicy, tokenizer: Any, world: str, *, groups: int, **options: Any) -> list[Group]:
     """Runs groups of four attempts concurrently."""
     runner = EpisodeRunner(
         policy=policy,
@@ -49,7 +49,7 @@ async def played(policy: ScriptedPolicy, tokenizer: Any, world: str, *, groups: 
         request_timeout_s=60.0,
     )
     group_runner = GroupRunner(runner=runner, scorer=episode_return, slots=asyncio.Semaphore(16), group_size=4)
-    family = open_family(TasksConfig(family=Part(f"tests.environment.examples:{world}")), seed=0)
+    family = open_family(TasksConfig(family=Part(f"tests.environment.examples:{world}", options)), seed=0)
     return await asyncio.gather(*(group_runner.run_group(n, family.task(Split.TRAIN, n)) for n in range(groups)))
 
 
@@ -65,6 +65,16 @@ async def test_an_episode_that_ends_without_an_action_scores_at_most_like_the_wo
     assert [scored.score.value for scored in group.episodes] == [-3.0] * 4
     assert [[failure.kind for failure in scored.episode.failures] for scored in group.episodes] == [[], ["no_action"], [], []]
     assert message in group.episodes[1].episode.failures[0].message
+
+
+@pytest.mark.parametrize("response", ["I stay here.", CALL.replace("1", "2"), "z" * 9000])
+async def test_a_group_of_episodes_without_an_action_does_not_pass(tokenizer: Any, response: str) -> None:
+    """A step costs 1, so their sum of rewards, 0, is above the threshold."""
+    policy = ScriptedPolicy(tokenizer, lambda turn, episode: response)
+    (group,) = await played(policy, tokenizer, "Toll", groups=1, pass_threshold=-3)
+    assert all(-3.001 < scored.score.value < -3 for scored in group.episodes)
+    (passing,) = await played(ScriptedPolicy(tokenizer, lambda turn, episode: CALL), tokenizer, "Toll", groups=1, pass_threshold=-3)
+    assert [scored.score.value for scored in passing.episodes] == [-3.0] * 4
 
 
 UNKNOWN = CALL.replace("open", "close")
